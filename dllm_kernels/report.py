@@ -1,6 +1,6 @@
 """System information for bug reports: ``python -m dllm_kernels.report``.
 
-Prints versions, devices, the backend that runs on each, other relevant packages, and whether a small loss is correct.
+Prints versions, devices, the backend that runs on each, other packages, and a correctness check of a small loss.
 Contains no paths and no names of machines or users, so it can be posted unchanged.
 """
 

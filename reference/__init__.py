@@ -1,7 +1,7 @@
-"""Pure PyTorch oracle of every documented routine: the plainest code, straight from the equations.
+"""Pure PyTorch oracle of every documented routine, written as simply as possible from the equations.
 
-Imports torch and the standard library, and nothing of ``dllm_kernels``: an oracle that shares code with what
-it judges is no oracle.
+Imports only torch and the standard library, not ``dllm_kernels``, because an oracle must not share code with the
+package that it tests.
 """
 
 from reference.block_diffusion import block_diffusion_loss

@@ -1,4 +1,4 @@
-"""The flat cross-entropy of block diffusion with random-token corruption."""
+"""Unweighted cross-entropy of block diffusion with random-token corruption."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def block_diffusion_loss(
 ) -> torch.Tensor:
     """Mean cross-entropy over all supervised positions, corrupted or not.
 
-    ``loss = sum_i [supervised_i] * nll_i / max(n, 1)``, ``n`` the given count or else the supervised
-    positions here.
+    ``loss = sum_i [supervised_i] * nll_i / max(n, 1)``, with ``n`` the given count, or if None the number of supervised
+    positions of this call.
 
     Args:
         logits: ``[B, L, V]``, floating.
@@ -26,13 +26,13 @@ def block_diffusion_loss(
         loss_mask: supervised positions ``[B, L]``; nonzero is True.
         num_diffusion_tokens: optional global count of supervised tokens, a number or a 0-d tensor.
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits``.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
 
     Returns:
         A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
 
-    Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, the denoising cross-entropy of Eq. 5, under the
-    uniform kernel and without a weight over time.
+    Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, the denoising cross-entropy of Eq. 5, with the uniform kernel
+    and without a time-dependent weight.
     """
     supervised = loss_mask.bool()
     weights = supervised.to(compute_dtype(logits))

@@ -44,7 +44,7 @@ def fill_end(sample: Sample, block_size: int | None, max_seq_len: int | None, re
 
 
 def filled_row(content: Sequence[Any], end: int, L: int, fill: int, pad: int) -> list[Any]:
-    """``L`` values: the content, then ``fill`` up to ``end``, then ``pad``."""
+    """Return ``L`` values: the content, then ``fill`` up to ``end``, then ``pad``."""
     row = []
     for i in range(L):
         if i < len(content):
@@ -66,8 +66,8 @@ def collate(
 ) -> dict[str, torch.Tensor]:
     """Pad samples to one length: content, then a block fill, then a global pad.
 
-    ``L = max(1, min(max_seq_len, round_up(max_b end_b, lcm(block_size, pad_seq_len_divisible))))``, ``end_b``
-    the next multiple of ``block_size`` after the content, counted from 0 or from the response.
+    ``L = max(1, min(max_seq_len, round_up(max_b end_b, lcm(block_size, pad_seq_len_divisible))))``, with ``end_b`` the
+    next multiple of ``block_size`` after the content, counted from position 0 or from the response.
 
     | | content | block fill | global pad |
     |---|---|---|---|
@@ -79,12 +79,12 @@ def collate(
         batch: samples with the lists ``input_ids``, ``loss_mask`` and ``attention_mask``; other keys are
             ignored.
         pad_token_id: token of the global pad.
-        eos_token_id: token of the block fill; None for ``pad_token_id``.
-        block_size: positions of a block; None for no block fill.
+        eos_token_id: token of the block fill; None: ``pad_token_id``.
+        block_size: positions per block; None: no block fill.
         pad_seq_len_divisible: round L up to a multiple of this and of the block size.
-        max_seq_len: the most positions, content and L alike.
-        supervise_padding: whether the global pad has loss.
-        response_window: count blocks from the first supervised position, and attend to the block fill.
+        max_seq_len: maximum of the content length and of L; None: no maximum.
+        supervise_padding: True to supervise the global pad.
+        response_window: True to count blocks from the first supervised position and to attend to the block fill.
 
     Returns:
         ``input_ids`` int64, ``loss_mask`` float32, ``attention_mask`` int64, each ``[B, L]``;
@@ -93,7 +93,7 @@ def collate(
     Raises:
         ValueError: in ``response_window``, a sample with more than one supervised run.
 
-    Source: the documentation of the original's collator.
+    Source: the documentation of the original collator.
     """
     for b, sample in enumerate(batch):
         if response_window and supervised_runs(sample["loss_mask"]) > 1:

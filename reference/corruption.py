@@ -1,4 +1,4 @@
-"""Corruption of clean tokens, as functions of the uniform numbers that decide it."""
+"""Corruption of clean tokens, as functions of given uniform numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _supervised(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> torc
 
 
 def blocks_of(L: int, block_size: int | None) -> list[range]:
-    """Positions of each block, the last possibly short; without a block size the sequence is one block."""
+    """Return the positions of each block; the last may be short. Without a block size the sequence is one block."""
     step = L if block_size is None else block_size
     return [range(start, min(start + step, L)) for start in range(0, L, max(step, 1))]
 
@@ -45,7 +45,7 @@ def _level_of_blocks(
     eps: float,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """Return the level of each block ``[B, blocks]``: the caller's as it is, or ``eps + (1 - eps) U``."""
+    """Return the level of each block ``[B, blocks]``: the given level unchanged, or ``eps + (1 - eps) U``."""
     B = input_ids.shape[0]
     if level is not None:
         return level.float().reshape(B, -1).expand(B, blocks)
@@ -54,7 +54,7 @@ def _level_of_blocks(
 
 
 def _exactly(p: torch.Tensor, uniform: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
-    """Select ``round(p n)`` of n supervised positions, those of the largest u; at least one if p > 0 and n > 0."""
+    """Select the ``round(p n)`` of n supervised positions with the largest u; at least one if p > 0 and n > 0."""
     chosen = torch.zeros_like(supervised)
     for b in range(len(p)):
         n = int(supervised[b].sum())
@@ -77,21 +77,21 @@ def corrupt_uniform(
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Corrupted:
-    """Mask each supervised position independently, with one probability for each sequence.
+    """Mask each supervised position independently, with one probability per sequence.
 
-    ``p_b = (1 - eps) * t_b + eps``; position i is masked where ``u_{b,i} < p_b`` and it is supervised. With ``exact``
-    the ``round(p_b n)`` of the n supervised positions whose u are largest are masked instead.
+    ``p_b = (1 - eps) * t_b + eps``; a supervised position i is masked if ``u_{b,i} < p_b``. With ``exact``, the
+    ``round(p_b n)`` of the n supervised positions with the largest u are masked instead.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, nonzero is True; None for all.
-        mask_token_id: the token that masks.
+        loss_mask: supervised positions ``[B, L]``, nonzero is True; None: all.
+        mask_token_id: id of the MASK token.
         eps: smallest probability.
-        level: the ``p_b`` instead, ``[B]`` or ``[B, 1]``.
-        exact: an exact share instead of coins.
-        t_uniform: ``[B]`` in [0, 1); None draws it.
-        uniform: ``[B, L]`` in [0, 1); None draws it.
-        generator: source of the draws; None for torch's own.
+        level: ``p_b`` to use instead of the formula, ``[B]`` or ``[B, 1]``.
+        exact: True to mask a fixed number of positions.
+        t_uniform: ``[B]`` in [0, 1); None: drawn.
+        uniform: u, ``[B, L]`` in [0, 1); None: drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
         ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` holds ``p_b``.
@@ -125,25 +125,25 @@ def corrupt_blockwise(
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Corrupted:
-    """Mask an exact share of every sequence (or block), later positions first when the share is small.
+    """Mask a fixed fraction of every sequence or block; if the fraction is small, later positions are more likely.
 
-    ``m = eps + (1 - eps) * U``, ``k = round(m * length)``, ``log w_i = ln 2 / (half_life_ratio * size) * (1 -
-    m) * i``; k positions are chosen by :func:`reference.gumbel_topk.gumbel_topk` among ALL of the sequence or
-    block, and only then are the unsupervised ones dropped. ``size`` is L or ``block_size``, ``length`` the
-    positions that are there, i the place in the sequence or block. k lies in ``[1, L]`` for a sequence, in
-    ``[0, length]`` for a block.
+    ``m = eps + (1 - eps) * U``, ``k = round(m * length)``, ``log w_i = ln 2 / (half_life_ratio * size) * (1 - m) * i``;
+    k positions are chosen by :func:`reference.gumbel_topk.gumbel_topk` among ALL positions of the sequence or block.
+    Unsupervised positions are removed afterwards. ``size`` is L or ``block_size``, ``length`` the number of positions,
+    and i the index in the sequence or block. k is clamped to ``[1, L]`` for a sequence and to ``[0, length]`` for a
+    block.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, nonzero is True; None for all.
-        mask_token_id: the token that masks.
-        block_size: positions of a block; None for whole sequences.
-        eps: smallest share.
-        half_life_ratio: distance over which a weight doubles as m goes to 0, as a share of ``size``.
-        level: m instead, ``[B]``, ``[B, 1]`` or ``[B, n_blocks]``.
-        m_uniform: ``[B]``, or ``[B, n_blocks]`` with blocks, in [0, 1); None draws it.
-        uniform: ``[B, L]``, strictly inside (0, 1); None draws it.
-        generator: source of the draws; None for torch's own.
+        loss_mask: supervised positions ``[B, L]``, nonzero is True; None: all.
+        mask_token_id: id of the MASK token.
+        block_size: positions per block; None: the full sequence is one block.
+        eps: minimum of m.
+        half_life_ratio: distance over which a weight doubles in the limit m = 0, as a fraction of ``size``.
+        level: m to use instead of the formula, ``[B]``, ``[B, 1]`` or ``[B, n_blocks]``.
+        m_uniform: U, ``[B]``, or ``[B, n_blocks]`` with blocks, in [0, 1); None: drawn.
+        uniform: ``[B, L]``, strictly inside (0, 1); None: drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
         ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` holds m.
@@ -182,25 +182,26 @@ def corrupt_uniform_random(
     tokens: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Corrupted:
-    """Replace supervised positions by random tokens, with one probability for each sequence or block.
+    """Replace supervised positions by random tokens, with one probability per sequence or block.
 
-    ``t = eps + (1 - eps) * U``; a supervised position becomes a token uniform over ``[0, vocab_size)`` where
-    ``u < t``.
+    ``t = eps + (1 - eps) * U``. If ``u < t``, a supervised position becomes a token drawn uniformly from
+    ``[0, vocab_size)``.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, nonzero is True; None for all.
-        vocab_size: how many tokens there are to draw from.
-        block_size: positions of a block; None for whole sequences.
+        loss_mask: supervised positions ``[B, L]``, nonzero is True; None: all.
+        vocab_size: number of tokens to draw from.
+        block_size: positions per block; None: the full sequence is one block.
         eps: smallest probability.
-        level: t instead, ``[B]``, ``[B, 1]`` or ``[B, n_blocks]``; it is then the probability that comes back.
-        t_uniform: ``[B]``, or ``[B, n_blocks]`` with blocks, in [0, 1); None draws it.
-        uniform: ``[B, L]`` in [0, 1); None draws it.
-        tokens: the replacements ``[B, L]``; None draws them.
-        generator: source of the draws; None for torch's own.
+        level: t to use instead of the formula, ``[B]``, ``[B, 1]`` or ``[B, n_blocks]``; ``p_mask`` then holds it.
+        t_uniform: U, ``[B]``, or ``[B, n_blocks]`` with blocks, in [0, 1); None: drawn.
+        uniform: u, ``[B, L]`` in [0, 1); None: drawn.
+        tokens: the replacements ``[B, L]``; None: drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
-        ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` is all ones, for the loss is flat.
+        ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` is all ones unless ``level`` is given, because
+        the loss has no weight 1/t.
 
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1, the uniform transition.
     """
@@ -226,8 +227,8 @@ def corrupt_all_masked(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, 
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, nonzero is True; None for all.
-        mask_token_id: the token that masks.
+        loss_mask: supervised positions ``[B, L]``, nonzero is True; None: all.
+        mask_token_id: id of the MASK token.
 
     Returns:
         ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` is all ones.
@@ -251,21 +252,22 @@ def corrupt_mix(
     tokens: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask with one probability, replace by a different token with another, by one u a position.
+    """Mask with one probability and replace by a different token with another probability, with one u per position.
 
-    MASK where ``u < mask_prob``; another token where ``mask_prob <= u < mask_prob + uniform_prob``, unless the clean
-    one is MASK.
+    A position becomes MASK if ``u < mask_prob``. It becomes another token if
+    ``mask_prob <= u < mask_prob + uniform_prob``, unless the clean token is MASK.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, nonzero is True.
-        mask_token_id: the token that masks.
-        vocab_size: how many tokens there are.
-        mask_prob: ``[B]`` or ``[B, 1]``.
-        uniform_prob: likewise.
-        uniform: ``[B, L]`` in [0, 1); None draws it.
-        tokens: ``[B, L]``, which of the ``vocab_size - 2`` others, in their order; None draws it.
-        generator: source of the draws; None for torch's own.
+        mask_token_id: id of the MASK token.
+        vocab_size: number of tokens, including MASK.
+        mask_prob: probability of MASK, ``[B]`` or ``[B, 1]``.
+        uniform_prob: probability of another token, ``[B]`` or ``[B, 1]``.
+        uniform: u, ``[B, L]`` in [0, 1); None: drawn.
+        tokens: ``[B, L]``, index of the replacement among the ``vocab_size - 2`` other tokens in ascending order; None:
+            drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
         ``(noisy_input_ids, noise_mask)``.
@@ -319,17 +321,17 @@ def sample_level(
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Levels of a batch: independent ones, pairs that add up to 1, or one in each B-th of [0, 1).
+    """Sample levels: independent, in pairs with sum 1, or one per interval of length 1 / B.
 
     ``u_b``; ``u_b, 1 - u_b``; ``(u_0 + b / B) mod 1``, scaled to [low, high].
 
     Args:
-        B: how many.
+        B: number of levels.
         method: "uniform", "antithetic" or "stratified".
-        low: the smallest.
-        high: the largest.
-        uniform: ``[B]`` in [0, 1); None draws it.
-        generator: source of the draws; None for torch's own.
+        low: lower bound.
+        high: upper bound.
+        uniform: ``[B]`` in [0, 1); None: drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
         float64 ``[B]``.

@@ -1,4 +1,4 @@
-"""The weighted cross-entropy of a block draft model, its accuracy per offset and how much of a block is accepted."""
+"""Weighted cross-entropy of a block draft model, its accuracy per offset, and its acceptance length."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def decay_weights(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Weight of each predicted position, falling with its offset in the block.
+    """Compute the weight of each predicted position, which decays with its offset in the block.
 
-    ``w_k = exp(-(k - 1) / gamma)``, ``k = 1, 2, ...``, starting over every ``block_size - 1`` positions (the
-    anchor of a block is not predicted). All ones when ``gamma`` is None.
+    ``w_k = exp(-(k - 1) / gamma)``, ``k = 1, 2, ...``, restarting every ``block_size - 1`` positions (the anchor of a
+    block is not predicted). All ones if ``gamma`` is None.
 
     Args:
         T: number of predicted positions.
-        block_size: positions of a block, its anchor included; None for one block of length T.
-        gamma: how slowly the weights fall, in positions.
-        dtype: of the result.
-        device: of the result.
+        block_size: positions per block, including the anchor; None: one block of length T.
+        gamma: decay length in positions; None: no decay.
+        dtype: dtype of the result.
+        device: device of the result.
 
     Returns:
         ``[T]``.
@@ -47,7 +47,7 @@ def decay_weights(
 def draft_accuracy_per_position(
     correct: torch.Tensor, block_mask: torch.Tensor, block_size: int | None
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Argmax matches and valid positions at each offset of the block, summed over batch and blocks.
+    """Count argmax matches and valid positions per offset of a block, over batch and blocks.
 
     ``hits[k] = sum_{b,n} correct[b, n, k] * block_mask[b, n, k]``,
     ``count[k] = sum_{b,n} block_mask[b, n, k]``
@@ -55,11 +55,11 @@ def draft_accuracy_per_position(
     Args:
         correct: argmax matches ``[B, T]``, ``T = n_blocks * (block_size - 1)``.
         block_mask: valid positions ``[B, T]``.
-        block_size: positions of a block, its anchor included.
+        block_size: positions per block, including the anchor.
 
     Returns:
-        ``(hits, count)``, float32 ``[block_size - 1]``; ``(None, None)`` when ``block_size`` is None or at
-        most 1, or T is not a whole number of blocks.
+        ``(hits, count)``, float32 ``[block_size - 1]``; ``(None, None)`` if ``block_size`` is None or at most 1, or T
+        is not a whole number of blocks.
 
     Source: the metrics ``draft_acc_k`` of DFlash training.
     """
@@ -73,16 +73,16 @@ def draft_accuracy_per_position(
 
 
 def acceptance_length(correct: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False) -> torch.Tensor:
-    """Mean over the blocks with any valid row of ``sum_j mask_j prod_{i <= j} (correct_i or not mask_i)``.
+    """Compute the mean of ``sum_j mask_j prod_{i <= j} (correct_i or not mask_i)`` over blocks with a valid row.
 
     Args:
         correct: argmax matches ``[B, T]``, ``T = n_blocks * rows``.
         block_mask: valid positions ``[B, T]``.
-        rows: predicted positions of a block.
-        bonus: one token more for each block, the target's own.
+        rows: predicted positions per block.
+        bonus: True to count one more token per block, the token of the target model.
 
     Returns:
-        A float32 scalar, 0 where no block has a valid row.
+        A float32 scalar, 0 if no block has a valid row.
 
     Source: greedy speculative decoding, Leviathan et al. 2023, arXiv:2211.17192, section 2.
     """
@@ -114,35 +114,35 @@ def dflash_loss(
     num_sequences: Count | None = None,
     reduction: str = "total",
 ) -> torch.Tensor:
-    """Weighted cross-entropy of the predicted positions.
+    """Compute the weighted cross-entropy of the predicted positions.
 
-    ``loss = sum_i w_i * nll_i / denominator``, ``w_i = exp(-(k_i - 1) / gamma) * block_mask_i`` or D-PACE's, of the
-    confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count) for ``"tokens"``,
-    ``sum_i w_i + 1e-6`` for ``"mean"``, and the number of blocks or sequences with any valid row for ``"blocks"`` and
-    ``"sequences"``. ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b`` with A_b the valid blocks of
-    sequence b and B' the sequences that have any.
+    ``loss = sum_i w_i * nll_i / denominator``, with ``w_i = exp(-(k_i - 1) / gamma) * block_mask_i``, or the D-PACE
+    weights of the confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count) for
+    ``"tokens"`` and ``sum_i w_i + 1e-6`` for ``"mean"``. For ``"blocks"`` and ``"sequences"`` it is the number of
+    blocks or sequences with a valid row. ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b``, with A_b
+    the number of valid blocks of sequence b, and B' the number of sequences with a valid block.
 
     Args:
         logits: ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with
             ``anchor_row``.
         target_ids: ``[B, T]``, integer; -100 has no loss.
-        block_mask: valid positions ``[B, T]``, kept as weights when fractional.
+        block_mask: valid positions ``[B, T]``; fractions are weights.
         num_tokens: optional global count, a number or a 0-d tensor.
-        block_size: positions of a block, its anchor included; None for one block.
-        gamma: how slowly the weights fall, in positions; None for no decay.
+        block_size: positions per block, including the anchor; None: one block.
+        gamma: decay length in positions; None: no decay.
         normalize: ``"tokens"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
         position_weights: ``"decay"``, or a variant of ``dpace_weights``.
-        dpace_alpha: its alpha.
-        anchor_row: whether the anchor's row predicts too.
-        num_blocks: global count of valid blocks, or with ``"sequence_blocks"`` of each sequence ``[B]``.
-        num_sequences: global count of sequences with any valid row.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
+        dpace_alpha: alpha of ``dpace_weights``.
+        anchor_row: True if the row of the anchor predicts a token too.
+        num_blocks: global count of valid blocks; with ``"sequence_blocks"`` the count of each sequence ``[B]``.
+        num_sequences: global count of sequences with a valid row.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
 
     Returns:
         A scalar, or ``[B, T]``, in float32 (float64 for float64 logits), in nats.
 
     Raises:
-        ValueError: ``normalize`` is none of these, or the weights restart in a broken block.
+        ValueError: ``normalize`` is unknown, or T is not a whole number of blocks.
 
     Source: the DFlash paper, Eq. 4; D-PACE, arXiv:2605.18810.
     """
@@ -171,7 +171,7 @@ def dflash_loss(
         count = valid.sum() if num_blocks is None else num_blocks
         return divided_by_count(weighted_nll(logits, target_ids, weights), count)
     if normalize == "sequence_blocks":
-        of_each = valid.sum(1) if num_blocks is None else torch.as_tensor(num_blocks)
-        weights = weights / of_each.clamp(min=1).to(dtype)[:, None]
+        blocks_per_sequence = valid.sum(1) if num_blocks is None else torch.as_tensor(num_blocks)
+        weights = weights / blocks_per_sequence.clamp(min=1).to(dtype)[:, None]
     count = valid.any(1).sum() if num_sequences is None else num_sequences
     return divided_by_count(weighted_nll(logits, target_ids, weights), count)

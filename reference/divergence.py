@@ -1,4 +1,4 @@
-"""Divergences of student rows to teacher rows, weighted, and the acceptance rate of speculative decoding."""
+"""Weighted divergences of student rows to teacher rows, and the acceptance rate of speculative decoding."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Divergence(NamedTuple):
 
 
 def _times(e: Tensor, x: Tensor) -> Tensor:
-    """``e x``, 0 where the probability e is."""
+    """Compute ``e x``, 0 if the probability e is 0."""
     return torch.where(e == 0, 0.0, e * torch.where(e == 0, 0.0, x))
 
 
 def _overlap(p: Tensor, q: Tensor) -> Tensor:
-    """``sum_v min(p_v, q_v)``, its gradient 1 where ``p <= q`` within rounding, 2^-18, and 0 elsewhere."""
+    """Compute ``sum_v min(p_v, q_v)``; the gradient is 1 if ``p <= q`` up to rounding, 2^-18, and 0 otherwise."""
     below = torch.where(p <= q * (1 + 2.0**-18), p, 0.0).sum(-1)
     return torch.minimum(p, q).sum(-1).detach() + (below - below.detach())
 
@@ -50,29 +50,29 @@ def _jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 
 def _at(log_p: Tensor, index: Tensor) -> Tensor:
-    """``-log p[index]``; 0 at -100, NaN at what no column has."""
-    there, nothing = (index >= 0) & (index < log_p.shape[-1]), index == IGNORE_INDEX
-    picked = log_p.gather(-1, torch.where(there, index, 0)[..., None])[..., 0]
-    return torch.where(nothing, 0.0, -picked * torch.where(there | nothing, 1.0, math.nan))
+    """Compute ``-log p[index]``; 0 at -100, NaN for any other index out of range."""
+    valid, nothing = (index >= 0) & (index < log_p.shape[-1]), index == IGNORE_INDEX
+    picked = log_p.gather(-1, torch.where(valid, index, 0)[..., None])[..., 0]
+    return torch.where(nothing, 0.0, -picked * torch.where(valid | nothing, 1.0, math.nan))
 
 
 def row_divergence(
-    kind: str, log_p: Tensor, log_q: Tensor, targets: Tensor | None = None, alpha_of_lam: Tensor | None = None,
+    kind: str, log_p: Tensor, log_q: Tensor, targets: Tensor | None = None, lam_rate: Tensor | None = None,
     *, beta: float = 0.5, floor: float = 1e-5, eta: float = 3.0, kl_scale: float = 1.0, base: str = "kl",
 ) -> Tensor:  # fmt: skip
-    """One kind of divergence of rows of log-probabilities, differentiable in the student's.
+    """Compute one kind of divergence per row of log-probabilities, differentiable in the student's.
 
     Args:
         kind: ``kl``, ``rkl``, ``jsd``, ``tv``, ``l1``, ``nla``, ``lk``, ``soft_ce``, ``teacher_ce`` or ``ce``.
         log_p: the student's ``[..., V]``.
         log_q: the teacher's ``[..., V]``, constants.
         targets: ``[...]``, for ``ce``.
-        alpha_of_lam: what lam of ``lk`` is made from; None: the row's own acceptance rate.
-        beta: of ``jsd``.
-        floor: of ``nla``.
-        eta: of ``lk``.
-        kl_scale: of ``lk``.
-        base: of ``lk``, ``kl`` or ``soft_ce``.
+        lam_rate: acceptance rate from which lam of ``lk`` is computed; None: the acceptance rate of the row.
+        beta: option of ``jsd``.
+        floor: option of ``nla``.
+        eta: option of ``lk``.
+        kl_scale: option of ``lk``.
+        base: option of ``lk``, ``kl`` or ``soft_ce``.
 
     Returns:
         ``[...]``.
@@ -100,7 +100,7 @@ def row_divergence(
         assert targets is not None
         return _at(log_p, targets)
     assert kind == "lk"
-    lam = kl_scale * torch.exp(-eta * (a if alpha_of_lam is None else alpha_of_lam).detach())
+    lam = kl_scale * torch.exp(-eta * (a if lam_rate is None else lam_rate).detach())
     of_base = _kl(log_p, log_q) if base == "kl" else -_times(q, log_p).sum(-1)
     return lam * of_base + (1 - lam) * (1 - a)
 
@@ -123,33 +123,36 @@ def divergence(
     teacher_transform: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Divergence:
-    """``sum_n weights[n] value[n]``, ``value[n] = T^2 sum_k coefficient_k D_k(p_n, q_n)``.
+    """Compute ``sum_n weights[n] value[n]``, with ``value[n] = T^2 sum_k coefficient_k D_k(p_n, q_n)``.
 
-    p and q are the softmax of the transformed logits over the temperature T; q is a constant. A row of weight 0 gives 0
-    and False, and gradient 0, whatever it holds on either side.
+    p and q are the softmax of the transformed logits divided by the temperature T; q is a constant. A row of weight 0
+    gives 0 and False, and gradient 0, for any content of either model.
 
     Args:
         logits: the student's ``[..., V]``.
-        teacher_logits: the teacher's, of the same shape; with ``teacher_rows`` ``[..., V]`` of any number of rows.
+        teacher_logits: the teacher's logits, of the shape of ``logits``; with ``teacher_rows``, ``[..., V]`` with any
+            number of rows.
         weights: ``[...]``, constants; None: ones.
-        kind: a kind of :func:`row_divergence`, or coefficients of several.
-        targets: ``[...]``, for ``ce``; -100: none.
-        teacher_rows: ``[...]``, which of the teacher's rows belongs to each; one that there is not gives NaN.
-        draft_to_target: ``[V]``, the teacher's columns that are compared, over which it is normalised.
+        kind: a kind of :func:`row_divergence`, or a dict of kinds and coefficients.
+        targets: ``[...]``, for ``ce``; -100: no target.
+        teacher_rows: ``[...]``, index of the teacher row of each student row; an index out of range gives NaN.
+        draft_to_target: ``[V]``, for each student token the teacher's column; the teacher's softmax is over these
+            columns.
         temperature: T.
         reduction: ``sum`` or ``none``.
-        alpha: of ``lk``: lam from the ``row``'s acceptance rate, or from the weighted ``mean``.
-        softcap: of the student's logits.
-        scale: likewise.
-        skip_id: likewise.
-        teacher_transform: the teacher's own ``softcap``, ``scale``, ``skip_id``; None: the same.
-        options: of the kinds.
+        alpha: option of ``lk``: ``row`` computes lam from the acceptance rate of the row, ``mean`` from the weighted
+            mean.
+        softcap: cap of the student's logits.
+        scale: scale of the student's logits.
+        skip_id: student column that is never predicted.
+        teacher_transform: ``softcap``, ``scale`` and ``skip_id`` of the teacher; None: the student's values.
+        options: options of the kinds, as in :func:`row_divergence`.
 
     Returns:
         :class:`Divergence`, in float32 (float64 for float64 logits), in nats.
 
     Source: :func:`row_divergence`; Hinton et al. 2015, arXiv:1503.02531, section 2, for T^2. The acceptance rate
-    ``sum_v min(p_v, q_v)`` is that of Leviathan et al. 2023, arXiv:2211.17192, section 3.2.
+    ``sum_v min(p_v, q_v)``: Leviathan et al. 2023, arXiv:2211.17192, section 3.2.
     """
     rows, V = logits.shape[:-1], logits.shape[-1]
     weights = logits.new_ones(rows) if weights is None else weights.detach()
@@ -160,12 +163,12 @@ def divergence(
         t = t[..., draft_to_target]
     if teacher_rows is not None:
         flat = t.reshape(-1, V)
-        there = (teacher_rows >= 0) & (teacher_rows < flat.shape[0])
-        t = torch.where(there[..., None], flat[torch.where(there, teacher_rows, 0)], math.nan)
-    own = {"softcap": softcap, "scale": scale, "skip_id": skip_id}
-    its = own if teacher_transform is None else teacher_transform
-    z = transformed(torch.where(on[..., None], logits, 0.0), **own) / temperature  # type: ignore[arg-type]
-    t = transformed(torch.where(on[..., None], t, 0.0), **its) / temperature
+        valid = (teacher_rows >= 0) & (teacher_rows < flat.shape[0])
+        t = torch.where(valid[..., None], flat[torch.where(valid, teacher_rows, 0)], math.nan)
+    student_options = {"softcap": softcap, "scale": scale, "skip_id": skip_id}
+    teacher_options = student_options if teacher_transform is None else teacher_transform
+    z = transformed(torch.where(on[..., None], logits, 0.0), **student_options) / temperature  # type: ignore[arg-type]
+    t = transformed(torch.where(on[..., None], t, 0.0), **teacher_options) / temperature
     log_p, log_q = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
     y = None if targets is None else targets.long()
     if y is not None and skip_id is not None:
@@ -175,12 +178,12 @@ def divergence(
     parts = {kind: 1.0} if isinstance(kind, str) else kind
     value = torch.zeros_like(a)
     for name, coefficient in parts.items():
-        own_options = {k: v for k, v in options.items() if v is not None}
+        given_options = {k: v for k, v in options.items() if v is not None}
         value = value + coefficient * row_divergence(
-            name, log_p, log_q, y, mean if alpha == "mean" else None, **own_options
+            name, log_p, log_q, y, mean if alpha == "mean" else None, **given_options
         )
-    there = torch.where(a.isnan(), math.nan, 1.0)  # a row of either side that has no distribution
-    value = torch.where(on, value * there * temperature**2, 0.0)
+    valid = torch.where(a.isnan(), math.nan, 1.0)  # NaN if a row of either model has no distribution
+    value = torch.where(on, value * valid * temperature**2, 0.0)
     loss = torch.where(on, weights * value, 0.0)
     agree = on & ~a.isnan() & (_first_argmax(z) == _first_argmax(t))
     return Divergence(loss.sum() if reduction == "sum" else loss, value, a, agree)
@@ -205,18 +208,18 @@ def linear_divergence(
     teacher_extra: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Divergence:
-    """:func:`divergence` of the logits that LM heads make of hidden states.
+    """Compute :func:`divergence` of the logits of LM heads, from hidden states.
 
     Args:
         hidden: the student's ``[..., D]``.
-        weight: its LM head ``[V, D]``.
+        weight: the student's LM head ``[V, D]``.
         teacher_hidden: the teacher's ``[..., D']``.
         weights: ``[...]``; None: ones.
-        bias: of the student's head, ``[V]``.
-        extra: the second part of the student's head, (u ``[..., r]``, U ``[V, r]``).
-        teacher_weight: the teacher's LM head; None: the student's, with its bias.
-        teacher_bias: of the teacher's own head.
-        teacher_extra: the second part of the teacher's head.
+        bias: bias of the student's head, ``[V]``.
+        extra: low-rank second part of the student's head, (u ``[..., r]``, U ``[V, r]``).
+        teacher_weight: the teacher's LM head; None: the student's head and bias.
+        teacher_bias: bias of ``teacher_weight``.
+        teacher_extra: low-rank second part of the teacher's head.
         options: as in :func:`divergence`.
 
     Returns:

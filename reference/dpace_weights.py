@@ -1,4 +1,4 @@
-"""D-PACE: how much each position of a drafted block matters, given how sure the draft is of its tokens."""
+"""D-PACE: position weights of drafted blocks, computed from the confidence of the draft."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 def dpace_weights(
     confidence: torch.Tensor, mask: torch.Tensor, alpha: float = 0.5, variant: str = "dpace"
 ) -> torch.Tensor:
-    """Position weights of blocks ``[..., k]``, one position at a time.
+    """Compute position weights of blocks ``[..., k]``, one position at a time.
 
-    ``q~_i = (1 - alpha) q_i + alpha``, or 1 where ``mask_i`` is 0; ``C_j = prod_{i <= j} q~_i``;
-    ``S_j = sum_{m >= j} C_m mask_m``. ``"dpace"`` is S, ``"prefix"`` C, ``"continuation"`` S / C (0 where C is), each
+    ``q~_i = (1 - alpha) q_i + alpha``, or 1 if ``mask_i`` is 0; ``C_j = prod_{i <= j} q~_i``;
+    ``S_j = sum_{m >= j} C_m mask_m``. ``"dpace"`` is S, ``"prefix"`` C, ``"continuation"`` S / C (0 if C is 0), each
     times the mask.
 
     Args:
         confidence: probability ``[..., k]`` of the token at each position.
-        mask: ``[..., k]``, 0 where there is nothing to predict; fractions are kept as weights.
-        alpha: floor of the smoothed confidence.
+        mask: ``[..., k]``, 0 for positions that predict nothing; fractions are weights.
+        alpha: minimum of the smoothed confidence.
         variant: ``"dpace"``, ``"prefix"`` or ``"continuation"``.
 
     Returns:
         ``[..., k]`` in float32 (float64 for float64 confidence), detached.
 
     Raises:
-        ValueError: ``variant`` is none of the three.
+        ValueError: ``variant`` is unknown.
 
     Source: D-PACE, arXiv 2605.18810.
     """

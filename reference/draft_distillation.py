@@ -1,4 +1,4 @@
-"""Distillation of a block draft model: the divergence of its rows to the target model's, weighted like DFlash's."""
+"""Distillation of a block draft model: divergence to the target model with the weights of DFlash."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from reference.token_nll import Count, compute_dtype, token_nll
 def position_weights_of(
     mask: torch.Tensor, rows: int, q: torch.Tensor, *, gamma: float | None, decay_from: int, variant: str, alpha: float
 ) -> torch.Tensor:
-    """``w m`` of each row ``[B, T]``, w from D-PACE or from the decay, which begins at row ``decay_from`` of a block.
+    """Compute ``w m`` of each row ``[B, T]``, with w from D-PACE, or from a decay that begins at row ``decay_from``.
 
     In the decay, row k of a block has ``w_k = exp(-(k - decay_from) / gamma)``, 0 before ``decay_from``.
 
     Args:
         mask: ``[B, T]``.
-        rows: of a block.
+        rows: rows per block.
         q: the confidence ``[B, T]``, for D-PACE.
-        gamma: of the decay; None: 1.
-        decay_from: the first row that the decay gives any weight to.
+        gamma: decay length in rows; None: all weights are 1.
+        decay_from: first row of a block with a nonzero weight in the decay.
         variant: ``"decay"`` or a variant of ``dpace_weights``.
-        alpha: its alpha.
+        alpha: alpha of ``dpace_weights``.
 
     Returns:
         ``[B, T]``.
@@ -60,19 +60,19 @@ def denominator(
     """Return the divisor of each row's ``weight * value``, ``[B, 1]``.
 
     Args:
-        weights: of the rows ``[B, T]``.
-        mask: ``[B, T]``.
-        rows: of a block.
+        weights: row weights ``[B, T]``.
+        mask: valid rows ``[B, T]``.
+        rows: rows per block.
         normalize: ``"tokens"``, ``"rows"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
-        num_tokens: counts of the whole step; None: what is here.
-        num_blocks: likewise; with ``"sequence_blocks"`` ``[B]``.
-        num_sequences: likewise.
-        total_weight: likewise, the sum of the weights.
+        num_tokens: count of the whole step; None: counted from this call.
+        num_blocks: count of the whole step, ``[B]`` with ``"sequence_blocks"``; None: counted from this call.
+        num_sequences: count of the whole step; None: counted from this call.
+        total_weight: sum of the weights of the whole step; None: of this call.
 
     Returns:
         ``[B, 1]``.
 
-    Source: DFlash, SpecForge and speculators, each with a denominator of its own.
+    Source: the denominators of DFlash, SpecForge and speculators.
     """
     B, T = mask.shape
     ones = torch.ones(B, 1, dtype=weights.dtype, device=weights.device)
@@ -124,31 +124,31 @@ def draft_distillation_loss(
         logits: the draft's ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with
             ``anchor_row``.
         teacher_logits: the target model's ``[B, T, V]``.
-        target_ids: ``[B, T]``, for kind ``ce`` and the confidence of D-PACE; -100: none.
-        block_mask: valid positions ``[B, T]``, kept as weights when fractional.
+        target_ids: ``[B, T]``, for kind ``ce`` and the confidence of D-PACE; -100: no target.
+        block_mask: valid positions ``[B, T]``; fractions are weights.
         num_tokens: as in :func:`denominator`.
-        block_size: positions of a block, its anchor included; None for one block.
+        block_size: positions per block, including the anchor; None: one block.
         kind: D, as in :func:`divergence`.
-        loss_gamma: how slowly the weights fall, in positions; None for no decay.
-        normalize: what N is.
+        loss_gamma: decay length in positions; None: no decay.
+        normalize: the denominator N, as in :func:`denominator`.
         position_weights: ``"decay"``, or a variant of ``dpace_weights``.
-        dpace_alpha: its alpha.
-        confidence: q of D-PACE: the probability of the ``"target"``, of the ``"teacher"``'s argmax, or a
-            (``"acceptance"``).
-        anchor_row: whether the anchor has a row.
+        dpace_alpha: alpha of ``dpace_weights``.
+        confidence: q of D-PACE: the probability of the target (``"target"``), of the teacher's argmax (``"teacher"``),
+            or a (``"acceptance"``).
+        anchor_row: True if each block includes the row of its anchor.
         decay_from: as in :func:`position_weights_of`.
-        confidence_logits: s ``[B, T]``; None: no such part.
+        confidence_logits: s ``[B, T]``; None: no confidence term.
         confidence_weight: c.
         num_blocks: as in :func:`denominator`.
-        num_sequences: likewise.
-        total_weight: likewise.
-        reduction: "none" for ``w_i m_i (...)`` of each row ``[B, T]``.
-        options: of :func:`divergence`.
+        num_sequences: as in :func:`denominator`.
+        total_weight: as in :func:`denominator`.
+        reduction: ``"total"``, or ``"none"`` to return ``w_i m_i (...)`` of each row ``[B, T]``.
+        options: options of :func:`divergence`.
 
     Returns:
         A scalar, or ``[B, T]``, in float32 (float64 for float64 logits), in nats.
 
-    Source: :func:`divergence`; DSpark for the confidence's part.
+    Source: :func:`divergence`; DSpark for the confidence term.
     """
     dtype = compute_dtype(logits)
     T = block_mask.shape[1]

@@ -1,4 +1,4 @@
-"""The next-token cross-entropy of a co-trained encoder."""
+"""Next-token cross-entropy of a co-trained encoder."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ def encoder_ar_loss(
     num_tokens: Count | None = None,
     reduction: str = "total",
 ) -> torch.Tensor:
-    """Mean next-token cross-entropy where a position and the next one are both valid.
+    """Compute the mean next-token cross-entropy over pairs of valid adjacent positions.
 
-    ``loss = sum_i [valid_i and valid_{i+1}] * nll(logits_i, ids_{i+1}) / max(n, 1)``, ``n`` the given count
-    or else the number of pairs here.
+    ``loss = sum_i [valid_i and valid_{i+1}] * nll(logits_i, ids_{i+1}) / max(n, 1)``, with ``n`` the given count, or if
+    None the number of pairs of this call.
 
     Args:
         encoder_logits: ``[B, S, V]``, floating.
         input_ids: clean tokens ``[B, S]``, integer; a target of -100 has no loss.
-        valid_mask: ``[B, S]``, nonzero is True; None for all.
+        valid_mask: ``[B, S]``, nonzero is True; None: all.
         num_tokens: optional global count, a number or a 0-d tensor.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator; the last one 0.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator;
+            0 for the last row.
 
     Returns:
         A scalar, or ``[B, S]``, in float32 (float64 for float64 logits), in nats.

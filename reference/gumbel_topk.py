@@ -1,4 +1,4 @@
-"""Sampling k positions without replacement, by Gumbel noise on log-weights."""
+"""Sampling of k positions without replacement, by Gumbel noise on log-weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def draw_uniform(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """Uniform float32 numbers strictly inside (0, 1)."""
-    # torch.rand steps by 2**-24 and can return 0: half a step is the smallest number we let through.
+    """Draw uniform float32 numbers strictly inside (0, 1)."""
+    # Clamp to half a step, because torch.rand has a step of 2**-24 and can return 0.
     return torch.rand(shape, device=device, generator=generator).clamp(min=2.0**-25)
 
 
@@ -19,21 +19,22 @@ def gumbel_topk(
 ) -> torch.Tensor:
     """Choose exactly ``k`` positions without replacement, with probabilities proportional to their weights.
 
-    ``score_i = log_w_i - log(-log u_i)``; the k largest are chosen, the lowest index first among equals.
+    The positions with the k largest ``score_i = log_w_i - log(-log u_i)`` are chosen. The lowest index wins a tie.
 
-    A position of log-weight ``-inf`` is never chosen; ``k`` beyond the others chooses all of those.
+    Positions with log-weight ``-inf`` are never chosen. If ``k`` exceeds the number of other positions, all of them are
+    chosen.
 
     Args:
         log_w: log-weights ``[D]``, floating.
-        k: how many to choose, at least 0.
-        uniform: the draws ``[D]``, strictly inside (0, 1); None draws them.
-        generator: source of the draws; None for torch's own.
+        k: number of positions to choose, at least 0.
+        uniform: u, ``[D]``, strictly inside (0, 1); None: drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
         ``[D]``, bool.
 
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059 (the
-    Gumbel-top-k trick); the chosen set is that of Plackett and Luce.
+    Gumbel-top-k trick); the chosen set has the Plackett-Luce distribution.
     """
     if uniform is None:
         uniform = draw_uniform(tuple(log_w.shape), log_w.device, generator)
@@ -52,20 +53,20 @@ def batched_gumbel_topk(
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """:func:`gumbel_topk` of every row, each with its own ``k``.
+    """Apply :func:`gumbel_topk` to every row, with one ``k`` per row.
 
     ``mask[n] = gumbel_topk(log_w[n], k[n], uniform[n])``
 
     Args:
         log_w: log-weights ``[N, D]``, floating.
-        k: how many to choose in each row ``[N]``, integer.
-        uniform: the draws ``[N, D]``, strictly inside (0, 1); None draws them.
-        generator: source of the draws; None for torch's own.
+        k: number of positions to choose per row ``[N]``, integer.
+        uniform: u, ``[N, D]``, strictly inside (0, 1); None: drawn.
+        generator: source of random numbers; None: torch's default generator.
 
     Returns:
         ``[N, D]``, bool.
 
-    Source: as :func:`gumbel_topk`.
+    Source: see :func:`gumbel_topk`.
     """
     if uniform is None:
         uniform = draw_uniform(tuple(log_w.shape), log_w.device, generator)

@@ -1,4 +1,4 @@
-"""Masked diffusion and next-token prediction in one loss."""
+"""Sum of a masked-diffusion loss and a next-token loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reference.token_nll import Count, divided_by_count, weighted_nll
 
 
 class HybridLoss(NamedTuple):
-    """The total, which carries the graph, and the detached ``alpha * diffusion`` part of it."""
+    """The total loss, differentiable, and its ``alpha * diffusion`` part, detached."""
 
     total_loss: torch.Tensor
     dllm_loss: torch.Tensor
@@ -52,29 +52,29 @@ def hybrid_loss(
     ``total = alpha * sum_i [noise_i and supervised_i] * nll_i / max(p_i, 1e-8) / max(num_diffusion_tokens, 1)
     + sum_i m_{i+1} * nll(causal_i, target_{i+1}) / max(num_ar_tokens, 1)``
 
-    A denominator whose count is None is left out. The second part needs both causal logits and
-    ``loss_mask_ar``.
+    A denominator with count None is omitted. The second part needs both causal logits and ``loss_mask_ar``.
 
     Args:
-        logits: ``[B, L, V]``; or ``[B, 2 L, V]``, the causal logits after the diffusion ones.
+        logits: ``[B, L, V]``; or ``[B, 2 L, V]``, the diffusion logits followed by the causal logits.
         target_ids: clean tokens ``[B, L]``, integer; -100 has no loss.
         noise_mask: corrupted positions ``[B, L]``; nonzero is True.
         p_mask: probability with which each position was corrupted, ``[B, L]``.
         loss_mask: supervised positions of the diffusion part ``[B, L]``; nonzero is True.
-        loss_mask_ar: weights of the next-token part ``[B, L]``, kept as they are when fractional.
+        loss_mask_ar: weights of the next-token part ``[B, L]``, may be fractional.
         num_diffusion_tokens: optional global count, a number or a 0-d tensor.
         num_ar_tokens: optional global count, a number or a 0-d tensor.
-        causal_logits: ``[B, L, V]``, the layout that keeps the two apart.
+        causal_logits: ``[B, L, V]``; None: the causal logits in ``logits``, if any.
         alpha: weight of the diffusion part.
         fp32_upcast: ``False`` rounds each NLL to the dtype of its logits.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
 
     Returns:
-        ``HybridLoss(total_loss, dllm_loss)``, scalars in nats; the second is detached. Of each row they are
-        ``[B, 2 L]``, those of the diffusion part then those of the other, or ``[B, L]``, and ``[B, L]``.
+        ``HybridLoss(total_loss, dllm_loss)``, scalars in nats; ``dllm_loss`` is detached. With ``reduction="none"``,
+        ``total_loss`` is ``[B, 2 L]``, the rows of the diffusion part followed by the rows of the next-token part, or
+        ``[B, L]`` without a next-token part. ``dllm_loss`` is then ``[B, L]``.
 
-    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5 for the diffusion part; the usual next-token
-    cross-entropy, Eq. 2 there, for the other.
+    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5 for the diffusion part and Eq. 2 for the next-token
+    cross-entropy.
     """
     L = target_ids.shape[1]
     if causal_logits is None and logits.shape[1] > L:

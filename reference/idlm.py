@@ -1,4 +1,4 @@
-"""The introspective diffusion loss: the masked copy of a sequence and its clean copy, both by next tokens."""
+"""Introspective diffusion loss: next-token cross-entropy on the masked copy and on the clean copy of a sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reference.token_nll import Count, compute_dtype, divided_by_count, weighted
 
 
 class IDLMLoss(NamedTuple):
-    """The total, which carries the graph, and the detached cross-entropy of the masked copy."""
+    """The total loss, differentiable, and the cross-entropy of the masked copy, detached."""
 
     total_loss: torch.Tensor
     dllm_loss: torch.Tensor
@@ -26,24 +26,24 @@ def idlm_loss(
     auto_balance: bool = False,
     reduction: str = "total",
 ) -> IDLMLoss:
-    """Next-token cross-entropy of the answer on the masked copy, plus ``alpha`` times that on the clean copy.
+    """Add the next-token cross-entropy of the answer on the masked copy and ``alpha`` times the one on the clean copy.
 
-    ``CE(z) = sum_i [answer_{i+1} and valid_{i+1}] * nll(z_i, target_{i+1}) / max(n, 1)``, ``n`` the given count or else
-    the number of such positions here; ``total = CE(masked) + alpha * CE(clean)``.
+    ``CE(z) = sum_i [answer_{i+1} and valid_{i+1}] * nll(z_i, target_{i+1}) / max(n, 1)``, with ``n`` the given count,
+    or if None the number of such positions of this call; ``total = CE(masked) + alpha * CE(clean)``.
 
     Args:
-        logits: ``[B, 2 L, V]``: of the masked copy, then of the clean one.
+        logits: ``[B, 2 L, V]``: the masked copy, then the clean copy.
         target_ids: clean tokens ``[B, L]``, integer; a target of -100 has no loss.
         answer_mask: tokens of the answer ``[B, L]``; nonzero is True.
-        valid_mask: tokens that are no padding ``[B, L]``; nonzero is True.
+        valid_mask: tokens that are not padding ``[B, L]``; nonzero is True.
         num_diffusion_tokens: optional global count, a number or a 0-d tensor.
         clean_loss_weight: ``alpha``.
-        auto_balance: ``alpha`` is ``CE(masked) / max(CE(clean), 1e-6)`` instead, a constant of the differentiation.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
+        auto_balance: True to use the constant ``alpha`` ``CE(masked) / max(CE(clean), 1e-6)``.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
 
     Returns:
-        ``IDLMLoss(total_loss, dllm_loss)``, scalars in nats; the second is CE(masked), detached. Of each row the first
-        is ``[B, 2 L]``.
+        ``IDLMLoss(total_loss, dllm_loss)``, scalars in nats; ``dllm_loss`` is CE(masked), detached. With
+        ``reduction="none"``, ``total_loss`` is ``[B, 2 L]``.
 
     Source: Introspective Diffusion Language Models, arXiv:2604.11035, Eq. 2 for the balance.
     """

@@ -17,22 +17,22 @@ def linear_logits(
     active: torch.Tensor | None = None,
     extra: Extra | None = None,
 ) -> torch.Tensor:
-    """``logits = hidden @ weight.T + bias``, and ``+ u @ U.T`` with ``extra = (u, U)``.
+    """Compute ``logits = hidden @ weight.T + bias``, plus ``u @ U.T`` with ``extra = (u, U)``.
 
-    Rounded to the inputs' dtype as the unfused path rounds them.
+    The logits are rounded to the dtype of the inputs, as in the unfused computation.
 
     Args:
         hidden: ``[..., D]``, floating.
         weight: the LM head ``[V, D]``.
         bias: optional ``[V]``.
-        active: optional mask ``[...]``; a row that is not active is projected from zeros, so that a NaN in
-            its hidden state does not reach the gradient of ``weight``.
-        extra: the head's second part, (u ``[..., r]``, U ``[V, r]``), or None.
+        active: optional mask ``[...]``. Inactive rows are replaced by zeros before the projection, so that a NaN in
+            them does not affect the gradient of ``weight``.
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``), or None.
 
     Returns:
         ``[..., V]`` in the dtype of ``hidden``.
 
-    Source: the output projection of a language model; a second part as in the Markov heads of block drafters.
+    Source: the output projection of a language model; a low-rank second part as in Markov heads of block drafters.
     """
     if active is not None:
         hidden = torch.where(active.bool()[..., None], hidden, 0.0)
@@ -54,7 +54,7 @@ def linear_token_nll(
     active: torch.Tensor | None = None,
     extra: Extra | None = None,
 ) -> torch.Tensor:
-    """Negative log-likelihood of every target under the LM head.
+    """Compute the negative log-likelihood of every target under the LM head.
 
     ``nll[n] = log sum_v exp(z[n, v]) - z[n, targets[n]]``, ``z`` as in :func:`linear_logits`
 
@@ -63,7 +63,7 @@ def linear_token_nll(
         weight: the LM head ``[V, D]``.
         targets: ``[...]``, integer.
         bias: optional ``[V]``.
-        ignore_index: the target that means "no loss here".
+        ignore_index: target of rows without a loss.
         active: optional mask ``[...]``; nonzero is True.
         extra: as in :func:`linear_logits`.
 
@@ -71,7 +71,7 @@ def linear_token_nll(
         ``[...]`` in float32 (float64 for float64 input), in nats, differentiable with respect to ``hidden``,
         ``weight``, ``bias`` and ``extra``.
 
-    Source: :func:`reference.token_nll.token_nll` of the projected states.
+    Source: :func:`reference.token_nll.token_nll` of :func:`linear_logits`.
     """
     counted = counted_rows(targets, ignore_index, active)
     return token_nll(linear_logits(hidden, weight, bias, counted, extra), targets, ignore_index, active)
@@ -92,15 +92,15 @@ def weighted_linear_nll(
         hidden: ``[..., D]``, floating.
         weight: the LM head ``[V, D]``.
         targets: ``[...]``, integer.
-        weights: ``[...]``, any dtype; constants of the differentiation. A row of weight 0 is inert.
+        weights: ``[...]``, any dtype, constants. A row of weight 0 affects neither loss nor gradient.
         bias: optional ``[V]``.
-        ignore_index: the target that means "no loss here".
+        ignore_index: target of rows without a loss.
         extra: as in :func:`linear_logits`.
 
     Returns:
         A scalar in float32 (float64 for float64 input), in nats.
 
-    Source: :func:`reference.token_nll.weighted_nll` of the projected states.
+    Source: :func:`reference.token_nll.weighted_nll` of :func:`linear_logits`.
     """
     counted = counted_rows(targets, ignore_index, weights != 0)
     return weighted_nll(linear_logits(hidden, weight, bias, counted, extra), targets, weights, ignore_index)

@@ -1,4 +1,4 @@
-"""A token of each row from hidden states and the LM head, with its log-probability, and the most likely tokens."""
+"""Sampling of one token per row from hidden states and the LM head, with log-probability, entropy and top-k."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def linear_sample(
         uniform: ``[..., V]`` in (0, 1); not read at temperature 0.
         temperature: T >= 0; at 0 x is not divided.
         bias: optional ``[V]``.
-        top_k: number of the most likely tokens.
+        top_k: number of most likely tokens to return.
         active: optional mask ``[...]``; nonzero is True.
-        extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
+        extra: low-rank second part of the head, as in :func:`reference.linear_nll.linear_logits`.
         softcap: as in :func:`reference.transform.transformed`.
-        scale: as there.
-        skip_id: as there.
+        scale: as in :func:`reference.transform.transformed`.
+        skip_id: as in :func:`reference.transform.transformed`.
 
     Returns:
-        (ids, log_probs, entropy) ``[...]``, (top_ids, top_log_probs) ``[..., top_k]``, the lowest id first among
-        equals. Inactive rows have ids of -100 and are 0 otherwise. In rows whose softmax is NaN the ids are the lowest
-        one that is not skipped.
+        (ids, log_probs, entropy) ``[...]``, (top_ids, top_log_probs) ``[..., top_k]``; the lowest id wins a tie.
+        Inactive rows have ids of -100, and all their other results are 0. If the softmax of a row is NaN, its ids are
+        the lowest id other than ``skip_id``.
 
     Source: Gumbel 1954; Maddison, Tarlow, Minka 2014, arXiv 1411.0030, section 2.
     """

@@ -1,4 +1,4 @@
-"""The masked-diffusion cross-entropy."""
+"""Masked-diffusion cross-entropy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reference.token_nll import Count, compute_dtype, divided_by_count, weighted
 def diffusion_weights(
     noise_mask: torch.Tensor, p_mask: torch.Tensor, loss_mask: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """``w_i = 1 / max(p_i, 1e-8)`` where a position is both corrupted and supervised, else 0."""
+    """Compute ``w_i = 1 / max(p_i, 1e-8)`` for positions that are corrupted and supervised, else 0."""
     masked = noise_mask.bool() & loss_mask.bool()
     return torch.where(masked, 1.0 / p_mask.to(dtype).clamp(min=1e-8), 0.0)
 
@@ -27,8 +27,8 @@ def mdlm_loss(
 ) -> torch.Tensor:
     """Masked-diffusion loss: cross-entropy at the corrupted supervised positions, weighted by 1/p.
 
-    ``loss = sum_i [noise_i and supervised_i] * nll_i / max(p_i, 1e-8) / max(num_diffusion_tokens, 1)``,
-    without the last denominator when ``num_diffusion_tokens`` is None.
+    ``loss = sum_i [noise_i and supervised_i] * nll_i / max(p_i, 1e-8) / max(num_diffusion_tokens, 1)``, without the
+    last denominator if ``num_diffusion_tokens`` is None.
 
     Args:
         logits: ``[B, L, V]``, floating.
@@ -38,12 +38,12 @@ def mdlm_loss(
         loss_mask: supervised positions ``[B, L]``; nonzero is True.
         num_diffusion_tokens: optional global count of supervised tokens, a number or a 0-d tensor.
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits``.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
 
     Returns:
         A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
 
-    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5, whose 1/t is 1/p here; Sahoo et al. 2024 (MDLM),
+    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5, with 1/p for its 1/t; Sahoo et al. 2024 (MDLM),
     arXiv:2406.07524.
     """
     weights = diffusion_weights(noise_mask, p_mask, loss_mask, compute_dtype(logits))

@@ -1,4 +1,4 @@
-"""Multi-token prediction: the labels of each depth, and the loss over all of them."""
+"""Multi-token prediction: labels of each depth, and the loss over all depths."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from reference.token_nll import IGNORE_INDEX, Count, counted_rows, token_nll, we
 
 
 class MTPLoss(NamedTuple):
-    """The scaled total, and the unscaled loss of each depth."""
+    """Scaled total loss, and unscaled loss of each depth."""
 
     loss: torch.Tensor
     per_depth_losses: list[torch.Tensor]
 
 
 def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tensor:
-    """Index of the packed sub-sequence that each position belongs to.
+    """Compute the index of the packed sub-sequence of each position.
 
-    ``seq_idx[t] = #{i >= 1 : cu_seqlens[i] <= t}``: a boundary position belongs to the new sequence, and
-    padding after the last boundary is a sub-sequence of its own.
+    ``seq_idx[t] = #{i >= 1 : cu_seqlens[i] <= t}``: a boundary position belongs to the new sub-sequence, and padding
+    after the last boundary forms a separate sub-sequence.
 
     Args:
         cu_seqlens: cumulative lengths ``[n + 1]`` or ``[1, n + 1]``, beginning with 0, integer.
@@ -40,22 +40,22 @@ def seq_idx_from_cu_seqlens(cu_seqlens: torch.Tensor, length: int) -> torch.Tens
 def mtp_labels(
     labels: torch.Tensor, depth: int, ignore_index: int = IGNORE_INDEX, seq_idx: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Labels of one depth: shifted left by ``depth + 1`` within each packed sub-sequence.
+    """Shift labels left by ``depth + 1`` within each packed sub-sequence.
 
-    ``out[t] = labels[t + depth + 1]`` where that position exists and lies in the sub-sequence of t, else
+    ``out[t] = labels[t + depth + 1]`` if position ``t + depth + 1`` exists and lies in the sub-sequence of t, else
     ``ignore_index``.
 
     Args:
         labels: ``[..., S]``, integer; the shift runs over the last dimension.
-        depth: 0 for the first one.
-        ignore_index: the label that means "no loss here".
-        seq_idx: optional sub-sequence of each position, ``[S]`` or the shape of ``labels``; only equality
-            counts.
+        depth: index of the depth, from 0.
+        ignore_index: label of positions without a loss.
+        seq_idx: optional sub-sequence of each position, ``[S]`` or the shape of ``labels``; values are only compared
+            for equality.
 
     Returns:
-        The shape of ``labels``, a copy.
+        A copy of the shape of ``labels``.
 
-    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k further on.
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k positions further ahead.
     """
     S = labels.shape[-1]
     shifted = torch.full_like(labels, ignore_index)
@@ -85,9 +85,9 @@ def masked_cross_entropy(
     Args:
         logits: ``[..., V]``, floating.
         labels: ``[...]``, integer.
-        mask: optional ``[...]``; where it is zero there is no loss.
+        mask: optional ``[...]``; 0 for positions without a loss.
         num_label_tokens: optional global count, a number or a 0-d tensor, for ``"sum"``.
-        ignore_index: the label that means "no loss here".
+        ignore_index: label of positions without a loss.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``.
 
     Returns:
@@ -118,20 +118,20 @@ def mtp_loss(
     cu_seqlens: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
 ) -> MTPLoss:
-    """Multi-token prediction loss: the scaled mean over the depths of their summed cross-entropies.
+    """Compute the multi-token prediction loss: the scaled mean over depths of the summed cross-entropy of each depth.
 
     ``loss = scaling_factor / D * sum_k loss_k``, ``loss_k = sum_i nll(logits_k[i], labels_k[i]) /
     num_label_tokens`` with ``labels_k`` from :func:`mtp_labels`; no denominator for None, and 0 for a count
     of 0.
 
     Args:
-        per_depth_logits: D tensors ``[B, S, V]``, or ``[1, S, V]`` beside labels ``[S]``.
+        per_depth_logits: D tensors ``[B, S, V]``, or ``[1, S, V]`` with labels ``[S]``.
         labels: the unshifted labels ``[B, S]`` or ``[S]``, integer.
         scaling_factor: weight of the mean over the depths.
         num_label_tokens: optional global count of labels, a number or a 0-d tensor.
-        ignore_index: the label that means "no loss here".
+        ignore_index: label of positions without a loss.
         cu_seqlens: optional cumulative lengths of packed sub-sequences ``[n + 1]``.
-        seq_idx: optional sub-sequence of each position ``[B, S]`` or ``[S]``; wins over ``cu_seqlens``.
+        seq_idx: optional sub-sequence of each position ``[B, S]`` or ``[S]``; takes precedence over ``cu_seqlens``.
 
     Returns:
         ``MTPLoss(loss, per_depth_losses)``, in nats.

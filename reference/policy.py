@@ -1,4 +1,4 @@
-"""Noisy views of completions, their scores, and objectives of policy gradients, as functions of what was drawn."""
+"""Noisy views of completions, their scores, and policy-gradient objectives, as functions of given random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class PolicyViews(NamedTuple):
-    """Noisy tokens, the scored ones and their float64 weights, each ``[K, B, L]``."""
+    """Noisy tokens, scored tokens and float64 weights, each ``[K, B, L]``."""
 
     noisy: torch.Tensor
     scored: torch.Tensor
@@ -17,7 +17,7 @@ class PolicyViews(NamedTuple):
 
 
 class View(NamedTuple):
-    """One view of one row: masked places, scored places, weight of each scored one."""
+    """One view of one row: masked positions, scored positions, and the weight of each scored position."""
 
     masked: list[int]
     scored: list[int]
@@ -36,18 +36,18 @@ def policy_views(
     prompt_prob: float = 0.0,
     step_map: torch.Tensor | None = None,
 ) -> PolicyViews:
-    """Make the views of each row by itself, from given levels and uniform numbers.
+    """Build the views, row by row, from given levels and uniform numbers.
 
     Args:
         ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised tokens ``[B, L]``, nonzero is True.
-        mask_token_id: the token that masks.
+        mask_token_id: id of the MASK token.
         scheme: "full", "coupled", "elbo", "count", "quadrature" or "trace".
-        num: draws of a row; for "trace" the groups of steps, 1 for each step by itself.
+        num: draws per row; for "trace" the number of groups of steps, where 1 means that each step is a group.
         levels: ``[num, B]`` in (0, 1), for "coupled", "elbo" and "count".
-        uniform: ``[num, B, L]`` in (0, 1), for all that draw masks.
-        prompt_prob: for "full".
-        step_map: ``[B, L]``, for "trace".
+        uniform: ``[num, B, L]`` in (0, 1), for schemes that draw masks.
+        prompt_prob: for "full", the probability of masking each unsupervised token.
+        step_map: ``[B, L]``, for "trace", the step at which each token was decoded.
 
     Returns:
         :class:`PolicyViews`.
@@ -85,7 +85,7 @@ def policy_views(
 def _drawn(
     scheme: str, supervised: list[int], L: int, t: float, u: list[float], k: int, num: int, prompt_prob: float
 ) -> list[View]:
-    """Make the views of draw k of one row."""
+    """Build the views of draw k of one row."""
     n = len(supervised)
     if scheme == "full":
         others = [i for i in range(L) if i not in supervised and prompt_prob > 0 and u[i] < prompt_prob]
@@ -107,7 +107,7 @@ def _drawn(
 
 
 def _trace(steps: list[int], supervised: list[int], num: int, last: int) -> list[View]:
-    """Make the views of one row: a step each, up to the last of the batch, or groups of the row's own steps."""
+    """Build the views of one row: one per step up to the last step of the batch, or one per group of steps."""
     T = max(max(steps) + 1, 1)
     group = [s if s < 0 or num == 1 else num * s // T for s in steps]
     views = []
@@ -118,7 +118,7 @@ def _trace(steps: list[int], supervised: list[int], num: int, last: int) -> list
 
 
 def stratified_levels(u: torch.Tensor, num: int) -> torch.Tensor:
-    """``(u + k / num) mod 1`` of each row, ``[num, B]``; u is ``[B]`` in (0, 1).
+    """Compute ``(u + k / num) mod 1`` of each row, ``[num, B]``; u is ``[B]`` in (0, 1).
 
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1.
     """
@@ -126,7 +126,7 @@ def stratified_levels(u: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def gauss_legendre(num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes in (0, 1) and weights that add up to 1, float64 ``[num]``, from the eigenvectors of the Jacobi matrix.
+    """Compute nodes in (0, 1) and weights with sum 1, float64 ``[num]``, from the eigenvectors of the Jacobi matrix.
 
     Source: Golub and Welsch 1969, "Calculation of Gauss Quadrature Rules".
     """
@@ -137,7 +137,7 @@ def gauss_legendre(num: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def token_scores(log_probs: torch.Tensor, views: PolicyViews) -> torch.Tensor:
-    """``sum_k w_ki log p_ki`` over the views k that score token i, ``[B, L]``.
+    """Compute ``sum_k w_ki log p_ki`` over the views k that score token i, ``[B, L]``.
 
     Source: the definition.
     """
@@ -147,7 +147,7 @@ def token_scores(log_probs: torch.Tensor, views: PolicyViews) -> torch.Tensor:
 def sequence_scores(
     log_probs: torch.Tensor, views: PolicyViews, loss_mask: torch.Tensor, *, mean: bool = False
 ) -> torch.Tensor:
-    """Sum of the token scores of each row ``[B]``, or their mean over its supervised tokens.
+    """Sum the token scores of each row ``[B]``, or divide the sum by the number of supervised tokens.
 
     Source: the definition.
     """
@@ -156,7 +156,7 @@ def sequence_scores(
 
 
 def eubo(log_probs: torch.Tensor, scored: torch.Tensor, levels: torch.Tensor, beta: float = 1.5) -> torch.Tensor:
-    """``(1 / beta) mean_i log mean_k (p_ki^beta [i scored in k] / t_k)`` over the tokens i that are scored anywhere.
+    """Compute ``(1 / beta) mean_i log mean_k (p_ki^beta [i scored in k] / t_k)`` over tokens i scored in any view.
 
     Args:
         log_probs: ``[K, B, L]``.
@@ -165,7 +165,7 @@ def eubo(log_probs: torch.Tensor, scored: torch.Tensor, levels: torch.Tensor, be
         beta: order of the bound.
 
     Returns:
-        ``[B]``; 0 where nothing is scored.
+        ``[B]``; 0 for rows without scored tokens.
 
     Source: SPG, arXiv:2510.09541, the evidence upper bound.
     """
@@ -196,7 +196,7 @@ def policy_objective(
     kl: str | None = None,
     kl_coef: float = 0.0,
 ) -> torch.Tensor:
-    """Loss of each score, elementwise.
+    """Compute the loss of each score, elementwise.
 
     Source: PPO, arXiv:1707.06347, eq. 7; dual clip, arXiv:1912.09729; CISPO, arXiv:2506.13585; k1, k2 and k3: J.
     Schulman, "Approximating KL Divergence", 2020.
@@ -232,7 +232,7 @@ def policy_loss(
     num_tokens: int | None = None,
     **objective: Any,
 ) -> torch.Tensor:
-    """Loss of a batch from the objective of each token or sequence, one at a time.
+    """Compute the loss of a batch from the objective of each token or sequence, one at a time.
 
     Args:
         logits: ``[K, B, L, V]``, floating.
@@ -241,10 +241,10 @@ def policy_loss(
         loss_mask: supervised tokens ``[B, L]``.
         old: scores of the sampling policy, ``[B, L]`` for "token", ``[B]`` for "sequence".
         advantages: ``[B]`` or ``[B, L]``.
-        ref: scores of the reference policy, as ``old``.
+        ref: scores of the reference policy, with the shape of ``old``.
         level: "token" or "sequence".
         normalize: "tokens", "sequences" or "none".
-        num_tokens: denominator of "tokens"; None: the supervised tokens.
+        num_tokens: denominator of "tokens"; None: the number of supervised tokens.
         objective: settings of :func:`policy_objective`.
 
     Returns:

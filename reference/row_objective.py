@@ -1,4 +1,4 @@
-"""A sum over rows of an objective of each row's statistics."""
+"""Sum over rows of a function of the softmax statistics of each row."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def row_objective(
     active: torch.Tensor | None = None,
     **transform: float | int | None,
 ) -> torch.Tensor:
-    """``sum_n fn(stats_n, *aux_n)`` over the active rows n, with the statistics of :func:`row_stats`.
+    """Compute ``sum_n fn(stats_n, *aux_n)`` over the active rows n, with the statistics of :func:`row_stats`.
 
     Args:
         logits: ``[..., V]``, floating.
         ids: ``[...]`` or ``[..., K]``, integer.
         fn: takes a :class:`RowStats` of R rows and the rows of each aux tensor, returns ``[R]``.
-        aux: ``[..., *]``.
+        aux: tensors ``[..., *]`` with one entry per row.
         active: optional mask ``[...]``; nonzero is True.
         transform: ``softcap``, ``scale``, ``skip_id``.
 
@@ -52,23 +52,23 @@ def linear_row_objective(
     active: torch.Tensor | None = None,
     **transform: float | int | None,
 ) -> torch.Tensor:
-    """:func:`row_objective` of the logits that the LM head makes of hidden states.
+    """Compute :func:`row_objective` of the logits of an LM head, from hidden states.
 
     Args:
         hidden: ``[..., D]``, floating.
         weight: the LM head ``[V, D]``.
         ids: ``[...]`` or ``[..., K]``, integer.
         fn: as in :func:`row_objective`.
-        aux: ``[..., *]``.
+        aux: tensors ``[..., *]`` with one entry per row.
         bias: optional ``[V]``.
-        extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
+        extra: low-rank second part of the head, as in :func:`reference.linear_nll.linear_logits`.
         active: optional mask ``[...]``; nonzero is True.
         transform: ``softcap``, ``scale``, ``skip_id``.
 
     Returns:
         0-d, differentiable with respect to ``hidden``, ``weight``, ``bias`` and ``extra``.
 
-    Source: :func:`row_objective` of the projected states.
+    Source: :func:`row_objective` of :func:`reference.linear_nll.linear_logits`.
     """
     logits = linear_logits(hidden, weight, bias, active, extra)
     return row_objective(logits, ids, fn, *aux, active=active, **transform)

@@ -33,29 +33,28 @@ def row_stats(
     scale: float | None = None,
     skip_id: int | None = None,
 ) -> RowStats:
-    """Statistics of the softmax p of every row of transformed logits z.
+    """Compute statistics of the softmax p of every row of transformed logits z.
 
     ``log_probs = log p[ids]``, ``lse = log sum_v exp(z_v)``, ``entropy = -sum_v p_v log p_v`` with ``0 log 0 = 0``,
-    ``mix = sum_v log(a + b p_v)`` over the columns that are not skipped, ``correct``: the lowest argmax is the first
-    id.
+    ``mix = sum_v log(a + b p_v)`` over all columns except ``skip_id``. ``correct`` is True if the lowest argmax is the
+    first id.
 
-    An inactive row gives 0 and False, and gradient 0, whatever it holds. An id of -100 gives 0; any other that no
-    column has, or the skipped one, gives NaN.
+    An inactive row gives 0 and False, and gradient 0, for any content. An id of -100 gives 0. Any other id out of
+    range, or ``skip_id``, gives NaN.
 
     Args:
         logits: ``[..., V]``, floating; ``-inf`` means probability 0.
         ids: ``[...]`` or ``[..., K]``, integer.
-        mix: (a, b), each ``[...]``, constants of the differentiation; None: no such sum.
+        mix: (a, b), each ``[...]``, constants; None: ``mix`` is not computed.
         active: optional mask ``[...]``; nonzero is True.
         softcap: c of ``z = c tanh(x / c)``.
         scale: factor of the logits after the cap.
-        skip_id: the column whose probability is 0.
+        skip_id: column with probability 0.
 
     Returns:
         Each ``[...]``, ``log_probs`` of the shape of ids, in float32 (float64 for float64 logits), in nats.
 
-    Source: the definitions; sums of log-mixtures are what the bound of self-correcting discrete diffusion (SCDD) is
-        made of.
+    Source: the definitions; the bound of self-correcting discrete diffusion (SCDD) uses sums of log-mixtures.
     """
     V = logits.shape[-1]
     rows = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if active is None else active.bool()
@@ -78,7 +77,7 @@ def row_stats(
 
 
 def _sum_of_logs(log_p: torch.Tensor, mix: Mix, skip_id: int | None) -> torch.Tensor:
-    """``sum_v log(a + b p_v)``, from log a and log b + log p, so a p_v below the least float counts where a is 0."""
+    """Compute ``sum_v log(a + b p_v)`` from log a and log b + log p, so that a p_v that underflows counts if a is 0."""
     a, b = (t.detach().to(log_p.dtype)[..., None] for t in mix)
     if skip_id is not None:
         log_p = log_p[..., torch.arange(log_p.shape[-1], device=log_p.device) != skip_id]
@@ -97,7 +96,7 @@ def linear_row_stats(
     extra: Extra | None = None,
     **transform: float | int | None,
 ) -> RowStats:
-    """:func:`row_stats` of the logits that the LM head makes of hidden states.
+    """Compute :func:`row_stats` of the logits of an LM head, from hidden states.
 
     Args:
         hidden: ``[..., D]``, floating.
@@ -106,13 +105,13 @@ def linear_row_stats(
         bias: optional ``[V]``.
         mix: (a, b), each ``[...]``.
         active: optional mask ``[...]``; nonzero is True.
-        extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
+        extra: low-rank second part of the head, as in :func:`reference.linear_nll.linear_logits`.
         transform: ``softcap``, ``scale``, ``skip_id``.
 
     Returns:
-        As :func:`row_stats`, differentiable with respect to ``hidden``, ``weight``, ``bias`` and ``extra``.
+        See :func:`row_stats`; differentiable with respect to ``hidden``, ``weight``, ``bias`` and ``extra``.
 
-    Source: :func:`row_stats` of the projected states.
+    Source: :func:`row_stats` of :func:`reference.linear_nll.linear_logits`.
     """
     logits = linear_logits(hidden, weight, bias, active, extra)
     return row_stats(logits, ids, mix, active, **transform)  # type: ignore[arg-type]

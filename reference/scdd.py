@@ -1,4 +1,4 @@
-"""Self-correcting discrete diffusion: its schedule, and its bound in discrete time."""
+"""Self-correcting discrete diffusion: schedule, and likelihood bound in discrete time."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def scdd_schedule(t: torch.Tensor, max_ratio: float, gamma_shape: float, t_peak:
 
     With ``a = gamma_shape * t_peak``, ``b = gamma_shape * (1 - t_peak)`` and
     ``c(t) = max_ratio / (1 - max_ratio) * t^a (1 - t)^b / (t_peak^a (1 - t_peak)^b)``: the clean mass is
-    ``(1 - t) / (1 + c)``, the uniform one ``c / (1 + c)``, the absorbed one the rest.
+    ``(1 - t) / (1 + c)``, the uniform mass ``c / (1 + c)``, and the absorbed mass is the remainder.
 
     Args:
         t: times ``[...]`` in [0, 1], floating.
-        max_ratio: what ``c / (1 + c)`` is at the peak, in [0, 1).
-        gamma_shape: how narrow the peak is.
-        t_peak: where it is, in (0, 1).
+        max_ratio: maximum of ``c / (1 + c)``, in [0, 1).
+        gamma_shape: inverse width of the peak.
+        t_peak: time of the peak, in (0, 1).
 
     Returns:
         :class:`SCDDSchedule` of tensors ``[...]``.
@@ -67,29 +67,29 @@ def scdd_loss(
     """Compute the negative bound on the likelihood in T steps, a sum over supervised tokens divided by their number.
 
     p is the softmax without the column of MASK, ``K = V - 1``, ``s = max(t - 1 / T, 0)``, ``base_x = (1 - rho_x) / K``,
-    ``term_v = log(base_s + rho_s p_v)``, ``S`` its sum over all v but MASK, z the noisy token, x the clean one.
+    ``term_v = log(base_s + rho_s p_v)``, ``S`` its sum over all v except MASK, z the noisy token, x the clean token.
 
     z = MASK: ``-(gamma_s - gamma_t) / (1 - gamma_t) * (base_s S + rho_s term_x)``. Else, with
     ``D = log(base_t + rho_t p_z)``, ``u = (rho_s - rho_t) / rho_s / K``, ``r = rho_t / rho_s`` and ``e = [z = x]``:
     ``-(base_s u (S - K D) + rho_s u (term_x - D) + base_s r (term_z - D) + rho_s r e (term_x - D))``, divided by
     ``base_t + rho_t e``.
 
-    Denominators and what a logarithm is taken of are at least float32's smallest normal number. Only supervised tokens
-    with a clean one other than -100 have a loss.
+    Denominators and arguments of logarithms are clamped at the smallest normal float32. Only supervised positions with
+    a clean token other than -100 have a loss.
 
     Args:
         logits: ``[B, L, V]``, floating.
         target_ids: clean tokens ``[B, L]``, integer.
-        p_mask: ``[B, L]``, whose column 0 is the time t of each sequence.
+        p_mask: ``[B, L]``; column 0 is the time t of each sequence.
         loss_mask: supervised positions ``[B, L]``; nonzero is True.
-        noisy_input_ids: the tokens that the model saw ``[B, L]``, integer.
+        noisy_input_ids: noisy tokens, the input of the model, ``[B, L]``, integer.
         mask_token_id: the id of MASK.
-        num_diffusion_tokens: optional global count, a number or a 0-d tensor; None: the supervised tokens here.
+        num_diffusion_tokens: optional global count, a number or a 0-d tensor; None: the supervised tokens of this call.
         num_timesteps: T.
-        max_ratio: as in :func:`scdd_schedule`, and so the rest.
+        max_ratio: as in :func:`scdd_schedule`.
         gamma_shape: as in :func:`scdd_schedule`.
         t_peak: as in :func:`scdd_schedule`.
-        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
+        reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
 
     Returns:
         A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
@@ -97,7 +97,7 @@ def scdd_loss(
     Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.
     """
     dtype, K = compute_dtype(logits), logits.shape[-1] - 1
-    # The steps of the schedule are differences of numbers near to each other: in float64 whatever the logits are.
+    # In float64 for any logits dtype, because the steps of the schedule are differences of close numbers.
     t = p_mask[:, :1].double()
     s = (t - 1 / num_timesteps).clamp(min=0)
     at_t, at_s = (scdd_schedule(x, max_ratio, gamma_shape, t_peak) for x in (t, s))
@@ -122,7 +122,7 @@ def scdd_loss(
     term_x, term_z, p_z = (y.gather(-1, at[..., None]).squeeze(-1) for y, at in ((term, x), (term, z), (p, z)))
     D, e = log(base_t + rho_t * p_z), (x == z).to(dtype)
     absorbed = -release * (base_s * S + rho_s * term_x)
-    q = (base_t + rho_t * e).clamp(min=TINY)  # divides each number by itself: 0 / q has the gradient 0
+    q = (base_t + rho_t * e).clamp(min=TINY)  # divide each coefficient by q, because 0 / q has gradient 0
     corrected = base_s * u / q * (S - K * D) + rho_s * u / q * (term_x - D)
     corrected = -corrected - base_s * r / q * (term_z - D) - rho_s * r * e / q * (term_x - D)
     costs = torch.where(active, torch.where(is_mask, absorbed, corrected), 0.0) * num_timesteps

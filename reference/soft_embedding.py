@@ -1,4 +1,4 @@
-"""The mean embedding of each row's distribution."""
+"""Expected embedding under the predicted distribution of each row."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ def soft_embedding(
     extra: Extra | None = None,
     **transform: float | int | None,
 ) -> torch.Tensor:
-    """Rows of ``softmax(transform(logits) + bump * onehot(bump_ids)) @ embedding``.
+    """Compute ``softmax(transform(logits) + bump * onehot(bump_ids)) @ embedding`` per row.
 
     Args:
         hidden: ``[..., D]``, floating.
         head: the LM head ``[V, D]``.
         embedding: ``[V, E]``.
         bias: optional ``[V]``.
-        bump: optional ``[...]``, what is added to the transformed logit of ``bump_ids``.
-        bump_ids: ``[...]``, integer; -100: none in this row; any other that no column has, or the skipped one, gives
-            NaN.
-        active: optional mask ``[...]``; nonzero is True. Other rows are zeros.
-        extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
+        bump: optional ``[...]``, added to the transformed logit of ``bump_ids``.
+        bump_ids: ``[...]``, integer; -100: no bump in this row. Any other id out of range, or ``skip_id``, gives NaN.
+        active: optional mask ``[...]``; nonzero is True. Inactive rows give zeros.
+        extra: low-rank second part of the head, as in :func:`reference.linear_nll.linear_logits`.
         transform: ``softcap``, ``scale``, ``skip_id``.
 
     Returns:
         ``[..., E]`` in the dtype of ``hidden``, to which the probabilities are rounded too.
 
-    Source: the definition; the self-conditioning of DiffusionGemma.
+    Source: the self-conditioning of DiffusionGemma.
     """
     z = transformed(linear_logits(hidden, head, bias, active, extra), **transform)  # type: ignore[arg-type]
     if bump is not None and bump_ids is not None:

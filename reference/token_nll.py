@@ -1,4 +1,4 @@
-"""Per-token negative log-likelihood, its log-sum-exp, and whether the argmax hits the target."""
+"""Per-token negative log-likelihood, logsumexp and argmax match."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ Count = int | float | torch.Tensor
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that losses are computed in: float32, or float64 for float64 input."""
+    """Return the compute dtype of losses: float32, or float64 for float64 input."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def counted_rows(targets: torch.Tensor, ignore_index: int, active: torch.Tensor | None) -> torch.Tensor:
-    """Rows that have a loss: active, and with a target other than ``ignore_index``."""
-    counted = targets.long() != ignore_index  # a uint8 target compared as uint8 would see -100 as 156
+    """Return the mask of rows with a loss: active, and with a target other than ``ignore_index``."""
+    counted = targets.long() != ignore_index  # int64, because -100 equals 156 in uint8
     if active is not None:
         counted = counted & active.bool()
     return counted
 
 
 def token_lse(logits: torch.Tensor, active: torch.Tensor | None = None) -> torch.Tensor:
-    """Log of the normaliser of every row.
+    """Compute the logsumexp of every row.
 
-    ``lse[n] = log sum_v exp(logits[n, v])``, and 0 in a row that is not active.
+    ``lse[n] = log sum_v exp(logits[n, v])``, and 0 for inactive rows.
 
     Args:
         logits: ``[..., V]``, floating.
@@ -33,7 +33,7 @@ def token_lse(logits: torch.Tensor, active: torch.Tensor | None = None) -> torch
     Returns:
         ``[...]`` in float32 (float64 for float64 logits), in nats.
 
-    Source: the normaliser of the softmax; Milakov and Gimelshein 2018, arXiv:1805.02867, Eq. 1.
+    Source: the normalizer of the softmax; Milakov and Gimelshein 2018, arXiv:1805.02867, Eq. 1.
     """
     x = logits.to(compute_dtype(logits))
     if active is None:
@@ -53,14 +53,14 @@ def token_nll(
 
     ``nll[n] = log sum_v exp(logits[n, v]) - logits[n, targets[n]]``
 
-    A row that is not active, or whose target is ``ignore_index``, has NLL 0 and gradient 0 whatever its
-    logits hold. A target outside ``[0, V)`` gives NaN, and so does a row that holds a NaN or a
-    ``+inf`` or is all ``-inf``: NLL and gradient, in its own row only.
+    An inactive row, or a row with target ``ignore_index``, has NLL 0 and gradient 0 for any logits. NLL and gradient of
+    a row are NaN if its target is outside ``[0, V)``, or if its logits contain NaN or ``+inf`` or are all ``-inf``.
+    Other rows are not affected.
 
     Args:
         logits: ``[..., V]``, floating; ``-inf`` means probability 0.
         targets: ``[...]``, integer.
-        ignore_index: the target that means "no loss here".
+        ignore_index: target of rows without a loss.
         active: optional mask ``[...]``; nonzero is True.
 
     Returns:
@@ -70,7 +70,7 @@ def token_nll(
     """
     counted = counted_rows(targets, ignore_index, active)
     in_range = (targets.long() >= 0) & (targets.long() < logits.shape[-1])
-    # Selected before the softmax and after it: neither value nor gradient of an uncounted row gets through.
+    # Mask before and after the softmax, so that neither value nor gradient of an uncounted row propagates.
     x = torch.where(counted[..., None], logits.to(compute_dtype(logits)), 0.0)
     index = torch.where(counted & in_range, targets.long(), 0)
     nll = -torch.log_softmax(x, dim=-1).gather(-1, index[..., None]).squeeze(-1)
@@ -84,15 +84,15 @@ def argmax_match(
     ignore_index: int = IGNORE_INDEX,
     active: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Whether the most likely token is the target; the lowest index wins a tie.
+    """Compare the most likely token with the target; the lowest index wins a tie.
 
-    ``correct[n] = (min argmax_v logits[n, v] == targets[n])``, False where the row is not active, its target
-    is ``ignore_index`` or its NLL is NaN.
+    ``correct[n] = (min argmax_v logits[n, v] == targets[n])``. False for inactive rows, rows with target
+    ``ignore_index`` and rows with NLL NaN.
 
     Args:
         logits: ``[..., V]``, floating.
         targets: ``[...]``, integer.
-        ignore_index: the target that is never matched.
+        ignore_index: target that never matches.
         active: optional mask ``[...]``; nonzero is True.
 
     Returns:
@@ -116,22 +116,22 @@ def weighted_nll(
     fp32_upcast: bool = True,
     reduction: str = "total",
 ) -> torch.Tensor:
-    """Weighted sum of the negative log-likelihoods, ``sum_n weights[n] * nll[n]``.
+    """Compute the weighted sum of negative log-likelihoods, ``sum_n weights[n] * nll[n]``.
 
-    A row of weight 0 is inert: its logits reach neither the loss nor a gradient, also when they hold NaN.
+    Logits of rows of weight 0 affect neither the loss nor a gradient, even if they hold NaN.
 
     Args:
         logits: ``[..., V]``, floating.
         targets: ``[...]``, integer.
-        weights: ``[...]``, any dtype; constants of the differentiation.
-        ignore_index: the target that means "no loss here".
+        weights: ``[...]``, any dtype, constants.
+        ignore_index: target of rows without a loss.
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits`` before it is weighted.
-        reduction: ``"none"`` gives ``weights[n] * nll[n]`` of each row instead of their sum.
+        reduction: ``"total"``, or ``"none"`` to return ``weights[n] * nll[n]`` of each row.
 
     Returns:
         A scalar, or ``[...]``, in float32 (float64 for float64 logits), in nats.
 
-    Source: the common form of every loss here, before its denominator.
+    Source: common form of all losses, before the denominator.
     """
     nll = token_nll(logits, targets, ignore_index, active=weights != 0)
     if not fp32_upcast:
@@ -141,7 +141,7 @@ def weighted_nll(
 
 
 def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood of every target, ``[B, L, V], [B, L] -> [B, L]``; see :func:`token_nll`.
+    """Compute the negative log-likelihood of every target, ``[B, L, V], [B, L] -> [B, L]``; see :func:`token_nll`.
 
     Args:
         logits: ``[B, L, V]``, floating.
@@ -150,11 +150,11 @@ def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor) -> tor
     Returns:
         ``[B, L]`` in float32 (float64 for float64 logits), in nats.
 
-    Source: as :func:`token_nll`.
+    Source: see :func:`token_nll`.
     """
     return token_nll(logits, target_ids)
 
 
 def divided_by_count(loss: torch.Tensor, count: Count) -> torch.Tensor:
-    """``loss / max(count, 1)``, for a Python number or a 0-d tensor."""
+    """Compute ``loss / max(count, 1)``, for a Python number or a 0-d tensor."""
     return loss / torch.as_tensor(count, dtype=loss.dtype, device=loss.device).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Transform of the logits before the softmax: a soft cap, a scale, a column that is never predicted."""
+"""Transform of the logits before the softmax: soft cap, scale, and a column that is never predicted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def transformed(
     scale: float | None = None,
     skip_id: int | None = None,
 ) -> torch.Tensor:
-    """``scale * softcap * tanh(logits / softcap)``, and -inf in the column ``skip_id``; None leaves a step out.
+    """Compute ``scale * softcap * tanh(logits / softcap)``, -inf in column ``skip_id``; None omits a step.
 
     Args:
         logits: ``[..., V]``, floating.
-        softcap: bound of the logits' size, > 0.
+        softcap: bound on the absolute value of the logits, > 0.
         scale: factor after the cap, > 0; 1 / T for a temperature T.
-        skip_id: the column that is never predicted. What it holds reaches nothing, also when it is NaN.
+        skip_id: column that is never predicted. Its content has no effect, even if it is NaN.
 
     Returns:
         ``[..., V]`` in float32 (float64 for float64 logits), differentiable with respect to ``logits``.
@@ -40,7 +40,7 @@ def transformed(
 
 
 def possible_targets(targets: torch.Tensor, skip_id: int | None = None) -> torch.Tensor:
-    """Targets ``[...]`` with -1, which no column has, in the place of ``skip_id``.
+    """Replace ``skip_id`` in targets ``[...]`` by -1, which is out of range.
 
     Args:
         targets: ``[...]``, integer.
@@ -49,6 +49,6 @@ def possible_targets(targets: torch.Tensor, skip_id: int | None = None) -> torch
     Returns:
         ``[...]``, int64.
 
-    Source: a target that has probability 0 is a mistake in the data, whose loss is to show it: NaN.
+    Source: convention of the package: a target with probability 0 is an error in the data, and a loss of NaN shows it.
     """
     return targets.long() if skip_id is None else targets.long().masked_fill(targets.long() == skip_id, -1)

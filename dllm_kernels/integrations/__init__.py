@@ -1,1 +1,1 @@
-"""Integrations with host frameworks. Import each module by name; the host is required only when the module is used."""
+"""Integrations with frameworks. Import a module by name; its framework is required only when the module is used."""

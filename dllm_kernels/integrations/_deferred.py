@@ -1,6 +1,6 @@
-"""Deferred logits of an LM head: losses of this package read their hidden states, other uses materialize the logits.
+"""Deferred logits of an LM head: losses of this package use the hidden states instead, all other uses materialize them.
 
-Model and framework code between head and loss may cast or cap the logits, and passes them on in an output. The head
+Model and framework code between head and loss may cast or cap the logits, and returns them in a model output. The head
 therefore returns a placeholder that holds the hidden states. The placeholder also records a cast to another floating
 dtype and a soft cap ``c tanh(z / c)``. Any other operation first materializes the logits by calling the head.
 """
@@ -32,7 +32,7 @@ class Cap(NamedTuple):
     done: int  # 1: divided by c, 2: tanh applied, 3: multiplied by c
 
 
-class Moment(NamedTuple):
+class CallState(NamedTuple):
     """Autograd and autocast state captured at the head call and restored when the logits are computed."""
 
     grad: bool
@@ -40,14 +40,14 @@ class Moment(NamedTuple):
     version: int  # version counter of the hidden states
 
     @classmethod
-    def now(cls, hidden: torch.Tensor) -> Moment:
-        """Capture the state of a head call with ``hidden``."""
+    def now(cls, hidden: torch.Tensor) -> CallState:
+        """Capture the state at a head call with ``hidden``."""
         autocast = torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else None
         version = 0 if hidden.is_inference() else hidden._version
         return cls(torch.is_grad_enabled(), autocast, version)
 
     @contextlib.contextmanager
-    def again(self, hidden: torch.Tensor) -> Iterator[None]:
+    def restored(self, hidden: torch.Tensor) -> Iterator[None]:
         """Restore the captured state within the context."""
         kind = hidden.device.type
         autocast = torch.autocast(kind, self.autocast, enabled=self.autocast is not None) if kind != "meta" else None
@@ -67,7 +67,7 @@ class Moment(NamedTuple):
             )
 
 
-@dataclass(repr=False, eq=False)  # DDP looks for tensors in the fields of what a model returns
+@dataclass(repr=False, eq=False)  # dataclass, because DDP searches its fields for tensors
 class DeferredLogits:
     """Placeholder for ``head(hidden)``.
 
@@ -78,17 +78,17 @@ class DeferredLogits:
         dtype: dtype of the logits.
         steps: operations recorded since the head call, in order.
         cap: the soft cap among ``steps``, or None.
-        used: tensors that the logits will depend on once they are in the autograd graph: hidden states, and views of
-            the parameters of the head.
+        used: tensors in the future autograd graph of the logits: hidden states, and views of the parameters of the
+            head.
     """
 
     hidden: torch.Tensor
     head: _Head
-    moment: Moment
+    call_state: CallState
     dtype: torch.dtype
     steps: tuple[Step, ...] = ()
     cap: Cap | None = None
-    _made: torch.Tensor | None = None
+    _logits: torch.Tensor | None = None
     used: list[torch.Tensor] = field(init=False)  # a property, below
 
     @property
@@ -97,26 +97,26 @@ class DeferredLogits:
 
         False for a head called under no_grad and a loss called with gradients enabled: the logits are then constants.
         """
-        if self._made is not None or (self.cap is not None and self.cap.done != 3):
+        if self._logits is not None or (self.cap is not None and self.cap.done != 3):
             return False
-        self.moment.check_unchanged(self.hidden)
-        return self.moment.grad or not torch.is_grad_enabled()
+        self.call_state.check_unchanged(self.hidden)
+        return self.call_state.grad or not torch.is_grad_enabled()
 
     @property
     def softcap(self) -> float | None:
         """Soft cap of the logits, or None."""
         return None if self.cap is None else self.cap.c
 
-    def made(self) -> torch.Tensor:
+    def materialize(self) -> torch.Tensor:
         """Return the logits, materialized at the first call."""
-        if self._made is None:
-            self.moment.check_unchanged(self.hidden)
-            with self.moment.again(self.hidden):
+        if self._logits is None:
+            self.call_state.check_unchanged(self.hidden)
+            with self.call_state.restored(self.hidden):
                 made = self.head.logits(self.hidden)
                 for step in self.steps:
                     made = step(made)
-            self._made = made
-        return self._made
+            self._logits = made
+        return self._logits
 
     @property
     def shape(self) -> torch.Size:
@@ -140,12 +140,12 @@ class DeferredLogits:
         """
         dtype = kwargs.get("dtype", args[0] if len(args) == 1 else None)
         alone = dtype in FLOAT_DTYPES and len(args) + len(kwargs) == 1
-        if alone and dtype == self.dtype and self._made is None:
+        if alone and dtype == self.dtype and self._logits is None:
             return self
         return self._after(alone, lambda z: z.to(*args, **kwargs), self.cap, dtype)
 
     def tanh(self) -> Any:
-        """Record the second step of a soft cap, or else return the tanh of the logits."""
+        """Record the second step of a soft cap; otherwise return the tanh of the logits."""
         divided = self.cap is not None and self.cap.done == 1
         return self._after(divided, torch.tanh, self.cap and self.cap._replace(done=2))
 
@@ -158,15 +158,15 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def _after(self, recorded: bool, step: Step, cap: Cap | None, dtype: torch.dtype | None = None) -> Any:
-        """Record the step if it may be and the logits are not materialized, or else apply it to the logits."""
-        if not recorded or self._made is not None:
-            return step(self.made())
-        return DeferredLogits(self.hidden, self.head, self.moment, dtype or self.dtype, (*self.steps, step), cap)
+        """Record the step if it is recordable and the logits are not materialized; otherwise apply it to the logits."""
+        if not recorded or self._logits is not None:
+            return step(self.materialize())
+        return DeferredLogits(self.hidden, self.head, self.call_state, dtype or self.dtype, (*self.steps, step), cap)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # private names, and protocols such as those of arrays and pickle
+        if name.startswith("_"):  # private names and protocols of NumPy and pickle
             raise AttributeError(name)
-        return getattr(self.made(), name)
+        return getattr(self.materialize(), name)
 
     @classmethod
     def __torch_function__(
@@ -175,15 +175,17 @@ class DeferredLogits:
         if func is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
         args, kwargs = _pytree.tree_map(
-            lambda x: x.made() if isinstance(x, cls) else x, (args, kwargs or {}), is_leaf=lambda x: isinstance(x, cls)
+            lambda x: x.materialize() if isinstance(x, cls) else x,
+            (args, kwargs or {}),
+            is_leaf=lambda x: isinstance(x, cls),
         )
         return func(*args, **kwargs)
 
 
-def _of_the_logits(name: str) -> Callable[..., Any]:
+def _on_logits(name: str) -> Callable[..., Any]:
     def method(self: DeferredLogits, *args: Any) -> Any:
-        others = (a.made() if isinstance(a, DeferredLogits) else a for a in args)
-        return getattr(operator, name)(self.made(), *others)
+        others = (a.materialize() if isinstance(a, DeferredLogits) else a for a in args)
+        return getattr(operator, name)(self.materialize(), *others)
 
     return method
 
@@ -198,57 +200,59 @@ _BINARY = ("add", "sub", "matmul", "pow", "mod", "floordiv")
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 for _name in (*_BINARY, *_IN_PLACE, *_COMPARED, "neg", "pos", "abs", "getitem", "setitem", "contains"):
-    setattr(DeferredLogits, f"__{_name}__", _of_the_logits(_name))
+    setattr(DeferredLogits, f"__{_name}__", _on_logits(_name))
 for _name in (*_BINARY, "truediv"):
     setattr(
-        DeferredLogits, f"__r{_name}__", lambda self, other, name=_name: getattr(operator, name)(other, self.made())
+        DeferredLogits,
+        f"__r{_name}__",
+        lambda self, other, name=_name: getattr(operator, name)(other, self.materialize()),
     )
 for _function in (bool, int, float, len, iter):
-    setattr(DeferredLogits, f"__{_function.__name__}__", lambda self, of=_function: of(self.made()))
+    setattr(DeferredLogits, f"__{_function.__name__}__", lambda self, of=_function: of(self.materialize()))
 
 
 def _unflatten(children: Any, context: Any) -> DeferredLogits:
     x = DeferredLogits(children[0], *context)
-    x._made = children[1]
+    x._logits = children[1]
     return x
 
 
 # FSDP2 searches the output of a module for the tensors whose gradients it must wait for.
 _pytree.register_pytree_node(
-    DeferredLogits, lambda x: ([x.hidden, x._made], (x.head, x.moment, x.dtype, x.steps, x.cap)), _unflatten
+    DeferredLogits, lambda x: ([x.hidden, x._logits], (x.head, x.call_state, x.dtype, x.steps, x.cap)), _unflatten
 )
 
 
 class _Head:
-    """LM head that returns deferred logits, except when the deferred logits themselves call it."""
+    """LM head that returns deferred logits, except while a placeholder materializes its logits."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.making = False
+        self.materializing = False
 
     def forward(self, hidden: torch.Tensor) -> Any:
         """Replace the forward of the module."""
-        if self.making or torch.compiler.is_compiling():
+        if self.materializing or torch.compiler.is_compiling():
             return type(self.module).forward(self.module, hidden)
-        moment = Moment.now(hidden)
-        cast = None if hidden.dtype == torch.float64 else moment.autocast
-        return DeferredLogits(hidden, self, moment, cast or hidden.dtype)
+        call_state = CallState.now(hidden)
+        cast = None if hidden.dtype == torch.float64 else call_state.autocast
+        return DeferredLogits(hidden, self, call_state, cast or hidden.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits by calling the module, so that hooks that gather its weight run."""
-        self.making = True
+        self.materializing = True
         try:
             made: torch.Tensor = self.module(hidden)
             return made
         finally:
-            self.making = False
+            self.materializing = False
 
 
 @contextlib.contextmanager
 def deferred_logits(model: nn.Module) -> Iterator[bool]:
-    """Make the LM head of the model return :class:`DeferredLogits` within the context, if it can be taken apart.
+    """Make the LM head of the model return :class:`DeferredLogits` within the context, if the head is supported.
 
-    Yields True if it does.
+    Yields True if the head is supported.
     """
     module = head_module(model)
     if module is None or not takes_apart(module):

@@ -26,10 +26,10 @@ class PatchReport:
         replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a
             function.
         kept: names that were not replaced, or ``(name, reason)`` of each.
-        original: ``(module, name)`` of other losses, and of functions next to them, that still run the framework's
-            code.
+        original: ``(module, name)`` of other losses, and of functions in the same modules, that still run the
+            framework's code.
         fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
-        already: the framework was patched before, and this call changed nothing.
+        already: True if the framework was patched before and this call changed nothing.
         host: name of the framework.
     """
 
@@ -53,7 +53,7 @@ class PatchReport:
 
 
 class Host:
-    """Framework whose objects can be replaced; one patch at a time.
+    """Framework whose objects can be replaced; at most one patch is active.
 
     ``same_defaults``: argument name -> equivalent defaults.
     """
@@ -62,7 +62,7 @@ class Host:
         self.name = name
         self.same_defaults = same_defaults
         self.report: PatchReport | None = None  # of the active patch
-        self._asked: dict[str, Any] = {}
+        self._arguments: dict[str, Any] = {}
         self._pairs: Pairs = ()
         self._methods: list[tuple[type, str, Any]] = []  # (class, method, original)
 
@@ -70,24 +70,24 @@ class Host:
         """Import a module of the framework."""
         return importlib.import_module(f"{self.name}.{home}")
 
-    def earlier(self, **asked: Any) -> PatchReport | None:
+    def earlier(self, **arguments: Any) -> PatchReport | None:
         """Return the report of the active patch, or None; raise RuntimeError if it was made with other arguments."""
         if self.report is None:
             return None
-        if asked != self._asked:
-            with_these = " and ".join(f"{name}={value}" for name, value in self._asked.items())
+        if arguments != self._arguments:
+            with_these = " and ".join(f"{name}={value}" for name, value in self._arguments.items())
             raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
         return replace(self.report, already=True)
 
     def pairs(
-        self, homes: Homes, kept: Collection[str], ours_for: Callable[[str, str, Any], Any]
+        self, homes: Homes, kept: Collection[str], replacement_for: Callable[[str, str, Any], Any]
     ) -> tuple[list[tuple[Any, Any]], list[str]]:
         """Return (original, replacement) of every name, and the differences that prevent a replacement.
 
         Args:
             homes: module -> the names in it.
             kept: names to skip.
-            ours_for: returns the replacement for ``(module, name, original)``.
+            replacement_for: returns the replacement for ``(module, name, original)``.
         """
         pairs, problems = [], []
         for home, names in homes.items():
@@ -99,7 +99,7 @@ class Host:
                 if original is None:
                     problems.append(f"{module.__name__} has no {name}")
                     continue
-                ours = ours_for(home, name, original)
+                ours = replacement_for(home, name, original)
                 ambiguous = sum(name in others for others in homes.values()) > 1
                 label = f"{module.__name__}.{name}" if ambiguous else name
                 problems += self.differences(label, original, ours)
@@ -107,7 +107,7 @@ class Host:
         return pairs, problems
 
     def differences(self, name: str, original: Any, ours: Any) -> list[str]:
-        """List why the replacement, or one of its public methods, might reject or misread a call of the original."""
+        """List signature differences that can make the replacement, or a public method of it, misread a call."""
         calls = {name: (original, ours)}
         if inspect.isclass(original):
             for method, value in vars(original).items():
@@ -137,13 +137,13 @@ class Host:
                 yield f"does not take {name}, which ours needs"
 
     def patch(
-        self, version: str, pairs: Pairs, problems: Sequence[str], asked: dict[str, Any], **reported: Any
+        self, version: str, pairs: Pairs, problems: Sequence[str], arguments: dict[str, Any], **reported: Any
     ) -> PatchReport:
         """Replace the first object of each pair by the second; if there are problems, raise and replace nothing."""
         if problems:
             listed = "\n  ".join(problems)
             raise RuntimeError(f"{self.name} {version} has unexpected signatures; nothing was replaced:\n  {listed}")
-        self._pairs, self._asked = pairs, asked
+        self._pairs, self._arguments = pairs, arguments
         self.report = PatchReport(version, _swap(self.name, pairs), host=self.name, **reported)
         return self.report
 

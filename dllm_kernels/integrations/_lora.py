@@ -1,9 +1,9 @@
-r"""Take an LM head with LoRA adapters apart, so that a loss computes what the head computes.
+r"""Split an LM head with LoRA adapters into weight, bias and low-rank part, the arguments of the losses.
 
-A LoRA adapter adds :math:`s B A h` to the logits, which is the low-rank part of a head: ``extra=(s A h, B)``. It may be
-one of PEFT or of NeMo AutoModel. Several active adapters of PEFT are one of the sum of their ranks. Everything else
-that the two can make of a head (DoRA, quantized bases, ...) raises an error that names it. Nothing here imports them: a
-model that uses them has done so.
+A LoRA adapter of PEFT or NeMo AutoModel adds :math:`s B A h` to the logits. It is passed as the low-rank part of the
+head, ``extra=(s A h, B)``. Several active PEFT adapters are concatenated into one adapter with the sum of their ranks.
+All other variants of a head (DoRA, quantized bases, ...) raise an error that names the variant. This module does not
+import PEFT or NeMo AutoModel, because a model that uses them has already imported them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dllm_kernels.mtp.head import gathered_once
 
 
 class Head(NamedTuple):
-    """A head as the losses take it: weight ``[V, D]``, bias ``[V]`` or None, low-rank part or None."""
+    """Head in the form of loss arguments: weight ``[V, D]``, bias ``[V]`` or None, low-rank part or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -40,12 +40,12 @@ class Adapter(NamedTuple):
 
 
 def is_adapted(head: nn.Module) -> bool:
-    """Whether the head is LoRA of PEFT or NeMo AutoModel, or a copy that PEFT trains in its place."""
+    """Return True if the head is LoRA of PEFT or NeMo AutoModel, or a copy that PEFT trains in its place."""
     return _chosen(head) is not head or _is_peft(head) or _is_nemo(head)
 
 
 def takes_apart(head: nn.Module) -> bool:
-    """Whether :func:`check_head` accepts the head."""
+    """Return True if :func:`check_head` accepts the head."""
     try:
         check_head(head, "")
     except ValueError:
@@ -54,7 +54,7 @@ def takes_apart(head: nn.Module) -> bool:
 
 
 def check_head(head: nn.Module | None, advice: str) -> None:
-    """Raise ValueError unless :func:`of_rows` can take the head apart; ``advice`` ends the message."""
+    """Raise ValueError unless :func:`of_rows` supports the head; ``advice`` ends the message."""
     module = _chosen(head)
     if _is_nemo(module):
         _check_nemo(module, advice)
@@ -71,15 +71,16 @@ def check_head(head: nn.Module | None, advice: str) -> None:
 
 
 def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> Head:
-    """Take apart a head that :func:`check_head` accepts, for hidden states ``[..., D]``.
+    """Split a head that :func:`check_head` accepts, for hidden states ``[..., D]``.
 
-    ``A h`` is computed here, dropout included, so that autograd trains A; the loss trains B. Sharded parameters of the
-    adapters are gathered, unless this runs in the head's forward pass, where they are gathered already.
+    ``A h`` is computed here, including dropout, so that A receives its gradient by autograd. The gradient of B is
+    computed by the loss. Sharded adapter parameters are gathered, except in the forward pass of the head, where they
+    are already gathered.
 
     Args:
         head: the LM head.
-        hidden: hidden states; or several of one shape, whose ``A h`` are computed one after another, as the head would
-            compute their logits, and stacked in a new first dimension.
+        hidden: hidden states, or several hidden states of equal shape. For several, ``A h`` is computed one after
+            another, as in calls of the head, and stacked in a new first dimension.
 
     Raises:
         ValueError: tensor parallelism splits an adapter, and ``hidden`` is not a DTensor.
@@ -92,7 +93,8 @@ def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> H
         return Head(base.weight, base.bias)
     several = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
     first, bias = several[0], base.bias
-    # PEFT keeps the adapters of a 16-bit head in float32. The products of the head are in the dtype of its rows.
+    # Cast, because PEFT keeps the adapters of a 16-bit head in float32, and the head is computed in the dtype of the
+    # rows.
     rows = [torch.cat([_low_rank(h, adapter).to(h.dtype) for adapter in adapters], -1) for h in several]
     columns = torch.cat([gathered_once(adapter.b.weight, first).to(first.dtype) for adapter in adapters], 1)
     for adapter in adapters:
@@ -137,7 +139,7 @@ def _low_rank(hidden: torch.Tensor, adapter: Adapter) -> torch.Tensor:
 
 
 def _active(head: Any) -> list[str]:
-    """Names of the adapters of PEFT that add to the logits."""
+    """Return the names of the active PEFT adapters."""
     if head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]
@@ -154,7 +156,7 @@ def _chosen(head: nn.Module | None) -> Any:
 
 
 def _is_peft(head: Any) -> bool:
-    """Whether it is PEFT's LoRA of an ``nn.Linear``, or the class that ``fully_shard`` derives from it.
+    """Return True for PEFT's LoRA of an ``nn.Linear``, also if ``fully_shard`` derived its class.
 
     PEFT's classes for quantized bases are others.
     """
@@ -163,9 +165,9 @@ def _is_peft(head: Any) -> bool:
 
 
 def _is_nemo(head: Any) -> bool:
-    """Whether it computes what LoRA of NeMo AutoModel does; ``fully_shard`` and the framework derive classes from it.
+    """Return True for LoRA of NeMo AutoModel, also if ``fully_shard`` or the framework derived its class.
 
-    The Triton form computes the same in kernels.
+    The Triton variant computes the same function.
     """
     nemo: Any = sys.modules.get("nemo_automodel.components._peft.lora")
     own = getattr(type(head), "forward", None)

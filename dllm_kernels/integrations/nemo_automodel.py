@@ -18,8 +18,8 @@ corruption routines differ from the host's, so a run resumed after the patch dra
 still run the host's code.
 
 ``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
-compute their losses from hidden states: the LM head passes on its input, and the loss computes the logits one chunk at
-a time.
+compute their losses from hidden states. The LM head passes its input to the loss, which computes the logits one chunk
+at a time.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ HOMES = {
     "components.datasets.dllm.collate": ("DLLMCollator",),
 }  # fmt: skip
 KEPT = {"MTPLossConfig": "its build() already returns the replaced PipelineCausalLMLoss"}
-# Packages of the host that hold other losses and routines; the report lists those of loaded modules.
-AROUND = ("components.loss", "components.datasets.dllm")
+# Packages of the host with other losses and routines; the report lists the ones in loaded modules.
+REPORTED_PACKAGES = ("components.loss", "components.datasets.dllm")
 RECIPES = "recipes.dllm.train_ft", "recipes.dllm.strategy"
 # Methods that call a model and then its loss: class -> (module, method, index of the argument that holds the recipe).
 STEPS = {
@@ -76,7 +76,7 @@ SAME_DEFAULTS = {"ignore_index": (None, -100)}
 # Classes that define the ``forward`` of the losses in STEPS. It is replaced on the class, so that a loss imported from
 # this package accepts deferred logits as well as a loss that the host builds by name.
 FUSED_LOSSES = DiffusionLoss, losses.IDLMLoss
-MADE_OF = ("weight", "bias", "parametrizations")
+HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
@@ -163,7 +163,7 @@ def _from_hidden_states(original: Any, recipe_at: int) -> Any:
 
 def _originals(replaced: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """List the losses of the host that are not replaced, and public functions next to them, in the loaded modules."""
-    around = tuple(f"{HOST}.{package}" for package in AROUND)
+    around = tuple(f"{HOST}.{package}" for package in REPORTED_PACKAGES)
     return tuple(
         sorted(
             (module.__name__, name)
@@ -178,9 +178,10 @@ def _originals(replaced: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _derived(ours: type, *, of_host: bool) -> Callable[[type], type]:
-    """Return a function that names a subclass of ours like the host's class, and may also derive it from that.
+    """Return a function that derives from ours a class with the name of the host's class.
 
-    The host's configuration and pickle look classes up by name.
+    ``of_host``: also derive from the host's class. The name matters, because the host's configuration and pickle look
+    classes up by name.
     """
 
     def derived(original: type) -> type:
@@ -192,7 +193,7 @@ def _derived(ours: type, *, of_host: bool) -> Callable[[type], type]:
 
 
 class _MaskedCrossEntropy(mtp.MaskedCrossEntropy):
-    """Accepts every label layout of the host."""
+    """Cross-entropy that accepts every label layout of the host."""
 
     def forward(
         self,
@@ -202,11 +203,11 @@ class _MaskedCrossEntropy(mtp.MaskedCrossEntropy):
         num_label_tokens: int | torch.Tensor | None = None,
         loss_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        labels, mask, loss_weights = (_beside(logits, t) for t in (labels, mask, loss_weights))
+        labels, mask, loss_weights = (_per_row(logits, t) for t in (labels, mask, loss_weights))
         return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
 
 
-def _beside(logits: torch.Tensor, entries: Any) -> Any:
+def _per_row(logits: torch.Tensor, entries: Any) -> Any:
     """Reshape entries to one per row of logits, on their device: packed labels are flat, offloaded labels on CPU."""
     if entries is None:
         return None
@@ -216,7 +217,7 @@ def _beside(logits: torch.Tensor, entries: Any) -> Any:
 
 
 class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
-    """Lets the host's class gather the head."""
+    """Fused cross-entropy whose LM head is gathered by the host's class."""
 
     def forward(
         self,
@@ -273,9 +274,9 @@ def _calculate_mtp_loss(original: Any) -> Any:
 
 
 def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
-    """Give a hidden-state loss that has no soft cap the cap of the model.
+    """Return a loss from hidden states with the soft cap of the model, if the loss has no soft cap.
 
-    The host omits the cap from hidden states, so its loss differs from the loss of the model's logits.
+    The host's loss from hidden states omits the cap and therefore differs from its loss from logits.
     """
     config = getattr(unwrapped(model), "config", None)
     get_text_config = getattr(config, "get_text_config", None)
@@ -305,17 +306,17 @@ def _head_of_host(
 ) -> dict[str, Any]:
     """Return the head as arguments of the loss.
 
-    ``lm_weight`` is the weight alone, if the recipe has gathered it; otherwise it is gathered as the host does. The
-    host's classes may override its function. LoRA of the host or of PEFT, which the host omits, is the bias and the
-    low-rank part. Like the host, accept a head of any other class, such as a linear layer of another library, but raise
-    ValueError if it trains parameters besides weight and bias, which would receive no gradient.
+    ``lm_weight`` is the weight if the recipe has gathered it. If None, it is gathered by the host's function, which
+    subclasses may override. LoRA of the host or of PEFT is returned as bias and low-rank part; the host ignores it.
+    Like the host, accept a head of any other class, such as a linear layer of another library. Raise ValueError if such
+    a head trains parameters besides weight and bias, because they would receive no gradient.
     """
     head = head_module(model)
     adapted = head is not None and is_adapted(head)
     if adapted:
         check_head(head, FROM_LOGITS)
     named = () if head is None or adapted else head.named_parameters()
-    trained = [name for name, p in named if p.requires_grad and name.split(".")[0] not in MADE_OF]
+    trained = [name for name, p in named if p.requires_grad and name.split(".")[0] not in HEAD_PARAMETERS]
     if trained:
         raise ValueError(
             "the LM head must train no parameter besides its weight and bias in a loss from hidden states, got "
@@ -331,14 +332,14 @@ def _head_of_host(
 
 
 class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
-    """Leaves base losses of the host to the host's class."""
+    """Pipeline loss that delegates base losses of the host to the host's class."""
 
     original: Any
 
     def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
         if isinstance(self.loss_fn, OURS):
             return super().forward(output, labels)
-        loss: torch.Tensor = self.original.forward(self, output, labels)  # reads attributes that this class has too
+        loss: torch.Tensor = self.original.forward(self, output, labels)  # reads attributes of this class too
         return loss
 
     def _main_loss_fn(self) -> Any:
@@ -351,7 +352,7 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
-    # also of the host's class, for its isinstance checks and because recipes then request hidden states
+    # Also derived from the host's class, because the host checks isinstance and recipes then request hidden states.
     "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, of_host=True),
     "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, of_host=True),
     "calculate_loss": _calculate_loss,
@@ -388,7 +389,7 @@ def _of_deferred_logits(forward: Any) -> Any:
 
 @functools.wraps(losses.compute_per_token_nll)
 def _compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
-    return losses.compute_per_token_nll(_made(logits), *args, **kwargs)  # losses of the host may pass deferred logits
+    return losses.compute_per_token_nll(_made(logits), *args, **kwargs)  # possibly deferred
 
 
 @functools.wraps(losses.encoder_ar_loss)
@@ -426,7 +427,7 @@ def _head_of(*logits: DeferredLogits) -> Head:
 
 
 def _made(logits: Any) -> Any:
-    return logits.made() if isinstance(logits, DeferredLogits) else logits
+    return logits.materialize() if isinstance(logits, DeferredLogits) else logits
 
 
 FUSED = {"encoder_ar_loss": _encoder_ar_loss, "_compute_per_token_nll": _compute_per_token_nll}

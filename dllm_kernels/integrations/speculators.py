@@ -55,8 +55,8 @@ _host = Host(HOST, {})
 def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
     """Replace the losses of the installed ``speculators``, both the "fused" and the "eager" ones.
 
-    Each keeps its signature, ``(logits, targets) -> [1, T]``, and its value. The gradient is computed from statistics
-    of each row, without temporaries ``[T, V]``. The result is float32 (float64 for float64 logits), also for the eager
+    Signatures, ``(logits, targets) -> [1, T]``, and values are unchanged. The gradient is computed from per-row
+    statistics, without temporaries ``[T, V]``. The result is float32 (float64 for float64 logits), also for the eager
     ``ce_loss``, whose original returns the dtype of the logits. If the targets require a gradient, the eager losses
     call the original, because the replacements, like the fused losses, treat the targets as constants. A second call
     does nothing and returns the first report with ``already=True``.
@@ -207,7 +207,7 @@ def speculators_metrics(
         loss_mask: ``[1, T]``, 0 or 1.
         block_size: rows per block, including the anchor's.
         gamma: gamma of the decay, a number other than 0.
-        loss_config: ``{name: weight}``, or speculators' own ``{name: (function, weight)}``, whose functions are not
+        loss_config: ``{name: weight}``, or ``{name: (function, weight)}`` as in speculators, whose functions are not
             called. None: ``{"kl_div": 1.0}``.
         per_position_loss_weight: "fixed-exp-decay" or "dpace". As in speculators, "dpace" takes one term only.
         dpace_alpha: alpha of :func:`dpace_weights`.

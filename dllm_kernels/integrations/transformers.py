@@ -68,8 +68,8 @@ from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 IGNORED = -100
 TOKEN_BITS = 31
 MASKED = 2**62
-RETURNED = "the weights that loss returns"
-FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
+RETURNED_WEIGHTS = "the weights that loss returns"
+SEED_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
@@ -87,8 +87,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
 
     Args:
         input_ids: clean tokens ``[B, L]``, in [0, 2^31).
-        loss_mask: ``[B, L]``, nonzero where the token is supervised.
-        noise_mask: ``[B, L]``, nonzero where the token was masked.
+        loss_mask: ``[B, L]``, nonzero if the token is supervised.
+        noise_mask: ``[B, L]``, nonzero if the token was masked.
         p_mask: float32 ``[B, L]``, the probability with which the token was masked.
 
     Returns:
@@ -122,18 +122,19 @@ def unpack_labels(labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class _CountedBatch(dict[str, Any]):
-    """Batch that carries how many of its labels were masked and how many are supervised, counted on the CPU.
+    """Batch with the number of masked and of supervised labels, counted on the CPU.
 
-    The counts bound the number of rows with weight, so that the loss need not read that number back from a GPU. They
-    are no entry of the batch, because models, wrappers and dispatchers take tensors only. Workers, pinning and
-    ``accelerate`` keep them; a batch that is rebuilt from its entries (sliced, concatenated) or changed has none.
+    The counts are upper bounds on the number of rows of nonzero weight, so the loss need not read it back from a GPU.
+    They are not an entry of the batch, because models, wrappers and dispatchers accept tensors only. Workers, pinning
+    and ``accelerate`` preserve them. They are dropped if a batch is rebuilt from its entries (sliced, concatenated) or
+    modified.
     """
 
     counts: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, **entries: Tensor) -> _CountedBatch:
-        """Build a batch and count its labels, unless that would wait for a GPU."""
+        """Build a batch and count its labels if they are on the CPU."""
         batch, labels = cls(entries), entries["labels"]
         if labels.device.type == "cpu":
             batch.counts = int((labels >= MASKED).sum()), int((labels != IGNORED).sum())
@@ -144,16 +145,16 @@ class _CountedBatch(dict[str, Any]):
         super().__setitem__(name, value)
 
     def update(self, *args: Any, **entries: Any) -> None:
-        """Change entries; the counts may no longer hold."""
+        """Update entries and drop the counts, which may no longer be correct."""
         self.counts = None
         super().update(*args, **entries)
 
     def to(self, *args: Any, **kwargs: Any) -> _CountedBatch:
-        """Call ``to`` of every tensor; ``accelerate`` moves a batch with it."""
+        """Call ``to`` of every tensor; used by ``accelerate`` to move a batch."""
         return self._mapped(lambda t: t.to(*args, **kwargs))
 
     def pin_memory(self) -> _CountedBatch:
-        """Pin every tensor; a ``DataLoader`` pins a batch with it."""
+        """Pin every tensor; used by ``DataLoader`` to pin a batch."""
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> _CountedBatch:
@@ -169,8 +170,8 @@ class MaskedDiffusionCollator:
     ``rank``. A process that loads the data itself draws seeds from torch's default generator. A worker of a
     ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, ranks, workers or epochs
     share their noise. An equal ``manual_seed`` reproduces the noise, and so does a restored generator state. A
-    ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from that
-    of an uninterrupted run.
+    ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from an
+    uninterrupted run.
 
     With ``seed_field`` the noise of a sample depends only on its seed, the epoch (:meth:`set_epoch`) and the length of
     the batch, on any rank and worker. A resumed run is then bit-identical to an uninterrupted one.
@@ -208,7 +209,7 @@ class MaskedDiffusionCollator:
     ) -> None:
         if rank is not None:
             _checks.check_int64("rank", rank)
-        _check_that_it_masks(corrupt)
+        _check_corrupt(corrupt)
         self.mask_token_id = mask_token_id
         self.collate = DLLMCollator() if collate is None else collate
         self.corrupt = corrupt
@@ -271,14 +272,14 @@ class MaskedDiffusionCollator:
         if self.seed_field is not None:
             given = [_seed(i, self.seed_field, sample[self.seed_field]) for i, sample in enumerate(samples)]
             seeds = torch.tensor(given, dtype=torch.int64, device="cpu")
-            return seeds + self._epoch * FAR_APART
+            return seeds + self._epoch * SEED_STRIDE
         if self.options.get("generator") is not None:
             return None
-        drawn = torch.empty(len(samples), dtype=torch.int64, device="cpu").random_(generator=self._drawn_from())
+        drawn = torch.empty(len(samples), dtype=torch.int64, device="cpu").random_(generator=self._seed_generator())
         rank = torch.tensor(_process_rank() if self.rank is None else self.rank, device="cpu")
-        return drawn + rank * FAR_APART
+        return drawn + rank * SEED_STRIDE
 
-    def _drawn_from(self) -> torch.Generator | None:
+    def _seed_generator(self) -> torch.Generator | None:
         """Return None (the default generator), or in a worker a generator with the worker's seed.
 
         Processes that load the same samples have workers with equal seeds.
@@ -301,7 +302,7 @@ class MaskedDiffusionCollator:
         vars(self).update(state)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
-    def _apart(self, **changes: Any) -> MaskedDiffusionCollator:
+    def _changed_copy(self, **changes: Any) -> MaskedDiffusionCollator:
         """Return a changed copy in epoch 0."""
         other = copy.copy(self)
         vars(other).update(changes)
@@ -309,8 +310,8 @@ class MaskedDiffusionCollator:
         return other
 
 
-def _check_that_it_masks(corrupt: Corruption) -> None:
-    """Raise if the third argument of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
+def _check_corrupt(corrupt: Corruption) -> None:
+    """Raise if the third parameter of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
     if not callable(corrupt):
         raise TypeError(f"corrupt must be a function, got {_checks.type_name(corrupt)}")
     try:
@@ -374,10 +375,10 @@ def mdlm_loss_func(
         ValueError: ``loss`` needs arguments that labels do not hold, or returns weights of another shape or with a
             gradient.
     """
-    return _Labelled.of(_checked_loss(loss), labels, num_items_in_batch).of_logits(_logits(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch).from_logits(_logits(outputs))
 
 
-class _Labelled(NamedTuple):
+class _LossCall(NamedTuple):
     """A loss with its arguments except the model output."""
 
     loss: Loss
@@ -388,7 +389,7 @@ class _Labelled(NamedTuple):
     logits_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *others: Any) -> _Labelled:
+    def of(cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *others: Any) -> _LossCall:
         """Unpack the labels; ``others`` are the fields after ``num_tokens``."""
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
@@ -396,14 +397,14 @@ class _Labelled(NamedTuple):
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
         return cls(loss, (targets, noise, p, supervised), count, *others)
 
-    def of_logits(self, logits: Tensor) -> Tensor:
+    def from_logits(self, logits: Tensor) -> Tensor:
         """Compute the loss from logits ``[B, L, V]``."""
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
         loss: Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
         return loss
 
-    def of_hidden(
+    def from_hidden(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None
     ) -> Tensor:
         """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
@@ -414,10 +415,10 @@ class _Labelled(NamedTuple):
         return self.loss.forward_fused(hidden, weight, *self.masks, **options).total_loss
 
     def _num_active(self) -> int | None:
-        """Bound the rows with weight: MDLM weights masked tokens only, the others supervised tokens only.
+        """Return an upper bound on the number of rows of nonzero weight, or None.
 
-        None inside a compiled step, which a number that changes with every batch would compile anew, and for a derived
-        class, which may weight other rows.
+        MDLM weights masked tokens only, other losses supervised tokens only. None in a compiled step, because a value
+        that changes with every batch would recompile it. None for derived classes, because they may weight other rows.
         """
         if self.counts is None or torch.compiler.is_compiling():
             return None
@@ -434,8 +435,8 @@ class _Labelled(NamedTuple):
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
         targets, *_, supervised = self.masks
         weights: Any = self.loss(*self.masks)
-        _checks.check_mask(RETURNED, weights, targets.shape, "that of the labels")
-        _checks.check_constant(RETURNED, weights)
+        _checks.check_mask(RETURNED_WEIGHTS, weights, targets.shape, "that of the labels")
+        _checks.check_constant(RETURNED_WEIGHTS, weights)
         weights = weights.to(accum_dtype(weights.dtype))
         return divide(weights.masked_fill(~supervised, 0.0), self.num_tokens)
 
@@ -470,11 +471,11 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
         loss: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None; returns the loss, 0-d. It
             also takes ``extra=(u, U)``, the low-rank part of the head, which is given if LoRA adapters of PEFT are
             active on it.
-        advice: the end of the error message, which says what to do instead.
+        advice: end of the error message: the alternative to suggest.
 
     Raises:
         ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
-            another ``forward``, such as that of another adapter; or has hooks other than sharding hooks.
+            another ``forward``, such as the forward of another adapter; or has hooks other than sharding hooks.
     """
     head: Any = head_module(model)
     check_head(head, advice)
@@ -514,7 +515,7 @@ class _HeadLoss(Tensor):
         if name in (*CASTS, *COPIES):
             changed = any(x.dim() or not x.is_floating_point() for x in tensors)
         else:
-            changed = len(tensors) > 0 or result is None  # None: an assignment, or another function that writes
+            changed = len(tensors) > 0 or result is None  # None: an assignment or another in-place function
         if changed:
             refuse_output(f"a call of {name} on it")
         return result
@@ -526,7 +527,7 @@ class _HeadLoss(Tensor):
 
 
 def refuse_output(got: str, advice: str = FROM_LOGITS) -> NoReturn:
-    """Raise ValueError for a model that does ``got`` to the output of its head."""
+    """Raise ValueError for a model that changes the output of its head; ``got`` names the operation."""
     raise ValueError(
         "the model must call its LM head once and return its output unchanged, with no scale, bias or soft cap, got "
         f"{got}; {advice}"
@@ -550,22 +551,22 @@ class MaskedDiffusionTrainerMixin:
         *args: arguments of the ``Trainer``.
         loss: the loss; None: :class:`dllm_kernels.MDLMCrossEntropyLoss`, the equation above. An instance of any loss
             with the same signature: :class:`dllm_kernels.BlockDiffusionCrossEntropyLoss` for random-token corruption,
-            :class:`dllm_kernels.SCDDLoss` for noise of both kinds (drawn by ``corrupt`` of the collator), or a class
-            derived from one of them. Or a function of ``target_ids``, ``noise_mask``, ``p_mask`` and ``loss_mask``,
-            each ``[B, L]``, that returns the weight of each row's NLL before the division by N, ``[B, L]``. ``p_mask``
-            is valid at every supervised position, masked or not. The weight of an unsupervised row is always replaced
-            by 0. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
+            :class:`dllm_kernels.SCDDLoss` for MASK and random-token noise (drawn by ``corrupt`` of the collator), or a
+            derived class. Or a function of ``target_ids``, ``noise_mask``, ``p_mask`` and ``loss_mask``, each
+            ``[B, L]``, that returns the weight of each row's NLL before the division by N, ``[B, L]``. ``p_mask`` is
+            valid at every supervised position, masked or not. The weight of an unsupervised row is always replaced by
+            0. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
-            operands. Not used where the model itself makes the logits.
+            operands. Not used if the model itself computes the logits.
         **kwargs: keyword arguments of the ``Trainer``.
 
     Raises:
         TypeError: ``loss`` is neither a loss nor a function.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
-            ``label_smoothing_factor`` is given, several GPUs are visible to one process, sequences are split over
-            processes, the model's head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
-            (``modules_to_save``) of one, or the model changes the output of its head in any step by an operation other
-            than a cast, a copy or a view of the same shape.
+            ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
+            processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
+            (``modules_to_save``) of one. Also if, in any step, the model changes the output of its head by an operation
+            other than a cast, a copy or a view of the same shape.
     """
 
     def __init__(
@@ -597,7 +598,7 @@ class MaskedDiffusionTrainerMixin:
                 "not compute the masked-diffusion loss of whole sequences"
             )
         self.compute_loss_func = self._loss_of_outputs
-        self._loss_shifts_labels = False  # counts position 0 of a causal model's labels too
+        self._loss_shifts_labels = False  # the Trainer then counts label 0 of a causal model too
         self._wants_logits = False
         self._in_head: list[Tensor] | None = None
         self._noisy_input_ids: Tensor | None = None
@@ -609,7 +610,7 @@ class MaskedDiffusionTrainerMixin:
         collator, tensor_parallel = getattr(self, "data_collator", None), getattr(self, "get_tp_size", lambda: 1)()
         if isinstance(collator, MaskedDiffusionCollator):
             if collator.rank is None and tensor_parallel > 1:
-                self.data_collator: Any = collator._apart(rank=self.args.process_index // tensor_parallel)
+                self.data_collator: Any = collator._changed_copy(rank=self.args.process_index // tensor_parallel)
             self.add_callback(_epoch_callback(self))  # type: ignore[attr-defined]
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -626,7 +627,7 @@ class MaskedDiffusionTrainerMixin:
     def _noise_of_epoch_0(self) -> Iterator[None]:
         training = self.data_collator
         if isinstance(training, MaskedDiffusionCollator):
-            self.data_collator = training._apart()
+            self.data_collator = training._changed_copy()
         try:
             yield
         finally:
@@ -640,11 +641,11 @@ class MaskedDiffusionTrainerMixin:
         self._noisy_input_ids = inputs.get("input_ids")
         if self._wants_logits or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        labelled = self._labelled(inputs["labels"], num_items_in_batch)
+        loss_call = self._loss_call(inputs["labels"], num_items_in_batch)
         made = list[Tensor]()
 
         def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
-            made.append(labelled.of_hidden(hidden, *head, **extra).as_subclass(_HeadLoss))  # type: ignore[arg-type]
+            made.append(loss_call.from_hidden(hidden, *head, **extra).as_subclass(_HeadLoss))  # type: ignore[arg-type]
             return made[-1]
 
         unwrapped = self.accelerator.unwrap_model(model)
@@ -673,16 +674,16 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._labelled(labels, num_items_in_batch).of_logits(_logits(outputs))
+            return self._loss_call(labels, num_items_in_batch).from_logits(_logits(outputs))
         loss, calls = _logits(outputs), len(self._in_head)
         if calls != 1 or not isinstance(loss, _HeadLoss):
             refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head")
         return loss.plain()
 
-    def _labelled(self, labels: Tensor, num_items_in_batch: Count) -> _Labelled:
+    def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
         of_labels, counts = self._counted
         counts = counts if labels is of_labels else None
-        return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts, self._logits_dtype)
+        return _LossCall.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts, self._logits_dtype)
 
 
 def _epoch_callback(trainer: Any) -> Any:

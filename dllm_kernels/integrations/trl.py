@@ -24,7 +24,7 @@ TRL looks it up at each call, so trainers that were built earlier use the replac
         rollout_func=diffusion_rollout(mask_token_id, steps=32),
     )
 
-The mixin replaces the log-probabilities alone: rewards, advantages, clipping, KL penalty and logging are TRL's.
+The mixin replaces only the log-probabilities; TRL computes rewards, advantages, clipping, KL penalty and logging.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch.utils import _pytree
 from dllm_kernels import ops
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
-from dllm_kernels.integrations._deferred import Moment
+from dllm_kernels.integrations._deferred import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
 from dllm_kernels.integrations.transformers import CASTS, COPIES, loss_in_head, refuse_output
 from dllm_kernels.policy import PolicyViews, policy_views
@@ -62,9 +62,9 @@ def patch() -> PatchReport:
     """Replace the chunked log-probability function of the installed ``trl`` wherever TRL holds it.
 
     The values and gradients stay the same. If the LM head is frozen and no gradient arrives at the entropy, a step
-    takes two matrix products instead of three. With a trained head it takes four, as before; without gradients one. The
-    original computes what is not fused: ``log_sum_sq_probs``, ``mean_logits`` of soft-capped logits, a ``logit_scale``
-    that is not positive, and heads that DeepSpeed ZeRO-3 partitions. A second call does nothing and returns the first
+    takes two matrix products instead of three. With a trainable head it takes four, as before; without gradients one.
+    Unsupported calls use the original: ``log_sum_sq_probs``, ``mean_logits`` of soft-capped logits, a ``logit_scale``
+    that is not positive, and heads partitioned by DeepSpeed ZeRO-3. A second call does nothing and returns the first
     report with ``already=True``.
 
     Returns:
@@ -118,7 +118,7 @@ class ChunkedLogProbs:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = OUTPUTS,
     ) -> Outputs:
-        r"""Compute log-probabilities, and what ``outputs`` names, of ``cap(s z) / T`` with ``z = W h + b``.
+        r"""Compute log-probabilities and the requested ``outputs`` of ``cap(s z) / T`` with ``z = W h + b``.
 
         ``cap(s z) / T`` is a soft cap ``c / s`` of z, times ``s / T``. Without a cap, the mean of the logits is the
         product of the hidden states and the mean row of the head.
@@ -127,15 +127,15 @@ class ChunkedLogProbs:
             hidden: ``[N, H]``.
             weight: ``[V, H]``, cast to the dtype of ``hidden`` (or of autocast), as TRL does.
             bias: ``[V]`` or None.
-            targets: ``[N]``. A target outside ``[0, V)`` counts as a logit of 0, as in TRL.
+            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL.
             temperature: T.
-            chunk_size: columns of the vocabulary that TRL projects at a time; only TRL's function uses it.
+            chunk_size: vocabulary columns per chunk in TRL's function; not used otherwise.
             final_logit_softcapping: the cap c, or None.
             logit_scale: s.
             outputs: names among "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1"; others are ignored.
 
         Returns:
-            ``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, each ``[N]``, None where not requested.
+            ``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, each ``[N]``, None if not requested.
             Float32 (float64 for float64 ``hidden``), ``is_top1`` bool. The first two are differentiable.
         """
         scale = logit_scale / temperature if temperature else math.nan
@@ -182,17 +182,17 @@ def _log_probs(
     with_correct: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log p of each target, entropy, and whether the target is the argmax.
+    """Compute log p of each target, the entropy, and the argmax match.
 
-    With a frozen head, the gradient of log p is made in the forward pass (2 products), and that of the entropy only if
-    one arrives in backward (2 more).
+    With a frozen head, the forward pass computes the gradient of log p (2 products). Backward computes the gradient of
+    the entropy only if the entropy receives an upstream gradient (2 more products).
 
     Args:
         hidden: ``[..., D]``.
         weight: ``[V, D]``, cast to the dtype of ``hidden`` unless autocast is on.
         bias: ``[V]`` or None.
         targets: ``[...]``, in ``[0, V)`` or -100.
-        outside: ``[...]``, bool: the target counts as a logit of 0.
+        outside: ``[...]``, bool, True for targets that are treated as a logit of 0; or None.
         extra: the low-rank part of the head, or None.
         entropy: whether to compute the entropy.
         with_correct: whether to compare with the argmax.
@@ -211,13 +211,13 @@ def _log_probs(
 
 
 def _or_outside(stats: Any, outside: Tensor | None) -> Tensor:
-    """Return the log-probability of the target, or that of a logit of 0."""
+    """Return the log-probability of the target, or of a logit of 0 for targets outside the vocabulary."""
     log_probs: Tensor = stats.log_probs
     return log_probs if outside is None else torch.where(outside, -stats.lse, log_probs)
 
 
 class _FrozenHead(torch.autograd.Function):
-    """:func:`_log_probs` where only the hidden states require a gradient, whose rows then depend on their own alone."""
+    """:func:`_log_probs` if only the hidden states require grad, so that each gradient row depends on one row only."""
 
     @staticmethod
     def forward(
@@ -231,7 +231,7 @@ class _FrozenHead(torch.autograd.Function):
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.moment = {"bias": bias, **options}, Moment.now(hidden)
+        ctx.options, ctx.call_state = {"bias": bias, **options}, CallState.now(hidden)
         known = () if outside is None else (outside,)
 
         def log_probs(stats: Any, *outside: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ class _FrozenHead(torch.autograd.Function):
                 return torch.addcmul(a * log_probs, b, stats.entropy)
 
             options = {**ctx.options, "with_correct": False, "entropy": True}
-            with ctx.moment.again(hidden), torch.enable_grad():
+            with ctx.call_state.restored(hidden), torch.enable_grad():
                 h = hidden.detach().requires_grad_()
                 given = upstream.contiguous(), of_entropy.contiguous(), *known
                 out = ops.linear_row_objective(h, weight, targets, both, *given, **options)
@@ -273,7 +273,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 class _HeadRows(Tensor):
-    """Numbers of each position ``[B, L, n]`` that the LM head returned in place of logits.
+    """Values per position ``[B, L, n]`` that the LM head returned in place of logits.
 
     Casts and copies and views of the same shape keep the class. Any other operation raises ValueError, because the
     model would have applied it to its logits.
@@ -299,7 +299,7 @@ class _HeadRows(Tensor):
 
 
 def _run(model: Any, unwrapped: nn.Module, rows: Callable[..., Tensor], **inputs: Any) -> tuple[Tensor, Any]:
-    """Call the model with a head that computes ``rows(hidden, weight, bias, extra=)``; return these and the output."""
+    """Call the model with a head that computes ``rows(hidden, weight, bias, extra=)``; return rows and output."""
     calls = 0
 
     def in_head(*args: Any, **extra: Any) -> Tensor:
@@ -322,18 +322,18 @@ class DiffusionPolicyMixin:
     A diffusion LM has no exact log-probability. The score of token i of a completion is a weighted sum over noisy
     views, ``sum_k w_ki log p(y_i | view k)`` (:func:`dllm_kernels.policy_views`), and takes the place of its
     log-probability in TRL's loss. MASK is never predicted, and the logits are divided by the ``temperature`` of the
-    trainer, as TRL's own are. The LM head projects scored tokens only, and the full logits are never materialized.
+    trainer, as in TRL. The LM head projects scored tokens only, and the full logits are never materialized.
 
     **Masks.** The seed of a row is a hash of its tokens and their positions, without padding, and of the number of the
-    generation (``_step // (steps_per_generation * num_iterations)``). Old, reference and current log-probabilities of
-    a completion therefore see the same masks in every iteration on it, wherever TRL's shuffle puts the row and however
-    it is padded. A later generation of the same completion sees others, and equal rows of one generation see equal
-    masks.
+    generation (``_step // (steps_per_generation * num_iterations)``). Old, reference and current log-probabilities of a
+    completion therefore use equal masks in every iteration, independent of TRL's shuffling and of padding. If the same
+    completion is generated again later, its masks differ. Equal rows of one generation have equal masks.
 
-    **Entropy.** That of token i is the mean over the views that score it, weighted by ``w_ki``; 0 where none does.
+    **Entropy.** The entropy of token i is the mean over the views that score it, weighted by ``w_ki``; 0 if no view
+    scores it.
 
-    Padding is never scored, and no token attends to it. The mixin does not take images.
-    ``RLOOTrainer`` takes no ``rollout_func``; the mixin takes it instead, and calls it with the tokens of the prompts.
+    Padding is never scored, and no token attends to it. Images are not supported. ``RLOOTrainer`` has no
+    ``rollout_func`` argument; the mixin accepts it instead and calls it with the tokens of the prompts.
 
     Args:
         *args: arguments of the trainer.
@@ -345,9 +345,9 @@ class DiffusionPolicyMixin:
 
     Raises:
         TypeError: an argument of the mixin has the wrong type.
-        ValueError: an argument of the mixin is out of range, images are given, the model's head is neither a plain
-            ``nn.Linear`` nor PEFT's LoRA or trained copy of one, or the model changes the output of its head by more
-            than a cast, a copy or a view of the same shape.
+        ValueError: an argument of the mixin is out of range, images are given, or the LM head is neither a plain
+            ``nn.Linear`` nor PEFT's LoRA or trained copy of one. Also if the model changes the output of its head by an
+            operation other than a cast, a copy or a view of the same shape.
     """
 
     accelerator: Any
@@ -376,7 +376,7 @@ class DiffusionPolicyMixin:
         start(*args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any, **options: Any) -> Any:
-        """Completions of the tokens of prompts, where the trainer itself takes no ``rollout_func``."""
+        """Return completions of tokenized prompts; call ``rollout_func`` if the trainer itself does not accept it."""
         if self._rollout is not None:
             return self._rollout(prompt_ids, self)["completion_ids"]
         return super()._generate_single_turn(prompt_ids, *others, **options)  # type: ignore[misc]
@@ -392,7 +392,7 @@ class DiffusionPolicyMixin:
         compute_aux_loss: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Scores and entropies ``[B, logits_to_keep]``, and the model's auxiliary loss (None if it returns none)."""
+        """Return scores and entropies ``[B, logits_to_keep]``, and the auxiliary loss of the model, if any."""
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
         iteration = self._step // (self.args.steps_per_generation * self.num_iterations)
@@ -448,7 +448,7 @@ class DiffusionPolicyMixin:
         return scores, mean, getattr(outputs, "aux_loss", None) if auxiliary else None
 
     def _views_of(self, ids: Tensor, supervised: Tensor, there: Tensor, seeds: Tensor) -> PolicyViews:
-        """Make views of rows without their left padding, because the noise of a token depends on its column."""
+        """Build views of rows without left padding, because the noise of a token depends on its column."""
         L = ids.shape[1]
         column, padding = torch.arange(L, device=ids.device), (there.cumsum(-1) == 0).sum(-1, keepdim=True)
         to_left, back = (column + padding) % L, (column - padding) % L
@@ -459,14 +459,14 @@ class DiffusionPolicyMixin:
 
 
 def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: int = 0) -> Tensor:
-    """Hash each row into a seed, without a host sync; padding does not matter.
+    """Hash each row to a seed, without a host sync and independent of padding.
 
     ``mix(sum_i mix(id_i + GAMMA (2 n_i + c_i)) + GAMMA iteration)``, modulo 2^64, over the tokens that are not padding;
-    n counts them from 1, c is 1 in the completion, and mix is the finaliser of splitmix64.
+    n counts them from 1, c is 1 in the completion and 0 otherwise, and mix is the finalizer of splitmix64.
 
     Args:
         input_ids: ``[B, L]``, integers.
-        attention_mask: ``[B, L]``, 0 where there is padding.
+        attention_mask: ``[B, L]``, 0 for padding.
         logits_to_keep: length of the completions, at the end of the rows.
         iteration: number of the generation.
 
@@ -481,7 +481,7 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """Finaliser of splitmix64, of int64."""
+    """Apply the finalizer of splitmix64 to int64."""
     x = (x ^ (x >> 30 & 2**34 - 1)) * MIX_1
     x = (x ^ (x >> 27 & 2**37 - 1)) * MIX_2
     return x ^ (x >> 31 & 2**33 - 1)
@@ -492,7 +492,7 @@ def _wrapped(x: int) -> int:
 
 
 class _Plan(NamedTuple):
-    """Denoising step: columns [start, stop) of the completion, where so many tokens are decoded."""
+    """Denoising step: decodes ``decoded`` tokens in columns [start, stop) of the completion."""
 
     start: int
     stop: int
@@ -511,8 +511,8 @@ def diffusion_rollout(
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
     A completion begins as MASK tokens. Each step samples every masked token of the current block and keeps the ones
-    with the highest log-probability (low-confidence remasking). Logits exist one chunk at a time, and only those of
-    the block's masked tokens (:func:`dllm_kernels.linear_sample`). The seed of a row is drawn from torch's default
+    with the highest log-probability (low-confidence remasking). Logits exist one chunk at a time, and only for the
+    masked tokens of the block (:func:`dllm_kernels.linear_sample`). The seed of a row is drawn from torch's default
     generator of the CPU, which the trainer seeds differently on each rank. A completion ends after its first EOS token.
 
     Args:
@@ -525,12 +525,13 @@ def diffusion_rollout(
             together with vLLM only.
 
     Returns:
-        Function of prompts (or the tokens of each) and trainer that returns ``prompt_ids``, ``completion_ids`` and
-        ``logprobs``, which TRL calls. The trainer's model is not wrapped in FSDP1 or DeepSpeed ZeRO-3.
+        Function of prompts (text or tokens) and trainer, called by TRL. It returns ``prompt_ids``, ``completion_ids``
+        and ``logprobs``. The model of the trainer must not be wrapped in FSDP1 or DeepSpeed ZeRO-3.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: an argument out of range, or fewer steps than blocks, or more steps than tokens.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or ``steps`` is less than the number of blocks or greater than the
+            number of tokens.
     """
     for name, value in (("steps", steps), ("length", length), ("block_size", block_size)):
         if value is not None:
@@ -615,7 +616,7 @@ def _sampled(
 
 
 def _ends(tokens: Tensor, processing_class: Any) -> list[int]:
-    """Length of each completion: up to its first EOS token, and with it."""
+    """Return the length of each completion, up to and including its first EOS token."""
     eos = getattr(getattr(processing_class, "tokenizer", processing_class), "eos_token_id", None)
     if eos is None:
         return [tokens.shape[1]] * len(tokens)

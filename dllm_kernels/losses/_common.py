@@ -44,12 +44,12 @@ class DLLMLossOutput(NamedTuple):
         acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 for rows
             that predict nothing (distillation with a teacher only, else None).
 
-    A trainer with its own denominators has two ways. The first uses the sums of each call, and the gradient is still
-    computed in the forward pass: pass no count (or a count of 1), and divide the sum of ``total_loss`` over
-    micro-batches and ranks by the sum of ``weight_sum``. The second uses the rows, for instance if each sequence has a
-    separate denominator: construct the loss with ``reduction="none"`` and reduce ``row_losses``. The mean over each
-    sequence and then over the batch is ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The plain NLL of a
-    row is ``row_losses / row_weights`` where the weight is not 0.
+    Custom denominators are possible in two ways. With one denominator per step, pass no count (or a count of 1), and
+    divide the sum of ``total_loss`` over micro-batches and ranks by the sum of ``weight_sum``. The gradient is then
+    still computed in the forward pass. With one denominator per sequence, construct the loss with ``reduction="none"``
+    and reduce ``row_losses``. The mean over each sequence and then over the batch is
+    ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The unweighted NLL of a row is
+    ``row_losses / row_weights`` if the weight is not 0.
     """
 
     total_loss: torch.Tensor

@@ -71,7 +71,7 @@ def _check_gamma(loss_gamma: Any) -> None:
 class DraftLoss(TransformedLoss):
     """Loss of blocks of drafted tokens ``[B, T]``, weighted by position decay or by D-PACE.
 
-    Arguments are documented on the subclasses; ``common`` are those of :class:`TransformedLoss`.
+    Arguments are documented on the subclasses; ``common`` are the arguments of :class:`TransformedLoss`.
     """
 
     def __init__(

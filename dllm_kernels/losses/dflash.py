@@ -54,8 +54,8 @@ class DFlashDecayLoss(DraftLoss):
         normalize: denominator N. "tokens": ``num_tokens``; if None the loss is a sum. "rows": ``num_tokens``, or if
             None the sum of ``block_mask``. "mean": the sum of the weights plus 1e-6. "blocks": the number of blocks
             with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences with a
-            valid row. "sequence_blocks": the sum of each sequence is divided by the number of its blocks with a valid
-            row, and the sum of these by the number of sequences with a valid row.
+            valid row. "sequence_blocks": the sum of each sequence is divided by its number of blocks with a valid row.
+            The total is divided by the number of sequences with a valid row.
         position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
             C. The names used by trainers are accepted too.
         dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
@@ -177,7 +177,8 @@ class DFlashDecayLoss(DraftLoss):
                 operands.
 
         Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
+            :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is computed from logits rounded to the compute
+            dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.

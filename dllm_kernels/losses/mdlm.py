@@ -14,9 +14,9 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{noise} \cap \text{supervised}} \frac{\text{nll}_i}{p_i}
 
     :math:`p_i` is the probability with which position i was masked, at least 1e-8. N is ``num_diffusion_tokens``: the
-    number of supervised tokens of the whole step, masked or not, because 1/p accounts for the unmasked tokens. If the
-    sum is divided by the number of masked tokens instead, the loss is not a bound on the likelihood, and its scale
-    depends on the fraction of masked tokens.
+    number of supervised tokens of the whole step, masked or not, because 1/p accounts for the unmasked tokens. With the
+    number of masked tokens as N, the loss is not a bound on the likelihood, and its scale depends on the fraction of
+    masked tokens.
 
     Positions outside the masks are not read, so a NaN in them affects neither the loss nor the gradient. (An
     implementation that multiplies by 0 returns NaN.)
@@ -45,7 +45,7 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
             NLL of a target equal to it is NaN. None: every column can be predicted.
         reduction: "total" returns the loss only. "none" also returns ``row_losses`` and ``row_weights`` of
-            :class:`DLLMLossOutput`, for a trainer with its own denominators: here :math:`\text{nll}_i / p_i` before the
+            :class:`DLLMLossOutput`, for custom denominators. ``row_losses`` is :math:`\text{nll}_i / p_i`, before the
             division by N, differentiable with any gradient per row. From hidden states with a trainable head the logits
             are then computed twice.
         backend: "auto", "triton" or "torch".

@@ -158,11 +158,11 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         logits_dtype: dtype of the logits that the base loss computes from hidden states, if it takes that argument:
             see :meth:`FusedLinearCrossEntropy.forward`.
         grad_reduce_group: passed on if the base loss takes it.
-        loss_weights: a factor per position of the outputs, shaped like ``labels`` and not shifted: at depth k the
+        loss_weights: a factor per position of the outputs, shaped like ``labels`` and not shifted. At depth k, the
             factor of position i weights the label of position i + k + 1.
         return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
             logits are computed twice.
-        lm_bias: ``[V]``, the bias of the head; None: that of the model's head.
+        lm_bias: ``[V]``, the bias of the head; None: the bias of the model's head.
         extra: low-rank second part of the head, (u ``[D, B, S, r]``, one row per row of ``mtp_per_depth_h``; U
             ``[V, r]``), or None. ``U u`` is added to the logits.
 

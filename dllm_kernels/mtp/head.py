@@ -1,4 +1,4 @@
-"""Find a model's LM head, and check whether a loss may use its weight directly instead of calling it."""
+"""Find the LM head of a model, and check that a loss may use its weight directly instead of calling it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def head_module(model: nn.Module | None) -> nn.Module | None:
 
 
 def head_weight(model: nn.Module | None) -> Tensor:
-    """Return the weight ``[V, D]`` of the LM head module, else the parameter named ``lm_head``."""
+    """Return the weight ``[V, D]`` of the LM head module, otherwise the parameter named ``lm_head``."""
     head = head_module(model)
     if head is not None:
         check_plain_head(head, FROM_LOGITS)

@@ -5,8 +5,8 @@ Maddison, Tarlow, Minka 2014, arXiv 1411.0030): with independent uniforms u_v,
 
     argmax_v x_v - ln(-ln u_v)
 
-has the distribution softmax(x). It needs no normaliser and no second look at the row, and u is a function of the row's
-seed and the column (``_random/_philox.py``): neither the chunk nor the batch nor the device decides what is drawn.
+has the distribution softmax(x). It needs neither the normalizer nor a second pass over the row. u depends only on the
+seed of the row and the column (``_random/_philox.py``), not on chunk, batch or device.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def linear_sample(
 
     .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \arg\max_v \; x_v - \ln(-\ln u_v)
 
-    The sample is exact: no probability is truncated or sorted. The uniform u of a column has 48 bits of the Philox
-    stream of the row's seed. Equal logits therefore give the same token on a CPU and on a GPU, in any batch, with any
-    ``chunk_size``, and with a vocabulary that is split over ranks. (A matrix product may round differently for another
-    chunk or device, and then the logits are not equal to the last bit.) The result has no gradient.
+    The sample is exact: no probability is truncated, and nothing is sorted. The uniform u of a column has 48 bits of
+    the Philox stream of the row's seed. Equal logits therefore give the same token on CPU and GPU, in any batch, with
+    any ``chunk_size``, and with a sharded vocabulary. However, the matrix product may round differently for another
+    chunk size or device, so that the logits differ in the last bit. The result has no gradient.
 
     Examples:
         >>> hidden, head = torch.eye(3), torch.tensor([[0.0, 1.0, 5.0], [4.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
-        >>> linear_sample(hidden, head, temperature=0).ids.tolist()  # of equal logits the lowest id
+        >>> linear_sample(hidden, head, temperature=0).ids.tolist()  # the lowest id wins a tie
         [1, 0, 0]
         >>> out = linear_sample(hidden, head, seeds=torch.tensor([1, 2, 3]), top_k=2)
         >>> out.top_ids.tolist()
@@ -68,34 +68,37 @@ def linear_sample(
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        temperature: T >= 0, by which the transformed logits are divided. 0 takes the most likely token, the lowest id
-            among equals; log-probabilities and entropy are then those of T = 1.
-        seeds: int64, of the leading dimensions of ``hidden``: all of them, one seed per row; or fewer, such as ``[B]``
-            for ``[B, L, D]``, one seed per sequence whose rows are numbered in their order. Equal seeds give equal
-            noise: take other seeds at each step. Not read at T = 0.
-        generator: draws a seed for the call if there are no ``seeds``; None: the default generator of the device.
+        temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
+            wins a tie; log-probabilities and entropy are then computed with T = 1.
+        seeds: int64, of the shape of some leading dimensions of ``hidden``. With all of them, such as ``[B, L]`` for
+            ``[B, L, D]``, each row has a seed. With fewer, such as ``[B]``, each sequence has a seed, and its rows are
+            numbered in order. Equal seeds give equal noise, so use new seeds at each step. Not read at T = 0.
+        generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
-            None.
-        top_k: also return so many of the most likely tokens of each row.
-        active: ``[...]``, bool or numeric. A row whose entry is 0 is not projected. None: all rows.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where ties are judged
-            too. None: the dtype of the operands.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
+            ``U u`` is added to the logits.
+        top_k: also return the ``top_k`` most likely tokens of each row; None: not returned.
+        active: ``[...]``, bool or numeric. Rows with entry 0 are not projected. None: all rows.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for ties. None:
+            the dtype of the operands.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap; None: 1.
-        skip_id: a column that is never chosen, such as MASK's.
+        skip_id: column that is never chosen, such as the MASK column; None: every column can be chosen.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`LinearSample`: ids, log-probabilities, entropies; ids and log-probabilities of the ``top_k``. The
-        log-probabilities are those of ``softmax(x)``, what :func:`token_log_probs` gives at the same temperature.
+        :class:`LinearSample`: ids, log-probabilities and entropies, and ids and log-probabilities of the ``top_k``.
+        Log-probabilities are taken from ``softmax(x)`` and equal the results of :func:`token_log_probs` at the same
+        temperature.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not fit, a number is out of range, both ``seeds`` and ``generator`` are
-            given, neither is and the head is a DTensor, whose ranks would draw different noise, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, the backend is unknown, or both
+            ``seeds`` and ``generator`` are given. Also if both are None and an input is a DTensor, because the ranks
+            would draw different noise.
     """
     _checks.check_float("hidden", hidden)
     _checks.check_number("temperature", temperature)
@@ -111,7 +114,7 @@ def linear_sample(
         Transform(softcap, scale, skip_id), check_targets=False, backend=backend, chunk_size=chunk_size,
         num_active=num_active, logits_dtype=logits_dtype, top_k=top_k,
     )  # fmt: skip
-    ids = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # known only once logits are there
+    ids = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # placeholder until sampled
     inputs, options = checked(NAMES, RowInputs(hidden, ids, head, bias, active=active), options, extra=extra)
     constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
     return run(LINEAR_SAMPLE, replaced(inputs, **constants, **noise), options)  # type: ignore[no-any-return]
@@ -120,7 +123,7 @@ def linear_sample(
 def _seeds_and_numbers(
     hidden: torch.Tensor, seeds: torch.Tensor | None, generator: torch.Generator | None
 ) -> dict[str, torch.Tensor]:
-    """Return the seed of each row, and the number of the row among those that have the same one."""
+    """Return the seed of each row, and the index of the row among the rows with that seed."""
     rows = hidden.shape[:-1]
     if seeds is None:
         seeds = resolve_seed(hidden.device, 1, generator, None)

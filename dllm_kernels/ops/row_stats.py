@@ -1,9 +1,9 @@
 r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of log-mixtures, argmax-match.
 
-For objectives that are not a weighted sum of NLLs: policy gradients (ratios and clipping of log-probabilities, entropy
-bonuses), distances between distributions that are known at a few ids, and bounds with a sum over the whole vocabulary.
-All outputs except ``correct`` are differentiable, and one backward pass handles all their upstream gradients
-(``_backends/_row_stats.py``).
+For objectives that are not a weighted sum of NLLs. Examples are policy gradients (ratios and clipping of
+log-probabilities, entropy bonuses), distances between distributions that are known at a few ids, and bounds with a sum
+over the vocabulary. All outputs except ``correct`` are differentiable, and one backward pass handles all their upstream
+gradients (``_backends/_row_stats.py``).
 """
 
 from __future__ import annotations

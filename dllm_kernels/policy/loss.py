@@ -1,13 +1,13 @@
-r"""Loss of a policy gradient: a :class:`PolicyObjective` of the scores that noisy views give, from logits or a head.
+r"""Policy-gradient loss: a :class:`PolicyObjective` of scores from noisy views, from logits or hidden states.
 
     loss = sum_i c_i f(s_i),      s_i = sum_k w_ki log p(y_i | view k),
 
-with i over tokens, or over sequences whose score is the mean over their tokens.
+with i over tokens, or over sequences, whose score is the mean over their tokens.
 
-If every token is scored in one view at most, each row of logits has an objective of its own. The gradient of the head
-is then computed in the forward pass, and the logits are computed once (``linear_row_objective``): 2 matrix products
-with a frozen head, 3 with a trainable one. Otherwise the gradient of a row is known only after all rows of its score,
-and the NLL of each row takes it as its upstream gradient (``linear_token_nll``): 2 and 4 products.
+If every token is scored in at most one view, the objective of a row of logits depends on this row only. The forward
+pass then computes the gradients, and the logits are computed once (``linear_row_objective``): 2 matrix products with a
+frozen head, 3 with a trainable head. Otherwise the upstream gradient of a row is known only after all rows of its
+score, so the loss uses ``linear_token_nll``: 2 and 4 products.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ HIDDEN = _checks.Names("hidden", "ids", "lm_head_weight", "lm_head_bias")
 class PolicyLossOutput(NamedTuple):
     """Return type of :class:`PolicyLoss`: the loss and detached metrics, all 0-d.
 
-    Metrics are means over the scored tokens of this call, or over its sequences with supervised tokens; 0 if there are
-    none.
+    Metrics are means over the scored tokens of this call, or over the sequences with supervised tokens; 0 without any.
 
     Attributes:
         loss: float32 (float64 for float64 inputs), differentiable.
-        ratio: mean of ``exp(s - old)``, clamped where the objective clamps it; None without ``old``.
-        clip_fraction: share of the scores whose loss a clip has changed; None for "reinforce".
+        ratio: mean of ``exp(s - old)``, clamped as in the objective; None without ``old``.
+        clip_fraction: fraction of the scores whose loss is changed by clipping; None for "reinforce".
         kl: mean of the KL estimate, without its coefficient; None without ``kl``.
         entropy: mean entropy of the scored rows of all views; None unless requested.
     """
@@ -116,9 +115,9 @@ class PolicyLoss(nn.Module):
         \text{loss} = \sum_i c_i \, f(s_i; \text{old}_i, A_i, \text{ref}_i), \qquad
         s_i = \sum_k w_{ki} \log p(y_i \mid \text{view } k)
 
-    with f the :class:`PolicyObjective`. At the level of tokens i runs over the scored tokens. At the level of sequences
-    it runs over those with supervised tokens, n of them in sequence b, and its score is :math:`S_b / n_b`. The factor
-    :math:`c_i` normalizes:
+    with f the :class:`PolicyObjective`. With ``level="token"``, i runs over the scored tokens. With
+    ``level="sequence"``, i runs over the sequences with supervised tokens. Sequence b has :math:`n_b` of them and the
+    score :math:`S_b / n_b`. The factor :math:`c_i` normalizes:
 
     ========= ======================================== ===================================
     normalize token                                    sequence
@@ -129,10 +128,12 @@ class PolicyLoss(nn.Module):
     none      1                                        1
     ========= ======================================== ===================================
 
-    Tokens that no view scores, and sequences without supervised tokens, add 0; they count in B. Only scored rows are
-    read or projected, and what other rows hold reaches nothing. Matrix products with a frozen and with a trainable
-    head: 2 and 3 at the level of tokens where each is scored once (one view of any scheme, "trace", one pair of
-    "count"), else 2 and 4, or with ``with_entropy`` 3 and 4. Under ``torch.compile`` it is always the latter.
+    Tokens that are scored in no view, and sequences without supervised tokens, add 0 to the loss; these sequences count
+    in B. Only scored rows are read or projected, so the content of other rows has no effect.
+
+    Matrix products with a frozen and with a trainable head: 2 and 3 with ``level="token"`` if each token is scored at
+    most once (one view of any scheme, "trace", or one pair of "count"). Otherwise, and always under ``torch.compile``,
+    2 and 4, or 3 and 4 with ``with_entropy``.
 
     Examples:
         >>> ids, loss_mask, MASK = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]]), 9
@@ -148,12 +149,12 @@ class PolicyLoss(nn.Module):
         >>> out.loss.backward()
 
     Args:
-        objective: the loss of each score.
+        objective: computes the loss of each score.
         level: "token" or "sequence".
         normalize: "tokens", "sequences" or "none".
 
     Raises:
-        TypeError: ``objective`` is no :class:`PolicyObjective`.
+        TypeError: ``objective`` is not a :class:`PolicyObjective`.
         ValueError: ``level`` or ``normalize`` is unknown. Every call checks all three again.
 
     Source: the objectives of the methods listed in :func:`policy_views`; sequence ratios over n: GSPO,
@@ -187,30 +188,30 @@ class PolicyLoss(nn.Module):
         """Compute the loss from logits.
 
         Args:
-            logits: ``[K, B, L, V]``, of the model on ``views.noisy``; any float dtype.
+            logits: ``[K, B, L, V]``, output of the model on ``views.noisy``; any float dtype.
             ids: ``[B, L]`` integers, the clean tokens; -100: not scored.
-            views: of ``ids``, from :func:`policy_views`.
-            old: scores under the policy that sampled, as the objective sees them: ``[B, L]``,
-                ``views.token_scores(log_probs)``, or at the level of sequences ``[B]``,
-                ``views.sequence_scores(log_probs, mean=True)``; floating, constant. "reinforce" takes None.
-            advantages: ``[B]`` or, at the level of tokens, ``[B, L]``; floating, constant.
-            ref: scores under the reference policy, like ``old``; used by a KL penalty alone.
-            num_tokens: supervised tokens of the whole step, for ``normalize="tokens"``: int or 0-d tensor, taken as
-                ``max(n, 1)``. None: those of this call.
+            views: noisy views of ``ids``, from :func:`policy_views`.
+            old: scores under the sampling policy, floating, constant. With ``level="token"`` ``[B, L]``, from
+                ``views.token_scores(log_probs)``. With ``level="sequence"`` ``[B]``, from
+                ``views.sequence_scores(log_probs, mean=True)``. May be None for "reinforce".
+            advantages: ``[B]``, or ``[B, L]`` with ``level="token"``; floating, constant.
+            ref: scores under the reference policy, of the shape of ``old``; only used with a KL penalty.
+            num_tokens: number n of supervised tokens of the whole step, int or 0-d tensor; the denominator is
+                ``max(n, 1)``. None: counted from this call. Only with ``normalize="tokens"``.
             with_entropy: also return the mean entropy.
-            temperature: T > 0, by which the logits, capped if they are, are divided.
-            softcap: c > 0 makes each logit ``c tanh(z / c)``; None: no cap.
-            skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id of a
-                scored token it gives NaN.
+            temperature: T > 0. The logits are divided by T, after the cap.
+            softcap: c > 0 replaces each logit by ``c tanh(z / c)``; None: no cap.
+            skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and a scored token with
+                this id gives NaN. None: every column can be predicted.
             backend: "auto", "triton" or "torch".
 
         Returns:
             :class:`PolicyLossOutput`.
 
         Raises:
-            TypeError: an argument of the wrong type.
-            ValueError: a shape, dtype, device or range that does not fit, ``old`` or ``ref`` missing, a constant that
-                requires a gradient, or ``num_tokens`` with another normalization.
+            TypeError: an argument has the wrong type.
+            ValueError: shapes, dtypes or devices do not match, a value is out of range, ``old`` or ``ref`` is missing,
+                a constant requires a gradient, or ``num_tokens`` is given with another normalization.
         """
         head = _Head(LOGITS, logits, {"softcap": softcap, "skip_id": skip_id, "backend": backend})
         return self._loss(head, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
@@ -239,10 +240,10 @@ class PolicyLoss(nn.Module):
     ) -> PolicyLossOutput:
         """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
-        Where each token is scored once, at the level of tokens, backward can run only once.
+        With ``level="token"`` and each token scored at most once, backward can run only once.
 
         Args:
-            hidden: ``[K, B, L, D]``, of the model on ``views.noisy``.
+            hidden: ``[K, B, L, D]``, hidden states of the model on ``views.noisy``.
             lm_head_weight: ``[V, D]``.
             ids, views, old, advantages, ref, num_tokens, with_entropy: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
@@ -251,8 +252,8 @@ class PolicyLoss(nn.Module):
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
             num_active: upper bound on the number of scored rows of all views; None: read back from a GPU, a host sync.
                 The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; their gradient is
-                rounded once, before its products. None: the dtype of the operands.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The gradient of
+                the logits is rounded once, before its matrix products. None: the dtype of the operands.
             temperature, softcap, skip_id, backend: as in :meth:`forward`.
 
         Returns:
@@ -261,7 +262,7 @@ class PolicyLoss(nn.Module):
         Raises:
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`, ``chunk_size`` < 1, or a ``num_active`` outside [0, number of rows].
-            RuntimeError: a second backward pass through gradients that were made in the forward pass.
+            RuntimeError: a second backward pass, if the forward pass computed the gradients.
         """
         options: dict[str, Any] = {"softcap": softcap, "skip_id": skip_id, "backend": backend}
         options |= {"chunk_size": chunk_size, "num_active": num_active, "logits_dtype": logits_dtype}
@@ -279,7 +280,7 @@ class PolicyLoss(nn.Module):
         ids, *given = all_plain(ids, *given)  # type: ignore[assignment]
         self._check_constants(ids, *given)
         self._check_num_tokens(num_tokens)
-        scored = views.scored & (ids.long() != -100)  # compared as uint8, -100 would be 156
+        scored = views.scored & (ids.long() != -100)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, given, num_tokens, accum_dtype(head.x.dtype))
         of_rows = self.level == "token" and scored_once(views) and head.weight is not None
         if of_rows and not torch.compiler.is_compiling():  # linear_row_objective would recompute the logits in a graph
@@ -379,6 +380,6 @@ def _check_constant(name: str, value: Any, ids: Tensor, shapes: tuple[tuple[int,
 
 
 def _mean(values: Tensor, counted: Tensor) -> Tensor:
-    """Mean over the entries that count, 0 if none do."""
+    """Compute the mean over the counted entries, 0 if there are none."""
     total = torch.where(counted, values, 0.0).sum()
     return total / counted.sum().clamp(min=1)

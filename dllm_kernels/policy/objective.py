@@ -1,8 +1,8 @@
-r"""Objectives of policy gradients, and what they weigh each token's NLL with.
+r"""Policy-gradient objectives, and NLL weights with the gradient of an objective.
 
     loss = -min(r A, clip(r) A) + kl_coef KL,      r = exp(s - s_old),
 
-of a token's or a sequence's score s and its advantage A.
+with the score s of a token or a sequence, and its advantage A.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class PolicyObjective:
 
     Args:
         kind: "clip", "cispo" or "reinforce".
-        clip_low: how far below 1 a ratio counts, in [0, 1]; of "clip".
-        clip_high: how far above 1 a ratio counts, at least 0; of "clip" and "cispo".
-        dual_clip: above 1: bounds the loss of "clip" for negative advantages; None: no bound.
-        log_ratio_clamp: c > 0: ``s - old`` is clamped to [-c, c] before the exponential; None: not clamped.
+        clip_low: lower clip range of "clip", in [0, 1].
+        clip_high: upper clip range of "clip" and "cispo", at least 0.
+        dual_clip: c > 1 bounds the loss of "clip" by ``-c A`` for negative advantages; None: no bound.
+        log_ratio_clamp: c > 0 clamps ``s - old`` to [-c, c] before the exponential; None: not clamped.
         kl: "k1", "k2" or "k3"; None: no penalty.
         kl_coef: factor of the penalty, at least 0.
 
     Raises:
-        TypeError: a number of the wrong type.
-        ValueError: an unknown kind, a number out of range, ``dual_clip`` for another kind, or ``kl_coef`` without
-            ``kl``.
+        TypeError: a number has the wrong type.
+        ValueError: ``kind`` or ``kl`` is unknown, a number is out of range, ``dual_clip`` is given for another kind, or
+            ``kl_coef`` is given without ``kl``.
 
     Source: clip: PPO, arXiv:1707.06347; dual clip: arXiv:1912.09729; cispo: MiniMax-M1, arXiv:2506.13585; k1, k2, k3:
     J. Schulman, "Approximating KL Divergence", 2020.
@@ -102,22 +102,24 @@ class PolicyObjective:
     def __call__(
         self, scores: Tensor | RowStats, old: Tensor | None, advantages: Tensor, ref: Tensor | None = None
     ) -> Tensor:
-        """Loss of each score.
+        """Compute the loss of each score.
 
         Args:
-            scores: of tokens or sequences, floating, any shape; of a :class:`RowStats` its ``log_probs``.
-            old: scores under the policy that sampled; "reinforce" does not use them and takes None. Like the rest of
-                the shape of the scores, or with sizes of 1 in their place; constants.
-            advantages: what each score is worth.
-            ref: scores under the reference policy, used by ``kl`` alone.
+            scores: scores of tokens or sequences, floating, any shape; or a :class:`RowStats`, whose ``log_probs`` are
+                used.
+            old: scores under the sampling policy; None is allowed for "reinforce", which does not use them. ``old``,
+                ``advantages`` and ``ref`` are constants of the shape of the scores, 0-d, or with 1 in place of some
+                sizes.
+            advantages: advantage of each score.
+            ref: scores under the reference policy; only used with ``kl``.
 
         Returns:
             Loss, of the shape of the scores, differentiable in them.
 
         Raises:
-            TypeError: an argument of the wrong type.
-            ValueError: a shape, dtype or device that does not fit, ``old`` or ``ref`` missing, or a constant that
-                requires a gradient.
+            TypeError: an argument has the wrong type.
+            ValueError: shapes, dtypes or devices do not match, ``old`` or ``ref`` is missing, or a constant requires a
+                gradient.
         """
         s = scores.log_probs if isinstance(scores, RowStats) else scores
         _checks.check_float("scores", s)
@@ -159,11 +161,11 @@ class PolicyObjective:
 
 
 class ScoreMetrics(NamedTuple):
-    """What is logged of each score, detached.
+    """Metrics of each score, detached.
 
     Attributes:
-        ratio: ``exp(s - old)``, clamped where the objective clamps; None without ``old``.
-        clipped: whether a clip changed the loss, bool; None for "reinforce".
+        ratio: ``exp(s - old)``, clamped as in the objective; None without ``old``.
+        clipped: bool, True if clipping changed the loss; None for "reinforce".
         kl: the KL estimate, without its coefficient; None without ``kl``.
     """
 
@@ -175,7 +177,7 @@ class ScoreMetrics(NamedTuple):
 def score_metrics(
     objective: PolicyObjective, scores: Tensor, old: Tensor | None, advantages: Tensor, ref: Tensor | None
 ) -> ScoreMetrics:
-    """Compute what is logged of the scores; the arguments are those of the objective."""
+    """Compute the metrics of the scores; the arguments are documented in :meth:`PolicyObjective.__call__`."""
     s = scores.detach()
     ratio = None if old is None else objective._ratio(s, old)
     kl = None if objective.kl is None else objective._penalty(s - ref)  # type: ignore[operator]
@@ -191,12 +193,12 @@ def score_metrics(
 
 
 def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Tensor:
-    r"""Weights with which each token's NLL gives the gradient of an objective: minus its derivative.
+    r"""Compute NLL weights so that the weighted sum of NLLs has the gradient of an objective.
 
     .. math:: w_{kbi} = -\frac{\partial f}{\partial l_{kbi}}
 
-    ``weighted_linear_nll(hidden_k, head, ids, weights_k)``, view by view with a backward each, then gives the exact
-    gradient of ``f`` with the memory of one view. Works under ``torch.no_grad``.
+    Call ``weighted_linear_nll(hidden_k, head, ids, weights_k)`` and backward for each view. The accumulated gradient is
+    the exact gradient of ``f``, computed with the memory of one view. Works under ``torch.no_grad``.
 
     Examples:
         >>> log_probs = torch.tensor([[[-1.0, -2.0]], [[-3.0, -1.0]]])  # [K, B, L]
@@ -204,16 +206,17 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
         torch.Size([2, 1, 2])
 
     Args:
-        objective: takes log-probabilities of the shape of ``log_probs`` and returns a loss, 0-d.
-        log_probs: where to differentiate, ``[K, B, L]`` or any other shape, floating. Detached and copied.
+        objective: function of log-probabilities of the shape of ``log_probs`` that returns a 0-d loss.
+        log_probs: log-probabilities at which to differentiate, ``[K, B, L]`` or any other shape, floating. Detached and
+            copied.
 
     Returns:
-        Weights of the shape and dtype of ``log_probs``, detached; of either sign.
+        Weights of the shape and dtype of ``log_probs``, detached; may be negative.
 
     Raises:
-        TypeError: ``objective`` is not callable or returns no tensor, or ``log_probs`` is no tensor.
+        TypeError: ``objective`` is not callable or does not return a tensor, or ``log_probs`` is not a tensor.
         ValueError: ``log_probs`` is not floating, or the result of ``objective`` is not 0-d or does not depend on
-            them.
+            ``log_probs``.
 
     Source: the chain rule.
     """
@@ -234,7 +237,7 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
 
 
 def _check_beside(name: str, value: Tensor | None, scores: Tensor) -> None:
-    """Raise unless a constant fits the scores, size by size."""
+    """Raise unless the value is a constant that is 0-d or has the shape of the scores, or 1 in place of a size."""
     _checks.check_float(name, value)
     assert value is not None
     shape, expected = tuple(value.shape), tuple(scores.shape)

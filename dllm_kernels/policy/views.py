@@ -1,13 +1,13 @@
-r"""Noisy views of a completion, and the scores that they give.
+r"""Noisy views of completions, and scores computed from them.
 
     S_b = sum_k sum_i w_kbi l_kbi,      l_kbi = log p(y_bi | view k),
 
-with i over the tokens that view k scores. In expectation the weights of a supervised token add up to 1, so that S has
-the scale of a log-likelihood; under "coupled" to 3/2, because each of its three views counts one half.
+with i over the tokens scored in view k. The expected sum of the weights of a supervised token is 1, so that S has the
+scale of a log-likelihood. Under "coupled" it is 3/2, because each of the three views contributes 1/2.
 
-**Random bits.** Row b has a seed; draw n of the row is what the corruption routines draw under child n of that seed
-(``dllm_kernels._random._philox`` holds the words): a level, and a number for each position. ``seeds`` are the rows'
-seeds. With a generator one seed is drawn from it for the call, and its child b is the seed of row b.
+**Random bits.** Each row has a seed. Draw n of a row is a level and one number per position, as the corruption routines
+draw them under child seed n (``dllm_kernels._random._philox`` documents the layout). ``seeds`` are the seeds of the
+rows. With a generator, one seed per call is drawn from it, and its child seed b is the seed of row b.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from dllm_kernels._utils import _checks
 from dllm_kernels.corruption import check_whole_tensor, checked_mask_id, corrupt_uniform, sample_level
 
 SCHEMES = ("full", "coupled", "elbo", "count", "quadrature", "trace")
-_LEAST_LEVEL = 2.0**-24  # of a drawn one: what the corruption routines draw is at least this, and at most 1 less this
+_LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
 _EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)
 
 
 @dataclass(frozen=True, eq=False)
 class PolicyViews:
-    """Noisy views of a batch of completions, made by :func:`policy_views`; unpacks to the first three.
+    """Noisy views of a batch of completions, from :func:`policy_views`; unpacks to the first three attributes.
 
     Attributes:
-        noisy: tokens of each view ``[K, B, L]``, of the dtype of the ids.
-        scored: the tokens whose log-probability a view contributes, bool ``[K, B, L]``; all of them are masked in it.
-        weights: their weights, float32 ``[K, B, L]``; 0 where a token is not scored.
-        num_supervised: supervised tokens of each row, int64 ``[B]``, by which the mean divides: random masks may leave
-            out a token in every view, so ``scored`` does not tell. None: the tokens that are scored in any view.
-        scheme: the scheme that made the views, or None; :func:`eubo` takes only some.
+        noisy: noisy tokens of each view ``[K, B, L]``, in the dtype of the ids.
+        scored: bool ``[K, B, L]``, True for tokens that are scored in a view; these are masked in the view.
+        weights: weights of the scored tokens, float32 ``[K, B, L]``; 0 if a token is not scored.
+        num_supervised: number of supervised tokens per row, int64 ``[B]``, the denominator of the mean score. It cannot
+            be computed from ``scored``, because a random mask may omit a token in every view. None: the number of
+            tokens that are scored in any view.
+        scheme: scheme of the views, or None; :func:`eubo` supports only some schemes.
     """
 
     noisy: Tensor
@@ -56,15 +57,15 @@ class PolicyViews:
         r"""Score each token: :math:`\sum_k w_{kbi} \, l_{kbi}`.
 
         Args:
-            log_probs: log p of each token under each view ``[K, B, L]``, floating. Where a token is not scored, a NaN
-                or an infinity reaches neither score nor gradient.
+            log_probs: log p of each token under each view ``[K, B, L]``, floating. NaN or infinity for a token that is
+                not scored affects neither score nor gradient.
 
         Returns:
-            ``[B, L]``, float32 (float64 for float64), differentiable; 0 for tokens that no view scores.
+            ``[B, L]``, float32 (float64 for float64 input), differentiable; 0 for tokens that are scored in no view.
 
         Raises:
-            TypeError: not a tensor.
-            ValueError: another shape or device, or not floating.
+            TypeError: ``log_probs`` is not a tensor.
+            ValueError: ``log_probs`` has another shape or device than the views, or is not floating.
         """
         _check_log_probs(log_probs, self)
         return (self.weights * torch.where(self.scored, log_probs, 0.0)).sum(0)
@@ -77,7 +78,7 @@ class PolicyViews:
             mean: divide by the number of supervised tokens.
 
         Returns:
-            ``[B]``, float32 (float64 for float64), differentiable; 0 for rows without supervised tokens.
+            ``[B]``, float32 (float64 for float64 input), differentiable; 0 for rows without supervised tokens.
 
         Raises:
             TypeError: as in :meth:`token_scores`, or ``mean`` is not a bool.
@@ -91,12 +92,12 @@ class PolicyViews:
 
 
 def supervised_tokens(views: PolicyViews) -> Tensor:
-    """Count the supervised tokens of each row, int64 ``[B]``; without the count, those scored in any view."""
+    """Return the number of supervised tokens per row, int64 ``[B]``, or if unknown of tokens scored in any view."""
     return views.scored.any(0).sum(-1) if views.num_supervised is None else views.num_supervised
 
 
 def scored_once(views: PolicyViews) -> bool:
-    """Whether no token is scored in two views, as far as the scheme tells, without looking at the values."""
+    """Return True if the scheme implies that no token is scored in two views. Does not read values."""
     K = len(views.scored)
     return K == 1 or views.scheme == "trace" or (views.scheme == "count" and K == 2)  # a mask and its complement
 
@@ -115,7 +116,7 @@ def policy_views(
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> PolicyViews:
-    r"""Noisy views of completions, with the weights that turn their log-probabilities into scores.
+    r"""Build noisy views of completions, with the weights of their log-probabilities in the score.
 
     With n supervised tokens in a row and t a level in (0, 1):
 
@@ -138,15 +139,15 @@ def policy_views(
     Scored tokens are always supervised and masked in their view. A row without supervised tokens has no scored tokens.
 
     **Levels.** Stratified levels of a row are ``(u + k / num) mod 1``, k = 0 .. num - 1, with u the level of draw 0,
-    moved into [2^-24, 1 - 2^-24] so that no weight is infinite. ``x = floor(t (n + 1))`` with such a t. Under
-    "count" without ``seeds`` the rows are stratified too: u is ``u_0 + b / (B num)`` with one u_0 for the call.
-    With ``seeds`` every row's u comes from its own seed, because the row must not depend on the batch.
+    clamped to [2^-24, 1 - 2^-24] so that no weight is infinite. ``x = floor(t (n + 1))`` with such a t. Under "count"
+    without ``seeds`` the rows are stratified too: u is ``u_0 + b / (B num)`` with one u_0 for the call. With ``seeds``
+    the u of each row comes from the seed of the row, because a row must not depend on its batch.
 
-    **Draws.** With ``seeds``, the views of row b are a function of ``seeds[b]``, its tokens and the options alone: the
-    same bits on CPU and GPU, in whatever batch. The position draws of view (or pair) n do not depend on ``num``, so
-    "full" and "coupled" give the same first views for any ``num``. Draw n of a row is what the corruption routines
-    draw under child seed n: word n of ``numpy.random.Philox(key=(seed, 1)).random_raw()``. With a generator, the seed
-    of row b is child b of one drawn seed. "trace", and "full" without ``prompt_prob``, draw nothing.
+    **Draws.** With ``seeds``, the views of row b depend only on ``seeds[b]``, its tokens and the options. The bits are
+    equal on CPU and GPU and in any batch. The position draws of view (or pair) n do not depend on ``num``, so "full"
+    and "coupled" give the same first views for any ``num``. Draw n of a row equals the draw of the corruption routines
+    under child seed n. Child seed n is word n of ``numpy.random.Philox(key=(seed, 1)).random_raw()``. With a generator,
+    the seed of row b is child b of one drawn seed. "trace", and "full" without ``prompt_prob``, draw nothing.
 
     Examples:
         >>> ids, loss_mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
@@ -160,30 +161,31 @@ def policy_views(
 
     Args:
         ids: clean tokens ``[B, L]``, integer: prompts and completions.
-        loss_mask: supervised tokens, those of the completions, ``[B, L]``, bool or number, nonzero is True.
-        mask_token_id: the token that masks.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised tokens, the tokens of the completions.
+        mask_token_id: id of the MASK token.
         scheme: "full", "coupled", "elbo", "count", "quadrature" or "trace".
-        num: how many views, pairs or triples are drawn. For "trace", the number of groups of consecutive steps, each
-            group as a step of its own; the T steps of a row form ``floor(num s / T)``. There 1 stands for every step by
-            itself, with K read back from a GPU (a host sync); one group of all steps is "full".
-        level: instead of drawn levels, in [0, 1]: a number, ``[B]``, or ``[num, B]`` with one for each draw. For
-            "coupled", "elbo" and "count", where x is ``round(level n)`` (half to even, at least one if the level is not
-            0).
-        prompt_prob: for "full", the probability with which every token that is not supervised is masked too, drawn anew
-            in each view. Such tokens are never scored.
+        num: number of views, pairs or triples to draw. For "trace", the number of groups of consecutive decoding steps.
+            Step s of the T steps of a row belongs to group ``floor(num s / T)``, and each group is treated as one step.
+            For "trace", 1 means that every step is a group, and K is read back from a GPU, a host sync. (One group of
+            all steps would be "full".)
+        level: levels to use instead of drawn levels, in [0, 1]: a number, ``[B]``, or ``[num, B]`` with one level per
+            draw. Only for "coupled", "elbo" and "count". For "count", x is ``round(level n)`` (half to even, at least
+            one if the level is not 0).
+        prompt_prob: for "full", the probability of also masking each unsupervised token, drawn independently in each
+            view. Unsupervised tokens are never scored.
         step_map: for "trace", the step at which each token was decoded, integers ``[B, L]`` from 0 on; negative for
             tokens that were not generated. A generated token is masked also if it is not supervised.
-        seeds: int64 ``[B]``, one for each row.
-        generator: what to draw from instead, see :mod:`dllm_kernels.corruption`.
+        seeds: int64 ``[B]``, one seed per row.
+        generator: source of random bits if there are no ``seeds``, see :mod:`dllm_kernels.corruption`.
         backend: "auto", "triton" or "torch".
 
     Returns:
         :class:`PolicyViews`.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype, device or range that does not fit, an option of another scheme, or both
-            ``generator`` and ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, a value is out of range, an option belongs to another
+            scheme, or both ``generator`` and ``seeds`` are given.
 
     Source: "full": d1, arXiv:2504.12216; "coupled": DiffuCoder, arXiv:2506.20639; "elbo": LLaDA 1.5, arXiv:2505.19223;
     "count": ESPO, arXiv:2512.03759; "quadrature": GDPO, arXiv:2510.08554; "trace": TraceRL, arXiv:2509.06949.
@@ -218,28 +220,28 @@ def policy_views(
 
 
 def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
-    r"""Upper bound of a sequence's evidence, for completions whose likelihood is pushed down.
+    r"""Compute an upper bound on the evidence of each sequence, for completions with negative advantage.
 
     .. math::
         U_b = \frac{1}{\beta} \; \text{mean}_i \; \log \Big( \frac{1}{K}
         \sum_k \frac{e^{\beta \, l_{kbi}} \, [i \text{ scored in } k]}{t_k} \Big)
 
-    with i over the tokens that any view scores. It takes views of "elbo", and of "full", whose t is 1. Their weights
-    are ``1 / (K t_k)``, which is what the sum over k needs. The weights of other schemes are not.
+    with i over the tokens that are scored in any view. Supported schemes are "elbo" and "full" (with t = 1), because
+    the sum over k needs the weights ``1 / (K t_k)``, which other schemes do not have.
 
     Args:
-        log_probs: log p of each token under each view ``[K, B, L]``, floating. Where a token is not scored, a NaN or an
-            infinity reaches neither result nor gradient.
-        views: from :func:`policy_views` with scheme "elbo" or "full"; made by hand (``scheme=None``), with the weights
+        log_probs: log p of each token under each view ``[K, B, L]``, floating. NaN or infinity for a token that is not
+            scored affects neither result nor gradient.
+        views: from :func:`policy_views` with scheme "elbo" or "full", or constructed with ``scheme=None`` and weights
             ``1 / (K t_k)``.
-        beta: the order of the bound, above 0; at 1 or more it bounds from above.
+        beta: order of the bound, above 0; it is an upper bound if beta is at least 1.
 
     Returns:
-        ``[B]``, float32 (float64 for float64), differentiable; 0 for rows of which nothing is scored.
+        ``[B]``, float32 (float64 for float64 input), differentiable; 0 for rows without scored tokens.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit, ``beta`` not above 0, or views of another scheme.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, ``beta`` is not above 0, or ``views`` has another scheme.
 
     Source: SPG, arXiv:2510.09541, the evidence upper bound, as a mean over tokens.
     """
@@ -253,14 +255,14 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
         raise ValueError(f"beta must be above 0, got {beta}")
     scored, anywhere = views.scored, views.scored.any(0)
     term = beta * torch.where(scored, log_probs, 0.0) + torch.where(scored, views.weights, 1.0).log()
-    # A token that is scored nowhere would be a logsumexp of -inf alone, whose gradient is NaN.
+    # Exclude tokens without a score, because a logsumexp of only -inf has the gradient NaN.
     term = torch.where(scored | ~anywhere, term, -torch.inf)
     of_token = torch.where(anywhere, torch.logsumexp(term, 0), 0.0)
     return of_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1))
 
 
 class _Rows(NamedTuple):
-    """Checked arguments: ``seeds`` int64 ``[num, B]``, ``call`` the seed of the call ``[1]``; None if not drawn."""
+    """Validated arguments. ``seeds``: int64 ``[num, B]``; ``call``: the seed of the call ``[1]``; None if not drawn."""
 
     ids: Tensor
     supervised: Tensor
@@ -272,11 +274,11 @@ class _Rows(NamedTuple):
 
     @property
     def everywhere(self) -> Tensor:
-        """The supervised tokens, once for each draw, ``[num, B, L]``."""
+        """Mask of supervised tokens, repeated for each draw, ``[num, B, L]``."""
         return self.supervised.expand(self.num, -1, -1)
 
     def masks(self, level: Tensor, *, exact: bool = False, among: Tensor | None = None) -> Tensor:
-        """Draw one mask for each draw and row, ``[num, B, L]``, at the levels ``[num, B]``."""
+        """Draw one mask per draw and row, ``[num, B, L]``, at the levels ``[num, B]``."""
         shape = (self.num, *self.ids.shape)
         assert self.seeds is not None
         noise = corrupt_uniform(
@@ -291,11 +293,11 @@ class _Rows(NamedTuple):
         return noise.view(shape)
 
     def filled(self, value: float, columns: int) -> Tensor:
-        """Make a float32 ``[num, columns]`` of one value."""
+        """Return a float32 ``[num, columns]`` filled with one value."""
         return torch.full((self.num, columns), value, dtype=torch.float32, device=self.ids.device)
 
     def levels(self, seeds: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-        """Draw the level that belongs to each seed."""
+        """Draw the level of each seed."""
         if seeds.numel() == 0:
             return torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
         drawn = sample_level(seeds.numel(), low=low, high=high, seeds=seeds.flatten(), backend=self.backend)
@@ -357,13 +359,13 @@ def _count(rows: _Rows, level: Tensor | None) -> _Made:
         level = x / n.clamp(min=1)
     mask = rows.masks(level, exact=True)
     scored = torch.stack([mask, rows.everywhere & ~mask], 1).flatten(0, 1)
-    # An empty view has no scored token, so its weight is used nowhere.
+    # Clamp the size of an empty view, whose weight is not used.
     return _Made(scored, scored, (n + 1).to(torch.float32) / (2 * rows.num * scored.sum(-1).clamp(min=1)))
 
 
 def _quadrature(rows: _Rows) -> _Made:
     nodes, factors = _gauss_legendre(rows.num)
-    # One fill a number: a tensor made of a list is copied to a GPU, which would be a host sync.
+    # One fill per number, because copying a list to a GPU is a host sync.
     level, weight = (
         torch.stack([torch.full((len(rows.ids),), x, dtype=torch.float32, device=rows.ids.device) for x in numbers])
         for numbers in (nodes, [g / t for t, g in zip(nodes, factors, strict=True)])
@@ -388,7 +390,7 @@ def _trace(rows: _Rows, step_map: Tensor) -> _Made:
 
 
 def _gauss_legendre(num: int) -> tuple[list[float], list[float]]:
-    """Nodes in (0, 1), rising, and weights, which add up to 1; in plain Python, which torch.compile can trace.
+    """Return ascending nodes in (0, 1) and weights with sum 1, in plain Python, so that torch.compile can trace it.
 
     The nodes are the roots of the Legendre polynomial P_num, by Newton's method from Tricomi's approximation. With x a
     root, the weight is ``1 / ((1 - x^2) P'(x)^2)``, half of that on (-1, 1).
@@ -410,7 +412,7 @@ def _gauss_legendre(num: int) -> tuple[list[float], list[float]]:
 def _seeds(
     ids: Tensor, num: int, seeds: Tensor | None, generator: torch.Generator | None, draws: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Seeds of the draws ``[num, B]``, and the call's seed ``[1]`` if the rows have none of their own."""
+    """Return the seeds of the draws ``[num, B]``, and the seed of the call ``[1]`` if no ``seeds`` are given."""
     if not draws and seeds is None:
         return None, None
     B = len(ids)
@@ -459,7 +461,7 @@ def _check_step_map(step_map: Tensor | None, ids: Tensor) -> None:
 
 
 def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: str) -> Tensor | None:
-    """Convert the level to float32 ``[num, B]``; the corruption routine looks at the values of a tensor."""
+    """Convert the level to float32 ``[num, B]``; the corruption routine checks the values of a tensor."""
     if level is None:
         return None
     if scheme not in ("coupled", "elbo", "count"):

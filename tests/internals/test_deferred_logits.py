@@ -71,7 +71,7 @@ def test_whatever_is_done_with_them_is_done_with_the_logits(use):
         if inside and isinstance(out, DeferredLogits):
             assert not out.usable
         out = out if inside else use(out)
-        out = out.made() if isinstance(out, DeferredLogits) else out
+        out = out.materialize() if isinstance(out, DeferredLogits) else out
         expected = logits if inside else use(logits)
         torch.testing.assert_close(out, expected)
         got, want = (torch.autograd.grad(x.sum(), hidden)[0] for x in (out, expected))
@@ -102,7 +102,7 @@ def test_what_is_changed_in_place_is_changed_for_all(change):
     out, _, logits = deferred()
     changed = change(out, 2)
     assert not out.usable
-    assert changed is out.made()
+    assert changed is out.materialize()
     torch.testing.assert_close(changed, change(logits, 2))
     assert torch.equal(out.float(), changed)
 
@@ -138,14 +138,14 @@ def test_casts_and_soft_caps_are_remembered(after, softcap, dtype):
     assert (out.softcap, out.shape, out.dtype, out.device) == (softcap, logits.shape, dtype, logits.device)
     assert out.usable  # none of these makes them
     assert logits.dtype == dtype
-    torch.testing.assert_close(out.made(), logits)
+    torch.testing.assert_close(out.materialize(), logits)
 
 
 def test_whoever_has_seen_the_logits_may_have_changed_them():
     out, _, _ = deferred()
     out.mul_(0)
     assert not out.usable
-    assert out.made().eq(0).all()
+    assert out.materialize().eq(0).all()
     assert out.float().eq(0).all()
     assert (out / CAP).eq(0).all()
 
@@ -156,7 +156,7 @@ def test_the_head_is_called_once_and_only_where_it_must_be(monkeypatch):
     monkeypatch.setattr(_deferred._Head, "logits", lambda self, hidden: calls.append(hidden) or inner(self, hidden))
     out, hidden, _ = deferred()
     assert not calls
-    assert out.made() is out.made()
+    assert out.materialize() is out.materialize()
     assert len(calls) == 1
     assert calls[0] is hidden
 
@@ -165,13 +165,13 @@ def test_a_second_forward_pass_defers_too():
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
     with deferred_logits(model):
         first = model(hidden)
-        first.made()
+        first.materialize()
         assert isinstance(model(hidden), DeferredLogits)
 
 
 def test_copies_and_trees_hold_what_they_hold():
     out, hidden, logits = deferred(lambda z: torch.tanh(z / CAP) * CAP)
-    torch.testing.assert_close(copy.copy(out).made(), logits)
+    torch.testing.assert_close(copy.copy(out).materialize(), logits)
     leaves, spec = _pytree.tree_flatten({"logits": out})
     assert any(leaf is hidden for leaf in leaves)
     again = _pytree.tree_unflatten(leaves, spec)["logits"]
@@ -180,7 +180,7 @@ def test_copies_and_trees_hold_what_they_hold():
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pickle.dumps(out)
     operator.iadd(out, 1)
-    torch.testing.assert_close(_pytree.tree_map(lambda leaf: leaf, out).made(), logits + 1)
+    torch.testing.assert_close(_pytree.tree_map(lambda leaf: leaf, out).materialize(), logits + 1)
 
 
 class Adapted(nn.Linear):
@@ -224,7 +224,7 @@ def test_a_model_of_transformers_hands_them_on():
         out = model(input_ids=ids).logits
     assert defers
     assert out.usable
-    torch.testing.assert_close(out.made(), model(input_ids=ids).logits)
+    torch.testing.assert_close(out.materialize(), model(input_ids=ids).logits)
     torch.testing.assert_close(out.hidden, model(input_ids=ids, output_hidden_states=True).hidden_states[-1])
 
 
@@ -234,7 +234,7 @@ def test_under_autocast_they_have_its_dtype():
         out = model(hidden)
         assert out.dtype == torch.bfloat16
         assert out.usable
-        assert out.made().dtype == torch.bfloat16
+        assert out.materialize().dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -244,7 +244,7 @@ def test_logits_of_a_call_without_gradients_are_constants(mode):
         out = model(hidden)
         assert out.usable
     assert not out.usable  # a loss of hidden states would train the head
-    made = out.made()
+    made = out.materialize()
     assert not made.requires_grad
     torch.testing.assert_close(made.clone(), model(hidden).detach())
 
@@ -254,7 +254,7 @@ def test_who_looks_at_them_without_gradients_does_not_take_theirs(mode):
     out, hidden, logits = deferred()
     with mode():
         out.argmax(-1)
-    (got,) = torch.autograd.grad(out.made().square().sum(), hidden)
+    (got,) = torch.autograd.grad(out.materialize().square().sum(), hidden)
     (expected,) = torch.autograd.grad(logits.square().sum(), hidden)
     torch.testing.assert_close(got, expected)
 
@@ -269,20 +269,20 @@ def test_autocast_is_that_of_the_call():
     with deferred_logits(model):
         out = model(hidden)
     with torch.autocast(DEVICE, torch.bfloat16):
-        made = out.made()
+        made = out.materialize()
     torch.testing.assert_close(made, model(hidden))
 
 
 def test_hidden_states_that_were_modified_are_no_longer_theirs():
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
-    for use in (DeferredLogits.made, lambda z: z.usable, lambda z: z.float().exp()):
+    for use in (DeferredLogits.materialize, lambda z: z.usable, lambda z: z.float().exp()):
         with deferred_logits(model):
             out, seen = model(hidden), model(hidden)
-        made = seen.made()
+        made = seen.materialize()
         hidden.mul_(2)
         with pytest.raises(RuntimeError, match="modified in place between the LM head and the first use"):
             use(out)
-        assert seen.made() is made
+        assert seen.materialize() is made
 
 
 def test_a_cast_to_their_own_dtype_is_themselves():

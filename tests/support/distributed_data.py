@@ -188,7 +188,7 @@ def part_of_deferred(job, wrapped, part):
             assert defers
             assert logits.usable
             head = logits.head.module
-            return loss(logits.hidden, head.weight, head.bias) if job.form == "hidden" else loss(logits.made())
+            return loss(logits.hidden, head.weight, head.bias) if job.form == "hidden" else loss(logits.materialize())
 
     mine = job.loss(run, part, 4)
     (2 * mine).backward()

@@ -161,7 +161,7 @@ def fsdp_deferred_logits_that_are_made():
         def run(ids, function, model=model):
             with deferred_logits(model):
                 logits = model(ids, lambda hidden, *head: model.lm_head(hidden))
-                return function(logits.made())
+                return function(logits.materialize())
 
         mine = job.loss(run, dist.get_rank(), 2)
         (2 * mine).backward()

@@ -237,15 +237,15 @@ def not_replaced(module, who, noise):
 def counted():
     """How often a loss came from logits and from hidden states, and how often a head made deferred logits after all."""
     calls = collections.Counter()
-    made, do = DeferredLogits.made, _model_output.run
+    made, do = DeferredLogits.materialize, _model_output.run
 
     def counted_op(op, job, options):
         calls.update([f"{op.name} of {'logits' if job.weight is None else 'hidden states'}"])
         return do(op, job, options)
 
-    _model_output.run, DeferredLogits.made = counted_op, lambda logits: calls.update(["made"]) or made(logits)
+    _model_output.run, DeferredLogits.materialize = counted_op, lambda logits: calls.update(["made"]) or made(logits)
     yield calls
-    _model_output.run, DeferredLogits.made = do, made
+    _model_output.run, DeferredLogits.materialize = do, made
 
 
 def target_model(folder):
