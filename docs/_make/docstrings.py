@@ -1,4 +1,4 @@
-"""Converts docstrings with reStructuredText roles and ``.. math::``, as editors render them, to Markdown for the site."""
+"""Converts docstrings with reStructuredText roles and ``.. math::``, as editors show them, to Markdown for the site."""
 
 from __future__ import annotations
 
