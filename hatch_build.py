@@ -1,6 +1,6 @@
-"""What the metadata says of where the project lives: in the repository it is built in, which GitHub's runners name.
+"""Package metadata with the address of the repository in which the package is built, taken from GitHub's runners.
 
-Built anywhere else, it has no addresses, and README's links are left as they are.
+Built anywhere else, the metadata has no addresses, and the links in README remain unchanged.
 """
 
 import os
@@ -21,7 +21,7 @@ RELATIVE_LINK = re.compile(CODE + r"|(!?)(\[[^\[\]]*\])\((?!\w+:|#)([^()\s]+)\)"
 
 
 class Addresses(MetadataHookInterface):
-    """Fills in ``project.urls``, and ``project.readme`` with links that lead somewhere from an index's page too."""
+    """Fills in ``project.urls``, and ``project.readme`` with links that also work on the page of a package index."""
 
     PLUGIN_NAME = "custom"
 
@@ -38,11 +38,11 @@ class Addresses(MetadataHookInterface):
 
 
 def absolute(text: str, home: str, version: str) -> str:
-    """Markdown whose links to files, and pictures, are those of a version in the repository."""
+    """Convert links to files and pictures in Markdown to links to a version in the repository."""
 
     def link(match: re.Match[str]) -> str:
         picture, label, path = match.groups()
-        if path is None:  # code, which holds no links
+        if path is None:  # code contains no links
             return match[0]
         return f"{picture}{label}({home}/{'raw' if picture else 'blob'}/{version}/{path})"
 

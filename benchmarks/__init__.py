@@ -2,8 +2,8 @@
 
 import os
 
-# Read by the libraries under torch when it is first imported, hence here.
-# Threads that wait sleep instead of spinning: beside other work on the same cores, spinning made the demo 5x slower.
+# Set here, because the libraries below torch read these variables when torch is first imported.
+# Idle threads sleep instead of spinning, because with other processes on the cores spinning made the demo 5x slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# The profiler announces its start and end on stderr at every measurement; 99 is above all its levels.
+# The profiler would log its start and end to stderr in every measurement; 99 is above all log levels.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -1,4 +1,4 @@
-"""``python -m benchmarks SUBJECT [options]``: one command line for every measurement and for the demo."""
+"""Run a measurement or the demo: ``python -m benchmarks SUBJECT [options]``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-# One thread: at this size more of them only wait for each other.
+# One thread: at this size, more threads would only wait for each other.
 TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot"),)
 MODES = ("mdlm", "block", "hybrid", "scdd", "idlm", "dflash", "distill", "mtp")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One thing that can be run: the module that offers ``main(argv) -> int`` and how CI runs it quickly."""
+    """A subject of the command line: the module with ``main(argv) -> int``, and the arguments of CI's quick run."""
 
     module: str
     help: str
@@ -27,31 +27,35 @@ class Subject:
 SUBJECTS = {
     "train": Subject(
         "examples.demo.train",
-        "train a small diffusion LM on real text, reference loss beside ours",
+        "train a small diffusion LM on real text, with the reference loss and with ours",
         tuple(("--mode", mode, "--tiny", "--steps", "2", "--threads", "1") for mode in MODES),
     ),
-    "peers": Subject("benchmarks.peers", "which peers can be imported, and why not the others", ((),)),
-    "verify": Subject("benchmarks.verify", "ours against float64 on all rows, at the shapes of the headline figures"),
-    "headline": Subject("benchmarks.headline", "ours alone at those shapes, beside a copy and the bare products"),
+    "peers": Subject("benchmarks.peers", "list the peers that can be imported, and the reason for the others", ((),)),
+    "verify": Subject("benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes"),
+    "headline": Subject(
+        "benchmarks.headline", "ours alone at the headline shapes, with a copy and the bare matrix products"
+    ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "linear_sample": Subject("benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers"),
     "policy": Subject("benchmarks.policy", "one update of coupled-GRPO: three policies, three views, backward"),
-    "divergence": Subject("benchmarks.divergence", "divergence to a teacher from hidden states of both, kind by kind"),
+    "divergence": Subject(
+        "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
+    ),
     "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
     "collate": Subject("benchmarks.collate", "the collator"),
-    "calls": Subject("benchmarks.calls", "small calls and others whose fixed cost shows, beside plain PyTorch"),
-    "losses": Subject("benchmarks.losses", "every loss class against the plain one"),
+    "calls": Subject(
+        "benchmarks.calls", "calls with visible overhead, such as small calls, compared with plain PyTorch"
+    ),
+    "losses": Subject("benchmarks.losses", "every loss class, compared with the plain loss"),
     "inspect": Subject(
         "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "bf16"),),
     ),
-    "predicted": Subject("tools.predicted", "the row kernels beside what the static roofline says of them"),
-    "variants": Subject(
-        "benchmarks.variants", "chunk sizes, a cache hint and prefetching, each beside what the package does"
-    ),
+    "predicted": Subject("tools.predicted", "the row kernels, compared with the prediction of the static roofline"),
+    "variants": Subject("benchmarks.variants", "alternatives to the package's chunk sizes, cache hint and prefetching"),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
     "on_gpu": Subject(
         "benchmarks.on_gpu",
@@ -65,7 +69,7 @@ SUBJECTS = {
 
 
 def usage() -> str:
-    """The list of subjects, one a line."""
+    """Return the usage text: the list of subjects, one per line."""
     lines = ["usage: python -m benchmarks SUBJECT [options]   (SUBJECT --help lists its options)", ""]
     lines += [f"  {name:<11} {subject.help}" for name, subject in SUBJECTS.items()]
     lines += [f"  {'smoke':<11} every subject at toy size, as CI runs it"]
@@ -73,7 +77,7 @@ def usage() -> str:
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Import the subject's module and run its ``main``; returns the exit status."""
+    """Import the module of the subject and run its ``main``; return the exit status."""
     status: int = importlib.import_module(SUBJECTS[name].module).main(argv)
     return status
 
@@ -83,7 +87,7 @@ def _smoke_one(name: str, args: tuple[str, ...]) -> bool:
     start = time.perf_counter()
     try:
         status = run(name, list(args))
-    except Exception:  # one broken benchmark must not hide the others
+    except Exception:  # a broken benchmark must not prevent the others
         traceback.print_exc()
         status = 1
     print(f"=== {name}: {'ok' if status == 0 else 'FAILED'} in {time.perf_counter() - start:.1f} s", flush=True)
@@ -91,7 +95,7 @@ def _smoke_one(name: str, args: tuple[str, ...]) -> bool:
 
 
 def smoke(argv: list[str]) -> int:
-    """Run every subject (or those named) at toy size; 1 if any of them fails or has no module."""
+    """Run every subject, or the named subjects, at toy size; return 1 if one of them fails or has no module."""
     if {"-h", "--help"} & set(argv):
         print("usage: python -m benchmarks smoke [SUBJECT ...]\n\nEvery subject, or those named, at toy size.")
         return 0
@@ -113,7 +117,7 @@ def smoke(argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the subject named by the first argument with the rest."""
+    """Run the subject named by the first argument with the remaining arguments."""
     if not argv or argv[0] in ("-h", "--help"):
         print(usage())
         return 0 if argv else 2

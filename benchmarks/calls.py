@@ -1,8 +1,8 @@
-"""Calls whose fixed cost shows: small ones, and those of a million logits or more that plain PyTorch does well.
+"""Calls with visible overhead: small calls, and calls on a million logits or more that plain PyTorch does well.
 
-Ours beside plain PyTorch and, for the MDLM loss, the original, where it is installed; half of the rows are masked. A
-thread of torch's own, unless ``--threads`` says otherwise, and the inputs in the cache. ``--busy`` keeps so many other
-processes at work meanwhile, as a data loader does.
+Compares ours with plain PyTorch and, for the MDLM loss, with the original if it is installed. Half of the rows are
+masked. Torch uses one thread unless ``--threads`` is passed, and the inputs are in the cache. ``--busy`` keeps this
+many other processes busy during the measurement, as a data loader does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BUSY = "while True: pass"
 
 
 class Case(NamedTuple):
-    """One call: what is computed of logits of this shape and dtype, and whether backward runs too."""
+    """A call: the function of logits with this shape and dtype, and whether backward runs as well."""
 
     what: str
     shape: tuple[int, int, int]
@@ -77,7 +77,7 @@ def _mdlm(ids: torch.Tensor, backend: str) -> dict[str, Call]:
 
 
 def candidates(case: Case, options: argparse.Namespace) -> dict[str, measure.Candidate]:
-    """Ours and its peers, on the same logits."""
+    """Return ours and the peers, on the same logits."""
     logits = torch.randn(case.shape, device=options.device).to(case.dtype).requires_grad_(case.both)
     ids = torch.randint(case.shape[-1], case.shape[:-1], device=options.device)
     entropy = "entropy" in case.what
@@ -98,7 +98,7 @@ def candidates(case: Case, options: argparse.Namespace) -> dict[str, measure.Can
 
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """So many processes at work beside."""
+    """Keep this many other processes busy."""
     running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(processes)]
     try:
         yield
@@ -131,7 +131,7 @@ def run(options: argparse.Namespace) -> list[measure.Result]:
 def main(argv: Sequence[str]) -> int:
     """Print the table and write the JSON."""
     parser = measure.arguments("calls", __doc__)
-    parser.add_argument("--busy", type=int, default=0, help="other processes at work meanwhile")
+    parser.add_argument("--busy", type=int, default=0, help="number of other busy processes")
     parser.set_defaults(samples=100, cache="hot", threads=1)
     options = measure.parse(parser, argv)
     return record.report(run(options), options, baseline="plain")

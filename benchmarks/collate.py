@@ -1,4 +1,4 @@
-"""The collator beside the original's and the plain one, on samples of Python lists as a dataset yields them."""
+"""The collator compared with the original and the plain one, on samples of Python lists as a dataset yields them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dllm_kernels.collate import DLLMCollator
 from reference import collate
 
 Batch = list[dict[str, list[int]]]
-# (samples, tokens of the longest, max_seq_len): a batch to train on, a small one, and documents far longer than the cut
+# (samples, tokens of the longest, max_seq_len): a training batch, a small batch, documents far above max_seq_len
 USUAL = ((32, 4096, 4096), (8, 1024, 1024), (8, 32768, 4096))
 SIZES = {"toy": ((2, 32, 32), (2, 32, 16)), "small": USUAL, "full": USUAL}
 
 
 def make_batch(samples: int, longest: int, seed: int) -> Batch:
-    """``samples`` of a quarter to all of ``longest`` tokens, the second half of each supervised."""
+    """Build ``samples`` samples of a quarter to all of ``longest`` tokens, with the second half of each supervised."""
     draw = random.Random(seed)
     batch = []
     for _ in range(samples):
@@ -30,7 +30,7 @@ def make_batch(samples: int, longest: int, seed: int) -> Batch:
 
 
 def collators(options: dict[str, Any]) -> dict[str, Callable[[Batch], Any]]:
-    """Ours and the others, by name."""
+    """Return ours and the other collators, by name."""
     found: dict[str, Callable[[Batch], Any]] = {
         "ours": DLLMCollator(**options),
         "plain": lambda batch: collate(batch, **options),

@@ -1,6 +1,7 @@
-"""The corruption routines beside the original's and the plain ones.
+"""The corruption routines compared with the original and the plain ones.
 
-The floor of a routine is its traffic at this run's copy bandwidth: ids, mask and probabilities, 22 bytes a position.
+The floor of a routine is the time of its memory traffic at this run's copy bandwidth: ids, mask and probabilities, 22
+bytes per position.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dllm_kernels import corruption
 VOCAB = 126_464
 MASK_TOKEN = 126_336
 BYTES_A_POSITION = 8 + 1 + 8 + 1 + 4
-# The batches that a CPU run is judged by.
+# The batches of the published CPU figures.
 BARS = (MaskShape(64, 4096, 32), MaskShape(64, 4096, None))
-# The plain code walks over blocks in Python: seconds a call on anything larger.
+# The plain code loops over blocks in Python, which takes seconds per call for larger batches.
 LARGEST_PLAIN = 2048
 
 Inputs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -30,13 +31,13 @@ Routine = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def make_inputs(shape: MaskShape, device: str, sets: int) -> Inputs:
-    """Ids and a mask that supervises 70 % of them."""
+    """Draw ids and a mask that supervises 70 % of them."""
     size = (shape.batch, shape.length)
     return [(torch.randint(VOCAB, size, device=device), torch.rand(size, device=device) < 0.7) for _ in range(sets)]
 
 
 def routines(package: Any, block_size: int | None, **options: Any) -> dict[str, Routine]:
-    """The routines of one implementation, all of which take the original's arguments."""
+    """Return the routines of one implementation; all take the arguments of the original."""
     found: dict[str, Routine] = {
         "blockwise": lambda ids, mask: package.corrupt_blockwise(ids, mask, MASK_TOKEN, block_size, **options),
         "uniform_random": lambda ids, mask: package.corrupt_uniform_random(ids, mask, VOCAB, block_size, **options),
@@ -55,7 +56,7 @@ def _of_row(ids: torch.Tensor, probability: float) -> torch.Tensor:
 
 
 def implementations(shape: MaskShape, backend: str) -> dict[str, dict[str, Routine]]:
-    """Implementation -> routine -> callable, for what can run here at this size."""
+    """Return implementation -> routine -> callable, for the implementations available at this size."""
     found = {"ours": routines(corruption, shape.block_size, backend=backend)}
     if (peer := peers.module("nemo_automodel.components.datasets.dllm.corruption")) is not None:
         found["original"] = routines(peer, shape.block_size)
@@ -65,7 +66,7 @@ def implementations(shape: MaskShape, backend: str) -> dict[str, dict[str, Routi
 
 
 def run_shape(shape: MaskShape, options: Any, copy_bytes_per_s: float) -> list[Result]:
-    """Every routine at one shape."""
+    """Measure every routine at one shape."""
     inputs = make_inputs(shape, options.device, sets=2)
     found = implementations(shape, options.backend)
     results: list[Result] = []
@@ -73,7 +74,7 @@ def run_shape(shape: MaskShape, options: Any, copy_bytes_per_s: float) -> list[R
         case = {"routine": routine, "B": shape.batch, "L": shape.length, "block": shape.block_size or "-"}
         timed = {name: (lambda index, run=them[routine]: run(*inputs[index])) for name, them in found.items()}
         floor = shape.batch * shape.length * BYTES_A_POSITION / copy_bytes_per_s
-        # On the CPU numpy allocates outside what the profiler sees.
+        # On the CPU, numpy allocates memory that the profiler does not see.
         on_gpu = torch.device(options.device).type == "cuda"
         results += compare("corruption", case, "forward", timed, options, input_sets=2, floor_s=floor, memory=on_gpu)
     return results

@@ -1,10 +1,10 @@
-"""Divergence of hidden states to a teacher's through a frozen head that both share, forward and backward, kind by kind.
+"""Divergence from a teacher, from hidden states through a shared frozen head, forward and backward, for each kind.
 
-Ours beside what anybody would write (two ``linear``, the softmax of each, the divergence and its autograd), that
-compiled (``--compiled``), speculators' losses and Liger's where they run (Liger's is the mean over the rows, without
-their weights), and the three products that are left when all else costs nothing: two that make logits, one the
-gradient. Whoever takes more products than these pays for it in what he takes beyond them, which is printed below the
-table.
+Ours is compared with the plain form (two ``linear``, both softmaxes, the divergence and autograd), with the compiled
+plain form (``--compiled``), and with the losses of speculators and Liger where available. Liger's loss is the mean over
+the rows, without weights. ``products`` runs only the three matrix products that every implementation needs: two compute
+logits, and one computes the gradient. The time that ours and the plain form take beyond these products is printed below
+the table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FLOOR = 1e-5
 
 
 class Inputs(NamedTuple):
-    """Hidden states of both ``[N, D]``, the frozen head ``[V, D]``, a weight a row."""
+    """Hidden states of both models ``[N, D]``, the frozen head ``[V, D]``, and one weight per row."""
 
     hidden: torch.Tensor
     teacher: torch.Tensor
@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
     weights: torch.Tensor
 
     def first(self, N: int, dtype: torch.dtype) -> Inputs:
-        """The first rows in another dtype, the student's a fresh leaf."""
+        """Return the first rows in another dtype; the student's hidden states are a new leaf."""
         hidden, teacher, head = (t.detach().to(dtype) for t in (self.hidden[:N], self.teacher[:N], self.head))
         return Inputs(hidden.requires_grad_(), teacher, head, self.weights[:N])
 
@@ -83,7 +83,7 @@ PLAIN: dict[str, Rows] = {
 
 
 def make_inputs(shape: Shape, options: Any) -> Inputs:
-    """Random ones; the teacher's near the student's, as they are once training is under way."""
+    """Draw random inputs; the teacher's hidden states are close to the student's, as during training."""
     on: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
     hidden = torch.randn(shape.rows, shape.hidden, **on)
     teacher = hidden + 0.5 * torch.randn(shape.rows, shape.hidden, **on)
@@ -92,7 +92,7 @@ def make_inputs(shape: Shape, options: Any) -> Inputs:
 
 
 def losses(kind: str, options: Any) -> dict[str, Loss]:
-    """Ours, the plain form and, where asked for, that compiled."""
+    """Return ours, the plain form and, if requested, the compiled plain form."""
     rows = PLAIN[kind]
 
     def ours(i: Inputs) -> torch.Tensor:
@@ -117,14 +117,14 @@ def losses(kind: str, options: Any) -> dict[str, Loss]:
 
 
 def products(i: Inputs) -> torch.Tensor:
-    """Those that nobody is without."""
+    """Return the matrix products that every implementation needs."""
     with torch.no_grad():
         z, _ = i.hidden @ i.head.t(), i.teacher @ i.head.t()
         return z @ i.head
 
 
 def candidate(loss: Loss, i: Inputs) -> Candidate:
-    """Forward and backward; the last gradient is dropped before, untimed."""
+    """Build forward and backward; the previous gradient is dropped before, untimed."""
 
     def prepare(_: int) -> None:
         i.hidden.grad = None
@@ -136,9 +136,9 @@ def candidate(loss: Loss, i: Inputs) -> Candidate:
 
 
 def errors(candidates: dict[str, Loss], inputs: Inputs) -> dict[str, float]:
-    """Each one's gradient of the hidden states against the plain form's in float64, on the first rows.
+    """Compare each candidate's gradient of the hidden states with the plain form in float64, on the first rows.
 
-    Not that of what is compiled, which would be compiled once more, nor Liger's, which has no weights.
+    The compiled form is omitted, because it would be recompiled. Liger is omitted, because it has no weights.
     """
     exact = inputs.first(ERROR_ROWS, torch.float64)
     torch.autograd.backward(candidates["plain"](exact))
@@ -168,7 +168,7 @@ def run(options: Any, shapes: tuple[Shape, ...], measured: dict[str, float]) -> 
 
 
 def beyond(results: list[Result]) -> list[str]:
-    """A line a case: what ours and the plain form take beyond the products, which is kept with the results."""
+    """Return one line per case: time of ours and of the plain form beyond the products; saved with the results."""
     lines = []
     for bare in (r for r in results if r.name == "products"):
         took = {r.name: r for r in results if r.case == bare.case and r is not bare}

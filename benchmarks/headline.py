@@ -1,7 +1,7 @@
-"""Ours alone at the shapes of the verdicts, beside the speed of a copy and the bare products of the same shapes.
+"""Ours alone at the shapes of the verdicts, with the speed of a copy and the bare products of the same shapes.
 
-The numbers that matter most, without peers: NLL from logits, log-probabilities with entropy, and NLL from hidden states
-through frozen heads (all rows active, then half of them) and through a trained one.
+These are the most important figures, without peers: NLL from logits, log-probabilities with entropy, and NLL from
+hidden states. The latter runs through frozen heads (all rows active, then half of them) and through a trained head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from benchmarks import linear_nll, measure, row_stats, token_nll
 from benchmarks.record import report
 from benchmarks.shapes import HEADLINE
 
-SHARES = (1.0, 0.5)  # of the rows of a frozen head that are active
+SHARES = (1.0, 0.5)  # fraction of active rows with a frozen head
 
 
 def main(argv: Sequence[str]) -> int:

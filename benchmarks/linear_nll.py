@@ -1,9 +1,9 @@
-"""Fused linear cross-entropy from hidden states: ours beside the original's chunked path and its peers.
+"""Fused linear cross-entropy from hidden states: ours compared with the original's chunked path and with peers.
 
-Forward plus backward (a precomputed gradient has no backward of its own to time), and forward without gradients. The
-floor counts matrix products on the active rows only, two with a frozen head, three with a trainable one, at the rate of
-a square product. ``bare products`` runs them at their own shapes and nothing else: a GPU that slows down under load
-slows them down alike.
+Measures forward plus backward, because backward alone is meaningless if forward computes the gradient, and forward
+without gradients. The floor counts the matrix products on the active rows at the rate of a square product: two with a
+frozen head, three with a trainable head. ``bare products`` runs only these products, at their actual shapes. A GPU that
+throttles under load slows both down equally.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.device | str, weighted: bool) -> Inputs:
-    """(hidden, head, targets, weights at a ``share`` of the rows, a random upstream scalar)."""
+    """Draw (hidden, head, targets, weights that are nonzero for a ``share`` of the rows, a random upstream scalar)."""
     size = (shape.batch, shape.length)
     hidden = torch.randn(*size, shape.hidden, device=device, dtype=dtype).requires_grad_()
     head = (torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype) * shape.hidden**-0.5).requires_grad_(
@@ -37,7 +37,7 @@ def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.de
 
 
 def ours(options: Any, chunk_size: int | None = None) -> peers.Loss:
-    """``weighted_linear_nll`` with this chunk size or, if ``options.recipe_chunk``, with the one it is called with."""
+    """Return ``weighted_linear_nll`` with this chunk size, or with the caller's one if ``options.recipe_chunk``."""
 
     def run(
         hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
@@ -49,7 +49,7 @@ def ours(options: Any, chunk_size: int | None = None) -> peers.Loss:
 
 
 def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
-    """Ours and, unless ``options.alone``, every peer that runs here; if ``dense``, also those that hold all logits."""
+    """Return ours and, unless ``options.alone``, the available peers; peers that hold all logits only if ``dense``."""
     if options.alone:
         return {"ours": ours(options)}
     found = peers.linear_losses(options.device, compiled=options.compiled)
@@ -59,7 +59,7 @@ def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
 
 
 def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) -> measure.Candidate:
-    """One loss in one phase. The last gradients are dropped before, untimed, so that new ones are allocated within."""
+    """Build one loss in one phase. The previous gradients are dropped before, untimed, to allocate new ones."""
 
     def dropped(index: int) -> int:
         inputs[index][0].grad = inputs[index][1].grad = None
@@ -78,7 +78,7 @@ def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) 
 
 
 def bare_products(inputs: Inputs, shape: Shape, phase: str) -> measure.Candidate:
-    """The products of a phase on the active rows and nothing else: what no fused loss can undercut."""
+    """Return only the matrix products of a phase on the active rows, a lower bound for every fused loss."""
     hidden, head, _, weights, _ = (t.detach() for t in inputs)
     rows = hidden.flatten(0, 1)[weights.flatten() != 0]
     logits = rows.new_empty(len(rows), shape.vocab)
@@ -97,7 +97,7 @@ def bare_products(inputs: Inputs, shape: Shape, phase: str) -> measure.Candidate
 
 
 def _gradient(loss: peers.Loss, inputs: Inputs, head: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Gradient of the hidden states, for fresh leaves of the head's dtype."""
+    """Compute the gradient of the hidden states, for new leaves of the head's dtype."""
     hidden, _, targets, weights, upstream = (t.detach() for t in inputs)
     leaf = hidden.to(head.dtype, copy=True).requires_grad_()
     head = head.detach().requires_grad_(not shape.frozen)
@@ -108,12 +108,12 @@ def _gradient(loss: peers.Loss, inputs: Inputs, head: torch.Tensor, shape: Shape
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape) -> tuple[dict[str, float], float]:
-    """Each candidate's gradient of the hidden states, all rows, against float64, and the largest correct error."""
+    """Return the error of each candidate's gradient of the hidden states on all rows, and the largest allowed error."""
     hidden, head, targets, weights, upstream = (t.detach() for t in inputs)
-    frozen = replace(shape, frozen=True)  # the reference needs the gradient of the hidden states alone
+    frozen = replace(shape, frozen=True)  # the reference needs only the gradient of the hidden states
 
     def by_parts(head: torch.Tensor) -> torch.Tensor:
-        """The plain form in the head's dtype, a few rows at a time."""
+        """Compute the plain form in the head's dtype, a few rows at a time."""
         grads = []
         for chunk in measure.slices(shape.rows, shape.vocab):
             part = [t.flatten(0, 1)[chunk][None] for t in (hidden, targets, weights)]
@@ -129,13 +129,13 @@ def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape) -> t
 
 
 def floor_flops(shape: Shape, active: int, phase: str) -> int:
-    """Fewest floating-point operations: one product to evaluate, two or three to train."""
+    """Return the minimum of floating-point operations: one product to evaluate, two or three to train."""
     products = 1 if phase == "evaluate" else 2 if shape.frozen else 3
     return products * 2 * active * shape.vocab * shape.hidden
 
 
 def floor_memory(shape: Shape, itemsize: int, chunk: int, phase: str) -> int:
-    """Least extra memory: one chunk of logits, the gradient of hidden, and that of the head if it trains."""
+    """Return the minimum of extra memory: a chunk of logits, grad_hidden, and the head's gradient if it trains."""
     if phase == "evaluate":
         return chunk * shape.vocab * itemsize
     head = 0 if shape.frozen else shape.vocab * shape.hidden * itemsize
@@ -183,13 +183,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
     parser.add_argument(
-        "--weighted", action="store_true", help="a random weight per row: leaves out peers without weights"
+        "--weighted", action="store_true", help="one random weight per row; omits peers without weights"
     )
+    parser.add_argument("--recipe-chunk", action="store_true", help="run ours with the chunk size of the recipe")
     parser.add_argument(
-        "--recipe-chunk", action="store_true", help="run ours at the recipe's chunk size, not its own choice"
-    )
-    parser.add_argument(
-        "--dense-limit", type=float, default=24e9, help="bytes up to which candidates that hold all logits take part"
+        "--dense-limit", type=float, default=24e9, help="maximum bytes of logits for candidates that hold all of them"
     )
     measure.add_alone(parser)
     measure.add_phases(parser, PHASES)

@@ -1,8 +1,8 @@
-"""A token of each row of hidden states with its log-probability and the entropy, as a sampler asks for them.
+"""One token per row of hidden states with its log-probability and the entropy, as a sampler needs them.
 
-Ours, greedy, drawn and with the eight most likely tokens, beside what any sampler does at least: the bare product and
-``log_softmax``, by chunks of 512 rows. What samplers of diffusion LMs do (logits of all rows, float64, noise of their
-size) is ``plain``. The floor counts the flops of the product.
+Ours runs greedily, with sampling, and with the eight most likely tokens. It is compared with the minimum work of any
+sampler: the bare product and ``log_softmax``, in chunks of 512 rows. ``plain`` is the code of samplers of diffusion
+LMs: logits of all rows in float64, with noise of the same size. The floor counts the flops of the product.
 """
 
 from __future__ import annotations

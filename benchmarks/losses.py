@@ -1,7 +1,7 @@
-"""Every loss class as a training step calls it: ours, the plain code, and the original where it is installed.
+"""Every loss class as a training step calls it: ours, the plain code, and the original if it is installed.
 
-A case holds its leaves (what gradients are asked for) and, for each candidate, a function of the leaves. The
-original's classes take the same arguments as ours, so one function calls both.
+A case holds its leaves, for which gradients are computed, and one function of the leaves per candidate. The original's
+classes take the same arguments as ours, so one function calls both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PHASES = ("forward", "backward", "both")
 
 @dataclass(frozen=True)
 class Case:
-    """One loss on one set of inputs: the leaves, and each candidate as a function of them."""
+    """A loss on one set of inputs: the leaves, and one function of the leaves per candidate."""
 
     leaves: tuple[torch.Tensor, ...]
     losses: dict[str, Loss]
@@ -67,7 +67,7 @@ class Draw:
         return torch.rand(self.shape.batch, self.shape.length, device=self.options.device) * 0.9 + 0.1
 
     def built(self, name: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The loss class of that name, constructed: ours, and the original's where it is installed."""
+        """Construct the loss class with this name: ours, and the original's if it is installed."""
         from dllm_kernels import losses
 
         found = {"ours": getattr(losses, name)(*args, **kwargs, backend=self.options.backend)}
@@ -76,7 +76,7 @@ class Draw:
         return found
 
     def plain(self, loss: Loss) -> dict[str, Loss]:
-        """The reference, and on request ``torch.compile`` of it."""
+        """Return the reference and, if requested, ``torch.compile`` of it."""
         return {"reference": loss} | ({"compiled": torch.compile(loss)} if self.options.compiled else {})
 
     def _normal(self, *size: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def mdlm_fused(draw: Draw) -> Case:
 
 
 def block(draw: Draw) -> Case:
-    """Flat block diffusion from logits; the share is that of supervised rows."""
+    """Flat block diffusion from logits; ``share`` is the fraction of supervised rows."""
     ids, supervised, p = draw.ids(), draw.mask(), draw.p_mask()
     losses = draw.plain(lambda x: reference.block_diffusion_loss(x[0], ids, supervised))
     for name, loss in draw.built("BlockDiffusionCrossEntropyLoss").items():
@@ -131,7 +131,7 @@ def hybrid(draw: Draw) -> Case:
 
 
 def idlm(draw: Draw) -> Case:
-    """A masked and a clean copy, each of half the length, from one logits tensor; the share is that of the answer."""
+    """A masked and a clean copy of half the length from one logits tensor; ``share`` is the fraction of the answer."""
     L = draw.shape.length // 2
     args = (draw.ids()[:, :L], draw.mask()[:, :L], torch.ones_like(draw.mask()[:, :L]))
     losses = draw.plain(lambda x: reference.idlm_loss(x[0][:, : 2 * L], *args).total_loss)
@@ -141,7 +141,7 @@ def idlm(draw: Draw) -> Case:
 
 
 def scdd(draw: Draw) -> Case:
-    """Self-correcting diffusion from logits; half the tokens MASK, a tenth wrong. The share is of supervised rows."""
+    """Self-correcting diffusion; half of the tokens are MASK, a tenth wrong. ``share``: fraction of supervised rows."""
     ids, supervised, mask = draw.ids() % (draw.shape.vocab - 1), draw.mask(), draw.shape.vocab - 1
     kind, other = torch.rand_like(ids, dtype=torch.float32), draw.ids() % mask
     noisy = torch.where(kind < 0.5, mask, torch.where(kind < 0.6, other, ids))
@@ -154,7 +154,7 @@ def scdd(draw: Draw) -> Case:
 
 
 def _dflash_block(shape: Shape) -> int:
-    """The shape's block size, or another one whose predicted positions divide the length."""
+    """Return the shape's block size, or another one whose predicted positions divide the length."""
     given = shape.block_size or 16
     return (
         given
@@ -185,7 +185,7 @@ def dflash_fused(draw: Draw) -> Case:
 
 
 def distillation(draw: Draw) -> Case:
-    """A drafter's divergence to its target from hidden states of both and one frozen head: DSpark's 0.1 ce + 0.9 l1."""
+    """Draft distillation from hidden states of both models and one frozen head, with DSpark's 0.1 ce + 0.9 l1."""
     from dllm_kernels.losses import DraftDistillationLoss
 
     ids, mask, size = draw.ids(), draw.mask().float(), _dflash_block(draw.shape)
@@ -202,7 +202,7 @@ def distillation(draw: Draw) -> Case:
 
 
 def encoder_ar(draw: Draw) -> Case:
-    """Next token from logits; the share is that of valid positions."""
+    """Next token from logits; ``share`` is the fraction of valid positions."""
     ids, valid = draw.ids(), draw.mask()
     losses = draw.plain(lambda x: reference.encoder_ar_loss(x[0], ids, valid))
     from dllm_kernels.losses import encoder_ar_loss
@@ -214,7 +214,7 @@ def encoder_ar(draw: Draw) -> Case:
 
 
 class _Head(nn.Module):
-    """What the MTP losses ask of a model: its LM head."""
+    """Model with an LM head, as the MTP losses require."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class _Head(nn.Module):
 
 
 def mtp(draw: Draw) -> Case:
-    """All MTP depths from hidden states and a trainable head; the share is that of labels."""
+    """All MTP depths from hidden states and a trainable head; ``share`` is the fraction of labels."""
     from dllm_kernels.mtp import FusedLinearCrossEntropy, calculate_mtp_loss
 
     depths = draw.shape.depths or 2
@@ -266,7 +266,7 @@ SUBJECTS: dict[str, tuple[Callable[[Draw], Case], dict[str, Shape]]] = {
 
 
 def candidate(case: Case, loss: Loss, phase: str) -> measure.Candidate:
-    """One loss in one phase. Old gradients are dropped before, untimed, so that new ones are allocated within."""
+    """Build one loss in one phase. The previous gradients are dropped before, untimed, to allocate new ones."""
 
     def dropped(_: int) -> None:
         for leaf in case.leaves:
@@ -294,7 +294,7 @@ def _gradients(loss: Loss, leaves: Leaves) -> torch.Tensor:
 
 
 def errors(build: Callable[[Draw], Case], draw: Draw) -> dict[str, float]:
-    """Distance of each candidate's gradients from the reference in float64, on one short sequence."""
+    """Return the distance of each candidate's gradients from the reference in float64, on one short sequence."""
     short = replace(draw.shape, batch=1, length=min(draw.shape.length, 60))
     case = build(replace(draw, shape=short))
     exact = _gradients(case.losses["reference"], [leaf.detach().double().requires_grad_() for leaf in case.leaves])
@@ -302,7 +302,7 @@ def errors(build: Callable[[Draw], Case], draw: Draw) -> dict[str, float]:
 
 
 def run(options: argparse.Namespace, names: Sequence[str], shares: Sequence[float]) -> list[measure.Result]:
-    """Measure the losses named, in every phase, at every share of active rows."""
+    """Measure the named losses, in every phase, at every fraction of active rows."""
     results: list[measure.Result] = []
     for name in names:
         build, by_size = SUBJECTS[name]

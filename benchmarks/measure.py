@@ -1,18 +1,18 @@
-"""How everything here is measured: time, peak memory, error and ceilings. ``record.py`` prints and writes it.
+"""Measurement of time, peak memory, error and ceilings. ``record.py`` prints and writes the results.
 
 A subject builds its inputs and its candidates (ours, the plain code, the peers) and calls ``compare``.
 
-* Time. Peers are interleaved round-robin and start from a different one each round, so a clock that drifts
-  falls on all of them alike. CUDA: events, with the device kept asleep ahead of the start event for longer than
-  the host needs to queue the call, so that launch overhead is hidden as in a training step; what the host takes
-  until the call returns stands beside it. A call that waits for the device waits for the sleep too, before its
-  own work. CPU: ``perf_counter``. Reported: 20, 50 and 80 % quantiles.
-* Cache. ``"cold"``: inputs rotate and a buffer larger than the last-level cache is overwritten before each
-  sample. ``"hot"``: the same call on the same input ran just before.
-* Memory. The peak of allocated bytes minus what was allocated before. CUDA: the caching allocator's counters.
-  CPU: the profiler's record of every allocation and release inside torch, so temporaries of composite ops and
-  of autograd are seen exactly; allocations outside torch's allocator (BLAS workspaces) are not, nor is the
-  release of what was allocated before ``prepare``.
+* Time. Candidates are interleaved round-robin, and each round starts with another one, so a drifting clock affects all
+  of them equally. Reported are the 20, 50 and 80 % quantiles.
+  CUDA: events. The device sleeps before the start event for longer than the host needs to queue the call. Launch
+  overhead is therefore hidden, as in a training step. The host's time until the call returns is reported separately. A
+  call that waits for the device also waits for this sleep, before its own work. CPU: ``perf_counter``.
+* Cache. ``"cold"``: inputs rotate, and a buffer larger than the last-level cache is overwritten before each sample.
+  ``"hot"``: the same call has just run on the same input.
+* Memory. The peak of allocated bytes minus the bytes allocated before. CUDA: the counters of the caching allocator.
+  CPU: the profiler's record of every allocation and release inside torch, which includes temporaries of composite ops
+  and of autograd. It misses allocations outside of torch's allocator (BLAS workspaces), and the release of memory that
+  was allocated before ``prepare``.
 * Ceilings. Copy bandwidth (bytes read plus bytes written) and matrix-product rate, measured in the same run.
 """
 
@@ -34,13 +34,13 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.record import said, table, write_json
-from benchmarks.result import Result as Result  # which the subjects take from here
+from benchmarks.result import Result as Result  # re-exported for the subjects
 from benchmarks.result import Timing as Timing
 from benchmarks.shapes import Shape
 
-# Over the last-level cache of an H200 (50 MB) and of common CPUs.
+# More than the last-level cache of an H200 (50 MB) and of common CPUs.
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
-ROWS_BYTES = 256 << 20  # of float64 rows that a comparison with float64 holds at a time
+ROWS_BYTES = 256 << 20  # of float64 rows that a comparison with float64 holds at the same time
 Value = TypeVar("Value")
 DTYPES = {
     "float16": torch.float16,
@@ -56,12 +56,12 @@ def _same(index: int) -> Any:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to time.
+    """A call to time.
 
     Attributes:
-        run: what is timed; called with what ``prepare`` returned.
-        prepare: untimed, called with the number of the input set; by default hands that number on. A backward
-            pass on its own prepares the forward pass here.
+        run: the timed function; called with the result of ``prepare``.
+        prepare: untimed function of the number of the input set; by default it returns this number. To time backward
+            alone, run forward here.
     """
 
     run: Callable[[Any], object]
@@ -72,7 +72,7 @@ CandidateLike = Candidate | Callable[[int], object]
 
 
 def arguments(subject: str, description: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options all subjects share; a subject may add its own."""
+    """Return a parser with the options of all subjects; a subject may add its own."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {subject}", description=description)
     add = parser.add_argument
     add(
@@ -81,7 +81,7 @@ def arguments(subject: str, description: str | None = None) -> argparse.Argument
         help="toy: CI; small: CPU; full: GPU (default by the device)",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--backend", default="auto", choices=("auto", "triton", "torch"), help="of our own ops")
+    add("--backend", default="auto", choices=("auto", "triton", "torch"), help="backend of our ops")
     add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, bfloat16 on GPU")
     add("--samples", type=int, default=20)
     add("--warmup", type=int, default=3)
@@ -89,34 +89,34 @@ def arguments(subject: str, description: str | None = None) -> argparse.Argument
     add("--threads", type=int, help="CPU threads of torch")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="write the raw results as JSON")
-    add("--live", action="store_true", help="print each case, and write it to --out, as soon as it is measured")
+    add("--live", action="store_true", help="print each case and write it to --out as soon as it is measured")
     return parser
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """The option ``--shape``, for a subject that runs over shapes: ``chosen`` applies it."""
-    parser.add_argument("--shape", action="append", help="a shape by the beginning of its name (default: all)")
+    """Add ``--shape`` for a subject that runs over shapes; ``chosen`` applies it."""
+    parser.add_argument("--shape", action="append", help="first letters of the name of a shape (default: all)")
 
 
 def add_alone(parser: argparse.ArgumentParser) -> None:
-    """The option ``--alone``, for a subject whose peers can be left out."""
+    """Add ``--alone`` for a subject that can run without its peers."""
     parser.add_argument("--alone", action="store_true", help="without peers and plain code")
 
 
 def add_phases(parser: argparse.ArgumentParser, phases: Sequence[str]) -> None:
-    """The option ``--phase``, for a subject with several of them."""
+    """Add ``--phase`` for a subject with several phases."""
     parser.add_argument("--phase", action="append", choices=tuple(phases), help="default: all")
 
 
 def chosen(shapes: Sequence[Shape], options: argparse.Namespace) -> tuple[Shape, ...]:
-    """The shapes that ``--shape`` names; at toy size all, whose names are others."""
+    """Return the shapes that ``--shape`` names; at toy size all, because they have other names."""
     if not options.shape or options.size == "toy":
         return tuple(shapes)
     return tuple(shape for shape in shapes if shape.name.startswith(tuple(options.shape)))
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse, fill the defaults that depend on the device, and apply threads and seed."""
+    """Parse the arguments, fill the defaults that depend on the device, and apply threads and seed."""
     options = parser.parse_args(argv)
     on_gpu = torch.device(options.device).type == "cuda"
     options.size = options.size or ("full" if on_gpu else "small")
@@ -136,19 +136,19 @@ def _flusher(device: torch.device) -> Callable[[], object]:
     return buffer.zero_
 
 
-# Clocks a second of no GPU that is sold, so that a sleep is no shorter than asked for.
+# Above the clock rate of every GPU, so that a sleep is never shorter than requested.
 CLOCK = 2.5e9
-SLEEP = (50e-6, 2e-3)  # s, least and most: who waits for the device returns long after his last launch
+SLEEP = (50e-6, 2e-3)  # s, minimum and maximum; a call that waits for the device returns long after its last launch
 
 
 def _sleep_for(host: float) -> int:
-    """Clocks to sleep, so that two calls of so many host seconds each are queued before the device comes to them."""
+    """Return the clocks to sleep so that two calls of this host time each are queued before the device wakes up."""
     least, most = SLEEP
     return int(CLOCK * min(max(2.5 * host, least), most))
 
 
 def _host_time(candidate: Candidate, device: torch.device) -> float:
-    """Seconds until a call returns, the device idle before it: the median of three."""
+    """Return the seconds until a call returns, with an idle device before the call: the median of three."""
     taken = []
     for _ in range(3):
         state = candidate.prepare(0)
@@ -186,14 +186,14 @@ def _time_cpu(
 
 @functools.cache
 def _set_aside(modules: int) -> None:
-    """What ``modules`` brought is no garbage: each collection's pass over it takes longer than a small measurement."""
+    """Exclude the objects of ``modules`` from garbage collection, because a collection of them takes too long."""
     gc.collect()
     gc.freeze()
-    atexit.register(gc.unfreeze)  # what stays to the end of the process, nanobind reports as leaked
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports these objects as leaked
 
 
 def _collect_garbage() -> None:
-    _set_aside(len(sys.modules))  # again where a peer has been imported since
+    _set_aside(len(sys.modules))  # repeated, because a peer may have been imported
     gc.collect()
 
 
@@ -211,14 +211,14 @@ def measure(
     """Time the candidates, interleaved.
 
     Args:
-        candidates: name -> callable taking the number of an input set, or a ``Candidate``.
-        device: where the work runs; decides the clock.
-        input_sets: how many input sets the candidates can take in rotation.
+        candidates: name -> callable of the number of an input set, or a ``Candidate``.
+        device: device of the work; determines the clock.
+        input_sets: number of input sets that rotate.
         samples: timed calls per candidate.
-        warmup: untimed calls per candidate before.
-        cache: "cold" (flushed, inputs rotate) or "hot" (the same call ran just before).
-        label: what the progress bar says.
-        failed: receives the reason of each candidate that raises, which is then dropped. None: the exception
+        warmup: untimed calls per candidate before the samples.
+        cache: "cold" (flushed, inputs rotate) or "hot" (the same call has just run).
+        label: text of the progress bar.
+        failed: receives the reason for each candidate that raises; the candidate is then dropped. None: the exception
             propagates.
 
     Returns:
@@ -249,7 +249,7 @@ def measure(
             taken[name].append(seconds)
 
     _collect_garbage()
-    gc.disable()  # a collection inside a sample would be charged to whoever is being timed
+    gc.disable()  # a garbage collection during a sample would distort it
     try:
         for number in rounds:
             first = number % max(len(items), 1)
@@ -267,12 +267,12 @@ def measure(
 
 
 def _failure(name: str, error: Exception) -> str:
-    """Print the traceback of a candidate that raised, release what it held, and return the reason in one line."""
+    """Print the traceback of a candidate that raised, release its memory, and return the reason in one line."""
     if not isinstance(error, torch.OutOfMemoryError):
         print(f"{name} raised:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
     reason = said(error)
     traceback.clear_frames(error.__traceback__)
-    with contextlib.suppress(Exception):  # a broken device refuses this too
+    with contextlib.suppress(Exception):  # this also fails on a broken device
         torch.cuda.empty_cache()
     return reason
 
@@ -283,8 +283,8 @@ _MARK = "benchmarks: measured from here"
 def _peak_cpu(candidate: Candidate, index: int) -> int:
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    candidate.prepare(index)  # drops what the last call left, so that its release does not fall into the record
-    # prepare is recorded too: a release is only seen of a block whose allocation was seen
+    candidate.prepare(index)  # release the previous result before the record starts
+    # prepare is recorded, too, because a release is only recorded for a recorded allocation
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         state = candidate.prepare(index)
         with record_function(_MARK):
@@ -317,9 +317,9 @@ def peak_memory(candidate: CandidateLike, device: torch.device | str, index: int
     """Peak of allocated bytes while the candidate runs, above what was allocated when its ``run`` began.
 
     Args:
-        candidate: a callable of the input set's number, or a ``Candidate`` whose ``prepare`` is not counted.
-        device: where its tensors live.
-        index: which input set.
+        candidate: a callable of the number of the input set, or a ``Candidate``; its ``prepare`` is not counted.
+        device: device of its tensors.
+        index: number of the input set.
     """
     device = torch.device(device)
     _collect_garbage()
@@ -328,19 +328,19 @@ def peak_memory(candidate: CandidateLike, device: torch.device | str, index: int
 
 
 def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """``||value - exact|| / ||exact||`` in float64; the norm of the difference if ``exact`` is zero."""
+    """Return ``||value - exact|| / ||exact||`` in float64; the norm of the difference if ``exact`` is zero."""
     distance = Distance()
     distance.add(value, exact)
     return distance.relative()
 
 
 def allowed_error(plain: float, dtype: torch.dtype) -> float:
-    """Largest :func:`relative_error` that is correct: twice plain PyTorch's and one rounding step of the result."""
+    """Return the largest allowed :func:`relative_error`: twice plain PyTorch's plus one rounding step of the result."""
     return 2 * plain + torch.finfo(dtype).eps
 
 
 def each_error(candidates: Mapping[str, Value], error_of: Callable[[Value], float]) -> dict[str, float]:
-    """Return ``error_of`` of each candidate, without those that raise: ``compare`` meets and records the exception."""
+    """Return ``error_of`` for each candidate, except if it raises; ``compare`` meets and records the exception."""
     found = {}
     for name, candidate in candidates.items():
         try:
@@ -351,7 +351,7 @@ def each_error(candidates: Mapping[str, Value], error_of: Callable[[Value], floa
 
 
 class Distance:
-    """``relative_error`` of a tensor compared part by part, for references of which only a part fits in memory."""
+    """``relative_error`` of a tensor compared in parts, for references of which only a part fits into memory."""
 
     def __init__(self) -> None:
         self._squares: list[torch.Tensor] = []
@@ -362,19 +362,19 @@ class Distance:
         self._squares.append(torch.stack([torch.linalg.vector_norm(part).square() for part in parts]))
 
     def relative(self) -> float:
-        """Error of all parts together."""
+        """Return the relative error of all parts together."""
         difference, scale = torch.stack(self._squares).sum(0).sqrt().tolist()
         return float(difference / scale if scale else difference)
 
 
 def slices(rows: int, columns: int) -> list[slice]:
-    """Slices of so many rows of float64 numbers that a few temporaries of a slice fit on any GPU."""
+    """Return slices of so many float64 rows that a few temporaries of a slice fit on any GPU."""
     step = max(1, ROWS_BYTES // (8 * max(columns, 1)))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def copy_bandwidth(device: torch.device | str, nbytes: int, samples: int = 20) -> float:
-    """Bytes read plus bytes written per second by a device copy of ``nbytes``."""
+    """Measure the bytes read plus bytes written per second by a device copy of ``nbytes``."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     timing = measure({"copy": lambda _: target.copy_(source)}, device=device, samples=samples, label="copy ceiling")
@@ -382,14 +382,14 @@ def copy_bandwidth(device: torch.device | str, nbytes: int, samples: int = 20) -
 
 
 def gemm_rate(device: torch.device | str, dtype: torch.dtype, n: int, samples: int = 20) -> float:
-    """Floating-point operations per second of an n x n x n matrix product."""
+    """Measure the floating-point operations per second of an n x n x n matrix product."""
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     timing = measure({"gemm": lambda _: a @ b}, device=device, samples=samples, label="product ceiling")
     return 2 * n**3 / timing["gemm"].median
 
 
 def ceilings(device: torch.device | str, dtype: torch.dtype, size: str) -> dict[str, float]:
-    """Both ceilings of this run: ``{"copy_bytes_per_s": ..., "gemm_flop_per_s": ...}``."""
+    """Measure both ceilings of this run: ``{"copy_bytes_per_s": ..., "gemm_flop_per_s": ...}``."""
     nbytes = {"toy": 1 << 20, "small": 256 << 20, "full": 2 << 30}[size]
     n = {"toy": 64, "small": 1024, "full": 8192}[size]
     samples = 3 if size == "toy" else 20
@@ -413,21 +413,21 @@ def compare(
     floor_bytes: int | None = None,
     memory: bool = True,
 ) -> list[Result]:
-    """Take every candidate's peak memory on one case, and time those that fit.
+    """Measure the peak memory of every candidate on one case, and time the candidates that fit into memory.
 
-    A candidate that raises is recorded with the reason, in ``extra["failed"]``, and costs the others nothing.
+    If a candidate raises, the reason is recorded in ``extra["failed"]``, and the other candidates still run.
 
     Args:
-        subject: the benchmark's name.
-        case: what is run, for the record and the table.
+        subject: name of the benchmark.
+        case: description of the case, for the record and the table.
         phase: "forward", "backward", "both", ...
-        candidates: name -> callable of the input set's number, or ``Candidate``.
-        options: what ``parse`` returned.
-        input_sets: how many input sets the candidates can take in rotation.
+        candidates: name -> callable of the number of the input set, or ``Candidate``.
+        options: the result of ``parse``.
+        input_sets: number of input sets that rotate.
         errors: name -> distance from float64.
-        allowed_error: the largest of these that counts as correct.
-        floor_s: the least time possible at this run's ceilings.
-        floor_bytes: the least extra memory possible.
+        allowed_error: the largest error that counts as correct.
+        floor_s: lower bound of the time at this run's ceilings.
+        floor_bytes: lower bound of the extra memory.
         memory: whether to report peak memory.
 
     Returns:
@@ -441,7 +441,7 @@ def compare(
         result.error = None if errors is None else errors.get(name)
         result.allowed_error = allowed_error
         result.floor_s, result.floor_bytes = floor_s, floor_bytes
-        try:  # memory first: who does not fit is not timed
+        try:  # memory first: candidates that do not fit are not timed
             peak = peak_memory(candidate, options.device)
         except Exception as error:
             result.extra["failed"] = _failure(name, error)
@@ -472,7 +472,7 @@ _shown: list[Result] = []
 
 
 def _show(results: list[Result], options: argparse.Namespace) -> None:
-    """Print a case's table and write all of this process so far: whoever is interrupted has measured that much."""
+    """Print the table of a case and write all results of this process, so that an interrupted run keeps them."""
     _shown.extend(results)
     print(f"\n{table(results)}", flush=True)
     if options.out is not None:

@@ -1,25 +1,27 @@
-"""Everything that a GPU has to show, in the minutes it is lent for: correctness, measurements, tests, the sanitizer.
+"""All checks and measurements that need a GPU, within a time limit: correctness, measurements, tests, the sanitizer.
 
-``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in the order of what decides most, each in a
-process of its own for at most its share of the minutes, and leaves out what no longer fits; what it then started is
-ended with it. First the peers that can be imported, and why the others cannot. Then ``verify``, ours against float64:
-the exit status is 1 if it fails, and every verdict then says "unverified". Then ours beside the ceilings, the peers,
-and the rest. Output goes to stdout as it is made. ``DIR`` holds three files, brought up to date all the while, so that
-whoever ends this at any moment has what was measured: ``results.tar.gz`` (a log of every step and the raw numbers of
-those that measure), ``summary.json`` (the outcome of each step) and ``verdicts.md`` (each bar beside what was
-measured).
+``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in order of importance. Each step runs in a
+separate process for at most its share of the minutes. Steps that no longer fit are left out. When a step ends, all
+processes that it started are ended. The first step lists the peers that can be imported, and the reason for the others.
+The second, ``verify``, compares ours with float64. If it fails, the exit status is 1, and every verdict says
+"unverified". Then follow the comparisons with the ceilings and the peers, and the rest. Output goes to stdout
+immediately.
+
+``DIR`` holds three files, which are updated continuously, so an interrupted run keeps its results.
+``results.tar.gz`` has the log of every step and the raw numbers of measurements. ``summary.json`` has the outcome of
+each step. ``verdicts.md`` compares each bar, that is, each performance target, with its measurement.
 
     --wheels FOLDER   peers, installed without their requirements and for this run only
-    --resume DIR      an earlier ``DIR``: its results come along, and steps that have an outcome are not run again
-    --steps NAME ...  these and no others, again if need be
+    --resume DIR      an earlier ``DIR``: its results are kept, and steps that have an outcome are not repeated
+    --steps NAME ...  only these steps, even if they have an outcome
 
-A machine without a package index needs these wheels, for its Python, some 8 MB together: ``liger-kernel``,
-``cut-cross-entropy``, ``nemo-automodel`` (the original: without it the bar of corruption is not measured) and
-``speculators``; also what their imports need and such a machine may lack, ``pydantic`` with ``pydantic-core``,
-``annotated-types`` and ``typing-inspection``. ``quack-kernels`` needs ``nvidia-cutlass-dsl`` besides, a compiler of 88
+A machine without a package index needs these wheels for its version of Python, some 8 MB together: ``liger-kernel``,
+``cut-cross-entropy``, ``nemo-automodel`` and ``speculators``. Without ``nemo-automodel``, the original, the bar of
+corruption is not measured. Their imports also need ``pydantic`` with ``pydantic-core``, ``annotated-types`` and
+``typing-inspection``, if the machine lacks them. ``quack-kernels`` also needs ``nvidia-cutlass-dsl``, a compiler of 88
 MB.
 
-``--rehearse`` runs the same at toy size on a CPU, through Triton's interpreter.
+``--rehearse`` runs all steps at toy size on a CPU, with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -75,23 +77,23 @@ NUMBERS = (
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
 TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
-REFRESH = 15.0  # s between two looks at what a step has made so far
-RESERVE = 10.0  # s kept for ending the last step and writing down what became of it
-PATIENCE = 2.0  # s between asking a step to end and ending it
-MARK = "DLLM_KERNELS_STEP"  # in the environment of everything that a step starts
+REFRESH = 15.0  # s between two updates of the files while a step runs
+RESERVE = 10.0  # s reserved for ending the last step and writing its outcome
+PATIENCE = 2.0  # s between SIGTERM and SIGKILL
+MARK = "DLLM_KERNELS_STEP"  # in the environment of all processes that a step starts
 
 
 @dataclass(frozen=True)
 class Step:
-    """One command.
+    """A command.
 
     Attributes:
-        name: of its log, of its results and in the summary.
-        minutes: its share, after which it is ended. Guessed from launches, bytes and flops on an H200, not measured.
-        command: what to run on a GPU.
-        toy: what stands for it without one.
+        name: name of its log and results, and in the summary.
+        minutes: time limit. Estimated from launches, bytes and flops on an H200, not measured.
+        command: command on a GPU.
+        toy: replacement for a run without a GPU.
         settings: environment variables.
-        needs: a program without which it is left out.
+        needs: a required program; the step is left out without it.
     """
 
     name: str
@@ -103,7 +105,7 @@ class Step:
 
 
 def steps(work: Path) -> list[Step]:
-    """List the steps, most decisive first; results under ``work``."""
+    """List the steps, most important first; results are written to ``work``."""
 
     def result(name: str) -> str:
         return str(work / f"{name}.json")
@@ -115,7 +117,7 @@ def steps(work: Path) -> list[Step]:
         return Step(name, minutes, (*run, *on_gpu), (*run, *TOY))
 
     def tests(name: str, minutes: float, *words: str) -> Step:
-        # One thread: twelve processes share the cores, and what the CPU path allocates depends on its threads.
+        # One thread, because twelve processes share the cores, and the memory of the CPU path depends on its threads.
         alone = {"OMP_NUM_THREADS": "1"}
         return Step(name, minutes, (*PYTEST, *words), (*PYTEST, "--collect-only", "-q", *words), alone)
 
@@ -128,7 +130,7 @@ def steps(work: Path) -> list[Step]:
             "not exhaustive",
         )
         run = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *PYTEST, "-x", *some)
-        # Blocks of torch's cache stay allocated: an access beyond a tensor would be none beyond a block.
+        # Without this, an access beyond a tensor may still lie inside a block of torch's cache and go undetected.
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone, needs=run[0])
 
@@ -155,10 +157,10 @@ def steps(work: Path) -> list[Step]:
         measured("corruption", 0.7),
         measured("variants", 0.5, on_gpu=("--samples", "10")),
         tests("gpu_tests", 1.5, "-n", "6", "-m", "gpu", *with_gpu_marks),
-        # Compiles the kernels once, before twelve processes ask for them at the same time.
+        # Compiles the kernels once, because otherwise twelve processes would compile them at the same time.
         Step("compile", 0.8, (*smoke, *kernels), (*smoke, "corruption")),
         tests("parity", 5.0, "-n", "12", "--maxfail=20", "-m", "not exhaustive", *(f"tests/{n}.py" for n in NUMBERS)),
-        # As on a machine without a GPU: what is predicted follows from the Triton that is installed here.
+        # Runs as on a machine without a GPU, because the predictions depend on the installed version of Triton.
         Step("model", 1.5, (*inspect, "--kernel", "[bf16"), (*inspect, "--kernel", "token_nll_merge[bf16"),
              {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}),
         measured("predicted", 1.2, "--model", result("model")),
@@ -176,7 +178,7 @@ def steps(work: Path) -> list[Step]:
 
 
 def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]:
-    """(what fits if every step takes its share, what does not), each in the order given."""
+    """Return (steps that fit if every step takes its share, steps that do not), each in the given order."""
     fits, left, seconds = [], [], 60 * minutes - RESERVE
     for step in steps:
         if 60 * step.minutes <= seconds:
@@ -188,23 +190,23 @@ def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]
 
 
 class Run:
-    """One run: its working folder, what has become of its steps, and the files that it leaves."""
+    """A run: its working folder, the outcomes of its steps, and its output files."""
 
     def __init__(self, out: Path, work: Path, *, toy: bool, settings: Mapping[str, str]) -> None:
         self.out, self.work, self.toy = out, work, toy
         self.settings = {**settings, **({"TRITON_INTERPRET": "1"} if toy else {}), "PYTHONUNBUFFERED": "1"}
         self.done: dict[str, dict[str, object]] = {}
-        # Asked once, before the first step: git and nvidia-smi would run beside what is measured.
+        # Read once before the first step, because git and nvidia-smi would disturb measurements.
         self.environment = environment("cpu" if toy else "cuda")
 
     def resume(self, folder: Path) -> None:
-        """Take over the results of an earlier run."""
+        """Load the results of an earlier run."""
         with tarfile.open(folder / "results.tar.gz") as archive:
             archive.extractall(self.work, filter="data")
         self.done = json.loads((self.work / "summary.json").read_text())["steps"]
 
     def save(self, running: str | None = None) -> None:
-        """Bring the three files up to date, each replaced as a whole."""
+        """Update the three output files, each atomically."""
         summary = {"rehearsal": self.toy, "environment": self.environment, "steps": self.done, "running": running}
         found = "\n".join(verdicts(self.work, "toy" if self.toy else "full")) + "\n"
         for folder in (self.work, self.out):
@@ -218,7 +220,7 @@ class Run:
         beside.replace(self.out / "results.tar.gz")
 
     def step(self, step: Step) -> None:
-        """Run one step to its end or to the end of its share."""
+        """Run one step until it ends or reaches its time limit."""
         start = time.monotonic()
         if step.needs is not None and not self.toy and shutil.which(step.needs) is None:
             outcome = f"left out: {step.needs} is not installed"
@@ -247,13 +249,13 @@ class Run:
         return "ok" if status == 0 else f"failed with status {status}"
 
 
-# What the sanitizer says of a device that it cannot watch (seen on virtual machines).
+# Message of the sanitizer on an unsupported device (seen on virtual machines).
 REFUSALS = ("Device not supported", "LibraryNotLoaded")
 
 
 @contextlib.contextmanager
 def started(command: Sequence[str], log: Path, settings: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, its output in the log and on stdout; at the end nothing it started is left."""
+    """Run a process in a separate process group, with output to log and stdout; at exit, end all that it started."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **settings, MARK: mark}, start_new_session=True,
@@ -271,9 +273,9 @@ def started(command: Sequence[str], log: Path, settings: Mapping[str, str]) -> I
                     os.kill(pid, number)
             patience = time.monotonic() + PATIENCE
             while left and number == signal.SIGTERM and time.monotonic() < patience and _of_mark(mark):
-                process.poll()  # what has ended is gone only when it was waited for
+                process.poll()  # reap the ended process
                 time.sleep(0.05)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may delay its end
             process.wait(2.0)
         echo.join(2.0)
 
@@ -289,7 +291,7 @@ def _echo(process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _of_mark(mark: str) -> list[int]:
-    """Processes whose environment has the mark: those of a step, whatever session or parent they have taken."""
+    """Return the processes whose environment has the mark: those of a step, in any session and with any parent."""
     found, wanted = [], f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -302,7 +304,7 @@ def _of_mark(mark: str) -> list[int]:
 def install(wheels: Path, into: Path) -> dict[str, str]:
     """Install the peers' wheels beside this environment; returns the variables that make them importable.
 
-    Wheels that pip refuses cost the comparison with peers and not the run.
+    If pip rejects the wheels, the run continues without the comparison with peers.
     """
     pip = (
         sys.executable,
@@ -317,7 +319,7 @@ def install(wheels: Path, into: Path) -> dict[str, str]:
         str(into),
     )
     if subprocess.run([*pip, *map(str, sorted(wheels.glob("*.whl")))], check=False).returncode:
-        print("pip refuses the wheels: measured without peers that are not installed already", flush=True)
+        print("pip rejects the wheels: measured without peers that are not installed already", flush=True)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(into), os.environ.get("PYTHONPATH", "")]))}
 
 
@@ -327,11 +329,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the results")
-    add("--minutes", type=float, default=9.0, help="in which this has ended (default: 9)")
-    add("--wheels", type=Path, help="folder with wheels of the peers and of what they need, see above")
+    add("--minutes", type=float, default=9.0, help="time limit in minutes (default: 9)")
+    add("--wheels", type=Path, help="folder with wheels of the peers and their requirements, see above")
     add("--resume", type=Path, help="results of an earlier run, whose steps are not run again")
-    add("--steps", nargs="+", metavar="NAME", help="run these only")
-    add("--rehearse", action="store_true", help="toy size on a CPU")
+    add("--steps", nargs="+", metavar="NAME", help="run only these steps")
+    add("--rehearse", action="store_true", help="run at toy size on a CPU")
     return parser
 
 
@@ -346,12 +348,12 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     if options.resume is not None and not (options.resume / "results.tar.gz").is_file():
         parser.error(f"argument --resume: must be a folder with results.tar.gz, got {options.resume}")
     if not options.rehearse and not torch.cuda.is_available():
-        parser.error("a GPU is needed, and none is visible; --rehearse shows what would run")
+        parser.error("a GPU is required, but none is visible; --rehearse runs the steps at toy size on a CPU")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what fits and write the results; 1 if a step failed."""
+    """Run the steps that fit and write the results; return 1 if a step failed."""
     start = time.monotonic()
     options = _parsed(argv)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -367,7 +369,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_all(run: Run, todo: Sequence[Step], deadline: float) -> int:
-    """Every step that still fits when its turn comes; time that one did not take is the next one's."""
+    """Run every step that still fits when its turn comes; time that a step did not use is available to the next."""
     fits, left = plan(todo, (deadline - time.monotonic()) / 60)
     print(f"fits: {', '.join(f'{s.name} {s.minutes:g} min' for s in fits) or 'nothing'}", flush=True)
     print(f"fits only if others take less: {', '.join(s.name for s in left) or 'nothing'}", flush=True)

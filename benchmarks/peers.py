@@ -1,10 +1,9 @@
-"""Other implementations of the same losses, where they are installed, each called at its best settings.
+"""Other implementations of the same losses, if installed, each called with its best settings.
 
 Every peer is a function of the same arguments as ours and returns a scalar loss. ``original`` is nemo-automodel, whose
-losses this package replaces; ``compiled`` is ``torch.compile`` of the plain code; ``gather`` takes the active rows and
-then runs plain PyTorch, so that leaving rows out is not mistaken for the speed of a kernel.
-
-``python -m benchmarks peers`` lists which peers can be imported here and why the others cannot.
+losses this package replaces. ``compiled`` is ``torch.compile`` of the plain code. ``gather`` gathers the active rows
+and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel.
+``python -m benchmarks peers`` lists the peers that can be imported here, and the reason for the others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DLLM_LOSS, DLLM_CORRUPTION = (
     "nemo_automodel.components.loss.dllm_loss",
     "nemo_automodel.components.datasets.dllm.corruption",
 )
-#: Name of a peer -> the modules that its candidates come from.
+#: Name of a peer -> the modules of its candidates.
 MODULES = {
     "original": (DLLM_LOSS, DLLM_CORRUPTION),
     "liger": (
@@ -48,16 +47,16 @@ _refused: dict[str, str] = {}
 
 @functools.cache
 def module(name: str) -> Any:
-    """Import the module; None if that fails, and ``refusals`` then has the reason."""
+    """Import the module. If this fails, return None; ``refusals`` then has the reason."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # a package that does not fit its requirements raises anything
+    except Exception as error:  # a package with incompatible requirements may raise any exception
         _refused[name] = said(error)
         return None
 
 
 def _add(losses: dict[str, Loss], name: str, module_name: str, make: Callable[[Any], Loss]) -> None:
-    """Add the peer if its module can be imported and offers what ``make`` takes from it."""
+    """Add the peer if its module can be imported and has the attributes that ``make`` uses."""
     if (peer := module(module_name)) is None:
         return
     try:
@@ -67,12 +66,12 @@ def _add(losses: dict[str, Loss], name: str, module_name: str, make: Callable[[A
 
 
 def refusals() -> dict[str, str | None]:
-    """Module -> why it cannot be imported; None if it can."""
+    """Return module -> reason why it cannot be imported, or None if it can."""
     return {name: None if module(name) is not None else _refused[name] for names in MODULES.values() for name in names}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print which peers can be imported, and why not the others."""
+    """Print the peers that can be imported, and the reason for the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=main.__doc__)
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     options = parser.parse_args(argv)
@@ -91,18 +90,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
-    """``[N, V]`` in float32, or in float64 as they are, for the oracle."""
+    """Cast ``[N, V]`` to float32; float64 is kept, for the oracle."""
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def plain_mdlm(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What anybody would write: NLL of every token, times the weights."""
+    """The plain form: NLL of every token, times the weights."""
     nll = F.cross_entropy(_wide(logits), targets.flatten(), reduction="none")
     return (nll * weights.flatten()).sum()
 
 
 def _gather_mdlm(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Active rows first, then plain PyTorch."""
+    """Gather the active rows, then run plain PyTorch."""
     rows = weights.flatten().nonzero().squeeze(1)
     active = logits.flatten(0, -2).index_select(0, rows)
     nll = F.cross_entropy(_wide(active), targets.flatten()[rows], reduction="none")
@@ -125,7 +124,7 @@ def _liger_mdlm(peer: Any) -> Loss:
     loss = peer.LigerCrossEntropyLoss(reduction="none")
 
     def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        # ignore_index spares liger the rows of weight 0; its kernel overwrites the logits, hence no copy of them.
+        # With ignore_index, liger skips rows of weight 0. Its kernel overwrites the logits, so they are not copied.
         labels = torch.where(weights != 0, targets, -100).flatten()
         nll = loss(logits.flatten(0, -2), labels)
         total: torch.Tensor = (nll * weights.flatten()).sum()
@@ -135,7 +134,7 @@ def _liger_mdlm(peer: Any) -> Loss:
 
 
 def logits_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
-    """Name -> loss(logits [B, L, V], targets [B, L], weights [B, L]) for what can run here."""
+    """Return name -> loss(logits [B, L, V], targets [B, L], weights [B, L]) of the available implementations."""
     losses: dict[str, Loss] = {"plain": plain_mdlm, "gather": _gather_mdlm}
     _add(losses, "original", DLLM_LOSS, _original_mdlm)
     if compiled:
@@ -158,7 +157,7 @@ def _quack_mdlm(peer: Any) -> Loss:
 def plain_linear(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
 ) -> torch.Tensor:
-    """All logits at once."""
+    """Compute all logits at once."""
     nll = F.cross_entropy(_wide(F.linear(hidden, weight)), targets.flatten(), reduction="none")
     return (nll * weights.flatten()).sum()
 
@@ -185,7 +184,7 @@ def _original_linear(peer: Any) -> Loss:
 def _torch_chunked(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
 ) -> torch.Tensor:
-    """PyTorch's own chunked op: it has no weight per row, so only rows of equal weight can be compared with it."""
+    """PyTorch's chunked op. It has no weight per row, so it is compared only on rows of equal weight."""
     labels = torch.where(weights != 0, targets, -100).flatten()
     options = torch.nn.LinearCrossEntropyOptions()
     loss: torch.Tensor = F.linear_cross_entropy(
@@ -229,12 +228,12 @@ def _quack_linear(peer: Any) -> Loss:
     return run
 
 
-#: Peers whose loss has no weight per row: they are compared where all active rows weigh 1.
+#: Peers without a weight per row. They are compared only if all active rows have weight 1.
 UNWEIGHTED = ("torch chunked", "liger", "quack")
 
 
 def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
-    """Name -> loss(hidden, weight, targets, weights, chunk) for what can run here."""
+    """Return name -> loss(hidden, weight, targets, weights, chunk) of the available implementations."""
     losses: dict[str, Loss] = {"plain": plain_linear, "gather": _gather_linear}
     _add(losses, "original", DLLM_LOSS, _original_linear)
     if compiled:
@@ -248,7 +247,7 @@ def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
     return losses
 
 
-#: Divergences by name in ops.divergence: what speculators calls its functions, and Liger's beta, 0 for KL(q || p).
+#: Name in ops.divergence -> speculators' function name, and Liger's beta (0 for KL(q || p)).
 SPECULATORS = {
     "kl": "kl_div_loss",
     "rkl": "reverse_kl_div_loss",
@@ -260,7 +259,7 @@ LIGER_BETA = {"kl": 0.0, "jsd": 0.5, "rkl": 1.0}
 
 
 def _speculators_divergence(loss: Loss) -> Loss:
-    """Of the logits of both, which its trainer makes whole."""
+    """Use the full logits of both models, as the trainer of speculators does."""
 
     def run(hidden: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -277,14 +276,14 @@ def _liger_divergence(peer: Any, beta: float) -> Loss:
     def run(hidden: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         total: torch.Tensor = loss(
             hidden, head, teacher, head, None
-        )  # the mean over the rows: it has no weight per row
+        )  # the mean over the rows, because it has no weight per row
         return total
 
     return run
 
 
 def divergence_losses(kind: str, device: torch.device | str) -> dict[str, Loss]:
-    """Name -> loss(hidden [N, D], teacher [N, D], head [V, D], weights [N]) of that kind for what can run here."""
+    """Return name -> loss(hidden [N, D], teacher [N, D], head [V, D], weights [N]) of the available implementations."""
     losses: dict[str, Loss] = {}
     on_gpu = torch.device(device).type == "cuda"
 
@@ -302,5 +301,5 @@ def divergence_losses(kind: str, device: torch.device | str) -> dict[str, Loss]:
 
 
 def baseline(losses: Mapping[str, Any]) -> str:
-    """What ratios refer to: the original where it is installed, else the plain code."""
+    """Return the baseline of ratios: the original if it is installed, otherwise the plain code."""
     return "original" if "original" in losses else "plain"

@@ -1,11 +1,11 @@
-"""One update of coupled-GRPO from hidden states: old, reference and current log-probabilities, the loss and backward.
+"""One update of coupled-GRPO from hidden states: old, reference and current log-probabilities, loss and backward.
 
-Three views of each sequence, half of its tokens supervised: a third of all rows is scored. Ours beside what anybody
-would write (logits, log_softmax, gather, autograd) on all rows and on the scored ones, and beside the log-probability
-functions of TRL, verl and Liger on the scored rows, where they are installed; scores, loss and masks are then the plain
-ones. Liger's GRPO loss is no peer: each of its tokens has one row, so it cannot add up views. The floor counts one
-product for the log-probabilities of old and reference policy each, and for the current ones and their gradient two with
-a frozen head, three with a trained one.
+There are three views of each sequence, and half of its tokens are supervised, so a third of all rows is scored. Ours is
+compared with the plain form (logits, log_softmax, gather, autograd) on all rows and on the scored rows. It is also
+compared with the log-probability functions of TRL, verl and Liger on the scored rows, if they are installed. These use
+the plain scores, loss and masks. Liger's GRPO loss is not a peer, because it has one row per token and cannot sum
+views. The floor counts one product each for the log-probabilities of the old and the reference policy. For the current
+log-probabilities and their gradient it counts two with a frozen head and three with a trained head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LogProbs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Inputs(NamedTuple):
-    """Hidden states ``[K, B, L, D]`` of the three policies, their head, the tokens, the views, an advantage a row."""
+    """Hidden states ``[K, B, L, D]`` of the three policies, their head, tokens, views, and one advantage per row."""
 
     hidden: torch.Tensor
     old: torch.Tensor
@@ -40,11 +40,11 @@ class Inputs(NamedTuple):
     advantages: torch.Tensor
 
     def leaves(self) -> list[torch.Tensor]:
-        """What has a gradient."""
+        """Return the tensors with a gradient."""
         return [t for t in (self.hidden, self.head) if t.requires_grad]
 
     def first(self, B: int, dtype: torch.dtype) -> Inputs:
-        """Fresh leaves of another dtype, the first sequences only."""
+        """Return new leaves in another dtype, for the first sequences only."""
         hidden, old, ref = (t[:, :B].detach().to(dtype) for t in (self.hidden, self.old, self.ref))
         views = replace(
             self.views,
@@ -59,7 +59,7 @@ Update = Callable[[Inputs], torch.Tensor]
 
 
 def make_inputs(shape: Shape, share: float, options: Any) -> Inputs:
-    """Random ones, a ``share`` of the tokens supervised; the three policies are close."""
+    """Draw random inputs, a ``share`` of the tokens supervised; the three policies are similar."""
     B, L, D, V, on = shape.batch, shape.length, shape.hidden, shape.vocab, {"device": options.device}
     ids, loss_mask = torch.randint(0, V - 1, (B, L), **on), torch.rand(B, L, **on) < share
     views = policy_views(ids, loss_mask, V - 1, "coupled", seeds=torch.arange(B, **on))
@@ -70,7 +70,7 @@ def make_inputs(shape: Shape, share: float, options: Any) -> Inputs:
 
 
 def updates(options: Any) -> dict[str, Update]:
-    """Ours and, unless ``options.alone``, the plain code and every peer that runs here; each returns the loss."""
+    """Return ours and, unless ``options.alone``, the plain code and the available peers; each returns the loss."""
     loss = PolicyLoss(PolicyObjective(clip_low=CLIP, clip_high=CLIP, kl="k3", kl_coef=KL_COEF))
 
     def scores(hidden: torch.Tensor, i: Inputs) -> torch.Tensor:
@@ -92,13 +92,13 @@ def updates(options: Any) -> dict[str, Update]:
 
 
 def log_probs_of_peers(device: torch.device | str) -> dict[str, LogProbs]:
-    """The log-probability functions of policy trainers that can be imported; says which cannot."""
+    """Return the importable log-probability functions of policy trainers; print the others."""
     found: dict[str, LogProbs] = {}
     for name in ("trl", "verl"):
         if peers.module(peers.MODULES[name][0]) is None:
             print(f"{name} is not measured: {peers.refusals()[peers.MODULES[name][0]]}")
     if (trl := peers.module("trl.kernels")) is not None:
-        # Vocabulary columns at a time, as its trainers set them.
+        # Vocabulary columns per block, as set by its trainers.
         found["trl"] = lambda h, w, ids: trl.ChunkedLogProbFunction.apply(h, w, None, ids, 1.0, 32768, None, 1.0, ())[0]
     if (verl := peers.module("verl.utils.experimental.torch_functional")) is not None:
         found["verl"] = lambda h, w, ids: verl.FusedLinearForPPO()(h, w, ids)[0]
@@ -116,7 +116,7 @@ def _log_probs(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor) -> t
 
 
 def _loss(current: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, i: Inputs) -> torch.Tensor:
-    """Of log-probabilities ``[K, B, L]``."""
+    """Compute the loss from log-probabilities ``[K, B, L]``."""
     s, old, ref = ((i.views.weights * torch.where(i.views.scored, t, 0.0)).sum(0) for t in (current, old, ref))
     ratio, away, A = (s - old).exp(), ref - s, i.advantages[:, None]
     value = KL_COEF * (away.exp() - away - 1) - torch.minimum(ratio * A, ratio.clamp(1 - CLIP, 1 + CLIP) * A)
@@ -132,7 +132,7 @@ def _plain(i: Inputs) -> torch.Tensor:
 
 
 def _gathering(log_probs: LogProbs) -> Update:
-    """Log-probabilities of the scored rows alone."""
+    """Return the log-probabilities of the scored rows only."""
 
     def run(i: Inputs) -> torch.Tensor:
         scored, ids = i.views.scored, i.ids.expand(i.hidden.shape[:-1])[i.views.scored]
@@ -149,7 +149,7 @@ def _gathering(log_probs: LogProbs) -> Update:
 
 
 def candidate(update: Update, i: Inputs) -> measure.Candidate:
-    """One of them. The last gradients are dropped before, untimed, so new ones are allocated within."""
+    """Build one candidate. The previous gradients are dropped before, untimed, so that new ones are allocated."""
 
     def prepare(_: int) -> None:
         for leaf in i.leaves():
@@ -159,7 +159,7 @@ def candidate(update: Update, i: Inputs) -> measure.Candidate:
 
 
 def errors(candidates: dict[str, Update], inputs: Inputs) -> tuple[dict[str, float], float]:
-    """Each one's gradient of the first sequences against float64, and the largest error that is correct."""
+    """Compare the gradients of the first sequences with float64; also return the largest allowed error."""
 
     def gradient(update: Update, dtype: torch.dtype) -> torch.Tensor:
         here = inputs.first(ERROR_SEQUENCES, dtype)
@@ -175,7 +175,7 @@ def errors(candidates: dict[str, Update], inputs: Inputs) -> tuple[dict[str, flo
 
 
 def floor(shape: Shape, scored: int, measured: dict[str, float]) -> float:
-    """Least seconds at this run's ceilings."""
+    """Return the minimum seconds at this run's ceilings."""
     products = 2 + (2 if shape.frozen else 3)
     return 2 * products * scored * shape.vocab * shape.hidden / measured["gemm_flop_per_s"]
 

@@ -1,4 +1,4 @@
-"""The record of a run: the environment a number means nothing without, JSON, and tables for reading."""
+"""The record of a run: the environment of a measurement, JSON, and tables for reading."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def said(error: BaseException) -> str:
 
 
 def _sources() -> str:
-    """A digest of the package's code: which it was where a copy without its history was measured."""
+    """Return a digest of the package's code, which identifies the code of a copy without git history."""
     root = Path(__file__).parents[1] / "dllm_kernels"
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:16]
 
@@ -94,7 +94,7 @@ def _gpu(device: torch.device) -> dict[str, Any] | None:
 
 @functools.cache
 def environment(device: torch.device | str) -> dict[str, Any]:
-    """Device, clocks, driver, versions, commit and date: what a number means nothing without."""
+    """Return device, clocks, driver, versions, commit and date of a measurement."""
     commit = _command("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     dirty = _command("git", "-C", str(Path(__file__).parent), "status", "--porcelain", "--untracked-files=no")
     return {
@@ -112,7 +112,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
 
 
 def device_name(device: torch.device | str) -> str:
-    """A short name of the device, for tables and folders."""
+    """Return a short name of the device, for tables and folders."""
     device = torch.device(device)
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
 
@@ -130,7 +130,7 @@ def write_json(
         "options": {
             key: str(value) if isinstance(value, Path | torch.dtype) else value
             for key, value in vars(options).items()
-            if key != "out"  # where the file lies says nothing about what was measured
+            if key != "out"  # the path of the file is irrelevant for the results
         },
         "ceilings": dict(measured_ceilings or {}),
         "results": [result.to_json() for result in results],
@@ -140,7 +140,7 @@ def write_json(
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that whoever is interrupted, or reads meanwhile, finds as it was or as it will be."""
+    """Write a file atomically: readers, also after an interruption, find the old or the new content."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(text, encoding="utf-8")
@@ -148,7 +148,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A markdown table, columns in the order of first appearance, aligned for reading as text too."""
+    """Format a Markdown table, columns in the order of first appearance, aligned to be readable as text."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [[str(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
@@ -157,7 +157,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a short text in a fitting unit."""
+    """Format seconds as a short text in a fitting unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -165,7 +165,7 @@ def duration(seconds: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes as a short text in a fitting binary unit."""
+    """Format bytes as a short text in a fitting binary unit."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
@@ -198,7 +198,7 @@ def _row(result: Result, baseline: Result | None) -> dict[str, str]:
 
 
 def table(results: Sequence[Result], baseline: str | None = None) -> str:
-    """A markdown table, with ratios to the candidate ``baseline`` of the same case and phase."""
+    """Format a Markdown table, with ratios to the candidate ``baseline`` of the same case and phase."""
 
     def key(result: Result) -> tuple[str, str, str]:
         return json.dumps(result.case, default=str), result.phase, result.cache
@@ -217,7 +217,7 @@ def report(
     """Print the table, the device and ceilings above it, and write the JSON if ``--out`` is given.
 
     Returns:
-        The exit status: 1 if a candidate other than a peer raised anything but an out-of-memory error.
+        The exit status: 1 if a candidate other than a peer raised an error other than out-of-memory.
     """
     print(f"\n{device_name(options.device)}, torch {torch.__version__}")
     print(f"{options.samples} samples, {options.cache} cache, {torch.get_num_threads()} CPU threads")

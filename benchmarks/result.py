@@ -1,4 +1,4 @@
-"""What is measured of one candidate."""
+"""Result of measuring one candidate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 QUANTILES = (0.2, 0.5, 0.8)
 OUT_OF_MEMORY = "out of memory"
-#: Candidates that are not this project's code: a benchmark succeeds even if one of them fails.
+#: Candidates that are not code of this project. A benchmark succeeds even if one of them fails.
 PEERS = frozenset(
     {
         "original", "compiled", "torch chunked", "liger", "cut-cross-entropy", "quack", "speculators, eager",
@@ -18,13 +18,13 @@ PEERS = frozenset(
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples of one candidate, in seconds, in the order they were taken, and on a GPU the host's time of a call."""
+    """Samples of one candidate in seconds, in the order of measurement, and on a GPU the host time of a call."""
 
     samples: tuple[float, ...]
     host: float | None = None
 
     def quantile(self, q: float) -> float:
-        """The q-quantile, linearly interpolated between order statistics."""
+        """Return the q-quantile, linearly interpolated between order statistics."""
         ordered = sorted(self.samples)
         place = q * (len(ordered) - 1)
         low = int(place)
@@ -42,18 +42,18 @@ class Result:
     """One line of a table: one candidate on one case in one phase.
 
     Attributes:
-        subject: the benchmark it belongs to.
-        case: what was run: sizes, dtype, active share, ...
-        phase: "forward", "backward", "both", or another word of the subject.
+        subject: name of the benchmark.
+        case: description of the case: sizes, dtype, active share, ...
+        phase: "forward", "backward", "both", or another phase of the subject.
         name: the candidate.
         cache: "hot" or "cold".
-        timing: the samples; None where only memory or error was asked for.
+        timing: the samples; None if only memory or error was measured.
         peak_bytes: peak of allocated bytes above those held before the call.
         error: distance from float64, see ``relative_error``.
         allowed_error: the largest ``error`` that counts as correct.
-        floor_s: the least time possible at this run's ceilings.
-        floor_bytes: the least extra memory possible.
-        extra: further values of the subject; ``failed`` says why the candidate has no timing.
+        floor_s: lower bound of the time at this run's ceilings.
+        floor_bytes: lower bound of the extra memory.
+        extra: further values of the subject; ``failed`` is the reason if the candidate has no timing.
     """
 
     subject: str

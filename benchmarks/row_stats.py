@@ -1,9 +1,10 @@
-"""Log-probability of the taken token and entropy of each row, for policy trainers, from logits and hidden states.
+"""Log-probability of the chosen token and entropy of each row, for policy trainers, from logits and hidden states.
 
-Ours beside what anybody would write (log_softmax, gather, entropy) on all rows and on the active ones, and Liger's,
-where it is installed. Random upstream gradients of both outputs; forward without a graph, as for old and reference
-policies, and both passes. The floors count the fewest bytes or flops: logits are read forward, read and written
-backward; a head makes its logits once forward and, both ways, once more with a product for each gradient.
+Ours is compared with the plain form (log_softmax, gather, entropy) on all rows and on the active rows, and with Liger
+if it is installed. Both outputs have random upstream gradients. Measures forward without a graph, as for old and
+reference policies, and both passes. The floors count the fewest bytes or flops. Logits are read in forward, and read
+and written in backward. A head computes its logits once in forward. With backward, it computes them once more, plus one
+product per gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ERROR_ROWS = 64
 
 
 class Inputs(NamedTuple):
-    """Logits ``[N, V]`` or hidden states ``[N, D]`` with their head, ids, active rows, gradients of both outputs."""
+    """Logits ``[N, V]``, or hidden states ``[N, D]`` with head; ids, active rows, and gradients of both outputs."""
 
     rows: torch.Tensor
     head: torch.Tensor | None
@@ -33,11 +34,11 @@ class Inputs(NamedTuple):
     upstream: tuple[torch.Tensor, torch.Tensor]
 
     def leaves(self) -> list[torch.Tensor]:
-        """What has a gradient."""
+        """Return the tensors with a gradient."""
         return [t for t in (self.rows, self.head) if t is not None and t.requires_grad]
 
     def first(self, N: int, dtype: torch.dtype) -> Inputs:
-        """Fresh leaves of another dtype, the first rows only."""
+        """Return new leaves in another dtype, for the first rows only."""
         rows, ids, active = self.rows[:N].detach().to(dtype).requires_grad_(), self.ids[:N], self.active[:N]
         head = None if self.head is None else self.head.detach().to(dtype).requires_grad_(self.head.requires_grad)
         return Inputs(rows, head, ids, active, (self.upstream[0][:N], self.upstream[1][:N]))
@@ -47,7 +48,7 @@ Statistics = Callable[[Inputs], Outputs]
 
 
 def make_inputs(shape: Shape, form: str, share: float, options: Any) -> Inputs:
-    """Random ones, a ``share`` of the rows active."""
+    """Draw random inputs, a ``share`` of the rows active."""
     N, on = shape.rows, {"device": options.device}
     columns = shape.vocab if form == "logits" else shape.hidden
     rows = torch.randn(N, columns, dtype=options.dtype, **on).requires_grad_()
@@ -60,7 +61,7 @@ def make_inputs(shape: Shape, form: str, share: float, options: Any) -> Inputs:
 
 
 def statistics(options: Any, form: str) -> dict[str, Statistics]:
-    """Ours and, unless ``options.alone``, every peer that runs here, by name; their inactive rows may hold anything."""
+    """Return ours and, unless ``options.alone``, the available peers; their inactive rows may have any value."""
 
     def ours(i: Inputs) -> Outputs:
         out = ops.token_log_probs(
@@ -107,7 +108,7 @@ def _backward(out: Outputs, i: Inputs) -> None:
 
 
 def candidate(function: Statistics, i: Inputs, phase: str) -> measure.Candidate:
-    """One of them in one phase. The last gradients are dropped before, untimed, so new ones are allocated within."""
+    """Build one candidate in one phase. The previous gradients are dropped before, untimed, to allocate new ones."""
 
     def prepare(_: int) -> None:
         for leaf in i.leaves():
@@ -124,9 +125,9 @@ def candidate(function: Statistics, i: Inputs, phase: str) -> measure.Candidate:
 
 
 def errors(candidates: dict[str, Statistics], inputs: Inputs) -> tuple[dict[str, float], float]:
-    """Each one's gradient of the first rows against float64, and the largest error that is correct.
+    """Compare the gradients of the first rows with float64; also return the largest allowed error.
 
-    The first rows only: a float64 copy of all does not fit.
+    Only the first rows are compared, because a float64 copy of all rows does not fit into memory.
     """
 
     def gradient(function: Statistics, dtype: torch.dtype) -> torch.Tensor:
@@ -143,7 +144,7 @@ def errors(candidates: dict[str, Statistics], inputs: Inputs) -> tuple[dict[str,
 
 
 def floor(shape: Shape, form: str, active: int, phase: str, measured: dict[str, float], itemsize: int) -> float:
-    """Least seconds at this run's ceilings."""
+    """Return the minimum seconds at this run's ceilings."""
     if form == "hidden":
         products = 1 if phase == "forward" else 3 if shape.frozen else 4
         return 2 * products * active * shape.vocab * shape.hidden / measured["gemm_flop_per_s"]

@@ -1,4 +1,4 @@
-"""Sizes that real recipes train at, and the small ones that stand for them on a CPU and in CI.
+"""Sizes of real training recipes, and small sizes for a CPU and for CI.
 
 ``LOGITS``, ``LINEAR`` and ``MASKS`` map ``--size`` to shapes. N = batch * length rows, V vocabulary, D width.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ACTIVE_SHARES = {"toy": (0.5,), "small": (1.0, 0.5, 0.15), "full": (1.0, 0.5, 0.15)}
-MDLM_SHARES = (0.15, 0.5, 0.85)  # t ~ U(0, 1): a batch masks anything between
+MDLM_SHARES = (0.15, 0.5, 0.85)  # t ~ U(0, 1): a batch may mask any fraction
 VOCABULARIES = {"toy": (257, 1024), "small": (8192, 32000), "full": (32000, 128256, 151936, 262144)}
 ROWS = {"toy": (64, 128), "small": (256, 1024), "full": (4096, 16384, 65536)}
 
@@ -25,8 +25,8 @@ class Shape:
         vocab: V.
         hidden: D, the width of the hidden states under the LM head.
         frozen: whether the recipe freezes the LM head.
-        block_size: of DFlash or block diffusion.
-        depths: MTP depths.
+        block_size: block size of DFlash or block diffusion.
+        depths: number of MTP depths.
         chunk: chunk of rows that the recipe's own fused loss uses.
     """
 
@@ -114,7 +114,7 @@ MASKS = {
 
 
 class Headline(NamedTuple):
-    """The shapes that the verdicts of a GPU run are about.
+    """The shapes of the verdicts of a GPU run.
 
     Attributes:
         logits: NLL from logits.

@@ -1,7 +1,7 @@
 """``python -m benchmarks all``: every subject, sweeps over rows, vocabulary and active share, tables and pictures.
 
-Each subject runs in a process of its own, so that one that fails or runs out of memory costs only itself, and leaves
-its raw results as JSON and its table as markdown in the folder. The pictures are drawn from the JSON of the sweeps.
+Each subject runs in a separate process, so a failure or lack of memory affects only this subject. It writes its raw
+results as JSON and its table as Markdown to the folder. The pictures are drawn from the JSON of the sweeps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEMS = (
     "token_nll", "linear_nll", "row_stats", "linear_sample", "policy", "divergence", "losses", "corruption", "collate"
 )  # fmt: skip
 SHARES = (1.0, 0.5, 0.15)
-#: The case that the sweeps vary, by size: large enough to fill the device, small enough for the plain code.
+#: The base case of the sweeps, by size: large enough to fill the device, small enough for the plain code.
 CENTRES = {
     "toy": Shape("sweep", 1, 64, 257, 32, block_size=16, chunk=16),
     "small": Shape("sweep", 1, 1024, 32_000, 256, block_size=16, chunk=256),
@@ -35,7 +35,7 @@ CENTRES = {
 
 
 def subject_commands(options: argparse.Namespace) -> dict[str, list[str]]:
-    """The command line of each subject: the shared options, and what it has of its own."""
+    """Return the command line of each subject: the shared options, and the options of the subject."""
     shared = ["--size", options.size, "--device", options.device, "--backend", options.backend]
     shared += ["--dtype", str(options.dtype).removeprefix("torch."), "--samples", str(options.samples)]
     shared += ["--warmup", str(options.warmup), "--cache", options.cache, "--seed", str(options.seed)]
@@ -70,7 +70,7 @@ def _vocab(centre: Shape, vocab: int) -> Shape:
 
 
 def sweep_cases(size: str) -> dict[str, list[tuple[Shape, tuple[float, ...]]]]:
-    """Name of the sweep -> its shapes, each with the active shares to run it at."""
+    """Return name of the sweep -> its shapes, each with its active shares."""
     centre = CENTRES[size]
     return {
         "rows": [(_rows(centre, rows), (0.5,)) for rows in shapes.ROWS[size]],
@@ -107,14 +107,14 @@ def sweep(options: argparse.Namespace, folder: Path) -> list[Record]:
 
 
 def _x(entry: Record) -> float:
-    """Where the entry stands on its sweep's axis."""
+    """Return the position of the entry on the axis of its sweep."""
     key = {"rows": "rows", "vocabulary": "V", "active share": "active"}[entry["sweep"]]
     value = str(entry["case"][key])
     return float(value.rstrip("%"))
 
 
 def lines(entries: Iterable[Record], value: Callable[[Record], float | None]) -> dict[str, list[tuple[float, float]]]:
-    """Candidate -> its points, sorted along the axis; entries without the value are left out."""
+    """Return candidate -> its points, sorted along the axis; entries without the value are omitted."""
     found: dict[str, list[tuple[float, float]]] = {}
     for entry in entries:
         y = value(entry)
@@ -148,7 +148,7 @@ def _panel(axes: Any, entries: Sequence[Record], value: Callable[[Record], float
 
 
 def draw(entries: Sequence[Record], title: str, path: Path) -> None:
-    """Time and peak memory of forward plus backward along every sweep, one picture for one subject."""
+    """Draw time and peak memory of forward plus backward along every sweep of one subject."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -168,7 +168,7 @@ def draw(entries: Sequence[Record], title: str, path: Path) -> None:
 
 
 def draw_all(entries: Sequence[Record], device: str, folder: Path) -> list[Path]:
-    """One picture for each subject of the sweeps."""
+    """Draw one picture for each subject of the sweeps."""
     pictures = []
     for subject in dict.fromkeys(entry["subject"] for entry in entries):
         chosen = [entry for entry in entries if entry["subject"] == subject and entry["phase"] == "both"]
@@ -179,7 +179,7 @@ def draw_all(entries: Sequence[Record], device: str, folder: Path) -> list[Path]
 
 
 def lost_cases(records: Mapping[str, Record]) -> list[str]:
-    """Every case in which another candidate's median was below ours: what was lost, beside what was won."""
+    """Return every case in which the median of another candidate was below ours, next to the cases won."""
     found = []
     for subject, written in records.items():
         groups: dict[str, list[Record]] = {}
@@ -200,7 +200,7 @@ def main(argv: list[str]) -> int:
     parser = measure.arguments("all", __doc__)
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     parser.add_argument("--subject", action="append", choices=STEMS, help="default: all")
-    parser.add_argument("--no-sweeps", action="store_true", help="leave the sweeps and pictures out")
+    parser.add_argument("--no-sweeps", action="store_true", help="omit the sweeps and pictures")
     options = measure.parse(parser, argv)
     device = record.device_name(options.device)
     options.out = options.out or Path("benchmarks/results") / device.lower().replace(" ", "-")

@@ -1,4 +1,4 @@
-"""The benchmarks' cases at small size, for pytest-benchmark: ``pytest benchmarks --benchmark-only``."""
+"""The cases of the benchmarks at small size, for pytest-benchmark: ``pytest benchmarks --benchmark-only``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Per-token NLL from logits, weighted and summed as the MDLM loss does: ours beside the original and its peers.
+"""Per-token NLL from logits, weighted and summed as in the MDLM loss: ours compared with the original and peers.
 
-Forward, backward and both, with a random upstream gradient, at several shares of active rows. The floor counts the
-fewest bytes that can move: forward reads the active rows; backward reads them once more and writes every row.
+Measures forward, backward and both, with a random upstream gradient, at several shares of active rows. The floor counts
+the fewest bytes: forward reads the active rows; backward reads them once more and writes every row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.device | str) -> Inputs:
-    """(logits with gradient, targets, MDLM weights 1/p at a ``share`` of the rows, a random upstream scalar)."""
+    """Draw (logits with gradient, targets, MDLM weights 1/p for a ``share`` of the rows, a random upstream scalar)."""
     size = (shape.batch, shape.length)
     logits = torch.randn(*size, shape.vocab, device=device, dtype=dtype).requires_grad_()
     targets = torch.randint(0, shape.vocab, size, device=device)
@@ -31,7 +31,7 @@ def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.de
 
 
 def losses(options: Any) -> dict[str, peers.Loss]:
-    """Ours and, unless ``options.alone``, every peer that runs here, by name."""
+    """Return ours and, unless ``options.alone``, the available peers, by name."""
 
     def ours(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return ops.weighted_nll(logits, targets, weights, backend=options.backend).loss
@@ -40,7 +40,7 @@ def losses(options: Any) -> dict[str, peers.Loss]:
 
 
 def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> measure.Candidate:
-    """One loss in one phase. The last gradient is dropped before, untimed, so that a new one is allocated within."""
+    """Build one loss in one phase. The previous gradient is dropped before, untimed, so that a new one is allocated."""
 
     def dropped(index: int) -> int:
         inputs[index][0].grad = None
@@ -62,7 +62,7 @@ def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> measure.Can
 
 
 def _gradient(loss: peers.Loss, rows: Inputs, dtype: torch.dtype) -> torch.Tensor:
-    """Gradient of the logits, for a fresh leaf of the dtype."""
+    """Compute the gradient of the logits, for a new leaf of the dtype."""
     logits, targets, weights, upstream = rows
     leaf = logits.detach().to(dtype, copy=True).requires_grad_()
     wide = torch.promote_types(dtype, torch.float32)
@@ -71,7 +71,7 @@ def _gradient(loss: peers.Loss, rows: Inputs, dtype: torch.dtype) -> torch.Tenso
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs) -> tuple[dict[str, float], float]:
-    """Each candidate's gradient of all rows against the plain form in float64, and the largest correct error."""
+    """Compare each candidate's gradient of all rows with the plain form in float64; also return the allowed error."""
     logits, targets, weights, upstream = inputs
     dtype, rows = logits.dtype, logits.shape[:2].numel()
 
@@ -94,7 +94,7 @@ def errors(candidates: dict[str, peers.Loss], inputs: Inputs) -> tuple[dict[str,
 
 
 def floor_bytes_moved(shape: Shape, active: int, itemsize: int, phase: str) -> int:
-    """Fewest bytes that a phase can move."""
+    """Return the fewest bytes that a phase can move."""
     forward = active * shape.vocab * itemsize
     backward = forward + shape.rows * shape.vocab * itemsize
     return {"forward": forward, "backward": backward, "both": forward + backward}[phase]

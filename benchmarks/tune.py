@@ -1,9 +1,9 @@
-"""Search the tile sizes of the kernels over rows of logits, and say what to change in ``_backends/triton/_tiles.py``.
+"""Search the tile sizes of the kernels over rows of logits, and report changes for ``_backends/triton/_tiles.py``.
 
-Each candidate tile is put in the place of the rule in ``_tiles.py``, timed on the shapes of real models with all rows
-active, and compared with what the rule picks. Nothing is written back: a new rule is a decision, noted beside it with
-the device and the numbers. Needs a GPU; on a CPU only ``--size toy`` runs, under Triton's interpreter, to show that the
-search itself works.
+Each candidate tile replaces the rule in ``_tiles.py``, is timed on the shapes of real models with all rows active, and
+is compared with the tile of the rule. Nothing is written back: change a rule by hand, and note the device and the
+numbers next to it. Needs a GPU. On a CPU only ``--size toy`` runs, under Triton's interpreter, as a test of the search
+itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from benchmarks.shapes import LOGITS, TOY_ROWS, Shape
 BLOCKS = {"toy": (256,), "full": (1024, 2048, 4096, 8192, 16384)}
 WARPS = {"toy": (4,), "full": (2, 4, 8, 16)}
 SPLITS = {"toy": (1, 2), "full": (1, 2, 4, 8, 16, 32)}
-SPLIT = {"token_nll_fwd", "token_nll_bwd"}  # the rules whose kernels share a row among programs
+SPLIT = {"token_nll_fwd", "token_nll_bwd"}  # rules of kernels that split a row between programs
 
 
 class Launch(NamedTuple):
-    """One kernel as it is launched: the rule of its tile, the call, and the fewest bytes that it moves."""
+    """A kernel launch: the rule of its tile, the call, and the fewest bytes that it moves."""
 
     rule: str
     call: Callable[[], object]
@@ -38,7 +38,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
-    """``_tiles.<rule>`` returns this tile, whatever the shape."""
+    """Make ``_tiles.<rule>`` return this tile for every shape."""
     from dllm_kernels._backends.triton import _tiles
 
     kept = getattr(_tiles, rule)
@@ -50,7 +50,7 @@ def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
 
 
 def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
-    """Tiles to try for a rule: those of one to eight accesses of 16 bytes a thread."""
+    """Return the tiles to try for a rule: one to eight accesses of 16 bytes per thread."""
     from dllm_kernels._backends.triton._tiles import Tile
 
     size = "toy" if size == "toy" else "full"
@@ -59,9 +59,9 @@ def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
 
 
 def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]:
-    """The kernels over rows of logits, with the argmax-match and without.
+    """Return the launches of the kernels over rows of logits, with and without the argmax match.
 
-    The divergence is that of a chunk of pairs of rows: kl takes two passes, l1 three.
+    The divergence runs on a chunk of pairs of rows: kl takes two passes, l1 three.
     """
     from dllm_kernels._backends._divergence import DivergenceRequest
     from dllm_kernels._backends.triton import divergence, linear_nll, token_nll
@@ -72,7 +72,7 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
     nll, row_max, log_sum, _ = token_nll.row_stats(logits, targets, with_correct=False)
     scale = torch.rand_like(nll)
     out = torch.empty_like(logits)
-    chunk = logits[0, :2048].clone()  # what it holds after a launch is as good to be read as what it held before
+    chunk = logits[0, :2048].clone()  # in place: its content after a launch is equally valid input
     y, s = targets[: chunk.shape[0]], scale[: chunk.shape[0]]
 
     def backward() -> None:
@@ -113,11 +113,11 @@ def _timed(rule: str, tile: Any, launch: Callable[[], object]) -> Callable[[int]
 
 
 def main(argv: list[str]) -> int:
-    """Print, for every kernel and shape, all tiles beside what the rule picks, and write the JSON."""
+    """Print, for every kernel and shape, all tiles compared with the tile of the rule, and write the JSON."""
     options = parse(arguments("tune", __doc__), argv)
     if torch.device(options.device).type == "cpu":
         if options.size != "toy":
-            print("tuning needs a GPU; --size toy shows the search under Triton's interpreter", file=sys.stderr)
+            print("tuning requires a GPU; --size toy tests the search under Triton's interpreter", file=sys.stderr)
             return 2
         if os.environ.get("TRITON_INTERPRET") != "1":
             again = [sys.executable, "-m", "benchmarks", "tune", *argv]

@@ -1,9 +1,9 @@
-"""Choices that were made without a GPU, each beside its alternatives: chunk sizes, a cache hint, prefetching.
+"""Alternatives to choices that were made without a GPU: chunk sizes, a cache hint, prefetching.
 
-Chunk sizes through the public call, from hidden states through a frozen head (half of the rows active) and a trained
-one. The kernels as copies of ``dllm_kernels._backends.triton`` in which a few lines are replaced (``VARIANTS``), on one
-chunk of logits or one batch of them. Each variant's error is its distance from the package's own result, which is 0 if
-only the speed differs.
+Chunk sizes are measured with the public call from hidden states, through a frozen head (half of the rows active) and a
+trained head. Kernel variants are copies of ``dllm_kernels._backends.triton`` with a few replaced lines (``VARIANTS``).
+They run on one chunk of logits or on one batch. The error of a variant is its distance from the package's own result.
+It is 0 if only the speed differs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = {"toy": 2, "small": 512, "full": 2048}  # of a chunk
 
 
 class Change(NamedTuple):
-    """One replacement in a file of ``dllm_kernels/_backends/triton``; the old text must occur once."""
+    """A replacement in a file of ``dllm_kernels/_backends/triton``; the old text must occur exactly once."""
 
     file: str
     old: str
@@ -57,7 +57,7 @@ OF_KERNEL = {"chunk": ("no evict_last", "no prefetch", "neither"), "forward": ("
 
 @contextlib.contextmanager
 def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
-    """Import function for the modules of a copy of ``dllm_kernels._backends.triton`` with these texts replaced."""
+    """Return an import function for a copy of ``dllm_kernels._backends.triton`` with these texts replaced."""
     with tempfile.TemporaryDirectory() as folder:
         package = f"kernels_{Path(folder).name}"
         copy = Path(folder, package)
@@ -79,7 +79,7 @@ def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
 
 
 def chunk_sizes(shape: Shape, share: float, options: argparse.Namespace) -> list[measure.Result]:
-    """The public call from hidden states, with its own choice of a chunk and with others."""
+    """Measure the public call from hidden states with its default chunk size and with others."""
     inputs = [linear_nll.make_inputs(shape, share, options.dtype, options.device, False)]
     active = int((inputs[0][3] != 0).sum())
     case = {"what": "chunk size", "shape": shape.name, "active": f"{share:.0%}"}
@@ -91,14 +91,14 @@ def chunk_sizes(shape: Shape, share: float, options: argparse.Namespace) -> list
 
 
 def _launch(module: Callable[[str], Any], kernel: str, logits: torch.Tensor, y: torch.Tensor, s: torch.Tensor) -> Any:
-    """One launch: over a chunk, which it overwrites, or forward over a batch."""
+    """Launch once: on a chunk, which is overwritten, or forward on a batch."""
     if kernel == "chunk":
         return module("linear_nll").row_nll_grad_(logits, y, s, with_correct=False)
     return module("token_nll").row_stats(logits[None], y, with_correct=False)
 
 
 def of_kernel(kernel: str, shape: Shape, options: argparse.Namespace) -> list[measure.Result]:
-    """One kernel of the package beside its variants."""
+    """Measure one kernel of the package and its variants."""
     rows = min(ROWS[options.size], shape.rows)
     drawn = torch.randn(rows, shape.vocab, device=options.device, dtype=options.dtype)
     y = torch.randint(0, shape.vocab, (rows,), device=options.device)

@@ -1,7 +1,7 @@
-"""The bars that a GPU has to meet, each beside what was measured: one line per bar, from the raw results of the steps.
+"""Performance targets ("bars") for a GPU, each compared with its measurement: one line per bar, from the raw results.
 
-A verdict counts only beside ``verify.json`` of the same sources and device in which every comparison passes; without it
-each line says ``unverified``. A bar whose own error against float64 is too large is ``WRONG`` whatever its speed.
+A verdict counts only together with ``verify.json`` of the same sources and device in which every comparison passes.
+Otherwise each line says ``unverified``. A bar whose error against float64 is too large is ``WRONG`` at any speed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Record = dict[str, Any]
 Candidates = dict[str, Record]
 Find = Callable[..., Candidates]
 Measured = Callable[[Candidates, Find], float | None]
-BASES = ("ours", BARE)  # candidates that are no competitors
+BASES = ("ours", BARE)  # candidates that do not compete
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One claim.
+    """A performance target.
 
     Attributes:
-        claim: in words.
-        results: the step whose results decide it.
-        case: what its case must hold, besides the phase; ``subject`` is that of its records.
-        phase: of the measurement.
-        measured: from the candidates of that case, and from those of another one by what differs; None if one is
-            missing.
+        claim: description.
+        results: name of the step with the results.
+        case: entries that the case of the records must have; ``subject`` is the subject of the records.
+        phase: phase of the measurement.
+        measured: function of the candidates of the case, and of a lookup of another case by its differences. It returns
+            None if a measurement is missing.
         least: smallest value that meets the bar.
     """
 
@@ -54,44 +54,44 @@ def _ratio(numerator: float | None, denominator: float | None) -> float | None:
 
 
 def of_floor(them: Candidates, _: Find) -> float | None:
-    """The least time at this run's ceilings, as a share of ours."""
+    """Return the minimum time at this run's ceilings, as a share of our time."""
     return _ratio(them.get("ours", {}).get("floor_s"), _median(them, "ours"))
 
 
 def within(seconds: float) -> Measured:
-    """How many times ours fits into so many seconds."""
+    """Return ``seconds`` divided by our time."""
     return lambda them, _: _ratio(seconds, _median(them, "ours"))
 
 
 def than(name: str) -> Measured:
-    """How many times as long as ours a candidate takes."""
+    """Return a candidate's time divided by ours."""
     return lambda them, _: _ratio(_median(them, name), _median(them, "ours"))
 
 
 def than_the_fastest(them: Candidates, _: Find) -> float | None:
-    """How many times as long as ours the fastest of the others takes."""
+    """Return the time of the fastest other candidate divided by ours."""
     times = [time for name in them if name not in BASES and (time := _median(them, name)) is not None]
     return _ratio(min(times, default=None), _median(them, "ours"))
 
 
 def than_the_leanest(them: Candidates, _: Find) -> float | None:
-    """How many times as much memory as ours the most frugal of the others takes."""
+    """Return the smallest peak memory of the other candidates divided by ours."""
     peaks = [peak for name in them if name not in BASES and (peak := them[name].get("peak_bytes")) is not None]
     return _ratio(min(peaks, default=None), them.get("ours", {}).get("peak_bytes"))
 
 
 def than_with(**case: object) -> Measured:
-    """How many times as long ours takes in a case that differs so."""
+    """Return our time in another case, given by its differences, divided by our time in this case."""
     return lambda them, find: _ratio(_median(find(**case), "ours"), _median(them, "ours"))
 
 
 def as_predicted(them: Candidates) -> float | None:
-    """The measured share of a kernel beside the predicted one."""
+    """Return the measured share of a kernel divided by the predicted share."""
     return _ratio(of_floor(them, dict), them["ours"]["extra"].get("predicted_share"))
 
 
 def bars(size: str) -> list[Bar]:
-    """Every bar, at the shapes of this size; only those of "full" decide anything."""
+    """Return every bar at the shapes of this size; only the bars of "full" are meaningful."""
     shapes = HEADLINE[size]
 
     def of(subject: str, shape: Shape, share: str = "100%", **more: object) -> dict[str, object]:
@@ -142,13 +142,13 @@ def _read(path: Path) -> Record:
 
 
 def _where(written: Record) -> tuple[object, object]:
-    """What must agree between a measurement and the verification: sources of the package, and device."""
+    """Return the values that must agree between a measurement and the verification: package sources and device."""
     environment = written.get("environment") or {}
     return environment.get("sources"), (environment.get("gpu") or {}).get("name")
 
 
 def _cases(written: Record) -> list[tuple[Record, str, Candidates]]:
-    """(case and subject, phase, candidate -> record) of a file of results."""
+    """Return (case and subject, phase, candidate -> record) for each case in a file of results."""
     found: dict[str, tuple[Record, str, Candidates]] = {}
     for record in written.get("results", ()):
         case = {**record["case"], "subject": record["subject"]}
@@ -165,7 +165,7 @@ def _candidates(written: Record, case: dict[str, object], phase: str) -> Candida
 
 
 def _beside(them: Candidates) -> str:
-    """The others that took part, and those that raised."""
+    """Describe the other candidates that ran, and those that raised."""
     others = {name: record.get("extra", {}).get("failed") for name, record in them.items() if name not in BASES}
     ran = ", ".join(name for name, failed in others.items() if failed is None)
     failed = "".join(f"; {name} failed: {reason}" for name, reason in others.items() if reason is not None)
@@ -197,7 +197,7 @@ def _surprise(case: Record, name: str, them: Candidates, verified: bool) -> str:
 
 
 def _verification(written: Record) -> tuple[Record | None, str]:
-    """(the verification if it holds, a line that says so)."""
+    """Return (the verification if it holds, a line that describes it)."""
     wrong = [f"{f['check']}: {f['quantity']}" for f in written.get("findings", ()) if not f["passed"]]
     if wrong:
         return None, f"- NOT VERIFIED: {'; '.join(wrong)}"
@@ -207,7 +207,7 @@ def _verification(written: Record) -> tuple[Record | None, str]:
 
 
 def verdicts(folder: Path, size: str = "full") -> list[str]:
-    """A line for the verification, one for missing peers, one per bar, and one per kernel that was predicted."""
+    """Return a line for the verification, one for missing peers, one per bar, and one per predicted kernel."""
     verified, line = _verification(_read(folder / "verify.json"))
     missing = {name: why for name, why in _read(folder / "peers.json").get("imports", {}).items() if why is not None}
     lines = [line]

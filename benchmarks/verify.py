@@ -1,20 +1,20 @@
-"""Ours against float64 on all rows at the shapes of the headline figures: what has to hold before a figure counts.
+"""Comparison of ours with float64 on all rows at the headline shapes, without which no figure counts.
 
-The order is that of the doubts. First a trained head in two chunks, whose second product is added to its own output
-(``addmm`` with ``out=`` one of its inputs). Then NLL from logits (also in place, and of rows with an odd stride),
-log-probabilities with entropy, a frozen head with half of the rows active, float32 logits of 16-bit operands (``mm``
-with ``out_dtype`` and ``out=``), corruption and samples against NumPy's random bits. Each call runs twice and must give
-the same bits.
+The most doubtful checks run first. The first is a trained head in two chunks, whose second product is added to its own
+output (``addmm`` with ``out=`` one of its inputs). Then follow NLL from logits (also in place, and of rows with an odd
+stride), log-probabilities with entropy, a frozen head with half of the rows active, and float32 logits of 16-bit
+operands (``mm`` with ``out_dtype`` and ``out=``). Corruption and samples are compared with NumPy's random bits. Each
+call runs twice and must give the same bits.
 
 A quantity passes if its largest error is at most
 
-    2 plain + eps_out + eps_acc sum of sqrt(reduction sizes),
+    2 plain + eps_out + eps_acc sum of sqrt(reduction sizes).
 
-where ``plain`` is the largest error of the oracle in ours' dtype, ``eps_out`` one rounding step of the result, and the
-last term the noise of summing in another order: the rule of ``tests/support/parity.py``, with errors relative to the
-terms of a number (logits) or to the norm of a row (hidden states and heads). Logits have a standard deviation of
-``SPREAD``, so that the softmax is as large a part of the gradients as the targets. The exit status is 1 unless
-everything passes.
+``plain`` is the largest error of the oracle in the dtype of ours, and ``eps_out`` is one rounding step of the result.
+The last term is the rounding noise of a different summation order. This is the rule of ``tests/support/parity.py``, but
+errors are relative to the terms of a number (logits) or to the norm of a row (hidden states and heads). Logits have a
+standard deviation of ``SPREAD``, so that softmax and targets contribute equally to the gradients. The exit status is 1
+unless everything passes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.shapes import HEADLINE, Headline, MaskShape, Shape
 from dllm_kernels import corruption, ops
 
 SPREAD = 3.0
-TINY = 1e-300  # divisor of an error that has no terms: any error but 0 is then too large
+TINY = 1e-300  # divisor if all terms are 0: every nonzero error is then too large
 Tensors = dict[str, torch.Tensor]
 
 
@@ -45,10 +45,10 @@ class Finding:
     """One comparison.
 
     Attributes:
-        check: the call.
-        quantity: of its results.
+        check: description of the call.
+        quantity: name of the compared result.
         error: largest error, or number of elements that differ.
-        allowed: largest value that passes.
+        allowed: largest error that passes.
     """
 
     check: str
@@ -58,7 +58,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """False also for a NaN."""
+        """True if the error is allowed; False for a NaN."""
         return self.error <= self.allowed
 
 
@@ -72,18 +72,18 @@ class Errors:
     def add(
         self, quantity: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor
     ) -> None:
-        """Compare one part, element by element, each error divided by the size of the element's terms."""
+        """Compare a part elementwise, each error divided by the size of the element's terms."""
         largest = [((t.double() - exact).abs() / scale.clamp(min=TINY)).amax() for t in (ours, plain)]
         self._found.setdefault((quantity, ours.dtype), []).append(torch.stack(largest))
 
     def add_rows(self, quantity: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare one part, row by row, each error divided by the norm of the row."""
+        """Compare a part row by row, each error divided by the norm of the row."""
         scale = torch.linalg.vector_norm(exact, dim=-1).clamp(min=TINY)
         largest = [(torch.linalg.vector_norm(t.double() - exact, dim=-1) / scale).amax() for t in (ours, plain)]
         self._found.setdefault((quantity, ours.dtype), []).append(torch.stack(largest))
 
     def findings(self, compute_dtype: torch.dtype) -> Iterator[Finding]:
-        """One finding per quantity; ``compute_dtype`` is that of the logits, to which a head's are rounded."""
+        """Return one finding per quantity; ``compute_dtype`` is the dtype to which the logits of a head are rounded."""
         for (quantity, dtype), parts in self._found.items():
             ours, plain = torch.stack(parts).amax(0).tolist()
             wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -108,7 +108,7 @@ def _targets(shape: Shape, share: float, device: str) -> Tensors:
 
 
 def _oracle(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, upstream: torch.Tensor) -> Tensors:
-    """NLL and gradient of some rows, in the dtype of the logits."""
+    """Compute NLL and gradient of some rows, in the dtype of the logits."""
     leaf = logits.detach().requires_grad_()
     nll = reference.token_nll(leaf, targets, active=weights != 0)
     (grad,) = torch.autograd.grad((nll * weights.to(nll.dtype)).sum(), leaf, upstream.to(nll.dtype))
@@ -116,7 +116,7 @@ def _oracle(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, 
 
 
 def _terms(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, upstream: torch.Tensor) -> Tensors:
-    """Size of the terms of ``_oracle``'s results: |lse| + |z_y|, and |w| (p + [v = y])."""
+    """Return the size of the terms of ``_oracle``'s results: |lse| + |z_y|, and |w| (p + [v = y])."""
     active = (weights != 0).double()
     lse, picked = logits.logsumexp(-1), logits.gather(-1, targets.unsqueeze(-1))
     terms = (logits - lse.unsqueeze(-1)).exp_().scatter_add_(-1, targets.unsqueeze(-1), torch.ones_like(picked))
@@ -127,7 +127,7 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, u
 
 
 def nll_from_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
-    """``weighted_nll``: as it is, in place, and of rows that begin at odd addresses."""
+    """Check ``weighted_nll``: contiguous, in place, and on rows that begin at odd addresses."""
     N, V, given = shape.rows, shape.vocab, _targets(shape, 0.85, options.device)
     odd = torch.empty(N, V + 1 + V % 2, device=options.device, dtype=options.dtype)[:, :V]
     odd.copy_(torch.randn(N, V, device=options.device, dtype=options.dtype) * SPREAD)
@@ -160,7 +160,7 @@ def nll_from_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Findi
 
 
 def policy_from_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
-    """``token_log_probs`` with entropy, and the gradient of both."""
+    """Check ``token_log_probs`` with entropy, and the gradient of both."""
     N, V, device = shape.rows, shape.vocab, options.device
     logits = torch.randn(N, V, device=device, dtype=options.dtype) * SPREAD
     ids, upstream = torch.randint(0, V, (N,), device=device), torch.randn(2, N, device=device)
@@ -207,7 +207,7 @@ def policy_from_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Fi
 def nll_from_hidden(
     shape: Shape, options: argparse.Namespace, share: float, chunks: dict[str, int | None]
 ) -> Iterator[Finding]:
-    """``weighted_linear_nll`` with the chunk sizes given by name; the head trains unless the shape freezes it."""
+    """Check ``weighted_linear_nll`` with the named chunk sizes; the head trains unless the shape freezes it."""
     N, V, D, device, dtype = shape.rows, shape.vocab, shape.hidden, options.device, options.dtype
     given = _targets(shape, share, device)
     hidden = torch.randn(N, D, device=device, dtype=dtype) * SPREAD
@@ -264,7 +264,7 @@ def nll_from_hidden(
 
 
 def float32_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
-    """``logits_dtype=torch.float32`` with a trained head in two chunks: products of 16-bit operands into float32."""
+    """Check ``logits_dtype=torch.float32``, a trained head, two chunks: products of 16-bit operands into float32."""
     N, V, D, device, dtype = shape.rows, shape.vocab, shape.hidden, options.device, options.dtype
     given = _targets(shape, 1.0, device)
     hidden = (torch.randn(N, D, device=device, dtype=dtype) * SPREAD).requires_grad_()
@@ -305,7 +305,7 @@ def float32_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Findin
 
 
 def corrupted(shape: MaskShape, options: argparse.Namespace) -> Iterator[Finding]:
-    """The corruption routines under seeds, to the bit as NumPy draws them on the CPU."""
+    """Check that the corruption routines with seeds draw the same bits as NumPy on the CPU."""
     ids = torch.randint(126_464, (shape.batch, shape.length))
     supervised = torch.rand(ids.shape) < 0.7
     seeds = torch.randint(0, 2**62, (shape.batch,))
@@ -321,7 +321,7 @@ def corrupted(shape: MaskShape, options: argparse.Namespace) -> Iterator[Finding
 
 
 def sampled(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
-    """Samples under seeds, the tokens that NumPy draws on the CPU.
+    """Check that samples with seeds are the same tokens as with NumPy on the CPU.
 
     Hidden states and head are small multiples of 1/4, so that the logits are exact in every dtype.
     """
@@ -346,9 +346,9 @@ def sampled(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def checks(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Finding]]]:
-    """Name -> check, in the order of the doubts."""
+    """Return name -> check, most doubtful first."""
     shapes = HEADLINE[options.size]
-    if options.size == "toy":  # Triton's interpreter takes some 0.2 s for a row
+    if options.size == "toy":  # Triton's interpreter takes about 0.2 s per row
         logits, policy, frozen, trained = (
             replace(shape, batch=1, length=12)
             for shape in (shapes.logits, shapes.policy, shapes.frozen[0], shapes.trained)
@@ -367,14 +367,14 @@ def checks(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Findi
 
 
 def run(options: argparse.Namespace) -> list[Finding]:
-    """Run every check; the findings are printed, and written to ``--out``, as they come."""
+    """Run every check; print the findings, and write them to ``--out``, immediately."""
     findings: list[Finding] = []
     todo = checks(options)
     for number, (name, check) in enumerate(todo.items(), 1):
         before = len(findings)
         try:
             findings += check()
-        except Exception as error:  # the other checks say more
+        except Exception as error:  # continue, because the other checks give more information
             findings.append(Finding(name, said(error), math.inf, 0.0))
         if torch.device(options.device).type == "cuda":
             torch.cuda.empty_cache()
@@ -402,7 +402,7 @@ def _write(findings: Sequence[Finding], options: argparse.Namespace, *, complete
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print every finding and write the JSON; 1 unless all pass."""
+    """Print every finding and write the JSON; return 1 unless all pass."""
     options = measure.parse(measure.arguments("verify", __doc__), argv)
     wrong = [f"{f.check}: {f.quantity}" for f in run(options) if not f.passed]
     print("\nverified" if not wrong else f"\nWRONG: {'; '.join(wrong)}", flush=True)

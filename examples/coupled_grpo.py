@@ -1,10 +1,10 @@
 """coupled-GRPO (DiffuCoder, arXiv 2506.20639): clipped ratios and a k3 penalty of tokens that three views score.
 
-A token's score is half of the sum of its log-probability with every completion token masked, and that in the one of two
-complementary masks that hides it, over the probability of being hidden there. The masks of old, current and reference
-policy are the same, because they come from the same seeds.
+The score of a token is half of the sum of two terms. The first is its log-probability with every completion token
+masked. The second is its log-probability under the one of two complementary masks that hides it, divided by the
+probability of being hidden there. Old, current and reference policy use the same seeds and therefore the same masks.
 
-python examples/coupled_grpo.py
+    python examples/coupled_grpo.py
 """
 
 import copy
@@ -42,7 +42,7 @@ def sample(policy, prompts, seeds):
 
 @torch.no_grad()
 def scores(policy, views, completions):
-    """Score each token; one matrix product, and nothing is kept for a backward pass."""
+    """Score each token with one matrix product; nothing is saved for backward."""
     ids, options = completions.expand_as(views.noisy), {"active": views.scored, "skip_id": MASK}
     return views.token_scores(
         token_log_probs(policy(views.noisy), ids, weight=policy.lm_head.weight, **options).log_probs
@@ -59,7 +59,7 @@ def update(policy, old_policy, reference, completions, rewards, seeds):
 
 
 def main(steps=40):
-    """Train on the fraction of even tokens as the reward; return the mean reward of each step."""
+    """Train with the fraction of even tokens as the reward; return the mean reward of each step."""
     torch.manual_seed(0)
     policy, means = Policy(), []
     reference, optimizer = copy.deepcopy(policy), torch.optim.Adam(policy.parameters(), lr=1e-2)

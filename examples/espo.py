@@ -1,10 +1,11 @@
 """ESPO (arXiv 2512.03759): one clipped ratio of each sequence's ELBO, its exact gradient with one view in memory.
 
-A score is a sum over all views, so a plain backward pass needs all of them at once. Here a first pass makes the numbers
-without a graph, their derivatives become the weights of each token's NLL, and every view then runs forward and backward
-by itself: 3 matrix products of the LM head where it is frozen, 4 where it trains.
+A score is a sum over all views, so a plain backward pass needs the activations of all views. Here, a first pass
+computes the log-probabilities without a graph, and their derivatives become the weights of each token's NLL. Every view
+then runs forward and backward separately. This takes 3 matrix products of the LM head if it is frozen, and 4 if it
+trains.
 
-python examples/espo.py
+    python examples/espo.py
 """
 
 import copy
@@ -36,7 +37,7 @@ class Policy(nn.Module):
 
 @torch.no_grad()
 def log_probs(policy, views, ids):
-    """Return the log-probabilities of all views, made one view at a time."""
+    """Return the log-probabilities of all views, computed one view at a time."""
     options, rows = {"weight": policy.lm_head.weight, "skip_id": MASK}, zip(views.noisy, views.scored, strict=True)
     return torch.stack([token_log_probs(policy(noisy), ids, active=on, **options).log_probs for noisy, on in rows])
 
@@ -57,7 +58,7 @@ def backward(policy, old_policy, reference, ids, rewards, seeds):
 
 
 def main(steps=40):
-    """Train on the fraction of even tokens as the reward; return the mean reward of each step."""
+    """Train with the fraction of even tokens as the reward; return the mean reward of each step."""
     torch.manual_seed(0)
     policy, means = Policy(), []
     reference, optimizer = copy.deepcopy(policy), torch.optim.Adam(policy.parameters(), lr=1e-2)

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from dllm_kernels.integrations.trl import DiffusionPolicyMixin, diffusion_rollout
 
-NUMBERS, LENGTH = 24, 8  # words, and tokens of a completion
+NUMBERS, LENGTH = 24, 8  # number words in the vocabulary, tokens per completion
 WORDS = ["[PAD]", "[MASK]", "[EOS]", *map(str, range(NUMBERS))]
 MASK = WORDS.index("[MASK]")
 
@@ -35,12 +35,12 @@ def bidirectional_model(width=32):
     """Build an encoder with random weights."""
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = BertForMaskedLM(BertConfig(vocab_size=len(WORDS), max_position_embeddings=64, **sizes))
-    model.generation_config = GenerationConfig()  # an encoder has none, and the trainer writes to it
+    model.generation_config = GenerationConfig()  # the trainer sets an attribute of it, and an encoder has none
     return model
 
 
 def reward(completions, **_):
-    """Return the fraction of even numbers."""
+    """Return the fraction of even numbers in each completion."""
     return [sum(int(w) % 2 == 0 for w in text.split() if w.isdigit()) / LENGTH for text in completions]
 
 

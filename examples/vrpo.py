@@ -1,9 +1,9 @@
 """VRPO (LLaDA 1.5, arXiv 2505.19223): DPO on differences of ELBOs, with the same masks for policy and reference.
 
-An estimate of an ELBO is random, and its noise enters the loss. Policy and reference therefore see the same views, and
-every view has a level of its own: the paper's antithetic sampling and its best use of a budget of views.
+An estimate of an ELBO is random, and its noise enters the loss. Policy and reference therefore use the same views (the
+paper's antithetic sampling). Every view has a separate level, which is the paper's optimal use of a budget of views.
 
-python examples/vrpo.py
+    python examples/vrpo.py
 """
 
 import copy
@@ -39,7 +39,7 @@ def elbo(policy, views, ids):
 
 
 def preference_loss(policy, reference, chosen, rejected, seeds):
-    """DPO of pairs ``[B, L]``; a pair's two completions have the same seed too."""
+    """Compute the DPO loss of pairs ``[B, L]``; the two completions of a pair also have the same seed."""
     ids, seeds = torch.cat([chosen, rejected]), torch.cat([seeds, seeds])
     views = policy_views(ids, BEHIND.expand_as(ids), MASK, "elbo", num=VIEWS, seeds=seeds)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def preference_loss(policy, reference, chosen, rejected, seeds):
 
 
 def main(steps=40):
-    """Prefer completions with more even tokens; return the mean fraction of even tokens in those sampled."""
+    """Train to prefer completions with more even tokens; return the mean fraction of even tokens in samples."""
     torch.manual_seed(0)
     policy, means = Policy(), []
     reference, optimizer = copy.deepcopy(policy), torch.optim.Adam(policy.parameters(), lr=1e-2)

@@ -1,1 +1,1 @@
-"""What looks at the package without running it on a GPU: its kernels' machine code, and mutants. Not in the wheel."""
+"""Analysis of the package without running it on a GPU: machine code of the kernels, and mutants. Not in the wheel."""

@@ -1,4 +1,4 @@
-"""What the GPUs offer that kernels are compiled for: limits of a multiprocessor, and rates of those that are sold."""
+"""Properties of the GPUs that kernels are compiled for: limits of a multiprocessor, and rates of products on sale."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a kind of GPU offers.
+    """Limits of a GPU architecture.
 
     Attributes:
         backend: ``cuda`` or ``hip``.
-        arch: as Triton names it.
+        arch: Triton's name of the architecture.
         warp_size: threads of a warp.
         registers: 32-bit registers of a multiprocessor (compute unit).
-        shared: its shared memory in bytes.
-        warps: how many it holds.
-        programs: how many it holds.
-        threads_of_grid: most threads that a launch may have along its first dimension; None where only programs count.
+        shared: shared memory of a multiprocessor in bytes.
+        warps: maximum number of resident warps per multiprocessor.
+        programs: maximum number of resident programs per multiprocessor.
+        threads_of_grid: maximum number of threads along the first dimension of a launch; None if only the number of
+            programs is limited.
     """
 
     backend: str
@@ -34,7 +35,7 @@ class Limits:
     threads_of_grid: int | None = None
 
     def gpu_target(self) -> GPUTarget:
-        """The target as Triton names it."""
+        """Return the target as a Triton object."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget(self.backend, self.arch, self.warp_size)
@@ -48,36 +49,37 @@ TARGETS = {
     "sm_100": Limits("cuda", 100, 32, 65536, 227 * 1024, 64, 32),
     "gfx942": Limits("hip", "gfx942", 64, 4 * 512 * 64, 64 * 1024, 32, 32, 2**32 - 1),
 }
-# Programs along the three dimensions of a launch.
+# Maximum number of programs along the three dimensions of a launch.
 GRID = (2**31 - 1, 65535, 65535)
-REGISTER_UNIT = 8  # registers of a thread are given out by the 8
+REGISTER_UNIT = 8  # registers of a thread are allocated in units of 8
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One that is sold, at the clock and the copy bandwidth (bytes read and written) that it keeps up.
+    """A GPU product with its sustained clock and copy bandwidth (bytes read plus bytes written).
 
-    A multiprocessor issues for 4 warps of 32 threads a clock, on its ALU pipes for half as many, on that
-    for special functions for an eighth.
+    Per clock, a multiprocessor issues for 4 warps of 32 threads. Its ALU pipes accept half as many instructions, and
+    its pipe for special functions an eighth.
     """
 
     target: str
     multiprocessors: int
     clock: float
     copy_bandwidth: float
-    latency: float = 720e-9  # of a load from memory while many are under way, assumed
-    l2_latency: float = 280e-9  # of one that finds its bytes in the L2 cache, assumed
+    latency: float = 720e-9  # of a load from memory with many loads in flight; assumed
+    l2_latency: float = 280e-9  # of a load that hits the L2 cache; assumed
 
     def slots(self, nbytes: float) -> float:
-        """Issue slots of a thread in the time that ``nbytes`` take at the bandwidth of a copy."""
+        """Return the issue slots of a thread in the time that ``nbytes`` take at copy bandwidth."""
         return self.multiprocessors * 4 * 32 * self.clock * nbytes / self.copy_bandwidth
 
     def bytes_in_flight(self) -> float:
-        """Bytes that a multiprocessor must have on their way to keep up the bandwidth of a copy."""
+        """Return the bytes that a multiprocessor must have in flight to sustain copy bandwidth."""
         return self.copy_bandwidth * self.latency / self.multiprocessors
 
 
-# Copy bandwidths of H100 and H200 measured, that of A100 (80 GB) and the clocks taken from others' reports.
+# The copy bandwidths of H100 and H200 were measured. The bandwidth of A100 (80 GB) and the clocks are from reports of
+# others.
 GPUS = {
     "A100": GPU("sm_80", 108, 1.41e9, 1.77e12),
     "H100": GPU("sm_90", 132, 1.75e9, 3.0e12),

@@ -1,40 +1,40 @@
-"""Compile every kernel that public functions launch, for GPUs that need not be here, and report its static roofline.
+"""Compile every kernel that public functions launch, without a GPU, and report its static roofline.
 
 Registers, spills and shared memory come from ``cuobjdump --dump-resource-usage`` (it ships with Triton) for NVIDIA and
-from the code object's metadata for AMD. Occupancy is the theoretical one: how many programs fit on a multiprocessor
-(compute unit) by registers, shared memory, warps and number.
+from the metadata of the code object for AMD. Occupancy is theoretical: the number of programs that fit on a
+multiprocessor (compute unit) by registers, shared memory, warps and number of programs.
 
-For sm_80 and sm_90 the machine code is counted besides, each loop over memory (``machine_code``), or the whole kernel
-where it has none: issue slots and ALU slots of an element, loads on their way at a time in a thread and, with the
-programs that fit, bytes on their way in a multiprocessor. Beside the rates of a GPU (``gpus``) five shares of its copy
-bandwidth follow, and the lowest is the bound:
+For sm_80 and sm_90, the instructions of each loop over memory are counted as well (``machine_code``), or those of the
+whole kernel if it has no such loop. The counts are issue slots and ALU slots per element, and loads in flight per
+thread. With the number of resident programs, the bytes in flight per multiprocessor follow. From the rates of a GPU
+(``gpus``) follow five shares of its copy bandwidth, and the lowest is the bound:
 
-    issue     slots that pass in the time of the element's bytes / slots that it takes
-    ALU       the same for the pipe of integer arithmetic, comparisons and selections, which has half the slots
-    MUFU      the same for exponentials, logarithms, reciprocals and conversions, which have an eighth of the slots
-    latency   bytes of a turn, times the warps that fit / (waits of a turn, one latency each + its instructions)
-    memory    1: the kernel moves what it must at the speed of a copy
+    issue     slots available in the time of the element's bytes / slots needed
+    ALU       as issue, for the pipe of integer arithmetic, comparisons and selections, which has half the slots
+    MUFU      as issue, for exponentials, logarithms, reciprocals and conversions, which have an eighth of the slots
+    latency   bytes per iteration times resident warps / (waits of an iteration, one latency each + its instructions)
+    memory    1: the kernel moves its bytes at copy bandwidth
 
-A turn is one that jumps over what it can without moving fewer elements; what it jumps over (a tile that holds the id
-which a row asks for) stands as ``rare`` beside it. ``tail`` is what a program issues outside the loops that read or
-write memory: beginning, ragged ends, reductions; merges are nothing else.
+An iteration skips all code that it can skip without moving fewer elements. The skipped code, such as a tile that holds
+a requested id, is listed separately as ``rare``. ``tail`` counts the instructions of a program outside the loops that
+read or write memory: prologue, ragged ends, reductions. Merge kernels consist of a tail only.
 
-A kernel that reads a row to its end, once or twice, before it writes any of it goes through phases. Where one program
-fills a multiprocessor, nothing else runs in it while a phase is held up, and a share of the bandwidth that a phase does
-not take is lost. ``phases`` is the share of the copy bandwidth that is left, if every reading after the first finds all
-of its bytes in the L2 cache, or 90 % of them: each scheduler's warps queue for issue and for the scheduler's share of
-the bandwidth, and wait out the latency in between (mean value analysis of a closed network: service times that vary,
-hence rather too low than too high). A turn waits for the slowest of its loads, so that one miss in ten holds up every
-third turn of four.
+A kernel that reads a row to its end, once or twice, before it writes any of it has phases. If one program fills a
+multiprocessor, no other program runs while a phase waits, so bandwidth that a phase does not use is lost. ``phases`` is
+the remaining share of the copy bandwidth. It is given for two assumptions: every pass after the first finds all of its
+bytes in the L2 cache, or 90 % of them. In this model, the warps of each scheduler queue for issue and for the
+scheduler's share of the bandwidth, and wait for the latency in between. The model is the mean value analysis of a
+closed network. It assumes varying service times, so the result tends to be too low. An iteration waits for the slowest
+of its loads. One miss in ten therefore delays every third iteration of four loads.
 
-**What the model leaves out**: how long an instruction waits for the result of another one, all other pipes, predicated
-instructions that do nothing (they count), hits in L2 but for the phases, uneven ends, clocks that sag. It is an upper
-bound, made to tell which of two kernels is better and what holds one back. Kernels that search their keys in memory
-read them as often as the data demand: they get no roofline.
+**The model ignores** the time an instruction waits for the result of another instruction, all other pipes,
+predicated-off instructions (they are counted), L2 hits outside of ``phases``, uneven tails, and clock throttling. It is
+an upper bound. Its purpose is to compare two kernels and to find the limit of one. Kernels that search keys in memory
+have no roofline, because the number of reads depends on the data.
 
-Of a kernel that draws random bits the instructions a draw are counted, all that a thread issues divided by the
-positions that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws
-and writes them.
+For a kernel that draws random bits, the instructions per draw are counted. They are all instructions of a thread
+divided by the number of positions for which it draws. The longest path is counted or, if keys lie in memory, the loop
+over tiles that draws and writes them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ COUNTED = tuple(dict.fromkeys(gpu.target for gpu in GPUS.values()))
 
 @dataclass(frozen=True)
 class Roof:
-    """What bounds one pass on one GPU: shares of its copy bandwidth, and the name of the lowest."""
+    """Limits of one pass on one GPU: shares of the copy bandwidth, and the name of the lowest."""
 
     issue: float
     alu: float
@@ -76,18 +76,18 @@ class Roof:
 
 @dataclass(frozen=True)
 class Pass:
-    """One loop over memory, or a whole kernel without one.
+    """A loop over memory, or a whole kernel without such a loop.
 
     Attributes:
-        slots: issue slots an element.
-        alu_slots: those on the ALU pipe.
-        xu_slots: those on the pipe for special functions.
-        rare_slots: what a turn issues besides if it does not jump over it.
-        bytes: bytes moved an element.
-        load_width: bytes of a load.
-        loads_in_flight: loads of a thread on their way at a time.
-        bytes_in_flight: bytes of a multiprocessor on their way at a time.
-        roofs: by GPU.
+        slots: issue slots per element.
+        alu_slots: issue slots on the ALU pipe.
+        xu_slots: issue slots on the pipe for special functions.
+        rare_slots: additional slots of an iteration that does not skip the rare code.
+        bytes: bytes moved per element.
+        load_width: bytes per load.
+        loads_in_flight: loads in flight per thread.
+        bytes_in_flight: bytes in flight per multiprocessor.
+        roofs: limits by GPU.
     """
 
     slots: float
@@ -108,21 +108,20 @@ class Report:
     Attributes:
         kernel: name of the specimen.
         function: name of the kernel.
-        dtype: Triton's name for the type of what it works on.
+        dtype: Triton's name of the dtype of the data.
         constants: compile-time numbers and flags.
         target: ``sm_80`` and so on.
-        registers: vector registers of a thread.
-        spills: bytes of stack a thread (NVIDIA) or spilled registers and scratch bytes (AMD); 0 is the only good
-            number.
-        shared: bytes of shared memory a program.
-        widest_access: bytes of the widest global load or store a thread issues.
-        num_warps: warps a program.
-        programs: how many fit on a multiprocessor.
+        registers: vector registers per thread.
+        spills: stack bytes per thread (NVIDIA), or spilled registers plus scratch bytes (AMD); it should be 0.
+        shared: bytes of shared memory per program.
+        widest_access: bytes of the widest global load or store of a thread.
+        num_warps: warps per program.
+        programs: number of programs that fit on a multiprocessor.
         occupancy: theoretical share of the warps that a multiprocessor can hold.
-        passes: the static roofline, where there is one.
-        tail: issue slots of a thread outside its loops over memory; None where nothing was counted.
-        phases: GPU -> shares of its copy bandwidth where phases do not overlap, by share of L2 hits.
-        slots_a_draw: issue slots for each random draw; None where nothing is drawn, or nothing was counted.
+        passes: the static roofline, if available.
+        tail: issue slots of a thread outside its loops over memory; None if not counted.
+        phases: GPU -> shares of its copy bandwidth if phases do not overlap, by share of L2 hits.
+        slots_a_draw: issue slots per random draw; None if nothing is drawn, or if not counted.
     """
 
     kernel: str
@@ -144,7 +143,7 @@ class Report:
 
 
 def report(name: str, specimen: Specimen, target: str, roofline: bool = True) -> Report:
-    """Compile one specimen for one target and look at what came out; the disassembler takes as long as the compiler."""
+    """Compile one specimen for one target and analyse the result; disassembling takes as long as compiling."""
     limits = TARGETS[target]
     compiled = specimen.compile(target)
     asm, shared, num_warps = compiled.asm, int(compiled.metadata.shared), int(compiled.metadata.num_warps)
@@ -172,7 +171,7 @@ def report(name: str, specimen: Specimen, target: str, roofline: bool = True) ->
 
 
 def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, stack bytes) of the one kernel in a cubin."""
+    """Return (registers, stack bytes) of the only kernel in a cubin."""
     text = machine_code.cuobjdump("--dump-resource-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     if found is None:
@@ -182,7 +181,7 @@ def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd_resources(assembly: str) -> tuple[int, int]:
-    """(vector registers, spilled registers + scratch bytes) from the metadata of an AMD code object."""
+    """Return (vector registers, spilled registers + scratch bytes) from the metadata of an AMD code object."""
 
     def number(name: str) -> int:
         found = re.search(rf"\.{name}:\s*(\d+)", assembly)
@@ -195,7 +194,7 @@ def _amd_resources(assembly: str) -> tuple[int, int]:
 
 
 def _widest_access(asm: dict[str, Any]) -> int:
-    """Bytes of the widest global load or store of a thread."""
+    """Return the bytes of the widest global load or store of a thread."""
     if "ptx" in asm:
         found = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", asm["ptx"])
         return max((int(v or 1) * int(bits) // 8 for v, bits in found), default=0)
@@ -205,7 +204,7 @@ def _widest_access(asm: dict[str, Any]) -> int:
 
 
 def _programs(limits: Limits, registers: int, shared: int, num_warps: int) -> int:
-    """How many programs fit on a multiprocessor."""
+    """Return the number of programs that fit on a multiprocessor."""
     per_warp = -(-max(registers, 1) // REGISTER_UNIT) * REGISTER_UNIT * limits.warp_size
     return min(
         limits.registers // per_warp // num_warps,
@@ -216,7 +215,7 @@ def _programs(limits: Limits, registers: int, shared: int, num_warps: int) -> in
 
 
 def _slots_a_draw(specimen: Specimen, code: Sequence[Instruction], num_warps: int) -> float | None:
-    """Issue slots for each draw of a kernel that draws."""
+    """Return the issue slots per draw of a kernel that draws random bits."""
     constants = specimen.constants
     if "seed_ptr" not in specimen.types or "BLOCK" not in constants:
         return None
@@ -226,7 +225,7 @@ def _slots_a_draw(specimen: Specimen, code: Sequence[Instruction], num_warps: in
 
 
 def _passes(specimen: Specimen, code: Sequence[Instruction], target: str, num_warps: int, programs: int) -> list[Pass]:
-    """The static roofline of each loop over memory, or of the kernel."""
+    """Return the static roofline of each loop over memory, or of the kernel."""
     constants, threads = specimen.constants, 32 * num_warps
     if "key_ptr" in specimen.types or specimen.kernel.endswith("_merge"):
         return []
@@ -253,7 +252,7 @@ def _pass(cost: machine_code.Cost, elements: float, target: str, num_warps: int,
 
 
 def _roof(cost: machine_code.Cost, name: str, warps: int) -> Roof:
-    """The shares of the copy bandwidth that the docstring above defines."""
+    """Return the shares of the copy bandwidth that the module docstring defines."""
     gpu, moved = GPUS[name], cost.loaded + cost.stored
     slots = gpu.slots(moved)
     turn = cost.waits * gpu.latency * gpu.clock + max(cost.slots, 2 * cost.alu_slots)
@@ -272,7 +271,7 @@ HITS = (1.0, 0.9)
 
 
 def _phases(passes: Sequence[machine_code.Cost], target: str, num_warps: int) -> dict[str, dict[str, float]]:
-    """GPU -> share of L2 hits -> share of the copy bandwidth; empty for a kernel that writes as it reads."""
+    """Return GPU -> share of L2 hits -> share of the copy bandwidth; empty for a kernel that writes while it reads."""
     if len(passes) < 2 or not passes[-1].stored or any(one.stored for one in passes[:-1]):
         return {}
     return {
@@ -283,15 +282,15 @@ def _phases(passes: Sequence[machine_code.Cost], target: str, num_warps: int) ->
 
 
 def _share_of_phases(passes: Sequence[machine_code.Cost], gpu: GPU, num_warps: int, hits: float) -> float:
-    """All passes over a row in turn, one program a multiprocessor; only the first finds nothing in the L2 cache."""
+    """Simulate all passes over a row in sequence, one program per multiprocessor; the first pass has no L2 hits."""
     schedulers = 4
     warps = max(1, num_warps // schedulers)
-    clocks_a_byte = 32 * gpu.multiprocessors * schedulers * gpu.clock / gpu.copy_bandwidth  # of a whole warp
+    clocks_a_byte = 32 * gpu.multiprocessors * schedulers * gpu.clock / gpu.copy_bandwidth  # for a whole warp
     far, near = gpu.latency * gpu.clock, gpu.l2_latency * gpu.clock
-    clocks = 0.0  # of each byte of a row
+    clocks = 0.0  # per byte of a row
     for number, cost in enumerate(passes):
         found = hits if number else 0.0
-        missed = 1 - found ** (cost.loaded / cost.load_width)  # turns that wait for memory
+        missed = 1 - found ** (cost.loaded / cost.load_width)  # share of iterations that wait for memory
         moved = cost.stored + (1 - found) * cost.loaded
         waiting = cost.waits * (missed * far + (1 - missed) * near)
         clocks += _clocks_a_turn(cost.slots, clocks_a_byte * moved, waiting, warps) / cost.loaded
@@ -299,7 +298,7 @@ def _share_of_phases(passes: Sequence[machine_code.Cost], gpu: GPU, num_warps: i
 
 
 def _clocks_a_turn(issue: float, memory: float, waiting: float, warps: int) -> float:
-    """Clocks between two turns' ends: each turn of each of the warps queues twice and waits once."""
+    """Return the clocks between the ends of two iterations; each iteration of each warp queues twice and waits once."""
     queues = [0.0, 0.0]
     between = 0.0
     for number in range(1, warps + 1):
@@ -319,21 +318,21 @@ def inspect(
 
     Args:
         targets: names out of ``TARGETS``.
-        names: only kernels whose name contains one of these; None: all.
-        calls: which calls of ``tools.launches`` launch them: "real" or "odd".
-        counted: instructions are counted only of kernels whose name contains one of these; None: of all.
+        names: substrings of kernel names to select; None: all.
+        calls: the calls of ``tools.launches`` to use: "real" or "odd".
+        counted: substrings of the names of kernels whose instructions are counted; None: all.
 
     Returns:
-        One report a kernel and target.
+        One report per kernel and target.
     """
-    from tools import launches  # which loads the kernels
+    from tools import launches  # imports the kernels
 
     wanted = []
     for target in targets:
         for name, specimen in launches.specimens(target, getattr(launches, calls)).items():
             if _named(name, names):
                 wanted.append((name, specimen, target, _named(name, counted)))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Triton's passes and its tools do not hold the interpreter's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Triton's passes and tools release the GIL
         return list(pool.map(lambda w: report(*w), wanted))
 
 
@@ -376,7 +375,7 @@ def _roofline_cells(p: Pass) -> dict[str, str]:
 
 
 def _print_tables(reports: list[Report]) -> None:
-    print("At the speed of a copy, for each bf16 logit that is read once:\n")
+    print("Issue slots at copy bandwidth, for each bf16 logit that is read once:\n")
     budgets = [
         {
             "GPU": name,
@@ -392,25 +391,27 @@ def _print_tables(reports: list[Report]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables; returns 1 when a kernel spills, 2 when there is none to look at."""
+    """Print the tables; return 1 if a kernel spills, 2 if no kernel was selected."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
-    parser.add_argument("--kernel", action="append", help="only kernels whose name contains this")
-    parser.add_argument("--calls", choices=CALLS, default="real", help="of which calls: sizes of training, or odd ones")
+    parser.add_argument("--kernel", action="append", help="select kernels whose name contains this")
+    parser.add_argument(
+        "--calls", choices=CALLS, default="real", help="calls that launch the kernels: training or odd sizes"
+    )
     count = parser.add_mutually_exclusive_group()
-    count.add_argument("--no-roofline", action="store_true", help="leave the machine code uncounted, which is faster")
-    count.add_argument("--roofline", action="append", help="count that only of kernels whose name contains this")
+    count.add_argument("--no-roofline", action="store_true", help="do not count the machine code, which is faster")
+    count.add_argument("--roofline", action="append", help="count only the kernels whose name contains this")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of the tables")
     parser.add_argument("--out", type=Path, help="also write the records as JSON")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        print("TRITON_INTERPRET=1 leaves nothing to compile: unset it", file=sys.stderr)
+        print("TRITON_INTERPRET=1 is set, so no kernel is compiled: unset it", file=sys.stderr)
         return 2
     reports = inspect(args.target or list(TARGETS), args.kernel, args.calls, [] if args.no_roofline else args.roofline)
     if not reports:
-        print("no kernel has such a name", file=sys.stderr)
+        print("no kernel name contains these words", file=sys.stderr)
         return 2
     records = json.dumps([asdict(r) for r in reports], indent=1)
     if args.json:
@@ -421,5 +422,5 @@ def main(argv: list[str]) -> int:
         args.out.write_text(records)
     spilling = [f"{r.kernel} on {r.target} ({r.spills} bytes)" for r in reports if r.spills]
     if spilling:
-        print(f"these spill: {', '.join(spilling)}", file=sys.stderr)
+        print(f"these kernels spill: {', '.join(spilling)}", file=sys.stderr)
     return 1 if spilling else 0

@@ -1,8 +1,8 @@
-"""Calls of the public functions whose launches are all the kernels there are: what is compiled and inspected.
+"""Calls of the public functions that together launch every kernel, for compilation and inspection.
 
-``real`` holds the sizes of real training, both sides of every choice that a launcher makes (a row whole or split, with
-or without the correct flag, keys in registers or in memory), in every dtype. ``odd`` holds what a caller may bring
-besides: vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes of 1, offsets past 2**31.
+``real`` has the sizes of real training in every dtype. It covers both sides of every choice of a launcher: a row whole
+or split, with or without the correct flag, keys in registers or in memory. ``odd`` has unusual inputs: vocabularies and
+strides that are not multiples of 16 bytes, masks of every kind, sizes of 1, offsets past 2**31.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tools.mock_gpu import MockGPU, Specimen
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REAL_LOGITS = (LLADA_SHORT.batch, LLADA_SHORT.length, LLADA_SHORT.vocab)
 FEW_ROWS = (GEMMA_CANVAS.batch, GEMMA_CANVAS.length, GEMMA_CANVAS.vocab)
-SHORT_ROWS = (4, 1024, 16000)  # which no launcher splits
+SHORT_ROWS = (4, 1024, 16000)  # no launcher splits these rows
 REAL_HIDDEN = (DFLASH_4B.batch, DFLASH_4B.length, DFLASH_4B.vocab)
 
 ALL_STEPS: dict[str, Any] = {"softcap": 30.0, "scale": 1 / 0.7, "skip_id": 126336}
@@ -40,7 +40,7 @@ Call = Callable[[], object]
 
 
 def real() -> Iterator[Call]:
-    """Calls at the sizes of real training."""
+    """Yield calls with the sizes of real training."""
     for dtype in DTYPES:
         for shape in (REAL_LOGITS, FEW_ROWS, SHORT_ROWS):
             yield partial(token_nll, shape, dtype, with_correct=True)
@@ -78,7 +78,7 @@ def real() -> Iterator[Call]:
 
 
 def transformed() -> Iterator[Call]:
-    """Calls with a transform of the logits: all its steps in every dtype, some of them in bfloat16."""
+    """Yield calls with a transform of the logits: all of its steps in every dtype, some of them in bfloat16."""
     for dtype in DTYPES:
         for flag in (False, True):
             yield partial(token_nll, REAL_LOGITS, dtype, with_correct=flag, **ALL_STEPS)
@@ -90,7 +90,7 @@ def transformed() -> Iterator[Call]:
     yield partial(token_nll, SHORT_ROWS, torch.bfloat16, with_correct=True, scale=1 / 0.7)
 
 
-# Each kind that has passes or functions of its own, and as many of them as there may be.
+# Each kind with separate passes or functions, and the largest possible sum of kinds.
 KINDS: tuple[str | dict[str, float], ...] = (
     "kl",
     "l1",
@@ -102,7 +102,7 @@ KINDS: tuple[str | dict[str, float], ...] = (
 
 
 def divergences() -> Iterator[Call]:
-    """Calls of the divergence: kinds, dtypes, steps of a transform, with a gradient and without."""
+    """Yield calls of the divergence: kinds, dtypes, steps of a transform, with and without a gradient."""
     for kind in KINDS:
         yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=kind)
     for kind in ("kl", "l1"):
@@ -115,7 +115,7 @@ def divergences() -> Iterator[Call]:
 
 
 def odd() -> Iterator[Call]:
-    """Calls with what else a caller may bring."""
+    """Yield calls with unusual inputs that a caller may pass."""
     for dtype in (torch.bfloat16, torch.float32):
         yield partial(token_nll, (8, 512, 50257), dtype, with_correct=True)
         yield partial(from_hidden, (8, 512, 50257), dtype, frozen=True)
@@ -148,7 +148,7 @@ def odd() -> Iterator[Call]:
         yield partial(divergence, (2, 17, 1), torch.float32, kind=kind)
     for view in (_shifted, _of_longer_rows, _transposed, _misaligned):
         yield partial(divergence, (4, 1025, 126464), torch.bfloat16, view=view)
-    for dtype in DTYPES:  # whose gradient goes through no transform
+    for dtype in DTYPES:  # without a gradient: only forward applies the transform
         yield partial(soft_embedding, (8, 512, 50257), dtype, softcap=30.0, scale=0.7, skip_id=5)
         yield partial(sample, (8, 512, 50257), dtype, softcap=30.0, scale=0.7, skip_id=5)
         yield partial(sample, (2, 17, 1), dtype, temperature=0)
@@ -172,7 +172,7 @@ def odd() -> Iterator[Call]:
 
 
 def specimens(target: str, calls: Callable[[], Iterator[Call]] = real) -> dict[str, Specimen]:
-    """The kernels that the calls launch, by a name that tells them apart."""
+    """Return the kernels that the calls launch, by unique names."""
     with MockGPU(target) as gpu, torch.device("cuda"):
         for call in calls():
             call()
@@ -187,7 +187,7 @@ def token_nll(
     view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     **options: Any,
 ) -> None:
-    """``ops.token_nll`` forward and backward; ``rows`` is the dtype of the mask of active rows."""
+    """Call ``ops.token_nll`` forward and backward; ``rows`` is the dtype of the mask of active rows."""
     logits = view(torch.empty(shape, dtype=dtype)).requires_grad_()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
     active = None if rows is None else torch.ones(logits.shape[:-1], dtype=rows)
@@ -195,7 +195,7 @@ def token_nll(
 
 
 def weighted_nll(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> None:
-    """``ops.weighted_nll`` forward and backward."""
+    """Call ``ops.weighted_nll`` forward and backward."""
     logits = torch.empty(shape, dtype=dtype, requires_grad=True)
     targets = torch.zeros(shape[:-1], dtype=torch.int64)
     loss = ops.weighted_nll(logits, targets, torch.rand(shape[:-1]), with_lse=True, **options).loss
@@ -210,7 +210,7 @@ def from_hidden(
     frozen: bool = False,
     **options: Any,
 ) -> None:
-    """Both ops from hidden states: the weighted one, and the one whose backward recomputes the logits."""
+    """Call both NLL ops from hidden states: the weighted op, and the op whose backward recomputes the logits."""
     *rows, V = shape
     hidden = torch.empty(*rows, D, dtype=dtype, requires_grad=True)
     head = torch.empty(V, D, dtype=dtype, requires_grad=not frozen)
@@ -229,7 +229,7 @@ def row_stats(
     view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     **options: Any,
 ) -> None:
-    """``ops.row_stats`` forward and backward, with a gradient for all that is asked for."""
+    """Call ``ops.row_stats`` forward and backward, with a gradient for every requested output."""
     logits = view(torch.empty(shape, dtype=dtype)).requires_grad_()
     rows = logits.shape[:-1]
     ids = torch.zeros(*rows, K, dtype=torch.int64)
@@ -237,7 +237,7 @@ def row_stats(
 
 
 def row_stats_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
-    """``ops.linear_row_stats`` forward and backward, all of it."""
+    """Call ``ops.linear_row_stats`` forward and backward, with all outputs."""
     *rows, V = shape
     hidden, head = (torch.empty(*s, D, dtype=dtype, requires_grad=True) for s in (rows, (V,)))
     ids = torch.zeros(rows, dtype=torch.int64)
@@ -251,7 +251,7 @@ def divergence(
     view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
     **options: Any,
 ) -> None:
-    """``ops.divergence`` forward and backward; rows of the teacher in another order."""
+    """Call ``ops.divergence`` forward and backward, with the teacher's rows in another order."""
     logits, teacher = view(torch.empty(shape, dtype=dtype)).requires_grad_(), view(torch.empty(shape, dtype=dtype))
     rows, targets = (torch.zeros(logits.shape[:-1], dtype=torch.int64) for _ in range(2))
     options |= {"targets": targets} if checked_spec(options.get("kind", "kl")).wants_targets else {}
@@ -260,7 +260,7 @@ def divergence(
 
 
 def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
-    """``ops.linear_divergence`` forward and backward, the frozen head one and the same."""
+    """Call ``ops.linear_divergence`` forward and backward, with one frozen head for both models."""
     *rows, V = shape
     hidden, teacher, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (V,)))
     options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_spec(options["kind"]).wants_targets else {}
@@ -269,14 +269,14 @@ def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int
 
 
 def soft_embedding(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
-    """``ops.soft_embedding`` with a bump in every row."""
+    """Call ``ops.soft_embedding`` with a bump in every row."""
     *rows, V = shape
     hidden, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, (V,)))
     ops.soft_embedding(hidden, head, head, bump=1.0, bump_ids=torch.zeros(rows, dtype=torch.int64), **options)
 
 
 def sample(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
-    """``ops.linear_sample``, a seed for each sequence."""
+    """Call ``ops.linear_sample`` with one seed per sequence."""
     *rows, V = shape
     hidden, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, (V,)))
     ops.linear_sample(hidden, head, seeds=torch.zeros(rows[0], dtype=torch.int64), **options)
@@ -299,7 +299,7 @@ def topk(
     given: bool = False,
     view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> None:
-    """``ops.gumbel_topk_mask``: a count for all or one a row, draws that are given or drawn."""
+    """Call ``ops.gumbel_topk_mask`` with one count for all rows or one per row, and with passed or internal draws."""
     log_w = view(torch.empty(N, D, dtype=dtype))
     counts = torch.zeros(log_w.shape[0], dtype=torch.int64) if k is None else k
     ops.gumbel_topk_mask(log_w, counts, uniform=torch.rand(log_w.shape) if given else None)
@@ -316,7 +316,7 @@ def corrupt(
     own_seeds: bool = False,
     **options: Any,
 ) -> None:
-    """A corruption routine; without seeds of their own the rows share one."""
+    """Call a corruption routine; without ``seeds``, the rows share one seed."""
     input_ids = view(torch.zeros(B, L, dtype=ids))
     loss_mask = None if mask is None else view(torch.ones(B, L, dtype=mask))
     if own_seeds:
@@ -325,24 +325,24 @@ def corrupt(
 
 
 def mix(B: int, L: int, *, own_seeds: bool = False) -> None:
-    """``corrupt_mix``, its probabilities one a row."""
+    """Call ``corrupt_mix`` with one probability per row."""
     seeds = torch.zeros(B, dtype=torch.int64) if own_seeds else None
     ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
     corrupt_mix(ids, mask, 126000, 126464, mask_prob=torch.zeros(B), uniform_prob=torch.zeros(B), seeds=seeds)
 
 
 def complement(B: int, L: int) -> None:
-    """``complementary``."""
+    """Call ``complementary``."""
     complementary(torch.zeros(B, L, dtype=torch.bool), torch.ones(B, L, dtype=torch.bool))
 
 
 def levels(B: int) -> None:
-    """``sample_level`` from a seed on the GPU."""
+    """Call ``sample_level`` with a seed on the GPU."""
     sample_level(B, method="stratified", seeds=torch.zeros(B, dtype=torch.int64))
 
 
 def with_level(routine: Callable[..., object], B: int, L: int, **options: Any) -> None:
-    """A corruption routine given the level of each row."""
+    """Call a corruption routine with one level per row."""
     corrupt(routine, B, L, level=torch.zeros(B), **options)
 
 
@@ -363,19 +363,19 @@ def _misaligned(t: torch.Tensor) -> torch.Tensor:
 
 
 def named(found: list[Specimen]) -> dict[str, Specimen]:
-    """Specimens by kernel, type of what it works on, flags that are on, and whatever else tells them apart."""
+    """Name specimens by kernel, dtype of the data, enabled flags, and further features where needed to be unique."""
     out: dict[str, Specimen] = {}
     for kernel in dict.fromkeys(s.kernel for s in found):
         alike = [s for s in found if s.kernel == kernel]
         for specimen, words in zip(alike, _telling([_features(s) for s in alike]), strict=True):
             said = [word for word in words if not any(other.startswith(f"{word}=") for other in words)]
             out[f"{kernel}[{', '.join((specimen.dtype, *said))}]"] = specimen
-    assert len(out) == len(found), "two specimens have one name"
+    assert len(out) == len(found), "two specimens have the same name"
     return out
 
 
 def _features(specimen: Specimen) -> dict[str, str]:
-    """What a name may mention, flags first."""
+    """Return the features that a name may contain, flags first."""
     warps = specimen.options["num_warps"]
     values: dict[str, Any] = {"dtype": specimen.dtype} | specimen.constants | specimen.types | {"num_warps": warps}
     flags = [name for name, value in values.items() if isinstance(value, bool)]
@@ -383,7 +383,7 @@ def _features(specimen: Specimen) -> dict[str, str]:
 
 
 def _telling(alike: list[dict[str, str]]) -> list[list[str]]:
-    """For each of them the flags that are not all alike, and what splits those that flags leave together."""
+    """For each specimen, return the flags that differ within the group, and features that split the remaining ties."""
     groups: list[tuple[str, ...]] = [(features["dtype"],) for features in alike]
     told: list[list[str]] = [[] for _ in alike]
     for name in dict.fromkeys(name for features in alike for name in features):
@@ -399,7 +399,7 @@ def _telling(alike: list[dict[str, str]]) -> list[list[str]]:
 
 
 def _word(name: str, value: str) -> list[str]:
-    """A feature in few letters; what is off or not given is not worth any."""
+    """Abbreviate a feature; a feature that is off or None is omitted."""
     if value in ("True", "False", "None"):
         return [name.removeprefix("HAS_").removeprefix("WITH_").lower()] if value == "True" else []
     return [f"{name.removesuffix('_ptr')}={value}"]

@@ -1,7 +1,7 @@
-"""What a kernel's machine code says of its cost: instructions of its loops, by pipe, and how its loads overlap.
+"""Cost of a kernel from its machine code: instructions of its loops, by pipe, and the overlap of its loads.
 
-NVIDIA's disassembler (``cuobjdump``, shipped with Triton) prints one instruction a line. A loop is a branch to where
-the code has already been; a kernel without a loop over memory is taken along its longest way from entry to exit.
+NVIDIA's disassembler (``cuobjdump``, shipped with Triton) prints one instruction per line. A loop is a branch to an
+earlier instruction. For a kernel without a loop over memory, the longest path from entry to exit is counted.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _REGISTER = re.compile(r"(?<![A-Z0-9_])R(\d+)")
 _ADDRESS = re.compile(r"0x([0-9a-f]+)")
 _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
-# Instructions of the pipe for integer arithmetic, logic, comparisons and selections, 16 lanes a clock and scheduler
-# where there are 32 threads to a warp. Nsight Compute's documentation, "Pipelines"; products go elsewhere.
+# Instructions of the pipe for integer arithmetic, logic, comparisons and selections. It has 16 lanes per clock and
+# scheduler for warps of 32 threads. Source: documentation of Nsight Compute, "Pipelines". Multiplications use another
+# pipe.
 _ALU = re.compile(
     "BMSK|CS2R|FCHK|FLO|FMNMX3?|FSEL|FSETP?|HMNMX2|HSETP?2|I2FP|IABS|IADD3|IMNMX|ISETP|LEA|LOP3?|MOV|P2R|PLOP3|POPC|"
     "PRMT|R2P|SEL|SGXT|SHF|SHL|SHR|VABSDIFF|VIADD|VIADDMNMX|VIMNMX3?|VOTE"
 )
 
-# Those of the pipe for special functions and conversions, 4 lanes a clock and scheduler.
+# Instructions of the pipe for special functions and conversions, with 4 lanes per clock and scheduler.
 _XU = re.compile("F2F|F2I|FRND|I2F|MUFU")
 
-# Halvings until the k-th largest key is found, which no code can tell. Simulated on drawn scores: 19 on average for a
-# row of 4,096, 37 for the slowest of 16 rows of 32.
+# Assumed number of steps of the search for the k-th largest key, because the code does not determine it. Simulated on
+# random scores: 19 on average for a row of 4,096, 37 for the slowest of 16 rows of 32.
 SEARCH_STEPS = 32
 
 
@@ -46,28 +47,28 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """The operation without its modifiers."""
+        """Name of the operation without its modifiers."""
         return self.op.partition(".")[0]
 
     @property
     def width(self) -> int:
-        """Bytes a thread moves, for a load or store."""
+        """Bytes per thread of a load or store."""
         return next((_WIDTHS[part] for part in self.op.split(".")[1:] if part in _WIDTHS), 4)
 
     @property
     def branches_to(self) -> int | None:
-        """Where it may jump to."""
+        """Target address of a branch."""
         found = _ADDRESS.search(self.rest) if self.name == "BRA" else None
         return int(found.group(1), 16) if found else None
 
     @cached_property
     def registers(self) -> frozenset[int]:
-        """Numbers of the registers that it names."""
+        """Numbers of the registers in the operands."""
         return frozenset(int(n) for n in _REGISTER.findall(self.rest))
 
     @property
     def loaded(self) -> frozenset[int]:
-        """The registers that a load from memory fills."""
+        """Numbers of the registers that a load from memory fills."""
         if self.name != "LDG":
             return frozenset()
         first = _REGISTER.search(self.rest)
@@ -80,18 +81,18 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Cost:
-    """A loop's turn, or the whole of a kernel that has no loop over memory; all figures are a thread's.
+    """Cost per thread of one loop iteration, or of a whole kernel without a loop over memory.
 
     Attributes:
         slots: instructions issued.
-        alu_slots: those of them on the ALU pipe.
-        xu_slots: those on the pipe for exponentials, logarithms, reciprocals and conversions.
-        rare_slots: instructions besides, which a turn issues only if it does not jump over them.
-        load_width: bytes of a load of the width that brings the most bytes; narrower ones are numbers of a row.
-        loaded: bytes that those loads bring from global memory.
-        stored: bytes written there.
-        in_flight: most of those loads on their way at a time.
-        waits: how often it waits for loads, each time for all that are on their way.
+        alu_slots: instructions issued on the ALU pipe.
+        xu_slots: instructions issued on the pipe for exponentials, logarithms, reciprocals and conversions.
+        rare_slots: additional instructions that an iteration issues only if it does not skip them.
+        load_width: bytes per load, for the width that transfers the most bytes; narrower loads read values per row.
+        loaded: bytes that loads of this width read from global memory.
+        stored: bytes written to global memory.
+        in_flight: maximum number of loads of this width in flight.
+        waits: number of waits for loads; each waits for all loads in flight.
     """
 
     slots: int
@@ -106,18 +107,18 @@ class Cost:
 
 
 def disassemble(cubin: bytes) -> list[Instruction]:
-    """The instructions of the one kernel in a cubin."""
+    """Return the instructions of the only kernel in a cubin."""
     return parse(cuobjdump("--dump-sass", cubin))
 
 
 def parse(listing: str) -> list[Instruction]:
-    """The instructions of a disassembler's listing."""
+    """Return the instructions of a disassembler listing."""
     lines = (_LINE.match(line) for line in listing.splitlines())
     return [Instruction(int(m["address"], 16), (m["guard"] or "").strip(), m["op"], m["rest"]) for m in lines if m]
 
 
 def cuobjdump(what: str, cubin: bytes) -> str:
-    """The tool's report on a cubin."""
+    """Return the tool's report on a cubin."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -128,7 +129,7 @@ def cuobjdump(what: str, cubin: bytes) -> str:
 
 
 def loops(code: Sequence[Instruction]) -> list[range]:
-    """Innermost loops, as places in the code."""
+    """Return the innermost loops, as index ranges of the code."""
     place = {instruction.address: i for i, instruction in enumerate(code)}
     found = [
         range(place[target], i + 1)
@@ -139,17 +140,17 @@ def loops(code: Sequence[Instruction]) -> list[range]:
 
 
 def passes(code: Sequence[Instruction]) -> list[Cost]:
-    """The innermost loops that read global memory, in the order of the code."""
+    """Return the innermost loops that read global memory, in the order of the code."""
     return [_pass(code, loop) for loop in memory_loops(code)]
 
 
 def memory_loops(code: Sequence[Instruction], accesses: Collection[str] = ("LDG",)) -> list[range]:
-    """The innermost loops that have one of these accesses to global memory, as places in the code."""
+    """Return the innermost loops with one of these accesses to global memory, as index ranges of the code."""
     return [loop for loop in loops(code) if any(code[i].name in accesses for i in loop)]
 
 
 def _pass(code: Sequence[Instruction], loop: range) -> Cost:
-    """A turn as most are: without what a branch jumps over, if no element moves there (a column a row asks for)."""
+    """Count a typical iteration, without code that a branch skips and that moves no element (a requested column)."""
     whole_turn = [code[i] for i in loop]
     wide = _cost(whole_turn, whole_turn).load_width
     rare: set[int] = set()
@@ -164,10 +165,10 @@ def _pass(code: Sequence[Instruction], loop: range) -> Cost:
 
 
 def tail(code: Sequence[Instruction]) -> int:
-    """Instructions on the longest way outside the loops over memory: what a program issues however short its rows are.
+    """Count the instructions on the longest path outside the loops over memory, which do not depend on the row length.
 
-    A loop that only writes, such as one that fills a row with zeros, is over memory too. Searches and other loops turn
-    as in ``whole``.
+    A loop that only writes, such as one that fills a row with zeros, is a loop over memory, too. Searches and other
+    loops are counted as in ``whole``.
     """
     turns = _turns(code)
     for loop in memory_loops(code, ("LDG", "STG")):
@@ -177,14 +178,14 @@ def tail(code: Sequence[Instruction]) -> int:
 
 
 def whole(code: Sequence[Instruction]) -> Cost:
-    """The longest way from entry to exit, its searches taken to turn ``SEARCH_STEPS`` times."""
+    """Count the longest path from entry to exit, with ``SEARCH_STEPS`` iterations for each search."""
     turns = _turns(code)
     way = _longest_way(code, turns)
     return _cost([code[i] for i in way for _ in range(turns[i])], [code[i] for i in way])
 
 
 def slots_of_products(code: Sequence[Instruction]) -> int:
-    """Instructions issued in a turn of the innermost loop with the most integer products, or without loops in all."""
+    """Count an iteration of the innermost loop with the most integer products, or the whole kernel without loops."""
     found = [Counter(code[i].name for i in loop) for loop in loops(code)]
     most = max(found, key=lambda names: names["IMAD"], default=Counter[str]())
     return most.total() if most["IMAD"] else whole(code).slots
@@ -211,10 +212,11 @@ def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction], rare_s
 
 
 def _overlap(body: Sequence[Instruction], width: int) -> tuple[int, int]:
-    """(most loads of that width on their way at a time, waits in a turn).
+    """Return (maximum number of loads of this width in flight, waits per iteration).
 
-    A thread stops at the first instruction that names a register still to be filled; by the time that load is there, so
-    are those that left before it or just after. The second of two turns counts: a load may be meant for the next one.
+    A thread stops at the first instruction that names a register of a load in flight. When this load arrives, the loads
+    issued before it or shortly after it have arrived, too. The second of two iterations is counted, because a load may
+    be issued for the next iteration.
     """
     on_their_way: list[Instruction] = []
     most = waits = 0
@@ -231,7 +233,7 @@ def _overlap(body: Sequence[Instruction], width: int) -> tuple[int, int]:
 
 
 def _turns(code: Sequence[Instruction]) -> list[int]:
-    """How often each instruction is issued where it is reached."""
+    """Return the number of times that each reachable instruction is issued."""
     turns = [1] * len(code)
     for loop in loops(code):
         for i in loop:
@@ -240,7 +242,7 @@ def _turns(code: Sequence[Instruction]) -> list[int]:
 
 
 def _longest_way(code: Sequence[Instruction], turns: Sequence[int]) -> list[int]:
-    """Places of the instructions on the way with the most of them, no loop entered twice."""
+    """Return the indices of the instructions on the path with the most of them; no loop is entered twice."""
     place = {instruction.address: i for i, instruction in enumerate(code)}
     length, following = [0] * (len(code) + 1), [len(code)] * len(code)
     for i in reversed(range(len(code))):

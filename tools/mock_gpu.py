@@ -1,17 +1,17 @@
-"""A GPU that is not there: the package runs as on one, and its launches are written down instead of executed.
+"""Mock GPU: the package behaves as on a GPU, but kernel launches are recorded instead of executed.
 
     with MockGPU("sm_90") as gpu:
         logits = torch.empty(4, 1024, 126464, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         torch.autograd.grad(ops.token_nll(logits, targets).nll.sum(), logits)
     gpu.launches, gpu.specimens
 
-Tensors made on ``"cuda"`` in there have a shape, strides and an address but no memory ("meta" tensors), so that sizes
-may be those of real training. Everyone but torch itself sees them on ``cuda:0``. Whatever would read a value back to
-the host raises, but for ``nonzero``, of whose result :attr:`MockGPU.active_share` tells the length.
+Tensors created on ``"cuda"`` in this context have a shape, strides and an address but no memory ("meta" tensors).
+Their sizes may therefore be those of real training. All code except torch sees them on ``cuda:0``. Reading a value back
+to the host raises an error, except for ``nonzero``: :attr:`MockGPU.active_share` sets the length of its result.
 
-Triton's driver and its compiler stand behind a curtain: every launch has its arguments specialised by Triton as on a
-GPU (alignment, ones, types, and on AMD which buffers are below 2 GiB) and asks for a compilation where it needs a new
-kernel. It gets a :class:`Specimen`, which compiles when it is asked to, for this GPU or another of its make.
+Triton's driver and compiler are replaced. Triton specialises the arguments of every launch as on a GPU (alignment,
+ones, types, and on AMD the buffers below 2 GiB), and requests a compilation if it needs a new kernel. The result is a
+:class:`Specimen`, which compiles on demand, for this GPU or for another GPU of the same vendor.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _sessions = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Specimen:
-    """One kernel, specialised for one launch: what Triton would compile.
+    """A kernel specialised for one launch: the input of Triton's compiler.
 
     Attributes:
-        source: the kernel with the types of its arguments, its constants and what is known of alignment.
+        source: the kernel with the types and alignment of its arguments and its constants.
         target: the GPU.
         options: launch options such as ``num_warps``.
-        gpu: who writes down the launches.
+        gpu: the mock GPU that records the launches.
     """
 
     source: Any
@@ -58,24 +58,24 @@ class Specimen:
 
     @property
     def kernel(self) -> str:
-        """The name of the kernel's function, without its leading underscore."""
+        """Name of the kernel function, without its leading underscore."""
         return str(self.source.fn.__name__).lstrip("_")
 
     @property
     def dtype(self) -> str:
-        """Triton's name for the type of what it works on, which its first argument points at."""
+        """Triton's name of the dtype of the data, to which the first argument points."""
         return str(self.source.signature[self.source.fn.arg_names[0]]).removeprefix("*")
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Compile-time values: those declared so, None for a pointer that is not given, 1 for an integer that is 1."""
+        """Compile-time values: declared constants, None for a missing pointer, 1 for an integer equal to 1."""
         names = self.source.fn.arg_names
         values = {names[path[0]]: value for path, value in self.source.constants.items()}
         return {name: getattr(value, "value", value) for name, value in values.items()}
 
     @property
     def types(self) -> dict[str, str]:
-        """Types of the run-time arguments, with what is known of each: ``*bf16 D`` is divisible by 16."""
+        """Types of the run-time arguments with their specialisation: ``*bf16 D`` is divisible by 16."""
         marks = {"tt.divisibility": "D", "tt.pointer_range": "S"}
         names = self.source.fn.arg_names
         known = {names[path[0]]: "".join(marks[name] for name, _ in found) for path, found in self.source.attrs.items()}
@@ -84,29 +84,29 @@ class Specimen:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes it another kernel than the rest; the same on every GPU of a make but for ``tt.pointer_range``."""
+        """Identity of the kernel; the same on every GPU of a vendor except for ``tt.pointer_range``."""
         options = tuple(self.options.get(name) for name in LAUNCH_OPTIONS)
         constants = {name: str(value) for name, value in self.constants.items()}
         return self.kernel, *self.types.items(), *constants.items(), options
 
     def compile(self, target: str | None = None) -> Any:
-        """The compiled kernel, for this GPU or another of the same make."""
+        """Compile the kernel for this GPU or another GPU of the same vendor."""
         if target is None:
             gpu_target, options = self.target, self.options
         else:
-            # What a target decides for itself is left to it.
+            # Options with target-specific defaults are not passed on.
             gpu_target = TARGETS[target].gpu_target()
             options = {name: self.options[name] for name in LAUNCH_OPTIONS if name in self.options}
         return triton.compile(self.source, target=gpu_target, options=options)
 
-    # What Triton asks of a compiled kernel at its launch.
+    # Methods that Triton calls on a compiled kernel at a launch.
     function = packed_metadata = None
 
     def launch_metadata(self, *_: Any) -> None:
-        """Nothing: no tool listens."""
+        """Return None, because no profiling tool is attached."""
 
     def run(self, x: int, y: int, z: int, *rest: Any) -> None:
-        """Write the launch down; the kernel's arguments stand at the end of ``rest``."""
+        """Record the launch; the arguments of the kernel are the last entries of ``rest``."""
         names = self.source.fn.arg_names
         arguments = {name: _outlined(value) for name, value in zip(names, rest[-len(names) :], strict=True)}
         self.gpu.launches.append(Launch(self, (x, y, z), arguments))
@@ -114,7 +114,10 @@ class Specimen:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a launch keeps of a tensor: the tensor itself would stay alive, and autograd copy a gradient others hold."""
+    """Metadata of a tensor in a launch.
+
+    A reference to the tensor itself would keep it alive, and would make autograd copy a gradient that others hold.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -122,7 +125,7 @@ class Outline:
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Size of the elements in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -132,7 +135,7 @@ def _outlined(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch: which kernel, how many programs, the arguments by name, tensors as their outlines."""
+    """A launch: the kernel, the number of programs, and the arguments by name, with tensors as outlines."""
 
     specimen: Specimen
     grid: tuple[int, int, int]
@@ -147,9 +150,9 @@ class MockGPU:
 
     Attributes:
         launches: every launch so far.
-        specimens: every kernel that a launch needed, in the order of its first use, which is when it is compiled.
-        active_share: what share of a mask ``nonzero`` finds.
-        syncs: number of calls of ``nonzero`` so far, each of which waits for the GPU.
+        specimens: every kernel that a launch needed, in the order of first use, when Triton would compile it.
+        active_share: fraction of a mask that ``nonzero`` reports as nonzero.
+        syncs: number of calls of ``nonzero`` so far; on a GPU, each is a host sync.
     """
 
     def __init__(self, name: str) -> None:
@@ -176,7 +179,7 @@ class MockGPU:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """The current stream is being captured into a CUDA graph."""
+        """Simulate that the current stream is being captured into a CUDA graph."""
         self._is_capturing = True
         try:
             yield
@@ -194,20 +197,20 @@ class MockGPU:
         yield torch.autograd.function.BackwardCFunction, "apply", _with_modes_of_forward(self)
 
     def _specimen(self, source: Any, target: GPUTarget, options: dict[str, Any]) -> Specimen:
-        """In the place of ``triton.compile``."""
+        """Replacement of ``triton.compile``."""
         specimen = Specimen(source, target, dict(options), self)
         self.specimens.append(specimen)
         return specimen
 
 
 def _seems_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether it is one of ours, asked from outside of torch, which must know the truth to work on it."""
+    """Return True for a mock tensor if the caller is not torch, because torch must see the real device."""
     asking = sys._getframe(2).f_globals.get("__name__", "")
     return tensor.is_meta and asking.partition(".")[0] != "torch"
 
 
 def _with_modes_of_forward(gpu: MockGPU) -> Any:
-    """``backward`` of an ``autograd.Function`` under the mode that the call of ``torch.autograd.grad`` put aside."""
+    """Wrap ``backward`` of an ``autograd.Function``, because ``torch.autograd.grad`` disables the mode of forward."""
     apply: Any = torch.autograd.function.BackwardCFunction.apply
 
     def run(self: Any, *grads: Any) -> Any:
@@ -218,7 +221,7 @@ def _with_modes_of_forward(gpu: MockGPU) -> Any:
 
 
 class _OnMeta(TorchFunctionMode):
-    """Tensors asked for on "cuda" are made on "meta"; what has no meaning there is stood in for."""
+    """Creates tensors for "cuda" on "meta", and replaces operations that "meta" does not support."""
 
     def __init__(self, gpu: MockGPU) -> None:
         super().__init__()
@@ -233,13 +236,13 @@ class _OnMeta(TorchFunctionMode):
             self.gpu.syncs += 1
             found = round(args[0].numel() * self.gpu.active_share)
             return torch.empty(found, args[0].dim(), dtype=torch.int64, device="meta")
-        if func is torch.addmm and "out_dtype" in kwargs:  # torch 2.11 has it on a GPU alone
+        if func is torch.addmm and "out_dtype" in kwargs:  # torch 2.11 supports this only on a GPU
             return kwargs["out"]
         return func(*args, **kwargs)
 
 
 def _meta_device(value: Any, always: bool = False) -> Any:
-    """The device "meta" for a CUDA device; a string only where one can be nothing else."""
+    """Map a CUDA device to "meta"; a string is mapped only if ``always``, because it may not be a device."""
     if isinstance(value, torch.device) or (always and isinstance(value, str)):
         return torch.device("meta") if torch.device(value).type == "cuda" else value
     return value
@@ -247,7 +250,7 @@ def _meta_device(value: Any, always: bool = False) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Driver:
-    """What Triton asks of its driver at a launch; a device of its own for each mock, since Triton caches by device."""
+    """Replacement of Triton's driver. Each mock has a unique device, because Triton caches by device."""
 
     target: GPUTarget
     session: int

@@ -1,8 +1,8 @@
-"""Break the package in one place at a time and see whether its tests notice: ``python -m tools.mutants --help``.
+"""Mutation testing: break the package in one place at a time and run its tests. See ``python -m tools.mutants --help``.
 
-Each mutant is judged in a copy of the tree, by the tests of its module (``JUDGES``), as many of them as ``make test``
-runs, in a fork of this process, which has torch imported already. A mutant that no test fails for has survived: either
-a test is missing or the change changes nothing.
+Each mutant is tested in a copy of the source tree. The tests are the everyday tests of its module (``JUDGES``). They
+run in a fork of this process, which has already imported torch. A mutant survives if no test fails. Then either a test
+is missing, or the mutant is equivalent to the original.
 """
 
 import argparse
@@ -32,12 +32,12 @@ from tqdm import tqdm
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.dont_write_bytecode = True  # a mutant of the same length within a second would be taken for what it replaced
-tqdm.monitor_interval = 0  # no thread beside the forks
+sys.dont_write_bytecode = True  # Python would reuse a .pyc of equal source length and second
+tqdm.monitor_interval = 0  # no threads in the process that forks
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "dllm_kernels"
-DEADLINE = 1800  # seconds for tests of which nothing is known yet
+DEADLINE = 1800  # seconds, for tests with unknown run time
 
 EVERY_ROW_OP = (
     "tests/ops/test_errors.py tests/internals/test_errors.py tests/internals/test_calls.py tests/ops/test_token_nll.py"
@@ -48,8 +48,8 @@ EVERY_ROW_OP = (
     " tests/ops/test_divergence.py tests/internals/test_divergence.py tests/ops/test_second_order.py"
     " tests/internals/test_compile.py -k 'not triton'"
 )
-# Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing
-# matches is judged by the tests of the same stem.
+# Path within the package -> arguments of pytest, with fast tests first. The first matching entry is used. If no entry
+# matches, the tests with the same stem are used.
 JUDGES = (
     (
         "*sample.py",
@@ -246,9 +246,9 @@ JUDGES = (
     ("_core/*", EVERY_ROW_OP),
     ("_backends/*", EVERY_ROW_OP),
 )
-# Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
+# Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("_backends/triton/_tiles.py",)
-SIZES = {  # of what is worked on at a time, or below which another way is quicker
+SIZES = {  # block sizes, and thresholds between equivalent algorithms
     "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MORE", "MOST", "SLAB", "TILE",
     "_MILD", "_SLICE",
 }  # fmt: skip
@@ -261,8 +261,8 @@ SAME_WITHOUT = {
     "strict",
     "stacklevel",
     "non_blocking",
-    "out",  # a result that is used is the same in memory of its own
-    "debug_barrier",  # Triton's interpreter has one thread
+    "out",  # without it, the returned result has the same values
+    "debug_barrier",  # Triton's interpreter runs one thread
 }
 
 SWAPPED = {
@@ -277,7 +277,7 @@ Place = ast.stmt | ast.expr | ast.keyword
 
 
 class Mutant(NamedTuple):
-    """One replacement: ``new`` for the bytes from ``start`` to ``end`` of a file; ``kind`` says what was done."""
+    """One replacement: ``new`` replaces the bytes from ``start`` to ``end`` of a file; ``kind`` names the mutation."""
 
     file: str
     line: int
@@ -301,7 +301,7 @@ class _Places(ast.NodeVisitor):
         return self.lines[node.lineno - 1] + node.col_offset
 
     def end(self, node: Place) -> int:
-        assert node.end_lineno is not None  # what was parsed has an end
+        assert node.end_lineno is not None  # nodes from ast.parse always have an end
         assert node.end_col_offset is not None
         return self.lines[node.end_lineno - 1] + node.end_col_offset
 
@@ -313,7 +313,7 @@ class _Places(ast.NodeVisitor):
         self.found.append(Mutant(self.file, self.source[:start].count(b"\n") + 1, start, end, new, kind))
 
     def operator(self, kind: str, left: ast.expr, right: ast.expr) -> None:
-        """Swap the operator between two operands, beside their parentheses."""
+        """Swap the operator between two operands; parentheses next to it are kept."""
         start, end = self.end(left), self.start(right)
         between = self.source[start:end].decode()
         sign = OPERATOR.search(re.sub(r"#.*", lambda comment: " " * len(comment[0]), between))
@@ -321,7 +321,7 @@ class _Places(ast.NodeVisitor):
             new = SWAPPED[" ".join(sign[0].split())]
             self.add(kind, left, between[: sign.start()] + new + between[sign.end() :], start, end)
 
-    # What is left alone: text for the reader, types, and errors, whose condition is mutated and not their message
+    # Not mutated: texts, types, and error messages (the conditions of errors are mutated)
 
     def visit(self, node: ast.AST) -> None:
         if not isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
@@ -344,7 +344,7 @@ class _Places(ast.NodeVisitor):
         if node.value is not None:
             self.visit(node.value)
 
-    # What is broken
+    # Mutated
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
@@ -375,7 +375,7 @@ class _Places(ast.NodeVisitor):
             self.add("constant", node, str(not node.value))
         elif isinstance(node.value, int | float):
             values = (node.value + 1, node.value - 1)
-            for value in values if node.value not in values else (node.value * 2,):  # a float to which 1 is nothing
+            for value in values if node.value not in values else (node.value * 2,):  # a float that + 1 does not change
                 self.add("constant", node, repr(value) if value >= 0 else f"({value!r})")
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -411,7 +411,7 @@ class _Places(ast.NodeVisitor):
         if node.value is not None and self.text(node.value) != "None":
             if not self.returns_bool:
                 self.add("returns None", node.value, "None")
-            elif not isinstance(node.value, ast.Constant):  # None is as good as False, and a constant is changed anyway
+            elif not isinstance(node.value, ast.Constant):  # None acts like False, and constants are mutated elsewhere
                 self.add("returns the opposite", node.value, f"not ({self.text(node.value)})")
             self.visit(node.value)
 
@@ -432,7 +432,7 @@ class _Places(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        """The first of several is broken as the second: the last is the first of one."""
+        """Mutate index 0 to 1 only, because index -1 equals index 0 in a sequence of one element."""
         self.visit(node.value)
         if isinstance(node.slice, ast.Constant) and type(node.slice.value) is int and node.slice.value == 0:
             self.add("constant", node.slice, "1")
@@ -441,19 +441,19 @@ class _Places(ast.NodeVisitor):
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
-    """Every mutant of a file, in the order of its lines."""
+    """Return every mutant of a file, in the order of its lines."""
     places = _Places(file, source)
     places.visit(ast.parse(source))
     return sorted(places.found, key=lambda m: (m.start, m.new))
 
 
 def mutated(source: bytes, m: Mutant) -> bytes:
-    """The file with the mutant in it."""
+    """Return the content of the file with the mutation applied."""
     return source[: m.start] + m.new.encode() + source[m.end :]
 
 
 def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant]:
-    """``count`` of them, as many from each file as it has lines to break, evenly over those lines."""
+    """Choose ``count`` mutants: per file in proportion to its mutable lines, spread evenly over these lines."""
     lines = {file: sorted({m.line for m in mutants}) for file, mutants in found.items() if mutants}
     total = sum(map(len, lines.values()))
     result, owed = [], 0.0
@@ -469,7 +469,7 @@ def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
 
 
 def judges_of(file: str) -> list[str]:
-    """Arguments of pytest for a path within the package."""
+    """Return the arguments of pytest for a path within the package."""
     for pattern, arguments in JUDGES:
         if fnmatch.fnmatch(file, pattern):
             return shlex.split(arguments)
@@ -478,7 +478,7 @@ def judges_of(file: str) -> list[str]:
 
 
 class Job(NamedTuple):
-    """The tests to run on a file as ``source`` has it; without a mutant, whether they pass where nothing is broken."""
+    """Tests to run on a file with content ``source``. Without a mutant, the job checks that these tests pass."""
 
     file: str
     source: bytes
@@ -487,7 +487,7 @@ class Job(NamedTuple):
 
 
 class Workplace:
-    """A copy of the tree, in which one job at a time is done by a process of its own."""
+    """A copy of the source tree in which a separate process runs one job at a time."""
 
     def __init__(self, root: Path, folder: Path):
         self.folder, self.log = folder, folder.with_suffix(".log")
@@ -497,7 +497,7 @@ class Workplace:
         self.job: Job | None = None
 
     def start(self, job: Job) -> None:
-        """Begin, and return at once."""
+        """Start the job without waiting for it."""
         self.job, self.began = job, time.monotonic()
         self.path = self.folder / PACKAGE / job.file
         self.original = self.path.read_bytes()
@@ -513,15 +513,15 @@ class Workplace:
         os.chdir(self.folder)
         sys.path[:] = [str(self.folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
         sys.modules.pop("tools")
-        os.environ["PYTHONPATH"] = str(self.folder)  # of the processes that tests start
-        os.environ["STOP_AT_FIRST_FAILURE"] = "1"  # of the distributed tests
+        os.environ["PYTHONPATH"] = str(self.folder)  # for processes that tests start
+        os.environ["STOP_AT_FIRST_FAILURE"] = "1"  # read by the distributed tests
         options = ["-x", "-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist"]
         code = pytest.main(["-m", "not exhaustive", *tests, *options])
         sys.stdout.flush()
         os._exit(code)
 
     def verdict(self, longest: float) -> str | None:
-        """What became of the job, None while it runs."""
+        """Return the outcome of the job, or None while it runs."""
         self.seconds = time.monotonic() - self.began
         if self.process.is_alive() and self.seconds < longest:
             return None
@@ -535,7 +535,7 @@ class Workplace:
 
 
 def done(jobs: list[Job], places: list[Workplace], longest: dict[tuple[str, ...], float], label: str) -> Iterator[Any]:
-    """(job, verdict, workplace) of each job as it ends."""
+    """Yield (job, verdict, workplace) of each job when it ends."""
     waiting = jobs[::-1]
     with tqdm(total=len(jobs), desc=label, disable=None) as bar:
         while waiting or any(place.job for place in places):
@@ -550,7 +550,7 @@ def done(jobs: list[Job], places: list[Workplace], longest: dict[tuple[str, ...]
 
 
 def described(m: Mutant, source: bytes) -> dict[str, Any]:
-    """A mutant as the output has it; ``key`` is the same as long as the file is."""
+    """Return the JSON record of a mutant; ``key`` stays the same until the file changes."""
     before, after = (text.decode().splitlines() for text in (source, mutated(source, m)))
     diff = [
         line
@@ -562,21 +562,26 @@ def described(m: Mutant, source: bytes) -> dict[str, Any]:
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     add = parser.add_argument
-    add("--only", default="*", help="pattern of the paths within the package, as ops/token_nll.py or 'losses/*'")
-    add("--count", type=int, default=220, help="how many mutants (default: %(default)s)")
-    add("--seed", type=int, default=0, help="another seed chooses others")
-    add("-j", "--jobs", type=int, default=os.cpu_count(), help="judged at the same time")
-    add("--out", type=Path, default=Path("mutants.jsonl"), help="a line for each; those in it are not judged again")
-    add("--tests", help="judge by these instead of JUDGES, as 'tests/mtp/test_mtp.py -k pipeline'")
-    add("--root", type=Path, default=ROOT, help="tree to break")
+    add("--only", default="*", help="pattern of paths within the package, such as ops/token_nll.py or 'losses/*'")
+    add("--count", type=int, default=220, help="number of mutants (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the choice of mutants")
+    add("-j", "--jobs", type=int, default=os.cpu_count(), help="number of mutants tested at the same time")
+    add(
+        "--out",
+        type=Path,
+        default=Path("mutants.jsonl"),
+        help="results, one line per mutant; these are not tested again",
+    )
+    add("--tests", help="tests to run instead of JUDGES, such as 'tests/mtp/test_mtp.py -k pipeline'")
+    add("--root", type=Path, default=ROOT, help="source tree to mutate")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Judge, write, and list the survivors."""
+    """Test the mutants, write the results, and print the survivors."""
     options = arguments(argv)
     package = options.root / PACKAGE
     paths = (str(path.relative_to(package)) for path in sorted(package.rglob("*.py")))
@@ -601,7 +606,7 @@ def main(argv: list[str] | None = None) -> int:
         for job, verdict, place in done(list(unbroken.values()), places, longest, "unbroken"):
             if verdict != "survived":
                 raise SystemExit(
-                    f"{shlex.join(job.tests)}: {verdict} where nothing is broken\n{place.log.read_text()[-3000:]}"
+                    f"{shlex.join(job.tests)}: {verdict} without a mutation\n{place.log.read_text()[-3000:]}"
                 )
             longest[job.tests] = 30 + 3 * place.seconds
         with options.out.open("a") as out:
@@ -613,7 +618,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(entries: list[dict[str, Any]]) -> None:
-    """The survivors, and how many of each verdict."""
+    """Print the survivors and the number of mutants per verdict."""
     for entry in entries:
         if entry["verdict"] == "survived":
             print(f"\n{PACKAGE}/{entry['file']}:{entry['line']} {entry['kind']}", *entry["diff"], sep="\n  ")

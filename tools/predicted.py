@@ -1,12 +1,13 @@
-"""The row kernels on a GPU beside what the static roofline says of them: does the model order them as the machine does?
+"""Compare the row kernels on a GPU with the predictions of the static roofline.
 
-Each kernel runs with the tile that its rule picks, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and
-Gemma; the divergence in two passes and in three. Beside its share of this run's copy bandwidth stands the share that
-the machine code predicts for the GPU of that name, read from ``--model FILE``, which needs no GPU to be made:
+Each kernel runs with the tile of its rule, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and Gemma. The
+divergence runs with two passes and with three. The measured share of this run's copy bandwidth is printed next to the
+share that the machine code predicts for this GPU. The predictions are read from ``--model FILE``, which can be computed
+without a GPU:
 
     python -m benchmarks inspect --target sm_90 --kernel '[bf16' --out FILE
 
-On a CPU only ``--size toy`` runs, under Triton's interpreter, without a prediction's meaning.
+On a CPU only ``--size toy`` runs, under Triton's interpreter. A prediction then has no meaning.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from benchmarks.record import markdown, report
 from benchmarks.shapes import GEMMA_BATCH, LLADA_SHORT, POLICY, TOY_ROWS
 from tools.gpus import GPUS
 
-KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # of a rule; the others are called like theirs
-# The words by which ``inspect`` tells apart what ``tune`` launches.
+KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # kernel of a rule; other kernels have the name of their rule
+# Suffixes with which ``inspect`` distinguishes the launches of ``tune``.
 WORDS = {"argmax-match": ", correct", "kl": ", grad, fast", "l1": ", grad, fast, tv=i64"}
 
 
 def gpu_of(device: str) -> str:
-    """The GPU of ``tools.gpus`` that this is; H200 for one that is not among them."""
+    """Return the name of this GPU in ``tools.gpus``, or H200 if it is not listed."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
     return next((known for known in GPUS if known in name), "H200")
 
 
 def shares(model: Path | None, gpu: str) -> dict[str, float]:
-    """Kernel -> predicted share of the copy bandwidth, the lowest of its passes and phases; none without a model."""
+    """Return kernel -> predicted share of copy bandwidth, the lowest of all passes and phases; {} without a model."""
     reports = [] if model is None or not model.is_file() else json.loads(model.read_text())
     of_this = (r for r in reports if r["passes"] and r["target"] == GPUS[gpu].target)
     return {
@@ -48,7 +49,7 @@ def shares(model: Path | None, gpu: str) -> dict[str, float]:
 
 
 def kernel_of(name: str, rule: str) -> str:
-    """The kernel of a launch of ``tune.launches`` in bf16, as ``inspect`` calls it."""
+    """Return the name that ``inspect`` gives to the kernel of a launch of ``tune.launches`` in bf16."""
     return f"{KERNELS.get(rule, rule)}[bf16{WORDS.get(name.partition(', ')[2], '')}]"
 
 
@@ -59,11 +60,11 @@ def _call(launch: tune.Launch, _: int) -> object:
 def main(argv: list[str]) -> int:
     """Print measured and predicted shares and write the JSON."""
     parser = arguments("predicted", __doc__)
-    parser.add_argument("--model", type=Path, help="what inspect wrote (default: nothing is predicted)")
+    parser.add_argument("--model", type=Path, help="output file of inspect (default: no predictions)")
     options = parse(parser, argv)
     on_cpu = torch.device(options.device).type == "cpu"
     if on_cpu and options.size != "toy":
-        print("this needs a GPU; --size toy shows that it runs", file=sys.stderr)
+        print("a GPU is required; --size toy runs on a CPU as a test", file=sys.stderr)
         return 2
     if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         again = [sys.executable, "-m", "benchmarks", "predicted", *argv]
@@ -83,5 +84,5 @@ def main(argv: list[str]) -> int:
                 share = f"{floor / result.timing.median:.1%}"
                 rows.append({"kernel": kernel, "V": shape.vocab, "measured": share, f"predicted for {gpu}": said})
     status = report(results, options, baseline="ours", measured_ceilings=measured)
-    print("\nOf the copy bandwidth:\n\n" + markdown(rows))
+    print("\nShares of the copy bandwidth:\n\n" + markdown(rows))
     return status

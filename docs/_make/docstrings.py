@@ -1,4 +1,4 @@
-"""Docstrings as they read in the editor (reStructuredText roles, ``.. math::``) become Markdown for the pages."""
+"""Converts docstrings with reStructuredText roles and ``.. math::``, as editors show them, to Markdown for the site."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
 
 
 def public(module: str) -> dict[str, Any]:
-    """The names that a module offers, and what they are; an alias with a leading underscore is left out."""
+    """Return the public names of a module with their objects; aliases with a leading underscore are omitted."""
     loaded = importlib.import_module(module)
     names = getattr(loaded, "__all__", None) or [
         name for name, value in vars(loaded).items()
@@ -41,17 +41,17 @@ def public(module: str) -> dict[str, Any]:
 
 
 def place(value: Any) -> str:
-    """Where a class or function is defined, which is its anchor in the API reference."""
+    """Return the place where a class or function is defined, which is its anchor in the API reference."""
     return f"{value.__module__}.{value.__qualname__}"
 
 
 def documented(module: str) -> dict[str, str]:
-    """The public classes and functions of a module, and their places."""
+    """Return the public classes and functions of a module with their places."""
     names = public(module).items()
     return {name: place(value) for name, value in names if inspect.isclass(value) or inspect.isfunction(value)}
 
 
-#: Public name -> its place. Of a name that several integrations have, that of the first.
+#: Public name -> its place. If several integrations have the name, the place in the first one.
 PUBLIC: dict[str, str] = {}
 for _module in PAGES.values():
     PUBLIC = documented(_module) | PUBLIC
@@ -61,12 +61,12 @@ LINK = re.compile(r"\]\[(\w+)\]")
 
 
 def linked(text: str) -> str:
-    """A page whose links to public names, ``[...][name]``, lead to the API reference."""
+    """Point the links to public names of a page, ``[...][name]``, to the API reference."""
     return LINK.sub(lambda match: f"][{PUBLIC.get(match[1], match[1])}]", text)
 
 
 def one_by_one(text: str) -> str:
-    """The arguments that share a description, ``a, b: ...``, each with it: the pages list them so."""
+    """Split arguments that share a description, ``a, b: ...``, because the pages list each argument separately."""
     before, head, after = text.partition("Args:\n")
     arguments, blank, rest = after.partition("\n\n")
     arguments = SEVERAL.sub(lambda m: "\n".join(f"{m[1]}{name}: {m[3]}" for name in m[2].split(", ")), arguments)
@@ -74,7 +74,7 @@ def one_by_one(text: str) -> str:
 
 
 def markdown(text: str, module: str = "") -> str:
-    """One docstring, as Markdown; what it refers to is looked for in its own module first."""
+    """Convert a docstring to Markdown; references are looked up in its own module first."""
 
     def reference(match: re.Match[str]) -> str:
         name = match[1].rpartition(".")[2] if match[1].startswith("dllm_kernels.") else match[1]
@@ -92,7 +92,7 @@ def markdown(text: str, module: str = "") -> str:
 
 
 def tables(text: str) -> str:
-    """The simple tables of reStructuredText, of which each line is a row, as Markdown's."""
+    """Convert simple tables of reStructuredText, in which each line is a row, to Markdown."""
     found, lines = [], text.splitlines()
     while lines:
         line = lines.pop(0)
@@ -113,7 +113,7 @@ def tables(text: str) -> str:
                 cells = [row[start:end].strip().replace("|", "\\|") for start, end in spans]
                 if cells[0] or not rows:
                     rows.append(cells)
-                else:  # the row before it goes on
+                else:  # continuation of the previous row
                     rows[-1] = [f"{a} {b}".strip() for a, b in zip(rows[-1], cells, strict=True)]
         head = rows.pop(0) if rules > 2 or headed else [""] * len(spans)
         made = [head, ["---"] * len(spans), *rows]
@@ -122,11 +122,11 @@ def tables(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites each docstring once, when its object has been read."""
+    """Rewrites each docstring once, after its object was read."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called by griffe of every module, class, function and attribute."""
         if obj.name == "__init__":
-            obj.docstring = None  # which sends the reader of ``help()`` to the class, whose page this is
+            obj.docstring = None  # it refers readers of ``help()`` to the class, whose page this is
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value, obj.module.path if not obj.is_module else obj.path)

@@ -1,4 +1,4 @@
-"""What the site is made of besides its pages: pictures, API pages, the changelog; and equations without a script."""
+"""Hooks that add generated files to the site (pictures, API pages, changelog) and render equations without scripts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOADED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)="((?:htt
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what is made and not written."""
+    """Add the generated files."""
     for name, content in pictures.all_of_them():
         files.append(File.generated(config, f"pictures/{name}", content=content))
     for page, module in docstrings.PAGES.items():
@@ -38,7 +38,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def api_page(page: str, module: str) -> str:
-    """Every public name of a module; one without a docstring is an error."""
+    """Return the API page of a module; a public name without a docstring is an error."""
     lines = [f"# `{module}`\n"]
     for name, where in docstrings.documented(module).items():
         value = docstrings.public(module)[name]
@@ -52,12 +52,12 @@ def api_page(page: str, module: str) -> str:
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
-    """Links to public names lead to the API reference."""
+    """Point links to public names to the API reference."""
     return docstrings.linked(markdown)
 
 
 def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
-    """Equations as MathML, which browsers draw by themselves."""
+    """Render equations as MathML, which browsers support without scripts."""
 
     def mathml(match: re.Match[str]) -> str:
         block = match[1] == "div"
@@ -66,7 +66,7 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
         except Exception as error:
             log.warning("%s: no equation: %s (%s)", page.file.src_uri, match[2], error)
             return match[0]
-        if block:  # limits under a sum, also within parentheses
+        if block:  # limits below a sum, also in parentheses
             made = SUM.sub(r"<munder>\1</munder>", made)
         return f'<div class="equation">{made}</div>' if block else made
 
@@ -74,7 +74,7 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Nothing may be loaded from elsewhere."""
+    """Raise an error if a page loads a resource from another site."""
     for path in Path(config["site_dir"]).rglob("*.html"):
         found = [m for m in LOADED.finditer(path.read_text()) if 'rel="canonical"' not in m[0]]
         if found:

@@ -1,4 +1,4 @@
-"""The pictures of the pages, drawn from what the package itself computes, each for a light page and for a dark one."""
+"""The pictures of the pages, drawn from results of the package, each for a light and for a dark page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ V, MASK = 12, 11
 
 
 def all_of_them() -> Iterator[tuple[str, bytes]]:
-    """(file name, SVG) of each picture in each theme."""
+    """Return (file name, SVG) of each picture in each theme."""
     torch.manual_seed(0)
     for theme, ink in INK.items():
         style = {
@@ -40,14 +40,14 @@ def all_of_them() -> Iterator[tuple[str, bytes]]:
 
 
 def weights_of(loss: Callable[[torch.Tensor], torch.Tensor], rows: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
-    """What each row weighs in a loss, read from its gradient: d/dz_y = w (p_y - 1), and p is 1 / V for logits of 0."""
+    """Return the row weights of a loss, read from its gradient: d/dz_y = w (p_y - 1), and p = 1 / V for logits of 0."""
     logits = torch.zeros(*rows, V, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(loss(logits), logits)
     return grad.gather(-1, ids[..., None])[..., 0] / (1 / V - 1)
 
 
 def bars(weights: torch.Tensor, label: str, title: str = "") -> plt.Figure:
-    """One bar a position."""
+    """Draw one bar per position."""
     figure, axes = plt.subplots(figsize=(7, 2.2))
     axes.bar(range(1, len(weights) + 1), weights)
     axes.set(xlabel="position", ylabel=label, title=title)

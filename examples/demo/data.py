@@ -127,7 +127,7 @@ def _cached(path: Path, train: list[Path], heldout: list[Path], vocab_size: int)
         torch.save(built, scratch)
         scratch.replace(path)  # atomic, even if two runs build the file at the same time
     except OSError as error:
-        print(f"tokens are not kept for the next run: {error}", file=sys.stderr)
+        print(f"tokens are not cached for the next run: {error}", file=sys.stderr)
     return built
 
 
