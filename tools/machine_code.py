@@ -128,20 +128,40 @@ def cuobjdump(what: str, cubin: bytes) -> str:
         return subprocess.run([str(tool), what, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def loops(code: Sequence[Instruction]) -> list[range]:
-    """Return the innermost loops, as index ranges of the code."""
+def _all_loops(code: Sequence[Instruction]) -> list[range]:
+    """Return every loop, as index ranges of the code."""
     place = {instruction.address: i for i, instruction in enumerate(code)}
-    found = [
+    return [
         range(place[target], i + 1)
         for i, instruction in enumerate(code)
         if (target := instruction.branches_to) is not None and target in place and place[target] < i
     ]
+
+
+def loops(code: Sequence[Instruction]) -> list[range]:
+    """Return the innermost loops, as index ranges of the code."""
+    found = _all_loops(code)
     return [a for a in found if not any(b != a and b.start >= a.start and b.stop <= a.stop for b in found)]
 
 
 def passes(code: Sequence[Instruction]) -> list[Cost]:
-    """Return the innermost loops that read global memory, in the order of the code."""
-    return [_pass(code, loop) for loop in memory_loops(code)]
+    """Return the innermost loops that read global memory, in the order of the code.
+
+    If an enclosing loop has more loads, the pass is that loop. The inner loop is then a part that most iterations skip:
+    a sample computes the exact scores of a tile only if the tile may hold the largest.
+    """
+    return [_pass(code, *pair) for pair in dict.fromkeys(_with_outer(code, loop) for loop in memory_loops(code))]
+
+
+def _with_outer(code: Sequence[Instruction], loop: range) -> tuple[range, range]:
+    """Return (the pass, its inner loop), see :func:`passes`; an innermost loop has an empty inner loop."""
+
+    def loads(loop: range) -> int:
+        return sum(code[i].name == "LDG" for i in loop)
+
+    around = [a for a in _all_loops(code) if a.start <= loop.start and loop.stop <= a.stop]
+    outer = min((a for a in around if loads(a) > loads(loop) > 0), key=len, default=loop)
+    return outer, range(0) if outer == loop else loop
 
 
 def memory_loops(code: Sequence[Instruction], accesses: Collection[str] = ("LDG",)) -> list[range]:
@@ -149,11 +169,11 @@ def memory_loops(code: Sequence[Instruction], accesses: Collection[str] = ("LDG"
     return [loop for loop in loops(code) if any(code[i].name in accesses for i in loop)]
 
 
-def _pass(code: Sequence[Instruction], loop: range) -> Cost:
+def _pass(code: Sequence[Instruction], loop: range, inner: range) -> Cost:
     """Count a typical iteration, without code that a branch skips and that moves no element (a requested column)."""
     whole_turn = [code[i] for i in loop]
     wide = _cost(whole_turn, whole_turn).load_width
-    rare: set[int] = set()
+    rare = set(inner)
     place = {instruction.address: i for i, instruction in enumerate(code)}
     for i in loop:
         over = range(i + 1, place.get(code[i].branches_to or -1, 0))
@@ -172,7 +192,7 @@ def tail(code: Sequence[Instruction]) -> int:
     """
     turns = _turns(code)
     for loop in memory_loops(code, ("LDG", "STG")):
-        for i in loop:
+        for i in _with_outer(code, loop)[0]:
             turns[i] = 0
     return sum(turns[i] for i in _longest_way(code, turns))
 

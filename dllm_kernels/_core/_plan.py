@@ -75,8 +75,7 @@ class Options(NamedTuple):
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
         _checks.check_int("ignore_index", self.ignore_index)
-        if not isinstance(logits_dtype, torch.dtype | None):
-            raise TypeError(f"logits_dtype must be a torch.dtype or None, got {_checks.type_name(logits_dtype)}")
+        _checks.check_logits_dtype(logits_dtype)
         if top_k is not None:
             _checks.check_int("top_k", top_k)
             if not 1 <= top_k <= V:

@@ -29,7 +29,7 @@ from dllm_kernels._utils._transform import Transform, transformed
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """Compute ``[N, E]`` in the dtype of the logits, zero in inactive rows. ``ids`` are the columns of the bumps."""
+    """Compute ``[N, E]`` in the dtype of the operands, zero in inactive rows. ``ids`` are the columns of the bumps."""
     with no_autocast(inputs):
         tied, transform = inputs.embedding is inputs.weight, plan.options.transform
         own_table = None if tied else inputs.embedding.to(plan.dtype)  # before Chunks, which may sync
@@ -48,7 +48,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
             found = StatsResult(*primitives.stats.forward(logits[None], request))
             c = _coefficients(request, found, bumped)
             primitives.stats.backward(logits[None], request, c, found.row_max, found.log_sum, logits[None])
-            rows.put(out, chunk, torch.mm(logits, table))
+            rows.put(out, chunk, torch.mm(logits.to(plan.dtype), table))
         (out,) = rows.finished([out])
         return {"out": out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)}
 

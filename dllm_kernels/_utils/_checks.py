@@ -145,6 +145,19 @@ def checked_bool(name: str, value: object) -> bool:
     return bool(value)
 
 
+def check_logits_dtype(value: Any) -> None:
+    """Raise unless ``logits_dtype`` is None or a dtype."""
+    if not isinstance(value, torch.dtype | None):
+        raise TypeError(f"logits_dtype must be a torch.dtype or None, got {type_name(value)}")
+
+
+def check_wide_logits(value: Any) -> None:
+    """Raise unless ``logits_dtype`` is None or float32, the dtypes that go with any operands but float64."""
+    check_logits_dtype(value)
+    if value not in (None, torch.float32):
+        raise ValueError(f"logits_dtype must be torch.float32 or None, got {value}")
+
+
 def check_int(name: str, value: Any, least: int | None = None) -> None:
     """Raise unless ``value`` is an int, of at least ``least``."""
     if not is_int(value):

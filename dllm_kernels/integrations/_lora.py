@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._head import check_hooks, check_plain_head
@@ -158,7 +159,8 @@ def _chosen(head: nn.Module | None) -> Any:
 def _is_peft(head: Any) -> bool:
     """Return True for PEFT's LoRA of an ``nn.Linear``, also if ``fully_shard`` derived its class.
 
-    PEFT's classes for quantized bases are others.
+    PEFT's classes for quantized bases are others, except for those whose weight is a tensor subclass
+    (:func:`_check_shape`).
     """
     peft: Any = sys.modules.get("peft.tuners.lora.layer")
     return peft is not None and getattr(type(head), "forward", None) is peft.Linear.forward
@@ -198,6 +200,9 @@ def _check_linear(head: Any, advice: str) -> None:
 def _check_shape(head: Any, advice: str) -> None:
     if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
         _refuse(head, advice)
+    # torchao's quantized weights are tensor subclasses in a plain layer.
+    if is_traceable_wrapper_subclass(head.weight) and not is_dtensor(head.weight):
+        _refuse(head, advice, f" with a weight of {type_name(head.weight)}")
 
 
 def _refuse(head: object, advice: str, what: str = "") -> None:

@@ -35,7 +35,7 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import losses, mtp
-from dllm_kernels._utils._checks import Extra, checked_bool
+from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
@@ -82,7 +82,9 @@ OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
 
-def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchReport:
+def patch(
+    *, exclude: Iterable[str] = (), fuse_head: bool = False, logits_dtype: torch.dtype | None = None
+) -> PatchReport:
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
     A second call does nothing and returns the first report with ``already=True``.
@@ -93,6 +95,9 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
             the head is a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT), and the model applies no
             more than a cast and a soft cap to its output. Otherwise the logits are materialized as before. Imports the
             recipes.
+        logits_dtype: torch.float32 keeps the logits that the framework's ``FusedLinearCrossEntropy`` and the losses of
+            ``fuse_head`` compute from float16 and bfloat16 operands in float32. None: the dtype of the operands, unless
+            the framework passes another to a call.
 
     Returns:
         :class:`PatchReport`; print it.
@@ -100,20 +105,24 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     Raises:
         ImportError: ``nemo_automodel`` is not installed, or one of its modules cannot be imported.
         RuntimeError: a signature of the framework differs from the replacement; the message lists every difference, and
-            nothing is replaced. Or the framework is patched already with another ``exclude`` or ``fuse_head``.
-        TypeError: ``fuse_head`` is not a bool.
-        ValueError: ``exclude`` holds a name that is never replaced.
+            nothing is replaced. Or the framework is patched already with other arguments.
+        TypeError: ``fuse_head`` is not a bool, or ``logits_dtype`` is not a dtype.
+        ValueError: ``exclude`` holds a name that is never replaced, or ``logits_dtype`` is neither torch.float32 nor
+            None.
     """
     excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
-    asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head)}
+    check_wide_logits(logits_dtype)
+    asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
     if (earlier := _host.earlier(**asked)) is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
     def ours_for(home: str, name: str, original: Any) -> Any:
+        if name == "FusedLinearCrossEntropy":
+            return _fused_linear_cross_entropy(original, logits_dtype)
         if name in ADAPTERS:
             return ADAPTERS[name](original)
-        return FUSED[name] if fuse_head and name in FUSED else getattr(dllm_kernels, name)
+        return FUSED[name](logits_dtype) if fuse_head and name in FUSED else getattr(dllm_kernels, name)
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
     steps, missing = _steps() if fuse_head else ([], [])
@@ -124,7 +133,7 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     for step in steps:
         _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
-        _host.replace_method(loss, "forward", _of_deferred_logits(loss.forward))
+        _host.replace_method(loss, "forward", _of_deferred_logits(loss.forward, logits_dtype))
     return report
 
 
@@ -219,6 +228,8 @@ def _per_row(logits: torch.Tensor, entries: Any) -> Any:
 class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     """Fused cross-entropy whose LM head is gathered by the host's class."""
 
+    logits_dtype: torch.dtype | None = None  # of :func:`patch`
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -234,12 +245,19 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     ) -> torch.Tensor:
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": logits_dtype, "extra": extra}
+        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": self.logits_dtype or logits_dtype, "extra": extra}
         return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self
         return _in_dtype_of(hidden, host.materialize_lm_weight(weight, grad_reduce_group=group))
+
+
+def _fused_linear_cross_entropy(original: type, logits_dtype: torch.dtype | None) -> type:
+    """Return the replacement of the host's class, an instance of which recipes request hidden states for."""
+    ours = _derived(_FusedLinearCrossEntropy, of_host=True)(original)
+    ours.logits_dtype = logits_dtype  # type: ignore[attr-defined]
+    return ours
 
 
 def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -354,7 +372,6 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     # Also derived from the host's class, because the host checks isinstance and recipes then request hidden states.
     "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, of_host=True),
-    "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, of_host=True),
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
     "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, of_host=False),
@@ -364,7 +381,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
 
 
-def _of_deferred_logits(forward: Any) -> Any:
+def _of_deferred_logits(forward: Any, logits_dtype: torch.dtype | None) -> Any:
     """Wrap the ``forward`` of a loss to compute the loss of deferred logits from their hidden states and head."""
     signature = inspect.signature(forward)
 
@@ -382,6 +399,7 @@ def _of_deferred_logits(forward: Any) -> Any:
         if extra is not None and len(rows) > 1:  # with a low-rank part, the loss takes both branches as one tensor
             rows = {"hidden": torch.cat(list(rows.values()), 1)}
         head = {"lm_head_weight": weight, "lm_head_bias": bias, "extra": extra}
+        given["logits_dtype"] = _wide(logits["logits"], logits_dtype)
         return _capped(self, logits["logits"].softcap).forward_fused(**rows, **head, **given)
 
     return wrapped
@@ -392,15 +410,23 @@ def _compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
     return losses.compute_per_token_nll(_made(logits), *args, **kwargs)  # possibly deferred
 
 
-@functools.wraps(losses.encoder_ar_loss)
-def _encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _from_one_head([encoder_logits], kwargs.get("softcap")):
-        return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
-    if encoder_logits.softcap is not None:
-        kwargs["softcap"] = encoder_logits.softcap
-    weight, bias, extra = _head_of(encoder_logits)
-    kwargs |= {"lm_head_bias": bias, "extra": extra}
-    return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, **kwargs)
+def _encoder_ar_loss(logits_dtype: torch.dtype | None) -> Any:
+    @functools.wraps(losses.encoder_ar_loss)
+    def encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _from_one_head([encoder_logits], kwargs.get("softcap")):
+            return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
+        if encoder_logits.softcap is not None:
+            kwargs["softcap"] = encoder_logits.softcap
+        weight, bias, extra = _head_of(encoder_logits)
+        kwargs |= {"lm_head_bias": bias, "extra": extra, "logits_dtype": _wide(encoder_logits, logits_dtype)}
+        return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, **kwargs)
+
+    return encoder_ar_loss
+
+
+def _wide(logits: DeferredLogits, logits_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype to keep deferred logits in; those of float64 operands are not narrowed."""
+    return None if logits.hidden.dtype == torch.float64 else logits_dtype
 
 
 def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
@@ -430,4 +456,8 @@ def _made(logits: Any) -> Any:
     return logits.materialize() if isinstance(logits, DeferredLogits) else logits
 
 
-FUSED = {"encoder_ar_loss": _encoder_ar_loss, "_compute_per_token_nll": _compute_per_token_nll}
+# Replacements of functions under ``fuse_head``, made for a dtype of the logits.
+FUSED: dict[str, Callable[[torch.dtype | None], Any]] = {
+    "encoder_ar_loss": _encoder_ar_loss,
+    "_compute_per_token_nll": lambda _: _compute_per_token_nll,
+}

@@ -561,7 +561,7 @@ class MaskedDiffusionTrainerMixin:
         **kwargs: keyword arguments of the ``Trainer``.
 
     Raises:
-        TypeError: ``loss`` is neither a loss nor a function.
+        TypeError: ``loss`` is neither a loss nor a function, or ``logits_dtype`` is not a dtype.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
             ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
             processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
@@ -573,6 +573,7 @@ class MaskedDiffusionTrainerMixin:
         self, *args: Any, loss: Loss | None = None, logits_dtype: torch.dtype | None = None, **kwargs: Any
     ) -> None:
         self._loss = _checked_loss(loss)
+        _checks.check_logits_dtype(logits_dtype)
         self._logits_dtype = logits_dtype
         super().__init__(*args, **kwargs)
         self.args: Any

@@ -58,7 +58,7 @@ GAMMA, MIX_1, MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B
 _host = Host(HOST, {})
 
 
-def patch() -> PatchReport:
+def patch(*, logits_dtype: torch.dtype | None = None) -> PatchReport:
     """Replace the chunked log-probability function of the installed ``trl`` wherever TRL holds it.
 
     The values and gradients stay the same. If the LM head is frozen and no gradient arrives at the entropy, a step
@@ -67,24 +67,31 @@ def patch() -> PatchReport:
     that is not positive, and heads partitioned by DeepSpeed ZeRO-3. A second call does nothing and returns the first
     report with ``already=True``.
 
+    Args:
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, except in what the
+            original computes; None: the dtype of the operands, as in TRL.
+
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``trl`` is not installed, or its kernels cannot be imported.
         RuntimeError: the signature in TRL differs from the replacement; the message lists every difference, and nothing
-            is replaced.
+            is replaced. Or TRL is patched already with another ``logits_dtype``.
+        TypeError: ``logits_dtype`` is not a dtype.
+        ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
-    if (earlier := _host.earlier()) is not None:
+    _checks.check_wide_logits(logits_dtype)
+    if (earlier := _host.earlier(logits_dtype=logits_dtype)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
-    ours = ChunkedLogProbs(original)
+    ours = ChunkedLogProbs(original, logits_dtype)
     if callable(forward := getattr(original, "forward", None)):
         problems = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
     else:
         problems = [f"{module.__name__} has no {NAME}.forward"]
-    return _host.patch(importlib.metadata.version(HOST), [(original, ours)], problems, {})
+    return _host.patch(importlib.metadata.version(HOST), [(original, ours)], problems, {"logits_dtype": logits_dtype})
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
@@ -101,10 +108,11 @@ class ChunkedLogProbs:
 
     Args:
         original: TRL's function, for what is not fused.
+        logits_dtype: as in :func:`patch`.
     """
 
-    def __init__(self, original: Any) -> None:
-        self.original = original
+    def __init__(self, original: Any, logits_dtype: torch.dtype | None = None) -> None:
+        self.original, self.logits_dtype = original, logits_dtype
 
     def apply(
         self,
@@ -154,6 +162,7 @@ class ChunkedLogProbs:
         log_probs, entropy, is_top1 = _log_probs(
             hidden, weight, bias, targets.masked_fill(outside, -100), outside,
             entropy="entropy" in outputs, with_correct="is_top1" in outputs, scale=scale, softcap=softcap,
+            logits_dtype=self.logits_dtype,
         )  # fmt: skip
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
         return log_probs, entropy, None, mean, is_top1
@@ -180,6 +189,7 @@ def _log_probs(
     extra: _checks.Extra | None = None,
     entropy: bool = False,
     with_correct: bool = False,
+    logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log p of each target, the entropy, and the argmax match.
@@ -196,8 +206,10 @@ def _log_probs(
         extra: the low-rank part of the head, or None.
         entropy: whether to compute the entropy.
         with_correct: whether to compare with the argmax.
+        logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; it does not narrow those of float64.
         options: of the linear ops.
     """
+    options["logits_dtype"] = None if hidden.dtype == torch.float64 else logits_dtype
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)
         bias = None if bias is None else bias.to(hidden.dtype)
@@ -341,6 +353,9 @@ class DiffusionPolicyMixin:
         scheme: "full", "coupled", "elbo", "count" or "quadrature".
         num: how many views (or pairs, or triples) are drawn.
         prompt_prob: for "full", the probability with which each token of the prompt is masked too.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. TRL's
+            ``cast_lm_head_to_fp32`` gives the same scores from products of float32 operands. None: the dtype of the
+            operands.
         **kwargs: keyword arguments of the trainer.
 
     Raises:
@@ -363,12 +378,14 @@ class DiffusionPolicyMixin:
         scheme: str = "full",
         num: int = 1,
         prompt_prob: float = 0.0,
+        logits_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
+        _checks.check_wide_logits(logits_dtype)
         views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         views(one, one, mask_token_id, seeds=one[0])  # checks the arguments
-        self._views, self._mask_token_id = views, mask_token_id
+        self._views, self._mask_token_id, self._logits_dtype = views, mask_token_id, logits_dtype
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -428,6 +445,7 @@ class DiffusionPolicyMixin:
                     hidden.float() if in_float32 else hidden, weight, bias, targets, active=active,
                     extra=extra if extra is None or not in_float32 else (extra[0].float(), extra[1].float()),
                     entropy=entropy, scale=1 / self.temperature, skip_id=self._mask_token_id,
+                    logits_dtype=self._logits_dtype,
                 )  # fmt: skip
             return torch.stack([t for t in found if t is not None], -1)
 
@@ -507,6 +525,7 @@ def diffusion_rollout(
     block_size: int | None = None,
     temperature: float | None = None,
     with_logprobs: bool = False,
+    logits_dtype: torch.dtype | None = None,
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
@@ -523,6 +542,8 @@ def diffusion_rollout(
         temperature: of the samples, 0 for the most likely token; None: the trainer's, as in its log-probabilities.
         with_logprobs: return the log-probability of each token at the step that decoded it, else None. TRL uses it
             together with vLLM only.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
+            operands.
 
     Returns:
         Function of prompts (text or tokens) and trainer, called by TRL. It returns ``prompt_ids``, ``completion_ids``
@@ -537,6 +558,7 @@ def diffusion_rollout(
         if value is not None:
             _checks.check_positive_int(name, value)
     _checks.check_flags(with_logprobs=with_logprobs)
+    _checks.check_wide_logits(logits_dtype)
     if length is not None:
         _plans(length, block_size or length, steps)
 
@@ -547,7 +569,7 @@ def diffusion_rollout(
         wanted = trainer.args.max_completion_length if length is None else length
         plans = _plans(wanted, block_size or wanted, steps)
         T = trainer.temperature if temperature is None else temperature
-        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, T)
+        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, T, logits_dtype)
         ends = _ends(tokens, trainer.processing_class)
         cut = [[row[:end] for row, end in zip(rows.tolist(), ends, strict=True)] for rows in (tokens, log_probs)]
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
@@ -571,8 +593,9 @@ def _plans(length: int, block_size: int, steps: int) -> list[_Plan]:
 
 
 def _denoised(
-    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], temperature: float
-) -> tuple[Tensor, Tensor]:
+    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], temperature: float,
+    logits_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Completions ``[B, length]``, and the log-probabilities with which they were decoded."""
     model, device, B = trainer.model, trainer.accelerator.device, len(prompt_ids)
     longest = max(map(len, prompt_ids), default=0)
@@ -590,8 +613,9 @@ def _denoised(
             masked = torch.zeros_like(ids, dtype=torch.bool)
             masked[:, block] = torch.eq(ids[:, block], mask_id)
             sampled = functools.partial(
-                _sampled, active=masked, seeds=of_steps[:, step], temperature=temperature, skip_id=mask_id
-            )
+                _sampled, active=masked, seeds=of_steps[:, step], temperature=temperature, skip_id=mask_id,
+                logits_dtype=logits_dtype,
+            )  # fmt: skip
             with trainer.accelerator.autocast():
                 found, _ = _run(model, model, sampled, input_ids=ids, attention_mask=attention)
             new, confidence = found[:, block].unbind(-1)
@@ -606,11 +630,13 @@ def _denoised(
 
 
 def _sampled(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None, **options: Any
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None, *,
+    logits_dtype: torch.dtype | None, **options: Any,
+) -> Tensor:  # fmt: skip
     """Sample tokens; return them and their log-probabilities, ``[B, L, 2]``, float64, which holds every id."""
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    options["logits_dtype"] = None if hidden.dtype == torch.float64 else logits_dtype
     out = ops.linear_sample(hidden, weight, bias=bias, extra=extra, **options)
     return torch.stack([out.ids.double(), out.log_probs.double()], -1)
 

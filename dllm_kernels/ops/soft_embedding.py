@@ -39,6 +39,7 @@ def soft_embedding(
     active: torch.Tensor | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -69,6 +70,9 @@ def soft_embedding(
         chunk_size: rows per chunk of logits; None: chosen from the sizes.
         num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
             if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The probabilities are
+            rounded once, to the dtype of the operands, before they multiply the embedding. None: the dtype of the
+            operands.
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`; 1 / T for a temperature T.
         skip_id: as in :func:`token_nll`.
@@ -96,7 +100,7 @@ def soft_embedding(
         bump_ids = torch.full(hidden.shape[:-1], IGNORE, dtype=torch.int64, device=hidden.device)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active,
+        num_active=num_active, logits_dtype=logits_dtype,
     )  # fmt: skip
     inputs, options = checked(NAMES, RowInputs(hidden, bump_ids, head, bias, active=active), options, extra=extra)
     _check_embedding(hidden, head, embedding)

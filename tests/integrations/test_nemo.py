@@ -24,6 +24,7 @@ import dllm_kernels
 from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import DeferredLogits, deferred_logits
+from tests.support import nemo_lora
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
@@ -306,6 +307,59 @@ def test_fused_losses_take_logits_and_what_stands_for_them(fused):
     torch.testing.assert_close(fused.encoder_ar_loss(of_deferred(x), ids), fused.encoder_ar_loss(x, ids))
     z = torch.tanh(of_deferred(x) / 3.0) * 3.0
     torch.testing.assert_close(fused.encoder_ar_loss(z, ids, on), fused.encoder_ar_loss(capped, ids, on))
+
+
+ASKED_ONCE = [
+    "calculate_loss",
+    "calculate_loss, the head gathered",
+    "calculate_mtp_loss",
+    "calculate_mtp_loss, one call",
+]
+
+
+@pytest.mark.parametrize(
+    ("way", "loss"),
+    [
+        *(("patch", loss) for loss in nemo_lora.LOSSES if loss != "calculate_mtp_loss, one call"),  # a loss of ours
+        *(("call", loss) for loss in ASKED_ONCE),
+    ],
+)
+def test_float32_logits_of_16_bit_operands(strategy, way, loss):
+    """By the option of ``patch`` everywhere, or by the host's own argument in a call; without it they are rounded."""
+    torch.manual_seed(0)
+    model, (hidden, *rest) = nemo_lora.Model().bfloat16(), nemo_lora.batch(torch.bfloat16)
+    from_hidden_states, from_logits = nemo_lora.LOSSES[loss]
+    asked = {"logits_dtype": torch.float32}
+    of_patch, of_call = (asked, {}) if way == "patch" else ({}, asked)
+    with nemo_lora.fused(**of_patch):
+        found = from_hidden_states(model, hidden, *rest, **of_call)
+    with nemo_lora.fused():
+        rounded = from_hidden_states(model, hidden, *rest)
+        exact = from_logits(model.double(), hidden.double(), *rest)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0)
+    assert rounded != found
+
+
+def test_float64_operands_keep_their_logits(strategy):
+    with nemo_lora.fused(logits_dtype=torch.float32):
+        for from_hidden_states, from_logits in nemo_lora.LOSSES.values():
+            model, inputs = nemo_lora.Model().double(), nemo_lora.batch()
+            torch.testing.assert_close(
+                from_hidden_states(model, *inputs), from_logits(model, *inputs), rtol=1e-10, atol=0
+            )
+
+
+def test_another_dtype_of_the_logits_is_refused(strategy):
+    for given, error, said in (
+        (torch.bfloat16, ValueError, "torch.float32 or None, got torch.bfloat16"),
+        ("float32", TypeError, "a torch.dtype or None, got str"),
+    ):
+        with pytest.raises(error, match=f"^logits_dtype must be {said}$"):
+            integration.patch(logits_dtype=given)
+    integration.patch()
+    with pytest.raises(RuntimeError, match=r"patched already, with .* and logits_dtype=None; unpatch"):
+        integration.patch(logits_dtype=torch.float32)
 
 
 def built_before(name):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.conftest import every_time
@@ -138,6 +139,19 @@ def test_hooks_of_a_head_of_peft_are_refused(part):
     hooked.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match=r"^the LM head must .* hook"):
         host.calculate_loss(model, *batch())
+
+
+@pytest.mark.parametrize(("kind", "part"), [("PEFT", "base_layer"), ("PEFT, trained copy", "original_module")])
+def test_quantized_weights_in_plain_layers_are_refused_by_name(kind, part):
+    """torchao's weights are tensor subclasses in an nn.Linear, and PEFT's LoRA of one has the forward of the plain."""
+    model = adapted(kind)
+    model.base_model.disable_adapter_layers()
+    linear = getattr(model.get_output_embeddings(), part)
+    linear.weight = torch.nn.Parameter(TwoTensor(linear.weight.data, linear.weight.data), requires_grad=False)
+    with pytest.raises(ValueError, match=r"^the LM head must .*, got torch\.nn\..*Linear with a weight of .*Tensor; "):
+        host.calculate_loss(model, *batch())
+    with deferred_logits(model) as defers:
+        assert not defers
 
 
 def test_a_merged_adapter_that_is_then_disabled():

@@ -413,6 +413,20 @@ def test_metrics_without_the_host():
     torch.testing.assert_close(metrics["accept_rate_sum"], a[i.mask].sum())
 
 
+def test_float32_logits_of_16_bit_operands():
+    """Loss and metrics of the widened hidden states and head."""
+    i = sequence()
+    narrow = [t.bfloat16() for t in (i.hidden, i.head, i.teacher)]
+    found = [
+        integration.speculators_metrics(*tensors, i.mask, BLOCK, acceptance=True, **options)
+        for tensors, options in (
+            (narrow, {"logits_dtype": torch.float32}), ([t.float() for t in narrow], {}), (narrow, {}),
+        )
+    ]  # fmt: skip
+    torch.testing.assert_close(found[0], found[1], rtol=2e-6, atol=1e-6)
+    assert found[0][0] != found[2][0]
+
+
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [

@@ -793,6 +793,26 @@ def test_float32_adapters_of_a_bfloat16_head(ranks):
 
 
 @needs_trainer
+@pytest.mark.parametrize("loss", [None, lambda target_ids, noise_mask, p_mask, loss_mask: noise_mask / p_mask])
+def test_the_logits_of_16_bit_operands_can_be_float32(ranks, tmp_path, loss):
+    """Of a loss of this package and of a function of row weights, from the hidden states that the model computes."""
+    model, batch = ranks.model().bfloat16(), ranks.COLLATOR(ranks.samples()[:4])
+    wide, rounded = (
+        ranks.trainer(model, tmp_path, 4, 1, loss=loss, logits_dtype=dtype).compute_loss(model, dict(batch))
+        for dtype in (torch.float32, None)
+    )
+    labels, head = batch.pop("labels"), model.get_output_embeddings()
+    with loss_in_head(model, lambda hidden, *_: hidden):
+        hidden = model(**batch).logits
+    logits = nn.functional.linear(hidden.double(), head.weight.double(), head.bias.double())
+    exact = mdlm_loss_func({"logits": logits}, labels)
+    torch.testing.assert_close(wide.double(), exact, rtol=2e-6, atol=0)
+    assert rounded != wide
+    with pytest.raises(TypeError, match=r"^logits_dtype must be a torch\.dtype or None, got str$"):
+        ranks.trainer(model, tmp_path, 4, 1, logits_dtype="float32")
+
+
+@needs_trainer
 def test_an_adapter_that_is_more_than_low_rank_is_refused_by_name(ranks, tmp_path):
     with pytest.raises(ValueError, match=r"got peft\.tuners\.lora\.variants\.DoraLinearVariant; a plain Trainer with"):
         ranks.trained(adapted(ranks, "dora"), tmp_path, 4, 1)

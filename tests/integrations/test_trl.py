@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels import PolicyViews, policy_views
 from dllm_kernels.integrations import trl as integration
+from dllm_kernels.integrations.transformers import loss_in_head
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
 N, H, V = 6, 8, 21
@@ -292,6 +293,47 @@ def test_autocast_and_a_head_of_another_dtype(host, entropy):
 
 
 @needs_trl
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_float32_logits_of_16_bit_operands(host, transform, dtype, frozen):
+    """Log-probabilities and entropies are those of TRL's own function for the widened operands."""
+    T, cap, scale = TRANSFORMS[transform]
+    asked = T, 8, cap, scale, ("entropy", "is_top1")
+    integration.patch(logits_dtype=torch.float32)
+    tensors = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype), torch.randn(V).to(dtype), torch.arange(N)
+    wide = [t.to(torch.promote_types(dtype, torch.float32)) for t in tensors[:3]]
+    upstream = torch.randn(2, N)
+    found, top = results(host.utils._ChunkedLogProbFunction.apply, tensors, frozen, upstream, *asked)
+    expected, their_top = results(host.original.apply, (*wide, tensors[3]), frozen, upstream, *asked)
+    assert torch.equal(top, their_top)
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-6, check_dtype=False)
+    loose = 4 * max(torch.finfo(dtype).eps, 1e-6)  # TRL adds in float32
+    for ours, theirs in zip(found[2:], expected[2:], strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.to(theirs.dtype), theirs, rtol=loose, atol=loose * theirs.abs().max().item())
+    with pytest.raises(RuntimeError, match=r"trl is patched already, with logits_dtype=torch\.float32; unpatch"):
+        integration.patch()
+
+
+@needs_trl
+@pytest.mark.parametrize(("given", "error", "said"), [
+    (torch.bfloat16, ValueError, "torch.float32 or None, got torch.bfloat16"),
+    ("float32", TypeError, "a torch.dtype or None, got str"),
+])  # fmt: skip
+def test_another_dtype_of_the_logits_is_refused(host, given, error, said):
+    for call in (
+        integration.patch,
+        functools.partial(Trainer, mask_token_id=MASK),
+        functools.partial(integration.diffusion_rollout, MASK, steps=1),
+    ):
+        with pytest.raises(error, match=f"^logits_dtype must be {said}$"):
+            call(logits_dtype=given)
+    assert host.kernels.ChunkedLogProbFunction is host.original
+
+
+@needs_trl
 def test_models_of_trl_run_on_ours(host, monkeypatch):
     """Through ``add_fused_lm_head``, which GRPO, RLOO, DPO, KTO and SFT trainers call."""
     if not hasattr(host.utils, "add_fused_lm_head"):
@@ -503,6 +545,19 @@ def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
     assert plain._get_per_token_logps_and_entropies(model, ids, there, keep)[2] is None
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_logits_can_be_float32(trained):
+    """What ``cast_lm_head_to_fp32`` gives, from products of 16-bit operands."""
+    torch.manual_seed(0)
+    model = Encoder().bfloat16()
+    model.lm_head.requires_grad_(trained)
+    wide, cast = Trainer(mask_token_id=MASK, logits_dtype=torch.float32), Trainer(mask_token_id=MASK)
+    cast.args.cast_lm_head_to_fp32 = True
+    ours, theirs = (t._get_per_token_logps_and_entropies(model, *batch(), compute_entropy=True) for t in (wide, cast))
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -593,6 +648,25 @@ def test_the_most_likely_rollout(options, blocks):
     cut = rollout(PROMPTS, trainer)
     assert cut["completion_ids"][-1] == expected[:end]
     assert len(cut["logprobs"][-1]) == end
+
+
+@torch.no_grad()
+def test_rollouts_with_float32_logits():
+    """Those of a head of float32; and their log-probabilities are the mixin's."""
+    torch.manual_seed(1)
+    model = Encoder(places=6).bfloat16()
+    found = []
+    for options in ({"logits_dtype": torch.float32}, {}):
+        rollout = integration.diffusion_rollout(MASK, length=6, steps=1, temperature=0, with_logprobs=True, **options)
+        found.append(rollout(PROMPTS, Loop(model))["logprobs"])
+    head = nn.Linear(H, V)
+    head.load_state_dict({name: p.float() for name, p in model.lm_head.state_dict().items()})
+    ids = torch.tensor([[1, 2, 3] + [MASK] * 6])
+    with loss_in_head(model, lambda hidden, *_: hidden):
+        hidden = model(ids, torch.ones_like(ids)).logits
+    log_p = head(hidden.float())[0, 3:].index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1).amax(-1)
+    torch.testing.assert_close(torch.tensor(found[0][0]), log_p[: len(found[0][0])], rtol=2e-6, atol=2e-6)
+    assert found[0] != found[1]
 
 
 def test_rollouts_are_drawn_anew_for_each_row_and_call():

@@ -93,6 +93,24 @@ def test_a_part_that_moves_elements_is_charged_though_it_may_be_jumped_over():
     assert (cost.slots, cost.rare_slots, cost.xu_slots, cost.loaded) == (7, 0, 1, 32)
 
 
+def test_a_loop_that_reads_little_within_one_that_reads_more_is_what_a_turn_jumps_over():
+    code = listing(
+        "MOV R1, RZ",
+        "LDG.E.U16 R4, [R2.64]",  # the outer loop begins
+        "LDG.E.U16 R5, [R2.64+0x2]",
+        "FMNMX R1, R4, R5, !PT",
+        "@!P1 BRA 0x80",
+        "LDG.E.U16 R6, [R2.64]",  # the inner loop begins
+        "MUFU.LG2 R6, R6",
+        "@P2 BRA 0x50",
+        "@P0 BRA 0x10",
+        "EXIT",
+    )
+    (cost,) = machine_code.passes(code)
+    assert (cost.slots, cost.rare_slots, cost.xu_slots, cost.loaded) == (5, 3, 0, 4)
+    assert machine_code.tail(code) == 2
+
+
 def test_the_tail_is_what_stands_outside_the_loops_over_memory():
     code = listing(
         "MOV R1, RZ",

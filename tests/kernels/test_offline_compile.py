@@ -182,6 +182,21 @@ def test_few_issue_slots_of_row_statistics(target, reports):
     assert {function: max(slots) for function, slots in found.items() if max(slots) > most[function]} == {}
 
 
+# 16 bits of noise and a logarithm of each column; the exact scores of a tile are computed only if they may win.
+MOST_SLOTS_OF_SAMPLES = {"sample[bf16]": 23, "sample[bf16, noise]": 72, "sample[bf16, noise, gain=i64]": 100}
+
+
+@counted_targets
+def test_few_issue_slots_of_a_sample(target, reports):
+    """The greedy one, one of logits as they are, and one of logits that are capped, scaled and skipped."""
+    found = {r["kernel"]: r["passes"] for r in counted(reports, target) if r["function"] == "sample"}
+    slots = {kernel: [p["slots"] for p in passes] for kernel, passes in found.items()}
+    assert slots.keys() == MOST_SLOTS_OF_SAMPLES.keys()
+    assert {
+        kernel: each for kernel, each in slots.items() if len(each) != 1 or each[0] > MOST_SLOTS_OF_SAMPLES[kernel]
+    } == {}
+
+
 @counted_targets
 def test_few_issue_slots_of_a_mixture(target, reports):
     """One logarithm for four terms, in one of its loops; the other is for terms too small or too large for it."""

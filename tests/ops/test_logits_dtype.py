@@ -102,6 +102,30 @@ def test_the_gradient_is_rounded_once(dtype, backend, trains):
         assert ((got.double() - value).abs() <= bound).all()
 
 
+@dtypes
+@pytest.mark.parametrize("bumped", [False, True])
+def test_a_mean_embedding_is_of_exact_probabilities(dtype, backend, bumped):
+    """Each probability is rounded once, by at most half a unit in the last place, then the result itself."""
+    hidden, weight, bias, extra, ids = drawn(dtype)
+    embedding = torch.randn(V, 7, device=DEVICE).to(dtype)
+    z, bump = exact_logits(8 * hidden, weight, bias, extra), {"bump": 2.0, "bump_ids": ids} if bumped else {}
+    p = (z + 2.0 * F.one_hot(ids, V) * bumped).softmax(-1)
+    exact, size = p @ embedding.double(), p @ embedding.double().abs()
+    half, tiny = torch.finfo(dtype).eps / 2, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    bound = half * (1 + 2 * half) * size + half * exact.abs() + V * tiny * embedding.abs().max() + 1e-6 * size
+    kept, rounded = (
+        (got.double() - exact).abs()
+        for got in (
+            ops.soft_embedding(
+                8 * hidden, weight, embedding, bias=bias, extra=extra, chunk_size=16, backend=backend, **bump, **options
+            )
+            for options in (WIDE, {})
+        )
+    )
+    assert (kept <= bound).all()
+    assert (rounded > bound).any()
+
+
 def fused(case, arguments, **options):
     """The value of a loss from hidden states, with options of the call."""
     if isinstance(case.loss, tuple):
@@ -209,7 +233,6 @@ def test_logits_have_a_dtype_already():
 
 
 def test_every_function_with_a_head_takes_it():
-    """But those that give no statistics of logits."""
     for name in ops.__all__:
         parameters = inspect.signature(getattr(ops, name)).parameters
-        assert ("logits_dtype" in parameters) == ("chunk_size" in parameters and name != "soft_embedding"), name
+        assert ("logits_dtype" in parameters) == ("chunk_size" in parameters), name

@@ -100,6 +100,14 @@ def tp_float32_logits():
     )  # fmt: skip
     for got, expected in values:
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+    seeds = torch.arange(B)
+    sampled = ops.linear_sample(h, head, bias=bias, seeds=seeds, **wide)
+    of_wide = ops.linear_sample(h.float(), w.float(), bias=b.float(), seeds=seeds)
+    assert torch.equal(sampled.ids, of_wide.ids)
+    torch.testing.assert_close(sampled.log_probs, of_wide.log_probs, rtol=2e-6, atol=2e-6)
+    mean = ops.soft_embedding(h, head, head, bias=bias, **wide)
+    exact = ops.soft_embedding(h.double(), w.double(), w.double(), bias=b.double())
+    torch.testing.assert_close(mean.double(), exact, rtol=2**-7, atol=2**-7)
 
 
 @check(2, name=("MTP", "pipeline"))

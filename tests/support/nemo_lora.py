@@ -36,13 +36,13 @@ def lora():
 
 
 @contextlib.contextmanager
-def fused():
+def fused(**options):
     """Patch the host as with ``fuse_head=True``, except for its recipes, which need packages that may be missing."""
     lora()
     for home in integration.HOMES:
         module(home)
     with mock.patch.object(integration, "STEPS", {}):
-        integration.patch(fuse_head=True)
+        integration.patch(fuse_head=True, **options)
         try:
             yield
         finally:
@@ -135,10 +135,10 @@ def calculate_mtp_loss(model, hidden, labels, noise, p, loss_fn=None, **given):
     return module("components.loss.mtp").calculate_mtp_loss(loss_fn or fused_loss(), **options, **given)
 
 
-def all_depths_in_one_call(*args):
+def all_depths_in_one_call(*args, **given):
     """The loss of this package, not of the host's class, computes all depths in one call."""
     weight = module("components.loss.utils").prepare_lm_weight(fused_loss(), args[0])
-    return calculate_mtp_loss(*args, loss_fn=dllm_kernels.FusedLinearCrossEntropy(), lm_weight=weight)
+    return calculate_mtp_loss(*args, loss_fn=dllm_kernels.FusedLinearCrossEntropy(), lm_weight=weight, **given)
 
 
 def pipeline(model, hidden, labels, noise, p):
