@@ -158,7 +158,7 @@ def _chosen(head: nn.Module | None) -> Any:
 def _is_peft(head: Any) -> bool:
     """Return True for PEFT's LoRA of an ``nn.Linear``, also if ``fully_shard`` derived its class.
 
-    PEFT's classes for quantized bases are others.
+    PEFT uses other classes for quantized bases.
     """
     peft: Any = sys.modules.get("peft.tuners.lora.layer")
     return peft is not None and getattr(type(head), "forward", None) is peft.Linear.forward
