@@ -159,8 +159,8 @@ def _chosen(head: nn.Module | None) -> Any:
 def _is_peft(head: Any) -> bool:
     """Return True for PEFT's LoRA of an ``nn.Linear``, also if ``fully_shard`` derived its class.
 
-    PEFT's classes for quantized bases are others, except for those whose weight is a tensor subclass
-    (:func:`_check_shape`).
+    PEFT uses other classes for most quantized bases. :func:`_check_shape` rejects the rest, whose weight is a tensor
+    subclass.
     """
     peft: Any = sys.modules.get("peft.tuners.lora.layer")
     return peft is not None and getattr(type(head), "forward", None) is peft.Linear.forward

@@ -91,13 +91,13 @@ def patch(
 
     Args:
         exclude: names to keep.
-        fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits, if
-            the head is a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT), and the model applies no
-            more than a cast and a soft cap to its output. Otherwise the logits are materialized as before. Imports the
-            recipes.
-        logits_dtype: torch.float32 keeps the logits that the framework's ``FusedLinearCrossEntropy`` and the losses of
-            ``fuse_head`` compute from float16 and bfloat16 operands in float32. None: the dtype of the operands, unless
-            the framework passes another to a call.
+        fuse_head: True to pass hidden states and LM head instead of logits to the loss, in the recipes of diffusion
+            LMs. The head must be a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT). The model may
+            apply a cast and a soft cap to the output of the head. Otherwise the logits are materialized as before.
+            Imports the recipes.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, in the framework's
+            ``FusedLinearCrossEntropy`` and in the losses of ``fuse_head``. None: the dtype of the operands, unless the
+            framework passes another to a call.
 
     Returns:
         :class:`PatchReport`; print it.
@@ -382,7 +382,7 @@ HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
 
 
 def _of_deferred_logits(forward: Any, logits_dtype: torch.dtype | None) -> Any:
-    """Wrap the ``forward`` of a loss to compute the loss of deferred logits from their hidden states and head."""
+    """Wrap the ``forward`` of a loss: compute it from hidden states and head if it receives deferred logits."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)

@@ -107,7 +107,7 @@ class ChunkedLogProbs:
     """Replacement of TRL's ``ChunkedLogProbFunction``, with its ``apply``.
 
     Args:
-        original: TRL's function, for what is not fused.
+        original: TRL's function, used for unsupported calls.
         logits_dtype: as in :func:`patch`.
     """
 
@@ -204,10 +204,10 @@ def _log_probs(
         targets: ``[...]``, in ``[0, V)`` or -100.
         outside: ``[...]``, bool, True for targets that are treated as a logit of 0; or None.
         extra: the low-rank part of the head, or None.
-        entropy: whether to compute the entropy.
-        with_correct: whether to compare with the argmax.
-        logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; it does not narrow those of float64.
-        options: of the linear ops.
+        entropy: True to compute the entropy.
+        with_correct: True to compute the argmax match.
+        logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; ignored for float64 operands.
+        options: options of the linear ops.
     """
     options["logits_dtype"] = None if hidden.dtype == torch.float64 else logits_dtype
     if not torch.is_autocast_enabled(hidden.device.type):
@@ -351,8 +351,8 @@ class DiffusionPolicyMixin:
         *args: arguments of the trainer.
         mask_token_id: id of the MASK token.
         scheme: "full", "coupled", "elbo", "count" or "quadrature".
-        num: how many views (or pairs, or triples) are drawn.
-        prompt_prob: for "full", the probability with which each token of the prompt is masked too.
+        num: number of views (or pairs, or triples) to draw.
+        prompt_prob: for "full", the probability of also masking each token of the prompt.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. TRL's
             ``cast_lm_head_to_fp32`` gives the same scores from products of float32 operands. None: the dtype of the
             operands.
@@ -384,7 +384,7 @@ class DiffusionPolicyMixin:
         _checks.check_wide_logits(logits_dtype)
         views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-        views(one, one, mask_token_id, seeds=one[0])  # checks the arguments
+        views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
         self._views, self._mask_token_id, self._logits_dtype = views, mask_token_id, logits_dtype
         start: Any = super().__init__
         self._rollout = (
@@ -539,9 +539,9 @@ def diffusion_rollout(
         steps: denoising steps of a completion, split evenly over the blocks.
         length: tokens of a completion; None: the trainer's ``max_completion_length``.
         block_size: tokens of a block, decoded from left to right; None: the whole completion.
-        temperature: of the samples, 0 for the most likely token; None: the trainer's, as in its log-probabilities.
-        with_logprobs: return the log-probability of each token at the step that decoded it, else None. TRL uses it
-            together with vLLM only.
+        temperature: temperature of the samples, 0 for the most likely token; None: the trainer's temperature.
+        with_logprobs: True to return the log-probability of each token at the step that decoded it; otherwise None is
+            returned. TRL uses them with vLLM only.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands.
 
@@ -596,7 +596,7 @@ def _denoised(
     trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], temperature: float,
     logits_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Completions ``[B, length]``, and the log-probabilities with which they were decoded."""
+    """Return completions ``[B, length]``, and the log-probability of each token when it was decoded."""
     model, device, B = trainer.model, trainer.accelerator.device, len(prompt_ids)
     longest = max(map(len, prompt_ids), default=0)
     pad = trainer.processing_class.pad_token_id or 0
@@ -633,7 +633,7 @@ def _sampled(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None, *,
     logits_dtype: torch.dtype | None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Sample tokens; return them and their log-probabilities, ``[B, L, 2]``, float64, which holds every id."""
+    """Sample tokens; return ids and log-probabilities ``[B, L, 2]``, float64, which represents every id exactly."""
     if not torch.is_autocast_enabled(hidden.device.type):
         weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     options["logits_dtype"] = None if hidden.dtype == torch.float64 else logits_dtype
