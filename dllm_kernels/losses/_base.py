@@ -254,14 +254,11 @@ class DiffusionLoss(TransformedLoss):
             noisy_input_ids: as in :meth:`forward`.
             causal_hidden: ``[B, L, D]`` of the AR branch; None: the AR rows of ``hidden``, if any (hybrid).
             lm_head_bias: ``[V]`` or None.
-            extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
-                ``U u`` is added to the logits. Must be None with ``causal_hidden``.
+            extra: {extra} Must be None with ``causal_hidden``.
             chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
             num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None:
                 read back from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
-                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
-                operands.
+            logits_dtype: {logits_dtype}
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

@@ -168,13 +168,10 @@ class DFlashDecayLoss(DraftLoss):
             target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
             num_blocks, num_sequences: as in :meth:`forward`.
-            extra: low-rank second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the
-                logits. In a drafter's Markov head, u is the embedding of the previous token.
+            extra: {extra} In a drafter's Markov head, u is the embedding of the previous token.
             num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
-                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
-                operands.
+            logits_dtype: {logits_dtype}
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is computed from logits rounded to the compute

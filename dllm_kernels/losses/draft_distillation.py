@@ -322,9 +322,7 @@ class DraftDistillationLoss(DraftLoss):
                 to the logits. In a drafter's Markov head, u is the embedding of the previous token.
             num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
-                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
-                operands.
+            logits_dtype: {logits_dtype}
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is computed from logits rounded to the compute

@@ -32,10 +32,9 @@ def compute_per_token_nll(
     Args:
         logits: ``[B, L, V]``, any float dtype.
         target_ids: ``[B, L]`` integers; -100 gives 0.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: every column can be predicted.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -125,12 +124,11 @@ def encoder_ar_loss_fused(
         lm_head_weight: ``[V, D]``.
         input_ids, valid_mask, num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
-        extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        extra: {extra}
+        chunk_size: {chunk_size}
         num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
             if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        logits_dtype: {logits_dtype}
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
         reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
         backend: "auto", "triton" or "torch".

@@ -93,14 +93,11 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: the AR rows of ``hidden``, if any.
             noisy_input_ids: not used.
             lm_head_bias: ``[V]`` or None.
-            extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
-                With two branches pass both in ``hidden``, not one in ``causal_hidden``.
-            chunk_size: rows per chunk of logits; None: chosen from the sizes.
+            extra: {extra} With two branches pass both in ``hidden``, not one in ``causal_hidden``.
+            chunk_size: {chunk_size}
             num_active: upper bound on the number of rows of nonzero weight in both branches together; None: read back
                 from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
-                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
-                operands.
+            logits_dtype: {logits_dtype}
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

@@ -118,13 +118,11 @@ class IDLMLoss(TransformedLoss):
             lm_head_weight: ``[V, D]``.
             target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
-            chunk_size: rows per chunk of logits; None: chosen from the sizes.
+            extra: {extra}
+            chunk_size: {chunk_size}
             num_active: upper bound on the number of scored rows in both copies together; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
-                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
-                operands.
+            logits_dtype: {logits_dtype}
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

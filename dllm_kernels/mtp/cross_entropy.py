@@ -146,7 +146,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         impl: ignored; accepted so that a configuration written for another implementation still loads.
         scale, skip_id: each logit is then multiplied by ``scale``, and the logit of column ``skip_id`` becomes -inf.
             None: the step is omitted.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        chunk_size: {chunk_size}
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -227,8 +227,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
             lm_bias: ``[V]`` or None.
             logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. Any other dtype
                 changes nothing: the logits are never narrower than the operands.
-            extra: low-rank second part of the head, (u ``[..., r]``, one row per row of ``hidden_states``; U
-                ``[V, r]``), or None. ``U u`` is added to the logits.
+            extra: {extra}
 
         Returns:
             0-d loss; with ``reduction="none"`` one value per position, flattened.

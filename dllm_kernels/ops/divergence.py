@@ -223,8 +223,7 @@ def linear_divergence(
         chunk_size: rows per chunk of logits, for each of the two models; None: chosen from the sizes.
         num_active: upper bound on the number of rows of nonzero weight; None: read back from a GPU, a host sync.
             Results are NaN if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        logits_dtype: {logits_dtype}
         softcap: c > 0 replaces each student logit by ``c tanh(z / c)``; None: no cap.
         scale: s > 0 multiplies each student logit, after the cap and before the division by T; None: 1.
         skip_id: student column that is never predicted, such as the MASK column; its logit is -inf. None: every column

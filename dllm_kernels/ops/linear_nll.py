@@ -72,30 +72,25 @@ def weighted_linear_nll(
         >>> loss.backward()
 
     Args:
-        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
-        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        hidden: {hidden}
+        weight: {weight}
+        targets: {targets}
         weights: ``[...]``, bool or numeric constants; must not require a gradient.
         bias: ``[V]`` or None.
-        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
-            ``U u`` is added to the logits.
+        extra: {extra}
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: rows of nonzero weight.
-        ignore_index: target of inactive rows.
-        with_lse: also return the logsumexp of each row.
+        ignore_index: {ignore_index}
+        with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
             compute dtype.
         round_nll: round the value of each NLL to the compute dtype before it is weighted; gradients are not rounded.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
-            equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
-            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        chunk_size: {chunk_size}
+        num_active: {num_active}
+        logits_dtype: {logits_dtype}
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -146,28 +141,23 @@ def linear_token_nll(
     :func:`weighted_linear_nll` if the row weights are known in advance.
 
     Args:
-        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
-        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        hidden: {hidden}
+        weight: {weight}
+        targets: {targets}
         bias: ``[V]`` or None.
-        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
-            ``U u`` is added to the logits.
+        extra: {extra}
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
-        ignore_index: target of inactive rows.
-        with_lse: also return the logsumexp of each row.
+        ignore_index: {ignore_index}
+        with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
             compute dtype.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
-            equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
-            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        chunk_size: {chunk_size}
+        num_active: {num_active}
+        logits_dtype: {logits_dtype}
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:

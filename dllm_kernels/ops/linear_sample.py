@@ -66,7 +66,7 @@ def linear_sample(
         [[1, 0], [0, 1], [0, 1]]
 
     Args:
-        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
+        hidden: {hidden}
         head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
             wins a tie; log-probabilities and entropy are then computed with T = 1.
@@ -75,16 +75,14 @@ def linear_sample(
             numbered in order. Equal seeds give equal noise, so use new seeds at each step. Not read at T = 0.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
-        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
-            ``U u`` is added to the logits.
+        extra: {extra}
         top_k: also return the ``top_k`` most likely tokens of each row; None: not returned.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected. None: all rows.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small.
+        chunk_size: {chunk_size}
+        num_active: {num_active}
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for ties. None:
             the dtype of the operands.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
+        softcap: {softcap}
         scale: s > 0 multiplies each logit, after the cap; None: 1.
         skip_id: column that is never chosen, such as the MASK column; None: every column can be chosen.
         backend: "auto", "triton" or "torch".

@@ -56,10 +56,8 @@ def row_objective(
         >>> out.loss.backward()
 
     Args:
-        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
-            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
-            gradient of its row is NaN too.
+        logits: {logits}
+        ids: {ids}
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the
             others ``[R]``) and the matching R rows of each ``aux`` tensor. It returns ``[R]``, computed by torch
             operations. It may be called several times, each time with a subset of the rows. The subset may include
@@ -70,12 +68,10 @@ def row_objective(
         active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum. None: all rows.
         with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax;
             otherwise it is None.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
-            an id equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
-            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -138,32 +134,25 @@ def linear_row_objective(
         >>> out.loss.backward()
 
     Args:
-        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
-        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
-            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
-            gradient of its row is NaN too.
+        hidden: {hidden}
+        weight: {weight}
+        ids: {ids}
         fn: called as ``fn(stats, *aux)`` once per chunk of R rows; see :func:`row_objective`.
         aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
         bias: ``[V]`` or None.
-        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
-            ``U u`` is added to the logits.
+        extra: {extra}
         entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
         active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum and not projected. None: all
             rows.
         with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax of the
             logits rounded to the compute dtype; otherwise it is None.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
-            an id equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
-            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        chunk_size: {chunk_size}
+        num_active: {num_active}
+        logits_dtype: {logits_dtype}
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -56,21 +56,17 @@ def row_stats(
         >>> (out.log_probs.sum() - 0.01 * out.entropy.sum()).backward()  # one backward pass
 
     Args:
-        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
-            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
-            gradient of its row is NaN too.
+        logits: {logits}
+        ids: {ids}
         entropy: also return H.
         mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
             legal; F is -inf if one of its logarithms is.
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
-            an id equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
-            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -116,31 +112,24 @@ def linear_row_stats(
     backward together take 3 matrix products with a frozen head and 4 with a trainable head. Forward alone takes 1.
 
     Args:
-        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
-        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
-            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
-            gradient of its row is NaN too.
+        hidden: {hidden}
+        weight: {weight}
+        ids: {ids}
         bias: ``[V]`` or None.
-        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
-            ``U u`` is added to the logits.
+        extra: {extra}
         entropy: also return the entropy.
         mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
             legal; F is -inf if one of its logarithms is.
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
             compute dtype.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
-            an id equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
-            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        chunk_size: {chunk_size}
+        num_active: {num_active}
+        logits_dtype: {logits_dtype}
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -55,7 +55,7 @@ def soft_embedding(
     no gradient, even if the inputs require one. The logits exist one chunk at a time. The op takes two matrix products.
 
     Args:
-        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
+        hidden: {hidden}
         head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         embedding: ``[V, E]``, of the dtype of ``hidden`` unless autocast is on. If embedding and head are tied, pass
             the head. The caller must apply any factor by which the model scales its embeddings.
@@ -67,9 +67,8 @@ def soft_embedding(
         bump_ids: k, ``[...]`` integers; -100: no bump in this row. Any other value outside ``[0, V)``, or ``skip_id``,
             gives NaN in that row. Required with ``bump``; None without it.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected, and their result is 0. None: all rows.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small.
+        chunk_size: {chunk_size}
+        num_active: {num_active}
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The probabilities are
             rounded once, to the dtype of the operands, before they multiply the embedding. None: the dtype of the
             operands.

@@ -62,23 +62,17 @@ def token_log_probs(
         ids: ``[...]``, integers in ``[0, V)`` or -100; any other value, or ``skip_id``, gives NaN in that entry.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
-        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
-            ``U u`` is added to the logits. Only with ``weight``.
+        extra: {extra} Only with ``weight``.
         temperature: T > 0. The logits are divided by T, after the cap.
         with_entropy: also return the entropy of the predicted distribution of each token, differentiable.
         active: ``[...]``, bool or numeric; tokens with entry 0 are inactive. None: every token with an id other than
             -100.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
-            an id equal to it is NaN. None: every column can be predicted.
-        chunk_size: rows per chunk of logits; None: chosen from the sizes. Only with ``weight``.
-        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
-            if the bound is too small. Only with ``weight``.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
-            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
-            Only with ``weight``.
-        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
-            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        softcap: {softcap}
+        skip_id: {skip_id}
+        chunk_size: {chunk_size} Only with ``weight``.
+        num_active: {num_active} Only with ``weight``.
+        logits_dtype: {logits_dtype} Only with ``weight``.
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:

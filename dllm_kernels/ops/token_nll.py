@@ -44,20 +44,18 @@ def token_nll(
     Source: cross-entropy with a one-hot target; one-pass logsumexp, Milakov and Gimelshein 2018, arXiv:1805.02867.
 
     Args:
-        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        logits: {logits}
+        targets: {targets}
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
-        ignore_index: target of inactive rows.
-        with_lse: also return the logsumexp of each row.
+        ignore_index: {ignore_index}
+        with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
         inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
             nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
-            equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
-            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -99,24 +97,22 @@ def weighted_nll(
     Rows of weight 0 are not read, so a NaN or inf in them affects neither the loss nor the gradient.
 
     Args:
-        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        logits: {logits}
+        targets: {targets}
         weights: ``[...]``, bool or numeric constants; must not require a gradient.
         active: ``[...]``, bool or numeric, nonzero for the rows to read; None: rows of nonzero weight. Pass it to
             compute the NLL and argmax match of rows of weight 0 too.
-        ignore_index: target of inactive rows.
-        with_lse: also return the logsumexp of each row.
+        ignore_index: {ignore_index}
+        with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
         round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
             computed in that dtype.
         inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
             nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
-        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
-            equal to it is NaN. None: every column can be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
-            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        check_targets: {check_targets}
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -200,9 +200,8 @@ class PolicyLoss(nn.Module):
                 ``max(n, 1)``. None: counted from this call. Only with ``normalize="tokens"``.
             with_entropy: also return the mean entropy.
             temperature: T > 0. The logits are divided by T, after the cap.
-            softcap: c > 0 replaces each logit by ``c tanh(z / c)``; None: no cap.
-            skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and a scored token with
-                this id gives NaN. None: every column can be predicted.
+            softcap: {softcap}
+            skip_id: {skip_id}
             backend: "auto", "triton" or "torch".
 
         Returns:
@@ -247,9 +246,8 @@ class PolicyLoss(nn.Module):
             lm_head_weight: ``[V, D]``.
             ids, views, old, advantages, ref, num_tokens, with_entropy: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            extra: low-rank second part of the head, (u ``[K, B, L, r]``, U ``[V, r]``), or None. ``U u`` is added to
-                the logits.
-            chunk_size: rows per chunk of logits; None: chosen from the sizes.
+            extra: {extra}
+            chunk_size: {chunk_size}
             num_active: upper bound on the number of scored rows of all views; None: read back from a GPU, a host sync.
                 The loss is NaN if the bound is too small.
             logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The gradient of

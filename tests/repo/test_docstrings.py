@@ -51,6 +51,17 @@ def described():
     return sorted(of_ours, key=lambda f: (f.__module__, f.__qualname__))
 
 
+def test_shared_descriptions_are_inserted():
+    """In functions, in classes, and in a method that a class inherits."""
+    docs = [inspect.getdoc(thing) or "" for thing in (*described(), *PUBLIC.values())]
+    assert not [doc for doc in docs if re.search(r"^ *\w+: \{\w+\}", doc, re.MULTILINE)]
+    assert "the logits. In a drafter's Markov head, u is" in " ".join(
+        ours.DFlashDecayLoss.forward_fused.__doc__.split()
+    )
+    assert "extra: low-rank second part" in ours.MDLMCrossEntropyLoss.forward_fused.__doc__
+    assert max(map(len, "\n".join(docs).splitlines())) <= 120
+
+
 @pytest.mark.parametrize("function", described(), ids=lambda f: f"{f.__module__}.{f.__qualname__}")
 def test_every_argument_is_described_in_its_place(function):
     """Where arguments are listed at all: all of them, in their order, and nothing else."""
