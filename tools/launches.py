@@ -287,7 +287,7 @@ def _mixture(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(out: ops.RowStats) -> None:
-    sum(t.sum() for t in out[:4] if t is not None).backward()  # type: ignore[union-attr]
+    sum(t.sum() for t in out if t is not None and t.requires_grad).backward()  # type: ignore[union-attr]
 
 
 def topk(

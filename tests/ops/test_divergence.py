@@ -30,6 +30,7 @@ ALL = {
     "a difference": {"kind": {"kl": 1.0, "tv": -0.5}},
     "ce and l1": {"kind": SUM},
     "many": {"kind": MANY, "alpha": "mean"},
+    "every kind": {"kind": {name: 0.1 + 0.05 * i for i, name in enumerate(NAMES) if name not in ALIASES}},
 }
 every_kind = pytest.mark.parametrize("name", ALL)
 TRANSFORMS = {
