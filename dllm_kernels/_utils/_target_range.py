@@ -22,9 +22,9 @@ def raise_bad_target(
         raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
 
 
-def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
+def first_true(mask: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first True, or None."""
-    return tuple(found.nonzero()[0].tolist()) if bool(found.any()) else None
+    return tuple(mask.nonzero()[0].tolist()) if bool(mask.any()) else None
 
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
