@@ -59,9 +59,9 @@ def nll_and_grad_(
 
 
 def scale_(t: Tensor, factor: Tensor) -> None:
-    """See ``_backends._rows``. Off the CPU the multiplication is unconditional: checking the factor would be a sync.
+    """See ``_backends._rows``. Off the CPU the multiplication is unconditional, because a test would be a sync.
 
-    A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round it to the dtype of t first.
+    A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round the factor to the dtype of t.
     """
     if factor.is_cpu:
         if factor != 1:

@@ -27,7 +27,7 @@ class _Mix(NamedTuple):
         a: ``[n, 1]``.
         b: ``[n, 1]``.
         none: ``[n, 1]``, True if a is 0 and b is not.
-        any_none: False if ``none`` is known to be False everywhere; only a CPU is asked.
+        any_none: False if ``none`` is known to be False everywhere, which is tested on a CPU only.
     """
 
     a: Tensor
@@ -44,7 +44,7 @@ class _Mix(NamedTuple):
 
     @property
     def beside(self) -> Tensor:
-        """X with q = p / (p + x)."""
+        """The x in q = p / (p + x): a / b, or inf if b is 0."""
         return torch.where(self.b == 0, math.inf, self.a / self.b)
 
 
@@ -67,7 +67,7 @@ def _add_up_mix(
 
 
 def _log_p_sum(log_p: Tensor, mix: _Mix, transform: Transform) -> Tensor | None:
-    """Sum of log p if ``mix.any_none``, otherwise None. Sets the skipped column to 0, its share of every sum."""
+    """Sum log p if ``mix.any_none``, otherwise return None. Sets the skipped column to 0, its share of every sum."""
     if transform.skip_id is not None:
         log_p.select(1, transform.skip_id).fill_(0)
     return _blocks.sum_rows(log_p) if mix.any_none else None
@@ -103,7 +103,7 @@ class Sums(NamedTuple):
             torch.amax(z, 1, keepdim=True, out=self.row_max)
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
-        """(M, log S). In a row, or shard of a row, of nothing but -inf, M is the lowest finite number and S is 0."""
+        """Return (M, log S); if all logits of a row, or of its shard, are -inf: M the lowest finite number, S = 0."""
         row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
         return row_max, self.log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
 
@@ -121,7 +121,7 @@ def _reduce(
         torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
     if sums.moment is None and mix is None:
         return
-    # Two thirds of the time of torch's exp.
+    # Takes two thirds of the time of torch.exp.
     p = _blocks.a_row_at_a_time(torch.softmax, log_p, _blocks.top(buffers.more[0], block))
     log_p_sum = None if mix is None else _log_p_sum(log_p, mix, transform)
     if sums.moment is not None:
@@ -184,8 +184,9 @@ def _mix_block(
 class _Grad(NamedTuple):
     """Per-row terms of the gradient: M, A - B log S and B, the terms of the mixture, and the ids with their gradients.
 
-    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax of a
-    whole row, otherwise e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
+    p (A + B log p) = p (``plain`` + ``of_log`` d), and g_F q = ``of_mix`` p / (p + ``beside``). p is ``torch.softmax``
+    for whole rows, and e^d times ``over_sum`` for a part of a split row. ``column`` and ``of_ids`` are ``[n, K]``, all
+    others ``[n, 1]``.
     """
 
     plain: Tensor
@@ -223,7 +224,7 @@ class _Grad(NamedTuple):
         return grad
 
     def made(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
-        """Write the gradient in the transformed logits z to ``out``, which may be z."""
+        """Write the gradient with respect to the transformed logits z to ``out``, which may be z."""
         p = spare[0] if spare else out
         if self.over_sum is None:
             _blocks.a_row_at_a_time(torch.softmax, z, p)
