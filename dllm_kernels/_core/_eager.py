@@ -157,12 +157,12 @@ def restored(op: RowOp, plan: Plan, saved: Sequence[Any]) -> tuple[RowInputs, Ou
 
 def upstream_of(differentiable: Sequence[str | None], grads: Sequence[Tensor | None]) -> Outputs | None:
     """Return the upstream gradients by name, contiguous; None if there are none."""
-    found = {
+    upstream = {
         name: g.contiguous()
         for name, g in zip(differentiable, grads, strict=False)
         if name is not None and g is not None
     }
-    return found or None
+    return upstream or None
 
 
 def dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:

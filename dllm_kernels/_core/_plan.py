@@ -172,7 +172,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
-        """Decode the output of :meth:`pack`; while a graph is traced, factors in ``changing`` are unknown: they read 0."""
+        """Decode the output of :meth:`pack`; while a graph is traced, factors in ``changing`` are unknown (0)."""
         integers = iter(packed)
         dtype = _checks.FLOAT_DTYPES[next(integers)]
         needs = NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))

@@ -24,7 +24,7 @@ from dllm_kernels._core._plan import Options, Plan
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, any_dtensor, check_no_tangent, has_values, values_are_there
+from dllm_kernels._utils._plain import all_plain, any_dtensor, check_no_tangent, has_values, readable_without_sync
 
 Run = Callable[[RowOp, RowInputs, Plan], Any]
 _dtensor_loaders: list[Callable[[], Run]] = []
@@ -78,7 +78,7 @@ def checked(
             _checks.check_shape(name, t, x.shape[:-1], f"that of {names.rows} without its last dimension")
             _checks.check_same_device(names.rows, x, **{name: t})
             _checks.check_constant(name, t)
-            if values_are_there(t) and bool((t < 0).any()):  # not tested on a GPU, to avoid a sync
+            if readable_without_sync(t) and bool((t < 0).any()):  # not tested on a GPU, to avoid a sync
                 raise ValueError(f"{name} must not be negative, got {t.min().item()}")
     _checks.check_target_range(
         options.check_targets, names.targets, ids, V, options.ignore_index, skip_id=options.transform.skip_id

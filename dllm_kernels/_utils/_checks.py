@@ -199,7 +199,7 @@ def check_total(name: str, value: Any) -> None:
     """Raise unless ``value`` passes :func:`check_count` and is not negative. On a GPU the sign is not checked."""
     check_count(name, value)
     value = _plain.plain(value)
-    known = _plain.values_are_there(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    known = _plain.readable_without_sync(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")

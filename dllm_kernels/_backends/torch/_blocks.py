@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends.torch._workers import how_many
+from dllm_kernels._backends.torch._workers import num_threads
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, with_slope
 
@@ -71,19 +71,19 @@ class RowIndex(NamedTuple):
     whole: bool
 
     @classmethod
-    def of(cls, t: Tensor, off: int, weights: Tensor | None = None) -> RowIndex:
-        """List the rows whose entry in ``t [N]`` is not ``off`` and whose weight is not 0; a host sync unless on a CPU.
+    def of(cls, t: Tensor, inactive: int, weights: Tensor | None = None) -> RowIndex:
+        """List the rows whose entry in ``t [N]`` is not ``inactive``, and whose weight is not 0.
 
-        NumPy is used, because ``torch.nonzero`` on a CPU branches at every entry: 325 us for 32,768 random entries
-        instead of 40 us (AMD EPYC).
+        Causes a host sync, unless on a CPU. There NumPy is used, because ``torch.nonzero`` on a CPU branches at every
+        entry: 325 us for 32,768 random entries instead of 40 us (AMD EPYC).
         """
         N = t.shape[0]
         if not t.is_cpu:
-            on = t != off if weights is None else (t != off) & (weights != 0)
+            on = t != inactive if weights is None else (t != inactive) & (weights != 0)
             numbers = on.nonzero().squeeze(1)
             whole = numbers.shape[0] == N
             return cls(numbers, N, numbers.shape[0], 0 if whole else None, whole)
-        mask = t.numpy() != off
+        mask = t.numpy() != inactive
         if weights is not None:
             mask &= weights.numpy() != 0
         (on_host,) = mask.nonzero()
@@ -142,18 +142,18 @@ class RowGather:
         self.dense = dense and step == V
         self.rows = rows
         self.index = rows.numbers if dense else rows.numbers // L * batch + rows.numbers % L * position
-        self.together = dense and rows.first is not None
+        self.in_place = dense and rows.first is not None
 
     def blocks(self, size: int) -> tuple[Tensor, ...]:
         """Blocks of ``size``: views of the rows if they are adjacent, otherwise their numbers in ``flat``."""
         first, count = self.rows.first, self.rows.n
-        if not self.together or first is None:
+        if not self.in_place or first is None:
             return split(self.index, size)
         return split(self.flat if count == self.flat.shape[0] else self.flat[first : first + count], size)
 
     def load(self, block: Tensor, wide: Tensor, buffers: Buffers) -> Tensor:
         """Return the block in the dtype of sums: a view of the rows, or a copy in ``wide``, of ``buffers.wide``."""
-        if self.together:
+        if self.in_place:
             return block if block.dtype == wide.dtype else wide.copy_(block)
         if buffers.narrow is None:
             return torch.index_select(self.flat, 0, block, out=wide)
@@ -161,11 +161,11 @@ class RowGather:
 
     def room(self, block: Tensor, wide: Tensor) -> Tensor:
         """Return the buffer for the argument of :meth:`store`: the rows themselves, or ``wide``."""
-        return block if self.together and block.dtype == wide.dtype else wide
+        return block if self.in_place and block.dtype == wide.dtype else wide
 
     def store(self, block: Tensor, values: Tensor, buffers: Buffers) -> None:
         """Write values that were computed in the buffer of :meth:`room`."""
-        if self.together:
+        if self.in_place:
             if values is not block:
                 block.copy_(values)
         elif buffers.narrow is None:
@@ -190,7 +190,7 @@ class RowScatter:
     is computed in a buffer with a row of zeros behind it, and every row of the tensor is selected from that buffer.
     """
 
-    together = False
+    in_place = False
 
     def __init__(self, flat: Tensor, rows: RowIndex, size: int) -> None:
         index, source = rows.numbers.numpy(), np.full(rows.total, size)
@@ -227,23 +227,23 @@ def with_zeros_between(out: Tensor, rows: RowIndex, size: int) -> RowGather | Ro
     target = RowGather(out, rows)
     if rows.whole:
         return target
-    if target.dense and not target.together and out.is_cpu:
+    if target.dense and not target.in_place and out.is_cpu:
         return RowScatter(target.flat, rows, size)
-    idle = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.numbers, False)
+    inactive = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.numbers, False)
     if out.is_cpu:
-        others = RowGather(out, RowIndex.of(idle, 0))
+        others = RowGather(out, RowIndex.of(inactive, 0))
         others.flat.index_fill_(0, others.index, 0)
     else:
-        zero_rows_(out, idle)
+        zero_rows_(out, inactive)
     return target
 
 
-def zero_rows_(t: Tensor, idle: Tensor) -> None:
-    """Zero the rows of ``t [..., V]`` for which ``idle [N]`` is True."""
+def zero_rows_(t: Tensor, inactive: Tensor) -> None:
+    """Zero the rows of ``t [..., V]`` for which ``inactive [N]`` is True."""
     if t.is_cpu:
-        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(idle, 0).numbers, 0)
+        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(inactive, 0).numbers, 0)
     else:  # a list of row numbers would be a sync
-        t.masked_fill_(idle.view(*t.shape[:-1], 1), 0)
+        t.masked_fill_(inactive.view(*t.shape[:-1], 1), 0)
 
 
 def sum_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -258,7 +258,7 @@ def sum_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
     return total if out is None else out.copy_(total)
 
 
-def a_row_at_a_time(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> Tensor:
+def rowwise(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> Tensor:
     """Write ``torch.softmax`` or ``torch.log_softmax`` of ``[R, V]`` along V to ``out``, which may be z.
 
     One call replaces maximum, difference, exponential, sum and quotient. On a CPU it takes a third of their time if
@@ -269,7 +269,7 @@ def a_row_at_a_time(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> 
     return function(z, 1, out=out)
 
 
-def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int = 1) -> tuple[int, int]:
+def partition(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int = 1) -> tuple[int, int]:
     """Return (threads that share the rows, rows per block). On a CPU, blocks of ``sides`` tensors share the cache."""
     row = max(V * acc.itemsize, 1)
     if device.type != "cpu":
@@ -277,7 +277,7 @@ def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int =
     row *= sides
     if torch.get_num_threads() == 1:
         return 1, max(1, min(rows, BLOCK_BYTES // row))
-    threads = how_many()
+    threads = num_threads()
     if threads == 1 or rows * row <= COMMON_BLOCK_BYTES:  # too few rows to amortise waking threads
         return 1, max(1, min(rows, COMMON_BLOCK_BYTES // row))
     many = min(max(threads // 4, 1), 4)  # many threads contend for the GIL, hence larger blocks
@@ -290,11 +290,11 @@ def buffers_for(
     slope: bool = False, padded: bool = False, more: int = 0,
 ) -> list[Buffers]:  # fmt: skip
     """Allocate :class:`Buffers` of ``size`` rows for each thread, on the device of ``like``, a tensor of logits."""
-    V, dtype, device, made = like.shape[-1], accum_dtype(like.dtype), like.device, []
+    V, dtype, device, buffers = like.shape[-1], accum_dtype(like.dtype), like.device, []
     for _ in range(threads):
         a = torch.empty(size * wide + padded, V, dtype=dtype, device=device)
         b = torch.empty(size + padded, V, dtype=like.dtype, device=device) if narrow and like.dtype != dtype else None
         blocks = [torch.empty(size, V, dtype=dtype, device=device) for _ in range(more + slope)]
         last = a if b is None else b
-        made.append(Buffers(a, b, blocks.pop() if slope else None, last if padded else None, blocks))
-    return made
+        buffers.append(Buffers(a, b, blocks.pop() if slope else None, last if padded else None, blocks))
+    return buffers

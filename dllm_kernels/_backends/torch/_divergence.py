@@ -49,7 +49,7 @@ from dllm_kernels._backends._divergence import (
 )
 from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import through_
 
@@ -314,7 +314,7 @@ class Pairs:
         self.logits, self.teacher = logits, teacher
         self.transforms = request.transform, request.teacher_transform
         self.rows, self.acc = _blocks.RowIndex.of(request.weights, 0), accum_dtype(logits.dtype)
-        self.threads, self.size = _blocks.team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
+        self.threads, self.size = _blocks.partition(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
         self.out_of_range: Tensor | None = None
         if self.rows.n:
             self.student_source, teacher_index = _blocks.RowGather(logits, self.rows), self.rows
@@ -359,14 +359,14 @@ class Pairs:
         )
         buffers = _blocks.buffers_for(
             self.threads, self.size, self.logits, padded=isinstance(target, _blocks.RowScatter), more=self.work_blocks,
-            narrow=not (self.student_source.together and (target is None or target.together)),
+            narrow=not (self.student_source.in_place and (target is None or target.in_place)),
             slope=target is not None and self.transforms[0].softcap is not None,
         )  # fmt: skip
         teacher_buffers = _blocks.buffers_for(
-            self.threads, self.size, self.teacher, narrow=not self.teacher_source.together
+            self.threads, self.size, self.teacher, narrow=not self.teacher_source.in_place
         )
         rooms = list(zip(buffers, teacher_buffers, strict=True))
-        share_out([partial(self._run_block, work, target, *here) for here in blocks], rooms)
+        run_jobs([partial(self._run_block, work, target, *here) for here in blocks], rooms)
 
     def _run_block(
         self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None,
@@ -432,7 +432,7 @@ def _columns(program: Program, request: DivergenceRequest, block: Block, norms: 
 def _softmaxes(block: Block) -> tuple[Tensor, Tensor]:
     """Compute p and q in the first two buffers."""
     p, q, *_ = block.more
-    return _blocks.a_row_at_a_time(torch.softmax, block.z, p), _blocks.a_row_at_a_time(torch.softmax, block.t, q)
+    return _blocks.rowwise(torch.softmax, block.z, p), _blocks.rowwise(torch.softmax, block.t, q)
 
 
 def _whole_rows(

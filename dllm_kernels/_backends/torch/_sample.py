@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._random import _gumbel, _noise
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._random._rules import Array, float64
@@ -45,7 +45,7 @@ def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> ScoreAn
     parts = [None] * -(-C // size) if noise is None else _blocks.split_all(noise, size)
     candidates: list[Any] = [None] * len(parts)
     blocks = zip(source.blocks(size), parts, _blocks.split_all(out, size), range(len(parts)), strict=True)
-    share_out([partial(_sample_block, source, transform, candidates, *block) for block in blocks], buffers)
+    run_jobs([partial(_sample_block, source, transform, candidates, *block) for block in blocks], buffers)
     if noise is not None and logits.is_cpu:
         _write_best(noise, [(at * size, *out) for at, out in enumerate(candidates)], *(t.numpy() for t in out))
     return out
@@ -56,7 +56,7 @@ def _blocks_of(logits: Tensor, more: int) -> tuple[_blocks.RowGather, int, list[
     (C, V), device = logits.shape, logits.device
     source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
     columns = V if logits.is_cpu else V * _BYTES_OF_DRAWS
-    threads, size = _blocks.team(C, columns, accum_dtype(logits.dtype), device)
+    threads, size = _blocks.partition(C, columns, accum_dtype(logits.dtype), device)
     return source, size, _blocks.buffers_for(threads, size, logits, more=more)
 
 
@@ -128,7 +128,7 @@ def largest(logits: Tensor, k: int, transform: Transform) -> ScoreAndColumn:
         source, size, buffers = _blocks_of(logits, more=0)
         blocks = zip(source.blocks(size), _blocks.split_all(out, size), strict=True)
         job = partial(_largest_block, source, transform, torch.arange(V, 0, -1, dtype=torch.int32, device=device))
-        share_out([partial(job, *block) for block in blocks], buffers)
+        run_jobs([partial(job, *block) for block in blocks], buffers)
     return out
 
 
