@@ -249,8 +249,8 @@ JUDGES = (
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("_backends/triton/_tiles.py",)
 SIZES = {  # block sizes, and thresholds between equivalent algorithms
-    "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MORE", "MOST", "SLAB", "TILE",
-    "_MILD", "_SLICE",
+    "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MAX_THREADS", "MORE", "MOST", "SLAB",
+    "TILE", "_MILD", "_SLICE",
 }  # fmt: skip
 SAME_WITHOUT = {
     "device",

@@ -9,7 +9,7 @@ A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. 
 
 The row primitives of a backend:
 
-``divergence(logits, request, *, with_grad) -> Found(value, alpha, agree, kept)``
+``divergence(logits, request, *, with_grad) -> DivergenceResult(value, alpha, agree, kept)``
 
     ``request`` is a :class:`DivergenceRequest`. ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the
     same dtype. Both may have any batch and position strides; columns are adjacent. N = B L. All other tensors are
@@ -136,14 +136,14 @@ class Kept(NamedTuple):
     Attributes:
         numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
             the gradient of the spec reads. Their order and units depend on the backend.
-        hot: int64 ``[N]``, the teacher's argmax.
+        teacher_argmax: int64 ``[N]``, the teacher's argmax.
     """
 
     numbers: torch.Tensor
-    hot: torch.Tensor
+    teacher_argmax: torch.Tensor
 
 
-class Found(NamedTuple):
+class DivergenceResult(NamedTuple):
     """Results of N rows.
 
     Attributes:
@@ -159,4 +159,4 @@ class Found(NamedTuple):
     kept: Kept | None = None
 
 
-Divergences = Callable[..., Found]
+Divergences = Callable[..., DivergenceResult]

@@ -109,22 +109,22 @@ class Coefficients(NamedTuple):
     of_mix: Tensor | None
 
     @classmethod
-    def of(cls, upstream: Upstream, request: StatsRequest, found: StatsResult) -> Coefficients:
+    def of(cls, upstream: Upstream, request: StatsRequest, result: StatsResult) -> Coefficients:
         """Combine the upstream gradients.
 
         If an id has a NaN log-probability and a nonzero upstream gradient, the gradient of its whole row is NaN.
         """
-        of_ids = torch.zeros_like(found.log_probs)
+        of_ids = torch.zeros_like(result.log_probs)
         if upstream.log_probs is not None:
-            lost = found.log_probs.isnan() & (upstream.log_probs != 0)
-            of_ids = upstream.log_probs.masked_fill(request.ids == IGNORE, 0).masked_fill(lost, math.nan)
+            out_of_range = result.log_probs.isnan() & (upstream.log_probs != 0)
+            of_ids = upstream.log_probs.masked_fill(request.ids == IGNORE, 0).masked_fill(out_of_range, math.nan)
         plain = -of_ids.sum(1)
         if upstream.lse is not None:
             plain += upstream.lse
         if upstream.entropy is not None:
-            plain -= _times(upstream.entropy, found.entropy)
+            plain -= _times(upstream.entropy, result.entropy)
         if upstream.mix is not None:
-            plain -= _times(upstream.mix, found.mix_weight)
+            plain -= _times(upstream.mix, result.mix_weight)
         return cls(of_ids, plain, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
 
     def size(self, upstream: Upstream) -> Tensor:
@@ -163,15 +163,17 @@ def nll_of_stats(
         with_lse: bool = True, weights: Tensor | None = None,
     ) -> NLL:  # fmt: skip
         request = requested(targets, weights, transform=transform, correct=with_correct, lse=with_lse)
-        found = stats.forward(logits, request)
-        return torch.rsub(found.log_probs.squeeze(1), 0), found.row_max, found.log_sum, found.correct
+        result = stats.forward(logits, request)
+        return torch.rsub(result.log_probs.squeeze(1), 0), result.row_max, result.log_sum, result.correct
 
     def weighted_nll(
         logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool,
         transform: Transform = NO_TRANSFORM, with_lse: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
-        found = nll(logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse, weights=weights)
-        return found[0] * weights, *found
+        result = nll(
+            logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse, weights=weights
+        )
+        return result[0] * weights, *result
 
     def nll_grad(
         logits: Tensor, targets: Tensor, scale: Tensor, row_max: Any, log_sum: Any,
@@ -179,8 +181,8 @@ def nll_of_stats(
     ) -> None:  # fmt: skip
         if factor is not None and not (factor.is_cpu and factor.item() == 1):
             scale = torch.where(scale != 0, scale * factor, 0.0)  # rows of scale 0 stay inactive if the factor is NaN
-        lost = None if V is None else column_of(targets, V)[1]
-        plain = scale if lost is None else scale.masked_fill(lost, math.nan)
+        out_of_range = None if V is None else column_of(targets, V)[1]
+        plain = scale if out_of_range is None else scale.masked_fill(out_of_range, math.nan)
         c = Coefficients(-plain.unsqueeze(1), plain, None, None)
         request = requested(targets, scale, transform=transform)
         stats.backward(logits, request, c, row_max, log_sum, out)

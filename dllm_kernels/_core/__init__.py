@@ -1,1 +1,1 @@
-"""Row ops: one record each, and what runs any of them: eager, compiled, a chunk at a time, on one rank."""
+"""Row ops: one record per op, and the code that runs any record: eager, compiled, chunk by chunk, on one rank."""

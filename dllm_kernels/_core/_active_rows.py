@@ -18,20 +18,20 @@ Outputs = Sequence[Tensor | None]
 
 
 class ActiveRows:
-    """Active rows: a list of their numbers, or all rows.
+    """Active rows of a call: all rows, or the listed ones.
 
     Attributes:
         count: number of rows to process.
         total: number of all rows, N.
-        overflow: whether a given ``num_active`` is too small (0-d bool); None if not given.
+        overflow: 0-d bool, True if ``num_active`` is too small; None if it is not given.
     """
 
     def __init__(self, targets: Tensor, num_active: int | None) -> None:
-        """List the rows whose target, of ``targets [N]``, is not ``IGNORE``.
+        """List the rows whose target in ``targets [N]`` is not ``IGNORE``.
 
-        Reading their number back is a host sync on a GPU; it pays since the matrix products then run on these rows
-        only. It is skipped inside CUDA-graph capture, where all rows are taken, and when the caller gives
-        ``num_active``, an upper bound of it.
+        Reading their number is a host sync on a GPU, which is worthwhile, because the matrix products then run on these
+        rows only. There is no sync during CUDA-graph capture, which processes all rows, nor if the caller gives
+        ``num_active``, an upper bound of the number.
         """
         self.total = targets.numel()
         self._targets = targets
@@ -75,7 +75,7 @@ class ActiveRows:
             out.index_copy_(0, self._index[chunk], value.to(out.dtype))
 
     def put_each(self, out: Outputs, chunk: slice, values: Outputs) -> None:
-        """Call :meth:`put` on several results; None for one that is not requested."""
+        """Call :meth:`put` on several results; results that were not requested are None."""
         for whole, value in zip(out, values, strict=True):
             if whole is not None and value is not None:
                 self.put(whole, chunk, value)
@@ -89,14 +89,14 @@ class ActiveRows:
         return [None if t is None else self.whole(t) for t in out]
 
     def whole(self, out: Tensor) -> Tensor:
-        """Drop the spare row; copies a result ``[N]``, because callers may write into it."""
+        """Drop the spare row; copy results ``[N]``, because callers may write into them."""
         if not self._padded:
             return out
         return out[: self.total].clone() if out.dim() == 1 else out[: self.total]
 
 
 def _captured(t: Tensor) -> bool:
-    """Whether a CUDA graph is being captured, during which nothing can be read back."""
+    """Return True during CUDA-graph capture, in which a host sync is an error."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -106,7 +106,7 @@ def multiprocessors(device: torch.device) -> int | None:
 
 
 def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
-    """Choose how many rows of logits exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
+    """Choose the number of rows of a chunk, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
     On a CPU (None) chunks are of equal size and just large enough for efficient matrix products. On a GPU the size with
     the fewest waves wins, see :func:`_chunk_costs`.
@@ -122,7 +122,7 @@ def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _choose_for_gpu(rows: int, V: int, D: int, trains_head: bool, most: int, sms: int) -> int:
-    """Choose the chunk with the least :func:`_gpu_cost`; kept, because a GPU is idle until the chunk is known."""
+    """Choose the chunk size with the least :func:`_gpu_cost`; cached, because the GPU is idle until it is known."""
     costs = _chunk_costs(V, D, trains_head, most, sms)
     sizes = range(ROW_MULTIPLE, min(most, rows + ROW_MULTIPLE - 1) + 1, ROW_MULTIPLE)
     return min(sizes, key=lambda size: (_gpu_cost(size, rows, costs), size))
@@ -132,12 +132,13 @@ def _choose_for_gpu(rows: int, V: int, D: int, trains_head: bool, most: int, sms
 def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tuple[tuple[int, ...], int]:
     """Return (of_tiles, per_row): a chunk of c rows costs ``of_tiles[ceil(c / 128)] + per_row * c``.
 
-    The unit is the time of a step of the inner dimension of one wave of 128 x 256 tiles; c is at most ``most``.
+    The unit is the time of one step of the inner dimension for one wave of 128 x 256 tiles; c is at most ``most``.
 
-    The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C /
-    128) ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and D
-    = 2,560, 1,920 rows a chunk make 150 tiles for 132 multiprocessors, 1,664 make 130). A trainable head reads and
-    writes its float32 gradient with every chunk, 8 V D bytes: on an H200 about V D / 6,000 steps. Not run on a GPU.
+    The matmul of the logits has ceil(C / 128) ceil(V / 256) tiles of D steps. The matmul of grad_hidden has
+    ceil(C / 128) ceil(D / 256) tiles of V steps. These are few and long, so an additional wave for a few tiles costs
+    most: at 7,680 rows and D = 2,560, chunks of 1,920 rows make 150 tiles for 132 multiprocessors, and chunks of 1,664
+    rows make 130. For a trainable head every chunk reads and writes the float32 gradient of the head, 8 V D bytes,
+    which is about V D / 6,000 steps on an H200. The model has not been verified on a GPU.
     """
 
     def waves(tiles: int) -> int:
@@ -150,7 +151,7 @@ def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tupl
 
 
 def _gpu_cost(size: int, rows: int, costs: tuple[tuple[int, ...], int]) -> int:
-    """Add up the :func:`_chunk_costs` of all chunks of ``rows`` rows."""
+    """Sum the :func:`_chunk_costs` over all chunks of ``rows`` rows."""
     (of_tiles, per_row), (whole, rest) = costs, divmod(rows, size)
     total = whole * of_tiles[size // ROW_MULTIPLE] + rows * per_row
     return total + (of_tiles[-(-rest // ROW_MULTIPLE)] if rest else 0)

@@ -100,16 +100,16 @@ class Chunks:
         ``scale [N]`` is the factor of each row's gradient. With None only the logits and the statistics are computed.
         """
         rows, acc, options = self.rows, self.plan.accum_dtype, self.plan.options
-        through: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
+        primitive_options: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
         device = self.logits.device
         correct = rows.empty(dtype=torch.bool, device=device) if options.with_correct else None
         out = [*(rows.empty(dtype=acc, device=device) for _ in range(3)), correct]
         for chunk, h, y, logits in self:
             if scale is None:
-                stats = self.primitives.nll(logits[None], y, **through)
+                stats = self.primitives.nll(logits[None], y, **primitive_options)
             else:
                 s = rows.take(scale, chunk)
-                stats = self.primitives.nll_and_grad_(logits, y, s, **through)
+                stats = self.primitives.nll_and_grad_(logits, y, s, **primitive_options)
                 self.add_gradients(chunk, h, y, logits, s)
             rows.put_each(out, chunk, stats)
         return rows.finished(out)
@@ -138,11 +138,11 @@ class Chunks:
                     rows = h if field == "weight" else self._extra_rows(chunk)
                     rows = (rows if of_head is None else rows * of_head).masked_fill(idle, 0)
                     dtype = getattr(self.inputs, field).dtype
-                    self.grads[field] = self._plus_product(self.grads.get(field), rows, grad_logits, dtype)
+                    self.grads[field] = self._accumulate_product(self.grads.get(field), rows, grad_logits, dtype)
         if self.needs.bias:
             _add_column_sums(self.grads["bias"], grad_logits, of_head)
 
-    def raised(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    def raise_loss_scale(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """Raise the loss scale to the largest of ``size``; return it and the per-row factors of the chunk.
 
         The head gradients accumulated so far are rescaled.
@@ -153,7 +153,7 @@ class Chunks:
                 grad *= loss_scale / largest
         return largest, size / largest
 
-    def _plus_product(self, total: Tensor | None, h: Tensor, grad_logits: Tensor, dtype: torch.dtype) -> Tensor:
+    def _accumulate_product(self, total: Tensor | None, h: Tensor, grad_logits: Tensor, dtype: torch.dtype) -> Tensor:
         """Accumulate ``grad_logits^T h`` into ``total`` in float32.
 
         With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to
@@ -168,7 +168,7 @@ class Chunks:
         if a.is_cuda and torch.version.hip is None:
             if total is None:
                 return torch.mm(a, h, out_dtype=acc)
-            return _added_product(total, a, h)
+            return _add_product(total, a, h)
         if total is None:
             total = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
         if a.is_cuda:  # torch has no low-precision matmul into a float32 output with rocBLAS
@@ -181,7 +181,7 @@ class Chunks:
 
         With ``wide`` the gradients of the head are in the accumulation dtype.
         """
-        acc, found = self.plan.accum_dtype, dict[str, Tensor]()
+        acc, out = self.plan.accum_dtype, dict[str, Tensor]()
         for field, t, needed in zip(Gradients._fields, self.inputs.grad_inputs, self.needs, strict=True):
             if t is None or not needed:
                 continue
@@ -189,11 +189,11 @@ class Chunks:
             if grad is None:  # no chunk was processed
                 grad = torch.zeros(t.shape, dtype=acc, device=t.device)
             if field in OF_ROWS:
-                found[field] = self.rows.whole(grad)
+                out[field] = self.rows.whole(grad)
             else:
                 grad = grad if loss_scale is None else grad.to(acc) * loss_scale
-                found[field] = grad.to(acc if wide else t.dtype)
-        return Gradients(**found)
+                out[field] = grad.to(acc if wide else t.dtype)
+        return Gradients(**out)
 
 
 def head_product(
@@ -223,14 +223,14 @@ def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> No
     if not a.is_cuda or torch.version.hip is not None:
         _add_product_by_slabs(out.t(), b, a.t(), beta=int(add))
     elif add:
-        _added_product(out, a, b.t())
-    elif is_in_torch_dispatch_mode():  # see _added_product
+        _add_product(out, a, b.t())
+    elif is_in_torch_dispatch_mode():  # see _add_product
         out.copy_(torch.mm(a, b.t(), out_dtype=out.dtype))
     else:
         torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
 
 
-def _added_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Add the product of 16-bit operands to a float32 ``total``, on a device whose matmul supports that output."""
     if is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for overloads with out_dtype and out=
         return total.add_(torch.mm(a, b, out_dtype=total.dtype))

@@ -108,12 +108,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         if (backward := op.inline_backward(plan)) is not None:
             return tuple(in_dtypes(backward(inputs, outputs, given, plan), ctx.dtypes))
         by_output = [given.get(out.name) for out in op.outputs if out.differentiable]
-        found = iter(_rows_backward(op.name, list(tensors[:n]), by_output, *ctx.packed, tensors[-2]))
+        computed = iter(_rows_backward(op.name, list(tensors[:n]), by_output, *ctx.packed, tensors[-2]))
         needed = zip(inputs.grad_inputs, plan.needs, strict=True)
-        return tuple(next(found) if need and t is not None else None for t, need in needed)
+        return tuple(next(computed) if need and t is not None else None for t, need in needed)
 
-    found = first_order(gradients, (*saved, *upstream.values(), changing, hook), ctx.instead)
-    by_name = dict(zip(GRAD_INPUTS, found, strict=True))
+    input_grads = first_order(gradients, (*saved, *upstream.values(), changing, hook), ctx.instead)
+    by_name = dict(zip(GRAD_INPUTS, input_grads, strict=True))
     return None, *(by_name.get(name) for name in TENSORS), None, None, None
 
 

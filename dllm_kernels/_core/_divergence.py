@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, Found, Kept
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, aligned_rows, head_product, no_autocast, unit_scale
@@ -64,13 +64,13 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             rows_of = partial(_rows_of_head, chunks, scale)
         mean = None
         if config.spec.mean_alpha:
-            rate, total = rows_of(None, with_grad=False).alpha, config.all_reduce or (lambda t: t)
-            mean = total(torch.where(weights != 0, weights * rate, 0.0).sum()) / total(weights.sum())
+            rate, all_reduce = rows_of(None, with_grad=False).alpha, config.all_reduce or (lambda t: t)
+            mean = all_reduce(torch.where(weights != 0, weights * rate, 0.0).sum()) / all_reduce(weights.sum())
         value, acceptance_rate, agree, kept = rows_of(mean, with_grad=any(needs))
         grads = chunks.gradients(wide=loss_scale is not None) if any(needs) else Gradients()
         value = value * config.value_scale
         weighted = torch.where(weights != 0, weights * value, 0.0)
-        numbers, argmax = (kept.numbers, kept.hot) if kept is not None and any(plan.needs) else (None, None)
+        numbers, argmax = (kept.numbers, kept.teacher_argmax) if kept is not None and any(plan.needs) else (None, None)
         return {
             "loss": weighted if config.per_row else weighted.sum(), "value": value, "acceptance_rate": acceptance_rate,
             "agree": agree, "mean_acceptance": mean, "kept_numbers": numbers, "kept_argmax": argmax,
@@ -91,31 +91,33 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
         scale, factors, loss_scale = unit_scale(scale, plan)
         rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, IGNORE))
         chunks = Chunks(_with_teacher_head(rows, plan), plan, plan.needs, factors)
-        for _ in _passed(chunks, scale, mean, with_grad=True):
+        for _ in _compare_chunks(chunks, scale, mean, with_grad=True):
             pass
         return chunks.gradients(loss_scale)
 
 
-def _rows_of_head(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Found:
+def _rows_of_head(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> DivergenceResult:
     """Compute the results of all rows in one pass over the chunks."""
     rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
     out = [rows.empty(dtype=dtype, device=device) for dtype in (plan.accum_dtype, plan.accum_dtype, torch.bool)]
-    for chunk, found in _passed(chunks, scale, mean, with_grad=with_grad):
-        rows.put_each(out, chunk, found[:3])
-    return Found(*rows.finished(out))
+    for chunk, result in _compare_chunks(chunks, scale, mean, with_grad=with_grad):
+        rows.put_each(out, chunk, result[:3])
+    return DivergenceResult(*rows.finished(out))
 
 
-def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
+def _compare_chunks(
+    chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool
+) -> Iterator[tuple[slice, DivergenceResult]]:
     """Compare chunk after chunk and yield (chunk, results); accumulate the gradients if requested."""
     take, teacher, request = chunks.rows.take, _teacher_of(chunks), _request(chunks.plan, mean)
-    compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad)
+    compare = partial(chunks.plan.primitives().divergence, with_grad=with_grad)
     for chunk, h, targets, logits in chunks:
         s = take(scale, chunk).masked_fill(targets == IGNORE, 0)
         y = take(chunks.inputs.ids[:, 0], chunk) if chunks.plan.divergence.spec.wants_targets else None
-        found = compared(logits[None], request(teacher(chunk)[None], s, targets=y))
+        result = compare(logits[None], request(teacher(chunk)[None], s, targets=y))
         if with_grad:
             chunks.add_gradients(chunk, h, targets, logits, s)
-        yield chunk, found
+        yield chunk, result
 
 
 def _request(plan: Plan, mean: Tensor | None) -> Callable[..., DivergenceRequest]:
@@ -131,19 +133,19 @@ def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
     """Make the function that computes the teacher's logits for a chunk of student rows."""
     inputs, dtype, rows = chunks.inputs, chunks.plan.dtype, chunks.rows
 
-    def taken(t: Tensor | None, chunk: slice) -> Any:
+    def take(t: Tensor | None, chunk: slice) -> Any:
         if t is None:
             return None
         index = inputs.teacher_rows
-        return (rows.take(t, chunk) if index is None else _picked(t, rows.take(index, chunk))).to(dtype)
+        return (rows.take(t, chunk) if index is None else _gather(t, rows.take(index, chunk))).to(dtype)
 
     weight, bias, extra_weight = inputs.teacher_weight, inputs.teacher_bias, inputs.teacher_extra_weight
     if weight is None:
-        weight, bias = (_compared(t, inputs, dtype) for t in (chunks.weight, chunks.bias))
+        weight, bias = (_compared_rows(t, inputs, dtype) for t in (chunks.weight, chunks.bias))
     buffer = aligned_rows(len(chunks.logits), len(weight), dtype=chunks.logits.dtype, device=weight.device)
 
     def logits(chunk: slice) -> Tensor:
-        h, extra_h = (taken(t, chunk) for t in (inputs.teacher_x, inputs.teacher_extra_x))
+        h, extra_h = (take(t, chunk) for t in (inputs.teacher_x, inputs.teacher_extra_x))
         head_product(h, weight, bias, extra_h, extra_weight, out := buffer[: len(h)])
         return out
 
@@ -153,41 +155,43 @@ def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
 def _with_teacher_head(inputs: RowInputs, plan: Plan) -> RowInputs:
     """Pick and cast the teacher's separate head, before :class:`Chunks` syncs."""
     own = (inputs.teacher_weight, inputs.teacher_bias, inputs.teacher_extra_weight)
-    weight, bias, extra_weight = (_compared(t, inputs, plan.dtype) for t in own)
+    weight, bias, extra_weight = (_compared_rows(t, inputs, plan.dtype) for t in own)
     return inputs._replace(teacher_weight=weight, teacher_bias=bias, teacher_extra_weight=extra_weight)
 
 
-def _compared(t: Tensor | None, inputs: RowInputs, dtype: torch.dtype) -> Any:
+def _compared_rows(t: Tensor | None, inputs: RowInputs, dtype: torch.dtype) -> Any:
     """Pick the rows of a head for the compared columns, cast to the dtype of the matrix products."""
     if t is None:
         return None
     columns = inputs.teacher_columns
-    return (t.detach() if columns is None else _picked(t.detach(), columns)).to(dtype)
+    return (t.detach() if columns is None else _gather(t.detach(), columns)).to(dtype)
 
 
-def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+def _gather(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """Copy the indexed rows, or columns, of a tensor; NaN for an index out of range."""
     inside = index.clamp(0, t.shape[dim] - 1)
-    lost = (index != inside).view(-1, *[1] * (t.dim() - 1 - dim))
-    return t.index_select(dim, inside).masked_fill_(lost, math.nan)
+    out_of_range = (index != inside).view(-1, *[1] * (t.dim() - 1 - dim))
+    return t.index_select(dim, inside).masked_fill_(out_of_range, math.nan)
 
 
-def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Found:
+def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_grad: bool) -> DivergenceResult:
     """Compute the results of N rows of given logits."""
     weights, logits = inputs.weights, as_blv(inputs.x)
-    compared, pairs = plan.primitives().divergence, _pairs_of_logits(logits, inputs, plan, weights, mean)
+    compare, pairs = plan.primitives().divergence, _pairs_of_logits(logits, inputs, plan, weights, mean)
     if inputs.teacher_columns is None:
         ((_, _, request),) = pairs
-        return compared(logits, request, with_grad=with_grad)
+        return compare(logits, request, with_grad=with_grad)
     value, alpha = (weights.new_empty(weights.shape) for _ in range(2))
     numbers = weights.new_empty(*weights.shape, KEPT_NUMBERS)
-    agree, hot = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
+    agree, teacher_argmax = (
+        torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64)
+    )
     for here, place, request in pairs:
-        *found, kept = compared(logits[place], request, with_grad=with_grad)
+        *results, kept = compare(logits[place], request, with_grad=with_grad)
         assert kept is not None
-        for whole, part in zip((value, alpha, agree, numbers, hot), (*found, *kept), strict=True):
+        for whole, part in zip((value, alpha, agree, numbers, teacher_argmax), (*results, *kept), strict=True):
             whole[here] = part
-    return Found(value, alpha, agree, Kept(numbers, hot))
+    return DivergenceResult(value, alpha, agree, Kept(numbers, teacher_argmax))
 
 
 def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept) -> Tensor:
@@ -217,7 +221,7 @@ def _pairs_of_logits(
         length, n = slice(start, min(start + step, L)), b * L + start
         here = slice(n, n + length.stop - start)
         rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
-        t = _picked(_rows_at(teacher, rows), inputs.teacher_columns, 1)
+        t = _gather(_rows_at(teacher, rows), inputs.teacher_columns, 1)
         yield here, (slice(b, b + 1), length), request(t[None], scale[here], targets=None if y is None else y[here])
 
 

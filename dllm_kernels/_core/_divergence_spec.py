@@ -37,19 +37,19 @@ def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: A
         TypeError: an argument of the wrong type.
         ValueError: an unknown name, a number out of range, or an option that belongs to none of the kinds.
     """
-    wanted = _coefficients(kind)
+    coefficients = _coefficients(kind)
     for name, value, known in (("alpha", alpha, ("row", "mean")), ("base", base, ("kl", "soft_ce"))):
         if value is not None:
             check_choice(name, value, known)
-    used = {name for kind_ in wanted for name in _options_of(kind_)}
-    given = {**options, **({"alpha": alpha, "base": base} if "lk" not in wanted else {})}
+    used = {name for kind_ in coefficients for name in _options_of(kind_)}
+    given = {**options, **({"alpha": alpha, "base": base} if "lk" not in coefficients else {})}
     for name, value in given.items():
         if value is not None and name not in used:
             owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
             raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
     numbers = {name: _checked_option(name, options.get(name), option) for name, option in _OPTIONS.items()}
     parts: dict[tuple[str, Hyper], float] = {}
-    for name, coefficient in wanted.items():
+    for name, coefficient in coefficients.items():
         resolved, factor, hyper = _resolved(name, base, numbers)
         parts[resolved, hyper] = parts.get((resolved, hyper), 0.0) + factor * coefficient
     return DivergenceSpec(tuple(Part(k, c, hyper) for (k, hyper), c in parts.items()), alpha == "mean")
@@ -77,17 +77,17 @@ def _coefficients(kind: Any) -> dict[str, float]:
     kinds: Any = {kind: 1.0} if isinstance(kind, str) else kind
     if not isinstance(kinds, Mapping):
         raise TypeError(f"kind must be a name or a dict of names and coefficients, got {type_name(kind)}")
-    found: dict[str, float] = {}
+    coefficients: dict[str, float] = {}
     for name, coefficient in kinds.items():
         if name not in NAMES:
             raise ValueError(f"kind must be one of {', '.join(NAMES)}, got {name!r}")
         check_finite(f"kind[{name!r}]", coefficient)
         if not _changing.equals(float(coefficient), 0):
             own = ALIASES.get(str(name), str(name))
-            found[own] = found.get(own, 0.0) + float(coefficient)
-    if not found:
+            coefficients[own] = coefficients.get(own, 0.0) + float(coefficient)
+    if not coefficients:
         raise ValueError(f"kind must have a coefficient that is not 0, got {kind!r}")
-    return found
+    return coefficients
 
 
 def _checked_option(name: str, value: Any, option: Option) -> float:
@@ -95,7 +95,7 @@ def _checked_option(name: str, value: Any, option: Option) -> float:
         return option.default
     check_number(name, value)
     if not option.least <= float(value) <= option.most:
-        raise ValueError(f"{name} must lie in [{option.least}, {option.most}], got {_changing.shown(float(value))}")
+        raise ValueError(f"{name} must lie in [{option.least}, {option.most}], got {_changing.printable(float(value))}")
     return float(value)
 
 

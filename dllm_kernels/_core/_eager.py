@@ -1,14 +1,14 @@
-"""The row ops as one autograd Function, for eager mode and for ``torch.func.grad`` and ``torch.func.vjp``.
+"""Row ops as one autograd Function, for eager mode and for ``torch.func.grad`` and ``torch.func.vjp``.
 
-:func:`first_order` makes backward passes without a derivative of their own raise when they are differentiated.
-``torch.autograd.function.once_differentiable`` complains only where the upstream gradient has a graph. Where it is a
-constant, as in ``torch.autograd.grad(loss, x, create_graph=True)``, the gradient it returns passes for a constant too,
-and a penalty on it would silently train nothing.
+Backward passes have no derivative. :func:`first_order` makes them raise if they are differentiated.
+``torch.autograd.function.once_differentiable`` raises only if the upstream gradient has a graph. If it is a constant,
+as in ``torch.autograd.grad(loss, x, create_graph=True)``, the returned gradient counts as a constant too, and a penalty
+on it would silently have no gradient.
 
-The error must lie on every path from the gradient to the inputs of the Function, and to the upstream gradients:
-autograd visits nothing else where it is told whose gradient is wanted (``backward(inputs=[weight])``). The inputs
-themselves are not at hand in backward, where the Function has kept its gradients instead of them. But an output of
-the Function leads to all of them, and an empty one (:func:`handle`) costs no memory to keep.
+The node that raises must be on every path from the gradient to the inputs of the Function and to the upstream
+gradients, because ``backward(inputs=[weight])`` visits no other nodes. If the Function has saved its gradients instead
+of its inputs, backward has no access to the inputs. An output of the Function leads to all of them, and an empty output
+(:func:`handle`) takes no memory to save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
-    """Run the op over N rows; return its outputs, with the gradients that the plan needs."""
+    """Run the op over N rows and return its outputs, including the gradients that the plan needs."""
     transformed = transforms_active()
     if not any(plan.needs) and not transformed:
         return op.forward(inputs, plan)
@@ -42,13 +42,13 @@ def _by_name(op: RowOp, output: Sequence[Tensor | None]) -> Outputs:
 
 
 def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: Tensor | None) -> Tensors:
-    """All outputs and the handle. ``inputs.grad_inputs`` are passed a second time, for autograd to see them."""
+    """Compute all outputs and the handle. The last arguments are ``inputs.grad_inputs``, which autograd tracks."""
     outputs = op.forward(inputs, plan)
     return *(outputs.get(out.name) for out in op.outputs), handle(inputs.x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save for backward what the op reads of the inputs and the output of :func:`_forward`."""
+    """Save the inputs and outputs of :func:`_forward` that backward reads."""
     op, plan, given, *_ = inputs
     outputs = _by_name(op, output)
     ctx.op, ctx.plan, ctx.differentiable = op, plan, [out.name if out.differentiable else None for out in op.outputs]
@@ -73,10 +73,10 @@ def first_order(make: Callable[..., Tensors], tensors: Sequence[Tensor | None], 
     """Compute gradients ``make(*tensors)`` that raise when they are differentiated.
 
     Args:
-        make: computes the gradients from its arguments alone, which a transform of ``torch.func`` unwraps.
+        make: computes the gradients from its arguments only, which a transform of ``torch.func`` unwraps.
         tensors: the upstream gradients, the saved tensors, and a tensor that leads to all inputs that require a
             gradient: a :func:`handle`, or the only such input.
-        instead: what to use if a second derivative is needed.
+        instead: function with a second derivative, for the error message.
     """
     if not torch.is_grad_enabled() and not transforms_active():
         return make(*tensors)
@@ -156,13 +156,13 @@ def restored(op: RowOp, plan: Plan, saved: Sequence[Any]) -> tuple[RowInputs, Ou
 
 
 def upstream_of(differentiable: Sequence[str | None], grads: Sequence[Tensor | None]) -> Outputs | None:
-    """Name the upstream gradients, made contiguous; None if there are none."""
-    found = {
+    """Return the upstream gradients by name, contiguous; None if there are none."""
+    upstream = {
         name: g.contiguous()
         for name, g in zip(differentiable, grads, strict=False)
         if name is not None and g is not None
     }
-    return found or None
+    return upstream or None
 
 
 def dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:

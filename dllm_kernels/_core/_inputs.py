@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
     extra_weight: Tensor | None = None
 
 
-# Inputs whose gradients have one row per row of the call; those of the others, the head's, are sums over rows.
+# Inputs whose gradients have one row per row of the call. Gradients of the other inputs, the head, are sums over rows.
 OF_ROWS = ("x", "extra_x")
 
 
@@ -59,8 +59,8 @@ NO_GRADIENTS = NeedsGrad()
 class RowInputs(NamedTuple):
     """Tensors of a call: rows of logits, or of hidden states with the LM head, and constants per row.
 
-    Public functions build it with rows of the caller's shape ``[...]``. :func:`flattened` turns those into N rows. A
-    field typed ``Any`` is a tensor in the ops that read it, and None in the others.
+    Public functions build it with rows of the caller's shape ``[...]``, and :func:`flattened` reshapes them to N rows.
+    A field typed ``Any`` is a tensor in the ops that read it, and None in all others.
 
     Attributes:
         x: logits ``[..., V]`` in any strides, which are never flattened; or hidden states ``[..., D]``.
@@ -70,9 +70,9 @@ class RowInputs(NamedTuple):
         bias: ``[V]`` or None.
         extra_x: ``[..., r]``, rows of the low-rank part of the head, or None.
         extra_weight: ``[V, r]``; ``extra_x extra_weight^T`` is added to the logits.
-        active: mask ``[...]``, zero for rows to skip, or None. Flattened: None, see ``targets``.
-        targets: flattened only. int64 ``[N]``: ``IGNORE`` in rows to skip, elsewhere the target, or 0 in ops without
-            targets.
+        active: mask ``[...]``, zero for inactive rows, or None. Flattened: None, see ``targets``.
+        targets: flattened only. int64 ``[N]``: ``IGNORE`` in inactive rows, the target in active rows, or 0 in ops
+            without targets.
         weights: ``[...]``, row weights of a weighted sum, or None.
         mix_a: ``[...]``, a of the mixture ``log(a + b p)``, or None.
         mix_b: ``[...]``, b of the mixture, or None.
@@ -122,7 +122,7 @@ class RowInputs(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All fields but ``aux``."""
+        """All fields except ``aux``."""
         return self[:-1]
 
     @property
@@ -139,7 +139,7 @@ class RowInputs(NamedTuple):
 
 GRAD_INPUTS = Gradients._fields
 TENSORS = RowInputs._fields[:-1]
-# Inputs with one entry per row, which a rank slices where rows are split.
+# Inputs with one entry per row, which are sliced if rows are split over ranks.
 PER_ROW = ("ids", "active", "weights", "mix_a", "mix_b", "bump", "seeds", "numbers")
 _EMPTY: dict[str, Any] = dict.fromkeys(TENSORS)
 

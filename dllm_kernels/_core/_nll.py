@@ -29,14 +29,14 @@ _STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse)
 def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
     """Flatten targets to ``[N, 1]`` and ``[N]``, with ``IGNORE`` in inactive rows."""
     y = inputs.ids.detach().reshape(-1).to(torch.int64)
-    off = None if inputs.active is None else inputs.active.detach().reshape(-1) == 0
+    inactive = None if inputs.active is None else inputs.active.detach().reshape(-1) == 0
     if plan.options.ignore_index != IGNORE:
         ignored = y == plan.options.ignore_index
         y = y.masked_fill(y == IGNORE, -1)  # -100 is an out-of-range target like any other here
-        off = ignored if off is None else off | ignored
+        inactive = ignored if inactive is None else inactive | ignored
     if plan.options.transform.skip_id is not None:
         y = y.masked_fill(y == plan.options.transform.skip_id, -1)
-    y = y.contiguous() if off is None else y.masked_fill(off, IGNORE)
+    y = y.contiguous() if inactive is None else y.masked_fill(inactive, IGNORE)
     return y.unsqueeze(1), y
 
 
@@ -104,15 +104,15 @@ def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     On a GPU each torch op on ``[N]`` is a kernel launch, so that only the sum is left to torch.
     """
     logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
-    found: Any
+    results: Any
     if plan.mask_zero_weight:
-        found = primitives.nll(logits, inputs.targets, **options)
+        results = primitives.nll(logits, inputs.targets, **options)
     else:
-        weighted, *found = primitives.weighted_nll(logits, inputs.targets, inputs.weights, **options)
+        weighted, *results = primitives.weighted_nll(logits, inputs.targets, inputs.weights, **options)
         if not plan.options.round_nll:
-            return {"loss": weighted.sum(), **_named(plan, *found)}
-    nll = rounded(found[0], plan)
-    return {"loss": weighted_sum(nll, inputs.weights, plan), **_named(plan, nll, *found[1:])}
+            return {"loss": weighted.sum(), **_named(plan, *results)}
+    nll = rounded(results[0], plan)
+    return {"loss": weighted_sum(nll, inputs.weights, plan), **_named(plan, nll, *results[1:])}
 
 
 _LOSS = _op.Output("loss", _op.scalar(), differentiable=True)

@@ -23,7 +23,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 Outputs = dict[str, Any]
 Backward = Callable[[RowInputs, Outputs, Outputs, Plan], Gradients]
 Names = tuple[str, ...]
-Wanted = Callable[[RowInputs, Plan], Spec | None]
+SpecOf = Callable[[RowInputs, Plan], Spec | None]
 
 LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
 
@@ -40,7 +40,7 @@ class Output(NamedTuple):
     """
 
     name: str
-    spec: Wanted
+    spec: SpecOf
     differentiable: bool = False
     public: bool = True
     like_ids: bool = False
@@ -80,15 +80,17 @@ class RowOp(NamedTuple):
 
 
 def per_row(
-    wanted: Callable[[Plan], bool] = lambda _: True, columns: tuple[int, ...] = (), dtype: torch.dtype | None = None
-) -> Wanted:
+    requested: Callable[[Plan], bool] = lambda _: True, columns: tuple[int, ...] = (), dtype: torch.dtype | None = None
+) -> SpecOf:
     """Make the spec of an output ``[N, *columns]``, by default in the accumulation dtype."""
-    return lambda inputs, plan: ((inputs.ids.shape[0], *columns), dtype or plan.accum_dtype) if wanted(plan) else None
+    return lambda inputs, plan: (
+        ((inputs.ids.shape[0], *columns), dtype or plan.accum_dtype) if requested(plan) else None
+    )
 
 
-def scalar(wanted: Callable[[Plan], bool] = lambda _: True) -> Wanted:
+def scalar(requested: Callable[[Plan], bool] = lambda _: True) -> SpecOf:
     """Make the spec of a 0-d output in the accumulation dtype."""
-    return lambda _, plan: ((), plan.accum_dtype) if wanted(plan) else None
+    return lambda _, plan: ((), plan.accum_dtype) if requested(plan) else None
 
 
 def gradient_outputs(
@@ -100,7 +102,7 @@ def gradient_outputs(
     in the accumulation dtype.
     """
 
-    def spec(field: str) -> Wanted:
+    def spec(field: str) -> SpecOf:
         def of(inputs: RowInputs, plan: Plan) -> Spec | None:
             t: Tensor | None = getattr(inputs, field)
             if t is None or not getattr(plan.needs, field) or not computed(plan):

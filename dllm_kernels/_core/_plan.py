@@ -1,6 +1,6 @@
-"""Configuration of one call of a row op, without tensors: validated options, and what follows from the input tensors.
+"""Configuration of one call of a row op, without tensors: validated options and settings derived from the inputs.
 
-A new option is a new field of :class:`Options`, read where it is needed; no layer between has to know of it.
+A new option is a new field of :class:`Options`. The code that uses it reads it there; no layer in between changes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Packed = tuple[list[int], list[float], torch.Tensor | None]
 
 
 class Options(NamedTuple):
-    """Options of a call as given, until they are :meth:`checked`.
+    """Options of a call as the caller gave them; :meth:`checked` validates them.
 
-    Public functions and losses list the options that each of them takes; below them this object is passed on.
+    Public functions and losses list their options as keywords. All layers below pass this object on.
 
     Attributes:
         transform: transform of the logits, applied before the softmax.
         ignore_index: target that marks a row to skip.
-        check_targets: whether a target out of range raises; None follows the environment.
+        check_targets: True if an out-of-range target raises; None follows the environment variable.
         backend: "auto", "triton" or "torch".
         chunk_size: rows of logits that exist at a time; None: chosen from the sizes.
         num_active: upper bound on the number of active rows; None: counted.
@@ -42,7 +42,7 @@ class Options(NamedTuple):
         entropy: return the entropy.
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
-        top_k: return so many of the most likely ids.
+        top_k: number of most likely ids to return, or None.
     """
 
     transform: Transform = NO_TRANSFORM
@@ -60,7 +60,7 @@ class Options(NamedTuple):
     top_k: int | None = None
 
     def checked(self, V: int, rows: int) -> Options:
-        """Validate the options for so many rows of V logits, and convert them to Python's own types.
+        """Validate the options for ``rows`` rows of V logits, and convert them to Python types.
 
         Raises:
             TypeError: an option of the wrong type.
@@ -93,16 +93,16 @@ class Plan(NamedTuple):
 
     Attributes:
         dtype: dtype of the matrix products, and of the logits unless ``wide_logits``.
-        triton: whether the Triton kernels run, or plain torch.
-        options: the caller's, validated.
-        needs: which inputs require a gradient.
-        from_hidden: whether logits are computed from hidden states.
-        wide_logits: whether the logits of 16-bit hidden states are kept in float32.
-        with_mix: whether the mixture of the row statistics is requested.
-        mask_zero_weight: rows of weight zero may be active, so NaN in them must be masked out of the sum.
-        rows: row primitives used instead of the backend's: those of a split vocabulary.
+        triton: True for the Triton kernels, False for plain torch.
+        options: the validated options.
+        needs: flags of the inputs that require a gradient.
+        from_hidden: True if logits are computed from hidden states.
+        wide_logits: True if the logits of 16-bit hidden states are kept in float32.
+        with_mix: True if the mixture of the row statistics is requested.
+        mask_zero_weight: True if rows of weight 0 may be active, so that their NaN must be masked out of the sum.
+        rows: row primitives that replace those of the backend, for a split vocabulary; otherwise None.
         divergence: the ``DivergencePlan`` of a divergence, or None.
-        objective: ``Objective`` of the row statistics, or None; eager only.
+        objective: the ``Objective`` of row statistics, or None; eager only.
     """
 
     dtype: torch.dtype
@@ -146,12 +146,12 @@ class Plan(NamedTuple):
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True if the gradient of the logits becomes float16, where small ones underflow: the smallest is 6e-8."""
+        """True if the gradient of the logits is float16, whose smallest number is 6e-8, so that gradients underflow."""
         return self.dtype == torch.float16
 
     @property
     def keeps_lse(self) -> bool:
-        """Whether (row_max, log_sum) are computed: the caller asked for the logsumexp, or backward reads it."""
+        """True if (row_max, log_sum) are computed, for the requested logsumexp or for backward."""
         if self.options.with_lse or self.triton or self.rows is not None or self.from_hidden or self.with_mix:
             return True
         return self.options.entropy and any(self.needs)
@@ -161,7 +161,7 @@ class Plan(NamedTuple):
         return row_primitives(self.triton) if self.rows is None else self.rows
 
     def pack(self) -> Packed:
-        """Encode the plan as the schema of a compiled op can carry it: integers, and the floats of :mod:`_changing`."""
+        """Encode the plan for the schema of a compiled op: integers, and floats as in :mod:`_changing`."""
         transform, divergence = self.options.transform, self.divergence
         values = [_checks.FLOAT_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
@@ -172,7 +172,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
-        """Decode the plan of :meth:`pack`; while a graph is traced, factors in ``changing`` are unknown and omitted."""
+        """Decode the output of :meth:`pack`; while a graph is traced, factors in ``changing`` are unknown (0)."""
         integers = iter(packed)
         dtype = _checks.FLOAT_DTYPES[next(integers)]
         needs = NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))
@@ -194,7 +194,7 @@ def _fields(kinds: dict[str, Any], integers: Iterator[int]) -> dict[str, Any]:
 
 
 def _integers(of: type) -> dict[str, Any]:
-    """List name and type of each field that one integer can hold."""
+    """Return name and type of each field that one integer can encode."""
     return {name: kind for name, kind in get_type_hints(of).items() if kind in (bool, int, int | None)}
 
 

@@ -3,8 +3,8 @@
 Losses validate their own arguments, using the caller's argument names, and call ``run`` directly. On plain tensors it
 flattens the rows, then calls the autograd Function or, under torch.compile, the compiled op.
 
-If any input is a DTensor, ``distributed/`` makes the inputs local to its rank first. Nothing here depends on it: the
-package's ``__init__`` registers how to load it at the first DTensor.
+If any input is a DTensor, ``distributed/`` first converts the inputs to local tensors of its rank. This module does not
+import it: the package's ``__init__`` registers a function that loads it at the first DTensor.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dllm_kernels._core._plan import Options, Plan
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, any_dtensor, check_no_tangent, has_values, values_are_there
+from dllm_kernels._utils._plain import all_plain, any_dtensor, check_no_tangent, has_values, readable_without_sync
 
 Run = Callable[[RowOp, RowInputs, Plan], Any]
 _dtensor_loaders: list[Callable[[], Run]] = []
 
 
 def dtensors_by(load: Callable[[], Run]) -> None:
-    """Register how to load the function that runs an op on DTensors."""
+    """Register ``load``, which imports and returns the function that runs an op on DTensors."""
     _dtensor_loaders[:] = [load]
 
 
@@ -47,12 +47,12 @@ def checked(
 ) -> tuple[RowInputs, Options]:
     """Return the inputs with plain tensors per row, weights in the accumulation dtype, and the validated options.
 
-    ``extra``: the low-rank part of the head, as the caller gave it. ``several``: ids may be ``[..., K]``.
+    ``extra``: the low-rank part of the head, as the caller gave it. ``several``: True if ids may be ``[..., K]``.
 
     Raises:
-        TypeError: an argument is not a tensor, or not a number.
+        TypeError: an argument has the wrong type.
         ValueError: shapes, dtypes or devices do not match, or a number is out of range.
-        IndexError: a target is out of range and the check for it is on.
+        IndexError: a target is out of range, and the check for it is on.
     """
     x, weight = inputs.x, inputs.weight
     per_row = all_plain(*(getattr(inputs, name) for name in PER_ROW))
@@ -78,7 +78,7 @@ def checked(
             _checks.check_shape(name, t, x.shape[:-1], f"that of {names.rows} without its last dimension")
             _checks.check_same_device(names.rows, x, **{name: t})
             _checks.check_constant(name, t)
-            if values_are_there(t) and bool((t < 0).any()):  # not on a GPU, where looking would cost a sync
+            if readable_without_sync(t) and bool((t < 0).any()):  # not tested on a GPU, to avoid a sync
                 raise ValueError(f"{name} must not be negative, got {t.min().item()}")
     _checks.check_target_range(
         options.check_targets, names.targets, ids, V, options.ignore_index, skip_id=options.transform.skip_id
@@ -126,7 +126,10 @@ def _shaped(out: Output, t: torch.Tensor | None, inputs: RowInputs) -> torch.Ten
 
 
 def _implementation(x: torch.Tensor) -> ModuleType:
-    """Meta and fake tensors also use the compiled ops. They are imported lazily because registration is slow."""
+    """Return the module that runs ops on ``x``: :mod:`_eager`, or :mod:`_compiled` for traced, meta and fake tensors.
+
+    The compiled ops are imported lazily, because registration is slow.
+    """
     if not torch.compiler.is_compiling() and has_values(x):
         return _eager
     from dllm_kernels._core import _compiled

@@ -34,8 +34,8 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
             request = StatsRequest(chosen, targets, transform=transform, entropy=True)
-            found = StatsResult(*primitives.stats.forward(logits[None], request))
-            rows.put_each([ids, log_probs, entropy], chunk, [chosen, found.log_probs, found.entropy])
+            result = StatsResult(*primitives.stats.forward(logits[None], request))
+            rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
     # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.
     ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
@@ -50,7 +50,7 @@ def _no_gradient(*_: object) -> NoReturn:
     raise AssertionError("linear_sample takes constants only")
 
 
-def _top(dtype: torch.dtype | None) -> _op.Wanted:
+def _top(dtype: torch.dtype | None) -> _op.SpecOf:
     """Make the spec of an output ``[N, top_k]``."""
 
     def spec(inputs: RowInputs, plan: Plan) -> _op.Spec | None:

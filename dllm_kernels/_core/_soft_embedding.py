@@ -45,9 +45,9 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
             if inputs.bump is not None:
                 z = _taken_out(logits, request.ids, transform, primitives, plan.accum_dtype)
                 bumped = z + rows.take(inputs.bump, chunk).to(plan.accum_dtype).unsqueeze(1)
-            found = StatsResult(*primitives.stats.forward(logits[None], request))
-            c = _coefficients(request, found, bumped)
-            primitives.stats.backward(logits[None], request, c, found.row_max, found.log_sum, logits[None])
+            result = StatsResult(*primitives.stats.forward(logits[None], request))
+            c = _coefficients(request, result, bumped)
+            primitives.stats.backward(logits[None], request, c, result.row_max, result.log_sum, logits[None])
             rows.put(out, chunk, torch.mm(logits.to(plan.dtype), table))
         (out,) = rows.finished([out])
         return {"out": out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)}
@@ -64,31 +64,31 @@ def _taken_out(
     if primitives.local_ids is not None:
         ids = primitives.local_ids(ids)
     if V:
-        there, row = (ids >= 0) & (ids < V), torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        in_range, row = (ids >= 0) & (ids < V), torch.arange(len(ids), device=ids.device).unsqueeze(1)
         at = row, ids.clamp(0, V - 1)
         z = logits[at]
         lowest = torch.finfo(logits.dtype).min / max(1.0, 2 * (transform.scale or 1))
-        logits[at] = z.masked_fill(there, lowest)  # on a CPU, scatter_ of bfloat16 copies all logits
+        logits[at] = z.masked_fill(in_range, lowest)  # on a CPU, scatter_ of bfloat16 copies all logits
         z = z.to(acc)
-        z = transformed(z, transform.pointwise, z).masked_fill(~there, 0)
+        z = transformed(z, transform.pointwise, z).masked_fill(~in_range, 0)
     else:
         z = torch.zeros(ids.shape, dtype=acc, device=logits.device)
     return z if primitives.add_parts is None else primitives.add_parts(z)
 
 
-def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tensor | None) -> Coefficients:
+def _coefficients(request: StatsRequest, result: StatsResult, bumped: torch.Tensor | None) -> Coefficients:
     """Compute the factor S / Z of the row and, for column b, p'_b minus the S / Z p_0 that the factor gives it."""
-    log_p = found.log_probs
+    log_p = result.log_probs
     if bumped is None:
-        return Coefficients(torch.zeros_like(log_p), torch.ones_like(found.row_max), None, None)
-    there, log_sum = request.ids != IGNORE, found.log_sum.unsqueeze(1)
+        return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max), None, None)
+    in_range, log_sum = request.ids != IGNORE, result.log_sum.unsqueeze(1)
     of_lowest = torch.exp(log_p.clamp(max=0))
     others = log_sum + torch.log1p(-of_lowest)
-    bumped = bumped - found.row_max.unsqueeze(1)
+    bumped = bumped - result.row_max.unsqueeze(1)
     log_z = torch.logaddexp(others, bumped)
     share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
-    of_ids = torch.where(there, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
-    return Coefficients(of_ids, torch.where(there, share, 1.0).squeeze(1), None, None)
+    of_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    return Coefficients(of_ids, torch.where(in_range, share, 1.0).squeeze(1), None, None)
 
 
 def _no_gradient(*_: object) -> NoReturn:

@@ -38,10 +38,10 @@ def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     if plan.from_hidden:
-        found = _linear_forward(inputs, plan)
+        result = _linear_forward(inputs, plan)
     else:
-        found = StatsResult(*plan.primitives().stats.forward(as_blv(inputs.x), _request(inputs, plan)))
-    return {**found._asdict(), "lse": found.row_max + found.log_sum if plan.options.with_lse else None}
+        result = StatsResult(*plan.primitives().stats.forward(as_blv(inputs.x), _request(inputs, plan)))
+    return {**result._asdict(), "lse": result.row_max + result.log_sum if plan.options.with_lse else None}
 
 
 def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
@@ -52,21 +52,21 @@ def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
         for chunk, _, targets, logits in chunks:
             part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, targets))
             rows.put_each(out, chunk, part)
-        found = StatsResult(*rows.finished(out))
-        return found if found.log_probs is out[0] else found._replace(log_probs=found.log_probs.clone())
+        result = StatsResult(*rows.finished(out))
+        return result if result.log_probs is out[0] else result._replace(log_probs=result.log_probs.clone())
 
 
 def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Compute the gradient of the logits; from hidden states, recompute the logits of each chunk first."""
-    found = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
+    result = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
     of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
     request, logits = _request(inputs, plan), inputs.x
-    c = Coefficients.of(of_outputs, request, found)
+    c = Coefficients.of(of_outputs, request, result)
     size = c.size(of_outputs)
     request = _with_gradient(request, size)
     if not plan.from_hidden:
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        plan.primitives().stats.backward(as_blv(logits), request, c, found.row_max, found.log_sum, as_blv(grad))
+        plan.primitives().stats.backward(as_blv(logits), request, c, result.row_max, result.log_sum, as_blv(grad))
         return Gradients(grad)
     with no_autocast(inputs):
         if plan.needs_loss_scaling:
@@ -76,7 +76,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
         take = chunks.rows.take
         for chunk, h, targets, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
-            row_max, log_sum = take(found.row_max, chunk), take(found.log_sum, chunk)
+            row_max, log_sum = take(result.row_max, chunk), take(result.log_sum, chunk)
             here = _part(chunks, chunk, request, targets)
             chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, targets, logits, take(size, chunk))
@@ -105,8 +105,8 @@ def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) 
 def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype) -> list[Tensor | None]:
     """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
     rows, device, mix = chunks.rows, chunks.logits.device, request.a is not None
-    wanted = (True, True, request.entropy, mix, mix and request.gradients)
-    floats = [rows.empty(dtype=dtype, device=device) if w else None for w in wanted]
+    requested = (True, True, request.entropy, mix, mix and request.gradients)
+    floats = [rows.empty(dtype=dtype, device=device) if w else None for w in requested]
     correct = rows.empty(dtype=torch.bool, device=device) if request.correct else None
     return [rows.empty(request.ids.shape[1], dtype=dtype, device=device), *floats, correct]
 
@@ -149,16 +149,16 @@ class Objective(NamedTuple):
     fn: Callable[..., Tensor]
     several: bool
 
-    def of(self, found: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
+    def of(self, result: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
         """Return (value per row, gradients of the sum of values with respect to the statistics).
 
         The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
         """
-        given = (found.log_probs, found.row_max + found.log_sum, found.entropy)
+        given = (result.log_probs, result.row_max + result.log_sum, result.entropy)
         leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
         log_probs, lse, entropy = leaves
         with torch.set_grad_enabled(needed):
-            stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, found.correct)
+            stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, result.correct)
             value = torch.where(active != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
             upstream = _gradients(value.sum(), leaves) if needed else [None] * len(leaves)
         return value.detach(), Upstream._make([*upstream, None])
@@ -168,14 +168,14 @@ def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | 
     """Differentiate an objective with respect to the statistics; raise if it depends on another leaf."""
     if total.grad_fn is None or not total.requires_grad:
         return [None for _ in leaves]
-    mine = [t for t in leaves if t is not None]
-    if not {id(t) for t in _leaves_of(total)} <= {id(t) for t in mine}:
+    wrt = [t for t in leaves if t is not None]
+    if not {id(t) for t in _leaves_of(total)} <= {id(t) for t in wrt}:
         raise ValueError(
             "fn must not use a tensor that requires a gradient, which it would not get; detach it, or compute the "
             "objective from linear_row_stats"
         )
-    found = iter(torch.autograd.grad(total, mine, allow_unused=True))
-    return [None if t is None else next(found) for t in leaves]
+    grads = iter(torch.autograd.grad(total, wrt, allow_unused=True))
+    return [None if t is None else next(grads) for t in leaves]
 
 
 def checked_value(value: Any, lse: Tensor) -> Tensor:
@@ -222,21 +222,21 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.accum_dtype, device=device)
         for chunk, h, targets, logits in chunks:
             here = _part(chunks, chunk, request, targets)
-            found = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
+            result = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
             aux = [rows.take(t, chunk) for t in inputs.aux]
-            part, upstream = plan.objective.of(found, targets, aux, needed)
-            rows.put_each([value, *out], chunk, [part, *found])
+            part, upstream = plan.objective.of(result, targets, aux, needed)
+            rows.put_each([value, *out], chunk, [part, *result])
             if needed:
-                c = Coefficients.of(upstream, here, found)
+                c = Coefficients.of(upstream, here, result)
                 size = c.size(upstream).masked_fill(targets == IGNORE, 0)
                 factors = None
                 if sizes is not None and loss_scale is not None:
                     rows.put(sizes, chunk, size)
                     c = c.over(torch.where(size == 0, 1.0, size))
-                    loss_scale, factor = chunks.raised(loss_scale, size)
+                    loss_scale, factor = chunks.raise_loss_scale(loss_scale, size)
                     factors = Factors(None, factor)
                 here = _with_gradient(here, size)
-                chunks.primitives.stats.backward(logits[None], here, c, found.row_max, found.log_sum, logits[None])
+                chunks.primitives.stats.backward(logits[None], here, c, result.row_max, result.log_sum, logits[None])
                 chunks.add_gradients(chunk, h, here.active, logits, size, factors)
         value, *whole = rows.finished([value, *out])
         stats = StatsResult(*whole)

@@ -128,7 +128,7 @@ def corrupt(
     """Corrupt supervised positions."""
     what, token, block_size, eps, half_life_ratio = routine
     if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)
+        return _empty_result(input_ids, backend)
     check_level(level)
     grid = Grid.of(input_ids, block_size)
     rate, at_least = 0.0, 0
@@ -166,7 +166,7 @@ def mix_tokens(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Replace positions by MASK or by another token; see :func:`dllm_kernels.corruption.corrupt_mix`."""
     if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)[:2]
+        return _empty_result(input_ids, backend)[:2]
     if check or input_ids.is_cpu:
         _check_sum(mask_prob, uniform_prob)
     if use_triton(backend, input_ids):
@@ -207,7 +207,7 @@ def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, bac
     return level if isinstance(level, Tensor) else torch.from_numpy(level)
 
 
-def _nothing(input_ids: Tensor, backend: str) -> Corrupted:
+def _empty_result(input_ids: Tensor, backend: str) -> Corrupted:
     use_triton(backend, input_ids)  # raises if the backend is invalid
     p_mask = torch.empty(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
@@ -297,12 +297,12 @@ def _corrupt_on_host(
         where = None if supervised is None else supervised[part]
         chosen, token, level = body(Rows(part, ids[part], where, *bits))
         np.logical_and(chosen, True if where is None else where, out=noise[part])
-        _put(ids[part], noise[part], token, out=noisy[part])
+        _write_tokens(ids[part], noise[part], token, out=noisy[part])
         grid.fold(p_mask[part])[...] = 1.0 if level is None else grid.beside(level)
     return torch.from_numpy(noisy), torch.from_numpy(noise), torch.from_numpy(p_mask)
 
 
-def _put(ids: Array, noise: Array, token: Array | int, out: Array) -> None:
+def _write_tokens(ids: Array, noise: Array, token: Array | int, out: Array) -> None:
     """Write ``where(noise, token, ids)``, computed as ``ids + noise * (token - ids)``; an overflow wraps back.
 
     ``numpy.where`` and ``torch.where`` branch at every position, which takes six times as long for a random mask.

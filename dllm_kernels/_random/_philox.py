@@ -194,8 +194,8 @@ def child_seeds(seeds: Tensor, count: int) -> Tensor:
 def _child_seeds_torch(seeds: Tensor, count: int) -> Tensor:
     counter = 1 + torch.arange(-(-count // 4), device=seeds.device)
     zero = torch.zeros_like(counter)
-    made = philox4x64((counter, zero, zero, zero), (seeds.view(-1, 1), zero + _CHILDREN))
-    return torch.stack(made, dim=-1).flatten(1)[:, :count].contiguous()
+    words = philox4x64((counter, zero, zero, zero), (seeds.view(-1, 1), zero + _CHILDREN))
+    return torch.stack(words, dim=-1).flatten(1)[:, :count].contiguous()
 
 
 def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
@@ -216,13 +216,13 @@ def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | N
         allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
         raise ValueError(f"generator must be on {allowed} like the tensors, got one on {source}")
     if device == _CPU and not torch.compiler.is_compiling():
-        return _seed_on_host().random_(*_SEEDS, generator=generator)
-    seed = torch.randint(*_SEEDS, (), dtype=torch.int64, device=source, generator=generator)
+        return _seed_on_host().random_(*_SEED_RANGE, generator=generator)
+    seed = torch.randint(*_SEED_RANGE, (), dtype=torch.int64, device=source, generator=generator)
     return seed if source == device else seed.to(device, non_blocking=True)
 
 
 # The int64 range without its last value, because the upper end is exclusive.
-_SEEDS = (-(2**63), 2**63 - 1)
+_SEED_RANGE = (-(2**63), 2**63 - 1)
 
 
 def _seed_on_host() -> Tensor:

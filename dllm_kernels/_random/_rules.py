@@ -76,8 +76,8 @@ def below(draws: Array, level: Array) -> Array:
     bound = coin_bound(level, draws)
     # Test q < bound by comparing the draw, or the whole word, with the largest one below the bound, which saves the
     # pass that would shift it. A bound of 2^23 wraps to the largest integer, which is the right one.
-    found = draws <= (bound << (8 * draws.itemsize - COIN_BITS)) - 1
-    return found if np.logical_and.reduce(bound, axis=None) else found & (bound != 0)
+    heads = draws <= (bound << (8 * draws.itemsize - COIN_BITS)) - 1
+    return heads if np.logical_and.reduce(bound, axis=None) else heads & (bound != 0)
 
 
 def token(words: Array, n: int) -> Array:
@@ -122,10 +122,10 @@ MOST = float(np.float32(1.0 + 1e-5))
 
 def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
     """Draw a token other than MASK and the current one: one of ``vocab_size - 2``, shifted past both."""
-    found = token(words, vocab_size - 2)
-    found += found >= ids.clip(max=mask_token)
-    found += found >= ids.clip(min=mask_token)
-    return found
+    other = token(words, vocab_size - 2)
+    other += other >= ids.clip(max=mask_token)
+    other += other >= ids.clip(min=mask_token)
+    return other
 
 
 def coupled(u: Array, row: Array, method: str) -> Array:

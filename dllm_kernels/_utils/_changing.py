@@ -30,7 +30,7 @@ def equals(number: float, constant: float) -> bool:
     return (not torch.compiler.is_compiling() or not _changes(number)) and number == constant
 
 
-def shown(number: float) -> object:
+def printable(number: float) -> object:
     """Return the number as an error message prints it; a symbol cannot be printed."""
     return "another" if torch.compiler.is_compiling() and _changes(number) else number
 

@@ -18,7 +18,7 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Range of a soft cap or a scale, such that float32 holds the value, its inverse and the product of a cap and a scale.
-FACTORS = (1e-18, 1e18)
+FACTOR_RANGE = (1e-18, 1e18)
 # Case-insensitive values of an environment variable.
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 Extra = tuple[Tensor, Tensor]  # (u, U), the low-rank part of a head
@@ -199,10 +199,10 @@ def check_total(name: str, value: Any) -> None:
     """Raise unless ``value`` passes :func:`check_count` and is not negative. On a GPU the sign is not checked."""
     check_count(name, value)
     value = _plain.plain(value)
-    known = _plain.values_are_there(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    known = _plain.readable_without_sync(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
-        raise ValueError(f"{name} must not be negative, got {_changing.shown(got)}")
+        raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")
 
 
 def check_rows(
@@ -322,8 +322,8 @@ def check_inplace(logits: Tensor, rows: Tensor) -> None:
     """Raise unless the gradient can overwrite the logits: ``rows [B, L, V]`` is a view whose rows do not overlap."""
     if torch.compiler.is_compiling() or _plain.transforms_active():
         raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    if wanted and (rows.data_ptr() != logits.data_ptr() or _rows_overlap(rows)):
+    needs_grad = logits.requires_grad and torch.is_grad_enabled()
+    if needs_grad and (rows.data_ptr() != logits.data_ptr() or _rows_overlap(rows)):
         raise ValueError(
             "inplace_backward=True needs logits whose rows can be written in place, got shape "
             f"{tuple(logits.shape)} with strides {logits.stride()}"
@@ -375,14 +375,14 @@ def check_finite(name: str, value: Any) -> None:
     """Raise unless ``value`` is a finite number."""
     check_number(name, value)
     if not -math.inf < float(value) < math.inf:
-        raise ValueError(f"{name} must be finite, got {_changing.shown(float(value))}")
+        raise ValueError(f"{name} must be finite, got {_changing.printable(float(value))}")
 
 
 def check_not_negative(name: str, value: Any) -> None:
     """Raise unless ``value`` is a finite number of at least 0."""
     check_number(name, value)
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must not be negative, and finite, got {_changing.shown(value)}")
+        raise ValueError(f"{name} must not be negative, and finite, got {_changing.printable(value)}")
 
 
 def check_factor(name: str, value: Any) -> None:
@@ -390,9 +390,9 @@ def check_factor(name: str, value: Any) -> None:
     if value is None:
         return
     check_number(name, value, "a number or None")
-    least, most = FACTORS
+    least, most = FACTOR_RANGE
     if not least <= float(value) <= most:
-        raise ValueError(f"{name} must be positive, from {least} to {most}, got {_changing.shown(float(value))}")
+        raise ValueError(f"{name} must be positive, from {least} to {most}, got {_changing.printable(float(value))}")
 
 
 def checked_temperature(temperature: Any) -> float:

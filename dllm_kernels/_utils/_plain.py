@@ -103,6 +103,6 @@ def refuse_vmap() -> NoReturn:
     )
 
 
-def values_are_there(t: Tensor | None) -> bool:
+def readable_without_sync(t: Tensor | None) -> bool:
     """Return True if values can be read without a sync: on CPU, with data, and not while a graph is traced."""
     return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling() and not is_batched(t)

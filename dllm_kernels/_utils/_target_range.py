@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils._plain import values_are_there
+from dllm_kernels._utils._plain import readable_without_sync
 
 
 def raise_bad_target(
@@ -22,15 +22,15 @@ def raise_bad_target(
         raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
 
 
-def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
+def first_true(mask: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first True, or None."""
-    return tuple(found.nonzero()[0].tolist()) if bool(found.any()) else None
+    return tuple(mask.nonzero()[0].tolist()) if bool(mask.any()) else None
 
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first supervised mask value strictly between 0 and 1, or None; also None without data."""
     if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
         return None
-    if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):
+    if not (readable_without_sync(mask) and supervised.is_cpu and bool(mask.frac().any())):
         return None
     return first_true(supervised.bool() & (mask > 0) & (mask < 1))

@@ -194,16 +194,16 @@ class _Sum(torch.autograd.Function):
     """All-reduce (sum) over ``groups`` in forward and over ``of_gradient`` in backward; the identity if empty."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, groups: Groups, of_gradient: Groups) -> torch.Tensor:
-        ctx.of_gradient = of_gradient
-        return _summed(t, groups)
+    def forward(ctx: Any, t: torch.Tensor, groups: Groups, grad_groups: Groups) -> torch.Tensor:
+        ctx.grad_groups = grad_groups
+        return _all_reduced(t, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _summed(grad, ctx.of_gradient), None, None
+        return _all_reduced(grad, ctx.grad_groups), None, None
 
 
-def _summed(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _all_reduced(t: torch.Tensor, groups: Groups) -> torch.Tensor:
     total = t.clone(memory_format=torch.contiguous_format) if groups else t.view_as(t)
     for group in groups:
         dist.all_reduce(total, group=group)
@@ -268,12 +268,12 @@ def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
     mesh, placements = weight.device_mesh, weight.placements
     strided = {shard_dim(p) for p in placements if is_strided(p)}
     shared = hidden.placements if isinstance(hidden, DTensor) and hidden.device_mesh == mesh else None
-    found = [
+    dims = [
         i
         for i, p in enumerate(placements)
         if dim_name(mesh, i) in TENSOR_PARALLEL_NAMES
         or (shared is not None and shared[i].is_replicate())
         or (shard_dim(p) in strided and not is_strided(p) and p.is_shard())
     ]
-    others = [p for i, p in enumerate(placements) if i not in found]
-    return list(range(mesh.ndim)) if shared is not None and all(p.is_replicate() for p in others) else found
+    others = [p for i, p in enumerate(placements) if i not in dims]
+    return list(range(mesh.ndim)) if shared is not None and all(p.is_replicate() for p in others) else dims

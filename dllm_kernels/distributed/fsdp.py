@@ -78,14 +78,15 @@ class LossHead(nn.Linear):
         """Call :meth:`forward` with its hooks; return the result of a loss as it was before the hooks."""
         if loss is None:
             return super().__call__(hidden)
-        made: list[Any] = []
+        results: list[Any] = []
 
-        def remembered(*head: Any) -> Any:
-            made.append(loss(*head))
-            return made[-1]
+        def recorded_loss(*head: Any) -> Any:
+            results.append(loss(*head))
+            return results[-1]
 
-        super().__call__(hidden, remembered)  # FSDP2 registers its backward hooks on the tensors that the loss returned
-        return made[-1]
+        # FSDP2 registers its backward hooks on the tensors that the loss returned.
+        super().__call__(hidden, recorded_loss)
+        return results[-1]
 
     def forward(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
         """Return the logits, or ``loss(hidden, weight, bias)`` with the gathered parameters.
@@ -228,10 +229,10 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         instead = "torch.nn.functional.cross_entropy on the logits of the head itself"
-        return *first_order(lambda grad: (_Gather._scattered(ctx, grad),), (grad,), instead), None, None, None
+        return *first_order(lambda grad: (_Gather._scatter(ctx, grad),), (grad,), instead), None, None, None
 
     @staticmethod
-    def _scattered(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def _scatter(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         grad = grad.to(ctx.dtype)
         if ctx.factor != 1:
             grad = grad / ctx.factor

@@ -48,7 +48,7 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     """
     here, rows, shard = (_local_hidden if plan.from_hidden else _local_logits)(inputs)
     if shard is not None:
-        plan = _on_shard(here.x, plan, shard)
+        plan = _sharded_plan(here.x, plan, shard)
     if plan.divergence is not None:
         here = here._replace(**_local_teacher(inputs, plan.from_hidden, rows, shard))
         plan = plan._replace(divergence=plan.divergence._replace(all_reduce=lambda t: sum_over(t, rows.groups)))
@@ -74,7 +74,7 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     parts = [part for t in local for part in (t.unbind(-1) if t.dim() > len(rows.shape) else (t,))]
     whole = iter(rows.whole(*(t.to(dtype) for t in parts)))
 
-    def made(t: Tensor | None) -> Tensor | None:
+    def restored(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
         several = t.dim() > len(rows.shape)
@@ -82,10 +82,10 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         value = value if t.requires_grad else value.detach()
         return value != 0 if t.dtype == torch.bool else value.to(t.dtype)
 
-    return [made(t) for t in out]
+    return [restored(t) for t in out]
 
 
-def _on_shard(x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
+def _sharded_plan(x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
     """Adapt the plan to a split vocabulary.
 
     Every rank must use the same chunks, whatever number of columns it holds, because each chunk ends in a collective.
@@ -250,7 +250,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, 
     The decision to communicate depends on layouts only, because all ranks must decide alike.
     """
     if isinstance(t, DTensor) and isinstance(x, DTensor) and x.device_mesh == t.device_mesh:
-        t = t.redistribute(placements=_beside(t, x, rows, columns=part is not None, picked=picked))
+        t = t.redistribute(placements=_student_placements(t, x, rows, columns=part is not None, picked=picked))
         shape = tuple(t.shape[:-1]) if picked else rows.local_shape
         check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
         return t.to_local()
@@ -258,7 +258,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, 
     return t if part is None else t.narrow(-1, part.start, part.size)
 
 
-def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
+def _student_placements(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
     """Return placements for ``t`` that split its rows, and columns if requested, as those of ``x``; else Replicate."""
     kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
     placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]
@@ -285,5 +285,5 @@ def _is_split_like(t: DTensor, part: VocabShard) -> bool:
     if len(split) != 1 or t.shape[0] != part.total:
         return False
     ((i, p),) = split
-    ranks, wanted = map(dist.get_process_group_ranks, (t.device_mesh.get_group(i), part.group))
-    return shard_dim(p) == 0 and not _layout.is_strided(p) and ranks == wanted
+    ranks, expected = map(dist.get_process_group_ranks, (t.device_mesh.get_group(i), part.group))
+    return shard_dim(p) == 0 and not _layout.is_strided(p) and ranks == expected

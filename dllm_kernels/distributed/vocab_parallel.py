@@ -102,33 +102,35 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
     """
     here = _local_request(shard, request)._replace(a=None, b=None)
-    found = StatsResult(*local.forward(logits, here)) if shard.size else _nothing_found(here, logits.dtype)
-    mine = here.ids != IGNORE
-    from_max = torch.where(mine, found.log_probs + found.log_sum.unsqueeze(1), 0.0)
-    from_max = from_max.masked_fill(mine & (found.log_sum == -math.inf).unsqueeze(1), -math.inf)
-    more = [t.to(from_max.dtype) for t in (found.entropy, found.correct) if t is not None]
-    part = torch.cat([torch.stack([found.row_max, found.log_sum.exp(), *more], 1), from_max], 1)
+    shard_stats = StatsResult(*local.forward(logits, here)) if shard.size else _empty_stats(here, logits.dtype)
+    owned = here.ids != IGNORE
+    from_max = torch.where(owned, shard_stats.log_probs + shard_stats.log_sum.unsqueeze(1), 0.0)
+    from_max = from_max.masked_fill(owned & (shard_stats.log_sum == -math.inf).unsqueeze(1), -math.inf)
+    more = [t.to(from_max.dtype) for t in (shard_stats.entropy, shard_stats.correct) if t is not None]
+    part = torch.cat([torch.stack([shard_stats.row_max, shard_stats.log_sum.exp(), *more], 1), from_max], 1)
     sizes = [1] * (2 + len(more)) + [request.ids.shape[1]]
     maxima, sums, *more, from_max = torch.split(shard.gather(part), sizes, -1)
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    off, entropy = request.active == IGNORE, None
+    inactive, entropy = request.active == IGNORE, None
     if request.entropy:
-        entropy = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(off, 0)
+        entropy = (
+            torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(inactive, 0)
+        )
     correct = None
     if request.correct:
         # A shard of nothing but -inf has no maximum.
         best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max
         first = best & (best.cumsum(0) == 1)
-        correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~off
-    row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
+        correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~inactive
+    row_max, log_sum = row_max.masked_fill(inactive, 0), log_sum.masked_fill(inactive, 0)
     F, W = (None, None) if request.a is None else _mix(shard, local, logits, request, row_max, log_sum)
-    log_probs = log_probs.masked_fill((request.ids == IGNORE) | off.unsqueeze(1), 0)
+    log_probs = log_probs.masked_fill((request.ids == IGNORE) | inactive.unsqueeze(1), 0)
     return StatsResult(log_probs, row_max, log_sum, entropy, F, W, correct)
 
 
-def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
+def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     """Return the neutral result of a shard without columns."""
     acc = accum_dtype(dtype)
     zero = torch.zeros(request.active.shape, dtype=acc, device=request.active.device)
@@ -149,8 +151,8 @@ def _combine_ids(
     rank = torch.arange(maxima.shape[0], device=maxima.device).view(-1, 1, 1)
     owned = torch.div(request.ids, shard.step, rounding_mode="floor") == rank
     distance = (from_max + torch.where(owned, maxima - row_max, 0.0)).sum(0)
-    lost = ~shard.in_vocabulary(request.ids) | (row_sum == 0)
-    return row_max.squeeze(1), row_sum.log().squeeze(1), (distance - row_sum.log()).masked_fill(lost, math.nan)
+    out_of_range = ~shard.in_vocabulary(request.ids) | (row_sum == 0)
+    return row_max.squeeze(1), row_sum.log().squeeze(1), (distance - row_sum.log()).masked_fill(out_of_range, math.nan)
 
 
 def _mix(

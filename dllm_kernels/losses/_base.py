@@ -12,7 +12,7 @@ from torch import nn
 
 from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._plain import all_plain, values_are_there
+from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_fraction, first_true
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses import _common
@@ -90,7 +90,7 @@ class Batch(NamedTuple):
             )
         where = first_fraction(loss_mask, loss_mask)
         # A p_mask of ones is no sign of a swap, because routines that mask every position return it.
-        if where is not None and values_are_there(p_mask) and _holds_zeros_and_ones(p_mask):
+        if where is not None and readable_without_sync(p_mask) and _holds_zeros_and_ones(p_mask):
             raise ValueError(
                 f"loss_mask must hold no fractions beside a p_mask of 0 and 1, got {loss_mask[where].item()} "
                 f"at position {where}; are p_mask and loss_mask swapped?"
@@ -111,7 +111,7 @@ class Batch(NamedTuple):
         Return True if all probabilities are known to be in range.
         """
         p_mask, noise_mask = self.p_mask, self.noise_mask
-        if not values_are_there(p_mask):
+        if not readable_without_sync(p_mask):
             return False
         if p_mask.numel():
             least, most = torch.aminmax(p_mask)

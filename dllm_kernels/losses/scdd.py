@@ -11,7 +11,7 @@ import torch
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain, values_are_there
+from dllm_kernels._utils._plain import plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import DLLMLossOutput, divide, single_loss
@@ -281,7 +281,7 @@ def _check_times(batch: Batch) -> None:
     """Check the masks, and on CPU that each supervised sequence has one time in [0, 1]; on GPU that would sync."""
     batch.check_noise()
     p_mask, supervised = batch.p_mask, batch.loss_mask.bool()
-    if not values_are_there(p_mask):
+    if not readable_without_sync(p_mask):
         return
     batch.check_range(supervised.any(1, keepdim=True))
     if (where := first_true(supervised & (p_mask != p_mask[:, :1]))) is not None:

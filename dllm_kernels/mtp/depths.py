@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, values_are_there
+from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels.losses._common import Count
 from dllm_kernels.mtp import cross_entropy as base
 from dllm_kernels.mtp.cross_entropy import PADDING, CrossEntropy, normalized, position_weights, to_int64
@@ -87,7 +87,7 @@ def _sub_sequences(labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | 
     _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
     boundaries = boundaries.long()  # positions may exceed the range of a narrow dtype
     S = labels.shape[-1]
-    if values_are_there(boundaries):
+    if readable_without_sync(boundaries):
         ends = boundaries.tolist()
         if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > S:
             raise ValueError(f"cu_seqlens must rise from 0 to {S}, the length of labels, or less, got {ends}")

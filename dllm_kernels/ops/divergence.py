@@ -31,7 +31,7 @@ from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, values_are_there
+from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
 SEPARATE_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
@@ -308,7 +308,7 @@ def _run_divergence(
         read = rows.masked_fill(inputs.weights == 0, 0)
         _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.shape[:-1].numel(), None)
     if columns is not None:
-        always = True if values_are_there(columns) else options.check_targets  # a sync on a GPU
+        always = True if readable_without_sync(columns) else options.check_targets  # a sync on a GPU
         _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")

@@ -8,7 +8,7 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import all_plain, values_are_there
+from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 
 # Name -> variant; the long names are used by trainers.
@@ -88,7 +88,7 @@ def check_alpha(name: str, alpha: Any) -> None:
 
 def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:
     """Raise if a used confidence is not a probability. Accepts NaN. Skipped on GPU, because it would cost a sync."""
-    if not (values_are_there(confidence) and values_are_there(mask)):
+    if not (readable_without_sync(confidence) and readable_without_sync(mask)):
         return
     outside = (confidence < -ROUNDING) | (confidence > 1 + ROUNDING)
     if (where := first_true((mask != 0) & outside)) is not None:

@@ -132,5 +132,5 @@ def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
         return bump  # type: ignore[no-any-return]
     _checks.check_number("bump", bump, "a number or a tensor")
     if not -math.inf < bump < math.inf:
-        raise ValueError(f"bump must be finite, got {_changing.shown(bump)}")
+        raise ValueError(f"bump must be finite, got {_changing.printable(bump)}")
     return torch.full(rows, float(bump), dtype=accum_dtype(hidden.dtype), device=hidden.device)

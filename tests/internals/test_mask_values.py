@@ -7,8 +7,8 @@ from tests.losses.test_mask_values import ON
 
 
 def test_values_that_are_not_there():
-    assert _plain.values_are_there(ON)
-    assert not _plain.values_are_there(None)
-    assert not _plain.values_are_there(ON.to("meta"))
+    assert _plain.readable_without_sync(ON)
+    assert not _plain.readable_without_sync(None)
+    assert not _plain.readable_without_sync(ON.to("meta"))
     with FakeTensorMode() as mode:
-        assert not _plain.values_are_there(mode.from_tensor(ON))
+        assert not _plain.readable_without_sync(mode.from_tensor(ON))

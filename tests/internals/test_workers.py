@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import reference
 from dllm_kernels._backends import _primitives
 from dllm_kernels._backends.torch import _blocks, _workers
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll
 from tests.support.parity import small_blocks, value_and_grads
 
@@ -74,7 +74,7 @@ def test_the_rows_of_a_chunk_are_shared_out_too():
 def test_every_job_runs_once_on_a_thread_of_one_core():
     seen, resources = [], ["a", "b", "c"]
     jobs = [lambda resource, i=i: seen.append((i, resource, torch.get_num_threads())) for i in range(100)]
-    share_out(jobs, resources)
+    run_jobs(jobs, resources)
     assert sorted(i for i, _, _ in seen) == list(range(100))
     assert {cores for _, _, cores in seen} == {1}
     assert {resource for _, resource, _ in seen} <= set(resources)
@@ -82,12 +82,12 @@ def test_every_job_runs_once_on_a_thread_of_one_core():
 
 def test_a_single_resource_leaves_the_jobs_to_the_caller():
     seen = []
-    share_out([lambda resource: seen.append((resource, threading.get_ident()))] * 3, ["mine"])
+    run_jobs([lambda resource: seen.append((resource, threading.get_ident()))] * 3, ["mine"])
     assert seen == [("mine", threading.get_ident())] * 3
 
 
 def test_the_number_of_cores_stays_what_it_was_for_everybody_else():
-    share_out([lambda _: None] * 9, [None] * (_workers._pool.size + 1))  # one more than there are: they start anew
+    run_jobs([lambda _: None] * 9, [None] * (_workers._pool.size + 1))  # one more than there are: they start anew
     assert torch.get_num_threads() == 2
     seen = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -105,9 +105,9 @@ def test_an_error_in_a_job_is_the_callers_and_ends_the_rest():
         done.append(i)
 
     with pytest.raises(ValueError, match="the first one"):
-        share_out([lambda _, i=i: job(i) for i in range(10_000)], [None, None])
+        run_jobs([lambda _, i=i: job(i) for i in range(10_000)], [None, None])
     assert len(done) < 10_000
-    share_out([lambda _: done.clear()], [None, None])  # and the threads are there for the next caller
+    run_jobs([lambda _: done.clear()], [None, None])  # and the threads are there for the next caller
     assert done == []
 
 
@@ -145,14 +145,14 @@ def test_callers_in_several_threads_at_once(monkeypatch):
 
 def _sum_in_a_child(numbers, answer):
     found = []
-    share_out([lambda _, n=n: found.append(n) for n in numbers], [None, None])
+    run_jobs([lambda _, n=n: found.append(n) for n in numbers], [None, None])
     answer.put(sum(found))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_starts_threads_of_its_own():
     """As a DataLoader's worker may: its parent's threads do not exist there, and waiting for them would never end."""
-    share_out([lambda _: None] * 3, [None, None])
+    run_jobs([lambda _: None] * 3, [None, None])
     fork = multiprocessing.get_context("fork")
     answer = fork.Queue()
     child = fork.Process(target=_sum_in_a_child, args=(range(10), answer))
@@ -169,21 +169,21 @@ def test_a_caller_bound_to_one_core_starts_no_threads():
     """They would be bound to the same core."""
     cores = os.sched_getaffinity(0)
     if len(cores) > 1:
-        assert _workers.how_many() == 2
+        assert _workers.num_threads() == 2
     os.sched_setaffinity(0, {min(cores)})
     try:
-        assert _workers.how_many() == 1
+        assert _workers.num_threads() == 1
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def test_how_many_threads(monkeypatch):
+def test_num_threads_threads(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
     for cores in (1, 3, 40):
         torch.set_num_threads(cores)
-        assert _workers.how_many() == min(cores, _workers.MOST)
+        assert _workers.num_threads() == min(cores, _workers.MAX_THREADS)
     monkeypatch.setattr(torch._C, "has_openmp", False)
-    assert _workers.how_many() == 1
+    assert _workers.num_threads() == 1
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 16])
@@ -191,9 +191,9 @@ def test_how_many_threads(monkeypatch):
 def test_blocks(V, threads, monkeypatch):
     """What all threads work on at a time is a small part of the whole, and yet enough for each to do."""
     torch.set_num_threads(threads)
-    monkeypatch.setattr(_blocks, "how_many", lambda: threads)
+    monkeypatch.setattr(_blocks, "num_threads", lambda: threads)
     for rows in (1, 100, 10_000, 1_000_000):
-        team, size = _blocks.team(rows, V, torch.float32, torch.device("cpu"))
+        team, size = _blocks.partition(rows, V, torch.float32, torch.device("cpu"))
         assert team in (1, threads)
         assert size >= 1
         at_work, whole = team * size * V * 4, rows * V * 4
@@ -205,16 +205,16 @@ def test_blocks(V, threads, monkeypatch):
 
 
 def test_a_row_larger_than_a_block_is_a_block(monkeypatch):
-    monkeypatch.setattr(_blocks, "how_many", lambda: 1)
-    assert _blocks.team(3, _blocks.COMMON_BLOCK_BYTES, torch.float32, torch.device("cpu")) == (1, 1)
-    assert _blocks.team(3, _blocks.DEVICE_BLOCK_BYTES, torch.float32, torch.device("cuda")) == (1, 1)
+    monkeypatch.setattr(_blocks, "num_threads", lambda: 1)
+    assert _blocks.partition(3, _blocks.COMMON_BLOCK_BYTES, torch.float32, torch.device("cpu")) == (1, 1)
+    assert _blocks.partition(3, _blocks.DEVICE_BLOCK_BYTES, torch.float32, torch.device("cuda")) == (1, 1)
 
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
 def test_blocks_off_the_cpu_have_at_least_256_mib_or_all_rows(device):
     for V in (1, 1000, 126_464, 1 << 28):
         for rows in (1, 8, 10_000):
-            threads, size = _blocks.team(rows, V, torch.float32, torch.device(device))
+            threads, size = _blocks.partition(rows, V, torch.float32, torch.device(device))
             assert threads == 1
             assert size == rows or (256 << 20) <= size * V * 4 < (256 << 20) + V * 4
 

@@ -144,7 +144,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
     """The torch path takes one row at a time, on so many threads, as it takes many rows of large inputs."""
     monkeypatch.setattr(_blocks, "BLOCK_BYTES", 1)
     monkeypatch.setattr(_blocks, "COMMON_BLOCK_BYTES", 1)
-    monkeypatch.setattr(_blocks, "how_many", lambda: threads)
+    monkeypatch.setattr(_blocks, "num_threads", lambda: threads)
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:

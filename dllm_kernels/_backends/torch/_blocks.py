@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends.torch._workers import how_many
+from dllm_kernels._backends.torch._workers import num_threads
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, with_slope
 
-# Bytes of a block that one thread works on. It has to stay in a core's cache.
+# Bytes of a block that one thread processes. It must stay in a core's cache.
 BLOCK_BYTES = 1 << 20
-# Bytes of a block that all cores work on together: fewer, larger operations.
+# Bytes of a block that all cores process together, in fewer and larger operations.
 COMMON_BLOCK_BYTES = 4 << 20
-# Least bytes of a block on any other device, if there are as many rows.
+# Smallest size in bytes of a block on any other device, if there are enough rows.
 DEVICE_BLOCK_BYTES = 256 << 20
-# Number of elements from which on torch splits an operation across threads.
+# Smallest number of elements for which torch splits an operation across threads.
 GRAIN = 1 << 15
 
 
@@ -40,7 +40,8 @@ class Buffers(NamedTuple):
         wide: a block in the dtype of sums; without rows if not requested.
         narrow: a block in the dtype of the logits; None if not requested, or if that is the dtype of sums.
         slope: a block in the dtype of sums for the derivative of the soft cap; None if not requested.
-        padded: the last of ``wide`` and ``narrow``, if requested: it has a row for zeros behind the block.
+        padded: ``narrow``, or ``wide`` if that is None, which has an additional last row for zeros; None if not
+            requested.
         more: more blocks in the dtype of sums.
     """
 
@@ -52,14 +53,15 @@ class Buffers(NamedTuple):
 
 
 class RowIndex(NamedTuple):
-    """The numbers of the rows that a call works on.
+    """Numbers of the rows that a call processes.
 
     Attributes:
         numbers: int64 ``[n]``.
-        total: number of rows that they are chosen from.
-        n: how many they are.
-        first: number of the first row if the rows are adjacent and ascending. None otherwise, or if not known on the
-        host. whole: True if these are all rows in order.
+        total: number of rows from which they are chosen.
+        n: number of chosen rows.
+        first: number of the first row if the rows are adjacent and ascending. None otherwise, or if the host does not
+            know it.
+        whole: True if these are all rows in order.
     """
 
     numbers: Tensor
@@ -69,19 +71,19 @@ class RowIndex(NamedTuple):
     whole: bool
 
     @classmethod
-    def of(cls, t: Tensor, off: int, weights: Tensor | None = None) -> RowIndex:
-        """List the rows whose entry in ``t [N]`` is not ``off`` and whose weight is not 0; a host sync unless on a CPU.
+    def of(cls, t: Tensor, inactive: int, weights: Tensor | None = None) -> RowIndex:
+        """List the rows whose entry in ``t [N]`` is not ``inactive``, and whose weight is not 0.
 
-        NumPy, because ``torch.nonzero`` on a CPU branches at every entry: 325 us for 32,768 random ones, NumPy 40 (AMD
-        EPYC).
+        Causes a host sync, unless on a CPU. There NumPy is used, because ``torch.nonzero`` on a CPU branches at every
+        entry: 325 us for 32,768 random entries instead of 40 us (AMD EPYC).
         """
         N = t.shape[0]
         if not t.is_cpu:
-            on = t != off if weights is None else (t != off) & (weights != 0)
+            on = t != inactive if weights is None else (t != inactive) & (weights != 0)
             numbers = on.nonzero().squeeze(1)
             whole = numbers.shape[0] == N
             return cls(numbers, N, numbers.shape[0], 0 if whole else None, whole)
-        mask = t.numpy() != off
+        mask = t.numpy() != inactive
         if weights is not None:
             mask &= weights.numpy() != 0
         (on_host,) = mask.nonzero()
@@ -91,7 +93,7 @@ class RowIndex(NamedTuple):
 
     @classmethod
     def listed(cls, numbers: Tensor, total: int) -> RowIndex:
-        """Rows in any order, each any number of times."""
+        """Index the given rows, in any order; rows may be repeated."""
         n, first = numbers.shape[0], None
         if numbers.is_cpu and n and bool((np.diff(numbers.numpy()) == 1).all()):
             first = int(numbers[0])
@@ -111,7 +113,7 @@ def split(t: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 def split_all(per_row: Fields, size: int) -> list[Fields]:
-    """Split a tuple of tensors with one entry per row into blocks; what is no tensor is the same in each of them."""
+    """Split a tuple of tensors with one entry per row into blocks; fields that are not tensors are repeated."""
     n = per_row[0].shape[0]
     if n <= size:
         return [per_row]
@@ -132,7 +134,7 @@ class RowGather:
         (B, L, V), (batch, position, column) = t.shape, t.stride()
         position = position if L > 1 else batch if B > 1 else V
         batch = batch if B > 1 else L * position
-        # Every row begins at a multiple of the step, so that one number finds a row; a row may have no columns.
+        # Every row begins at a multiple of the step, so that one index addresses a row. The step is 1 if V is 0.
         step = math.gcd(batch, position) or V or 1
         batch, position = batch // step, position // step
         self.flat = t.as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, column))
@@ -140,30 +142,30 @@ class RowGather:
         self.dense = dense and step == V
         self.rows = rows
         self.index = rows.numbers if dense else rows.numbers // L * batch + rows.numbers % L * position
-        self.together = dense and rows.first is not None
+        self.in_place = dense and rows.first is not None
 
     def blocks(self, size: int) -> tuple[Tensor, ...]:
         """Blocks of ``size``: views of the rows if they are adjacent, otherwise their numbers in ``flat``."""
         first, count = self.rows.first, self.rows.n
-        if not self.together or first is None:
+        if not self.in_place or first is None:
             return split(self.index, size)
         return split(self.flat if count == self.flat.shape[0] else self.flat[first : first + count], size)
 
     def load(self, block: Tensor, wide: Tensor, buffers: Buffers) -> Tensor:
         """Return the block in the dtype of sums: a view of the rows, or a copy in ``wide``, of ``buffers.wide``."""
-        if self.together:
+        if self.in_place:
             return block if block.dtype == wide.dtype else wide.copy_(block)
         if buffers.narrow is None:
             return torch.index_select(self.flat, 0, block, out=wide)
         return wide.copy_(torch.index_select(self.flat, 0, block, out=top(buffers.narrow, block)))
 
     def room(self, block: Tensor, wide: Tensor) -> Tensor:
-        """Memory to compute the argument of :meth:`store` in: the rows themselves, or ``wide``."""
-        return block if self.together and block.dtype == wide.dtype else wide
+        """Return the buffer for the argument of :meth:`store`: the rows themselves, or ``wide``."""
+        return block if self.in_place and block.dtype == wide.dtype else wide
 
     def store(self, block: Tensor, values: Tensor, buffers: Buffers) -> None:
-        """Write what was computed in :meth:`room`."""
-        if self.together:
+        """Write values that were computed in the buffer of :meth:`room`."""
+        if self.in_place:
             if values is not block:
                 block.copy_(values)
         elif buffers.narrow is None:
@@ -188,7 +190,7 @@ class RowScatter:
     is computed in a buffer with a row of zeros behind it, and every row of the tensor is selected from that buffer.
     """
 
-    together = False
+    in_place = False
 
     def __init__(self, flat: Tensor, rows: RowIndex, size: int) -> None:
         index, source = rows.numbers.numpy(), np.full(rows.total, size)
@@ -204,11 +206,11 @@ class RowScatter:
         return list(zip(torch.split(self.flat, lengths), torch.split(self.source, lengths), strict=True))
 
     def room(self, block: tuple[Tensor, Tensor], wide: Tensor) -> Tensor:
-        """Memory to compute the argument of :meth:`store` in."""
+        """Return the buffer for the argument of :meth:`store`."""
         return wide
 
     def store(self, block: tuple[Tensor, Tensor], values: Tensor, buffers: Buffers) -> None:
-        """Write what was computed in :meth:`room`, and the zeros."""
+        """Write values that were computed in the buffer of :meth:`room`, and the zeros between them."""
         rows, source = block
         if buffers.narrow is not None:
             top(buffers.narrow, values).copy_(values)
@@ -218,27 +220,30 @@ class RowScatter:
 
 
 def with_zeros_between(out: Tensor, rows: RowIndex, size: int) -> RowGather | RowScatter:
-    """Target of blocks of ``size`` for the rows of an index in ``[B, L, V]``; all other rows are or will be zeros."""
+    """Return the target to store blocks of ``size`` rows in ``out [B, L, V]``; all other rows become zeros.
+
+    They are zeroed here, or by :meth:`RowScatter.store`.
+    """
     target = RowGather(out, rows)
     if rows.whole:
         return target
-    if target.dense and not target.together and out.is_cpu:
+    if target.dense and not target.in_place and out.is_cpu:
         return RowScatter(target.flat, rows, size)
-    idle = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.numbers, False)
+    inactive = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.numbers, False)
     if out.is_cpu:
-        others = RowGather(out, RowIndex.of(idle, 0))
+        others = RowGather(out, RowIndex.of(inactive, 0))
         others.flat.index_fill_(0, others.index, 0)
     else:
-        zero_rows_(out, idle)
+        zero_rows_(out, inactive)
     return target
 
 
-def zero_rows_(t: Tensor, idle: Tensor) -> None:
-    """Zero the rows of ``t [..., V]`` for which ``idle [N]`` is True."""
+def zero_rows_(t: Tensor, inactive: Tensor) -> None:
+    """Zero the rows of ``t [..., V]`` for which ``inactive [N]`` is True."""
     if t.is_cpu:
-        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(idle, 0).numbers, 0)
-    else:  # without their numbers, which would be a sync
-        t.masked_fill_(idle.view(*t.shape[:-1], 1), 0)
+        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(inactive, 0).numbers, 0)
+    else:  # a list of row numbers would be a sync
+        t.masked_fill_(inactive.view(*t.shape[:-1], 1), 0)
 
 
 def sum_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -253,18 +258,18 @@ def sum_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
     return total if out is None else out.copy_(total)
 
 
-def a_row_at_a_time(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> Tensor:
-    """``torch.softmax`` or ``torch.log_softmax`` of ``[R, V]`` along V, written to ``out``, which may be z.
+def rowwise(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> Tensor:
+    """Write ``torch.softmax`` or ``torch.log_softmax`` of ``[R, V]`` along V to ``out``, which may be z.
 
-    One call replaces maximum, difference, exponential, sum and quotient: on a CPU a third of their time if torch's
-    ``exp`` is slow. Each row is bitwise independent of the others.
+    One call replaces maximum, difference, exponential, sum and quotient. On a CPU it takes a third of their time if
+    ``torch.exp`` is slow. Each row is bitwise independent of the others.
     """
     if not z.is_cpu and z.data_ptr() == out.data_ptr():
         return out.copy_(function(z, 1))  # aliasing input and out= is not documented for these kernels
     return function(z, 1, out=out)
 
 
-def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int = 1) -> tuple[int, int]:
+def partition(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int = 1) -> tuple[int, int]:
     """Return (threads that share the rows, rows per block). On a CPU, blocks of ``sides`` tensors share the cache."""
     row = max(V * acc.itemsize, 1)
     if device.type != "cpu":
@@ -272,10 +277,10 @@ def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int =
     row *= sides
     if torch.get_num_threads() == 1:
         return 1, max(1, min(rows, BLOCK_BYTES // row))
-    threads = how_many()
-    if threads == 1 or rows * row <= COMMON_BLOCK_BYTES:  # too few rows to pay for waking threads
+    threads = num_threads()
+    if threads == 1 or rows * row <= COMMON_BLOCK_BYTES:  # too few rows to amortise waking threads
         return 1, max(1, min(rows, COMMON_BLOCK_BYTES // row))
-    many = min(max(threads // 4, 1), 4)  # many threads wait for the interpreter, hence larger blocks
+    many = min(max(threads // 4, 1), 4)  # many threads contend for the GIL, hence larger blocks
     least, most = (max(size // row, 1) for size in (BLOCK_BYTES // 4, BLOCK_BYTES * many))
     return threads, max(1, min(rows, max(rows // (4 * threads), least), most))
 
@@ -284,12 +289,12 @@ def buffers_for(
     threads: int, size: int, like: Tensor, *, wide: bool = True, narrow: bool = False,
     slope: bool = False, padded: bool = False, more: int = 0,
 ) -> list[Buffers]:  # fmt: skip
-    """:class:`Buffers` of ``size`` rows for each thread, on the device of ``like``, a tensor of logits."""
-    V, dtype, device, made = like.shape[-1], accum_dtype(like.dtype), like.device, []
+    """Allocate :class:`Buffers` of ``size`` rows for each thread, on the device of ``like``, a tensor of logits."""
+    V, dtype, device, buffers = like.shape[-1], accum_dtype(like.dtype), like.device, []
     for _ in range(threads):
         a = torch.empty(size * wide + padded, V, dtype=dtype, device=device)
         b = torch.empty(size + padded, V, dtype=like.dtype, device=device) if narrow and like.dtype != dtype else None
         blocks = [torch.empty(size, V, dtype=dtype, device=device) for _ in range(more + slope)]
         last = a if b is None else b
-        made.append(Buffers(a, b, blocks.pop() if slope else None, last if padded else None, blocks))
-    return made
+        buffers.append(Buffers(a, b, blocks.pop() if slope else None, last if padded else None, blocks))
+    return buffers

@@ -42,14 +42,14 @@ from dllm_kernels._backends._divergence import (
     NO_HYPER,
     TIE,
     DivergenceRequest,
-    Found,
+    DivergenceResult,
     Hyper,
     Kept,
     Option,
 )
 from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import through_
 
@@ -63,19 +63,19 @@ OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of 
 class Columns(NamedTuple):
     """p, q and their logarithms for a block of rows ``[R, V]``; the logarithms are None if no kind needs them.
 
-    ``careful``: True if a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
+    ``guard_zeros``: True if a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
     """
 
     p: Tensor
     q: Tensor
     log_p: Any
     log_q: Any
-    careful: bool = False
+    guard_zeros: bool = False
 
     def times(self, e: Tensor, x: Tensor) -> Tensor:
         """Multiply x by the probability e in place; 0 if e is 0."""
         x.mul_(e)
-        return x.masked_fill_(e == 0, 0) if self.careful else x
+        return x.masked_fill_(e == 0, 0) if self.guard_zeros else x
 
 
 class Numbers(NamedTuple):
@@ -86,14 +86,14 @@ class Numbers(NamedTuple):
         lam_alpha: the acceptance rate that lam is computed from.
         at_best: -log p at the teacher's argmax.
         at_target: -log p at the target, 0 without a target.
-        on: 1 with a target, 0 without, NaN if no column has the target.
+        target_flag: 1 with a target, 0 without, NaN if the target is out of range.
     """
 
     alpha: Tensor
     lam_alpha: Tensor
     at_best: Tensor | None = None
     at_target: Tensor | None = None
-    on: Tensor | None = None
+    target_flag: Tensor | None = None
 
 
 class Feature(NamedTuple):
@@ -177,7 +177,7 @@ KINDS = {
     "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
     "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
     "teacher_ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_best, (1.0,)), "best"),
-    "ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_target, (n.on,)), "target"),
+    "ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_target, (n.target_flag,)), "target"),
 }
 Key = tuple[Feature, Hyper | None]
 
@@ -216,11 +216,11 @@ class Program:
     def summed(self, c: Columns, room: Sequence[Tensor]) -> list[Tensor]:
         """Return a and the sum of each feature, ``[R, 1]``; the buffers ``room`` are scratch and those of ``kept``."""
         work, *kept = room
-        found = [_blocks.sum_rows(torch.minimum(c.p, c.q, out=work))]
+        sums = [_blocks.sum_rows(torch.minimum(c.p, c.q, out=work))]
         for feature, hyper in self.sums:
             out = kept[self.kept.index((feature, hyper))] if (feature, hyper) in self.kept else work
-            found.append(_blocks.sum_rows(feature.of(c, hyper or NO_HYPER, out)))
-        return found
+            sums.append(_blocks.sum_rows(feature.of(c, hyper or NO_HYPER, out)))
+        return sums
 
     def rows(self, sums: Sequence[Tensor], n: Numbers, w: Tensor) -> tuple[Tensor, Coefficients]:
         """Return (value, coefficients times the weight w) of rows, ``[R, 1]``."""
@@ -243,22 +243,22 @@ class Program:
     def numbers(self, norms: Norms, alpha: Tensor, sums: Sequence[Tensor]) -> Tensor:
         """Return the statistics ``[R, KEPT_NUMBERS]`` of rows, from the sums of :attr:`sums`."""
         of_key = dict(zip(self.sums, sums, strict=True))
-        found = [*norms, alpha, *(of_key[key] for key in self.both)]
-        return torch.cat(found + [torch.zeros_like(alpha)] * (KEPT_NUMBERS - len(found)), 1)
+        columns = [*norms, alpha, *(of_key[key] for key in self.both)]
+        return torch.cat(columns + [torch.zeros_like(alpha)] * (KEPT_NUMBERS - len(columns)), 1)
 
-    def coefficients(self, numbers: Tensor, on: Tensor | None, w: Tensor) -> Coefficients:
+    def coefficients(self, numbers: Tensor, target_flag: Tensor | None, w: Tensor) -> Coefficients:
         """Return the coefficients of :meth:`rows`, from the statistics of rows."""
         alpha, *known = numbers[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
         of_key = dict(zip(self.both, known, strict=False))
         unread = torch.zeros_like(alpha)
-        n = Numbers(alpha, self.lam_alpha(alpha), unread, unread, on)
+        n = Numbers(alpha, self.lam_alpha(alpha), unread, unread, target_flag)
         return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
 
     def lam_alpha(self, alpha: Tensor) -> Tensor:
         """Return the acceptance rate that lam is computed from."""
         return alpha if self.mean_alpha is None else self.mean_alpha
 
-    def made(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
+    def write_gradient(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
         """Write the gradient with respect to the transformed logits, without the one-hot terms, to ``out``.
 
         ``out`` must not be one of the buffers ``room``.
@@ -291,8 +291,8 @@ class Norms(NamedTuple):
 
     row_max: Tensor
     log_sum: Tensor
-    its_row_max: Tensor
-    its_log_sum: Tensor
+    teacher_row_max: Tensor
+    teacher_log_sum: Tensor
 
     @classmethod
     def of(cls, numbers: Tensor) -> Norms:
@@ -305,7 +305,7 @@ class Pairs:
 
     Attributes:
         rows: index of the student rows.
-        lost: bool ``[n, 1]``, True for rows whose teacher row is out of range; None if all are known to be in range.
+        out_of_range: bool ``[n, 1]``, True for rows whose teacher row is out of range; None if all are in range.
     """
 
     def __init__(self, logits: Tensor, request: DivergenceRequest, work_blocks: int) -> None:
@@ -314,33 +314,33 @@ class Pairs:
         self.logits, self.teacher = logits, teacher
         self.transforms = request.transform, request.teacher_transform
         self.rows, self.acc = _blocks.RowIndex.of(request.weights, 0), accum_dtype(logits.dtype)
-        self.threads, self.size = _blocks.team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
-        self.lost: Tensor | None = None
+        self.threads, self.size = _blocks.partition(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
+        self.out_of_range: Tensor | None = None
         if self.rows.n:
-            self.student, its_rows = _blocks.RowGather(logits, self.rows), self.rows
+            self.student_source, teacher_index = _blocks.RowGather(logits, self.rows), self.rows
             if teacher_rows is not None:
                 total = teacher.shape[0] * teacher.shape[1]
-                index, lost = column_of(self.rows.take(teacher_rows), total)
-                its_rows = _blocks.RowIndex.listed(index, total)
-                self.lost = None if lost is None else lost.unsqueeze(1)
-            self.theirs = _blocks.RowGather(teacher, its_rows)
+                index, out_of_range = column_of(self.rows.take(teacher_rows), total)
+                teacher_index = _blocks.RowIndex.listed(index, total)
+                self.out_of_range = None if out_of_range is None else out_of_range.unsqueeze(1)
+            self.teacher_source = _blocks.RowGather(teacher, teacher_index)
 
-    def taken(self, t: Given) -> Given:
+    def take(self, t: Given) -> Given:
         """Take the entries of these rows from ``[N]``, as ``[n, 1]``, or from ``[N, columns]``; None for None."""
         if t is None:
             return None
         t = self.rows.take(t)
         return t.unsqueeze(1) if t.dim() == 1 else t
 
-    def placed(self, t: Tensor) -> Tensor:
-        """Inverse of :meth:`taken`; 0 in all other rows."""
+    def put(self, t: Tensor) -> Tensor:
+        """Inverse of :meth:`take`; 0 in all other rows."""
         return self.rows.put(t.squeeze(1))
 
     def empty(self, columns: int = 1, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate results, ``[n, columns]``."""
         return torch.empty(self.rows.n, columns, dtype=dtype or self.acc, device=self.logits.device)
 
-    def each(
+    def for_each_block(
         self, work: Callable[..., Tensor | None], per_row: tuple[Tensor | None, ...], out: Tensor | None = None
     ) -> None:
         """Call ``work(block, buffer for its gradient, part of per_row)`` for every block.
@@ -354,23 +354,28 @@ class Pairs:
         target = None if out is None else _blocks.with_zeros_between(out, self.rows, self.size)
         parts = _blocks.split_all(per_row, self.size)
         writes = [None] * len(parts) if target is None else target.blocks(self.size)
-        blocks = zip(self.student.blocks(self.size), self.theirs.blocks(self.size), writes, parts, strict=True)
+        blocks = zip(
+            self.student_source.blocks(self.size), self.teacher_source.blocks(self.size), writes, parts, strict=True
+        )
         buffers = _blocks.buffers_for(
             self.threads, self.size, self.logits, padded=isinstance(target, _blocks.RowScatter), more=self.work_blocks,
-            narrow=not (self.student.together and (target is None or target.together)),
+            narrow=not (self.student_source.in_place and (target is None or target.in_place)),
             slope=target is not None and self.transforms[0].softcap is not None,
         )  # fmt: skip
-        its = _blocks.buffers_for(self.threads, self.size, self.teacher, narrow=not self.theirs.together)
-        rooms = list(zip(buffers, its, strict=True))
-        share_out([partial(self._block, work, target, *here) for here in blocks], rooms)
+        teacher_buffers = _blocks.buffers_for(
+            self.threads, self.size, self.teacher, narrow=not self.teacher_source.in_place
+        )
+        rooms = list(zip(buffers, teacher_buffers, strict=True))
+        run_jobs([partial(self._run_block, work, target, *here) for here in blocks], rooms)
 
-    def _block(
-        self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None, mine: Tensor,
-        its: Tensor, to: Any, part: tuple[Tensor | None, ...], room: tuple[_blocks.Buffers, _blocks.Buffers],
+    def _run_block(
+        self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None,
+        student_block: Tensor, teacher_block: Tensor, to: Any, part: tuple[Tensor | None, ...],
+        room: tuple[_blocks.Buffers, _blocks.Buffers],
     ) -> None:  # fmt: skip
-        buffers, its_buffers = room
-        z, slope, wide = _blocks.transformed_rows(self.student, mine, self.transforms[0], buffers)
-        t, _, _ = _blocks.transformed_rows(self.theirs, its, self.transforms[1], its_buffers)
+        buffers, teacher_buffers = room
+        z, slope, wide = _blocks.transformed_rows(self.student_source, student_block, self.transforms[0], buffers)
+        t, _, _ = _blocks.transformed_rows(self.teacher_source, teacher_block, self.transforms[1], teacher_buffers)
         block = Block(z, t, [_blocks.top(buffer, z) for buffer in buffers.more])
         grad = work(block, None if target is None else target.room(to, wide), part)
         if target is not None and grad is not None:
@@ -380,38 +385,38 @@ class Pairs:
 class Results(NamedTuple):
     """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``numbers [R, KEPT_NUMBERS]``.
 
-    ``numbers`` and ``hot`` are the fields of :class:`Kept`, None if the gradient is computed at once.
+    ``numbers`` and ``teacher_argmax`` are the fields of :class:`Kept`, None if the gradient is computed at once.
     """
 
     weight: Tensor
-    lost: Tensor | None
+    out_of_range: Tensor | None
     target: Tensor | None
     value: Tensor
     alpha: Tensor
     agree: Tensor
     numbers: Any = None
-    hot: Any = None
+    teacher_argmax: Any = None
 
 
-def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> Found:
+def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
     """See ``_backends/_divergence.py``."""
     program = Program(request)
     pairs = Pairs(logits, request, program.work_blocks)
-    given = pairs.taken(request.weights), pairs.lost, pairs.taken(request.targets)
+    given = pairs.take(request.weights), pairs.out_of_range, pairs.take(request.targets)
     rows = Results(*given, pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool))
     if not with_grad:
-        rows = rows._replace(numbers=pairs.empty(KEPT_NUMBERS), hot=pairs.empty(dtype=torch.int64))
-    pairs.each(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
-    kept = None if with_grad else Kept(pairs.placed(rows.numbers), pairs.placed(rows.hot))
-    return Found(pairs.placed(rows.value), pairs.placed(rows.alpha), pairs.placed(rows.agree), kept)
+        rows = rows._replace(numbers=pairs.empty(KEPT_NUMBERS), teacher_argmax=pairs.empty(dtype=torch.int64))
+    pairs.for_each_block(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
+    kept = None if with_grad else Kept(pairs.put(rows.numbers), pairs.put(rows.teacher_argmax))
+    return DivergenceResult(pairs.put(rows.value), pairs.put(rows.alpha), pairs.put(rows.agree), kept)
 
 
 def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
     """See ``_backends/_divergence.py``."""
     program = Program(request, known=True)
     pairs = Pairs(logits, request, program.work_blocks)
-    per_row = tuple(pairs.taken(t) for t in (request.weights, request.targets, kept.numbers, kept.hot))
-    pairs.each(partial(_gradient, program, request), per_row, out=out)
+    per_row = tuple(pairs.take(t) for t in (request.weights, request.targets, kept.numbers, kept.teacher_argmax))
+    pairs.for_each_block(partial(_gradient, program, request), per_row, out=out)
 
 
 def _columns(program: Program, request: DivergenceRequest, block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
@@ -427,7 +432,7 @@ def _columns(program: Program, request: DivergenceRequest, block: Block, norms: 
 def _softmaxes(block: Block) -> tuple[Tensor, Tensor]:
     """Compute p and q in the first two buffers."""
     p, q, *_ = block.more
-    return _blocks.a_row_at_a_time(torch.softmax, block.z, p), _blocks.a_row_at_a_time(torch.softmax, block.t, q)
+    return _blocks.rowwise(torch.softmax, block.z, p), _blocks.rowwise(torch.softmax, block.t, q)
 
 
 def _whole_rows(
@@ -435,57 +440,64 @@ def _whole_rows(
 ) -> Tensor | None:
     """Compute the results of a block, and its gradient if requested."""
     z, t = block.z, block.t
-    (row_max, best), (its_row_max, hot) = largest(z), largest(t)
+    (row_max, student_argmax), (teacher_row_max, teacher_argmax) = largest(z), largest(t)
     p, q = _softmaxes(block)
-    log_sum, its_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, best), (q, hot)))  # the largest p is 1 / S
-    norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
+    # The largest probability is 1 / S.
+    log_sum, teacher_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, student_argmax), (q, teacher_argmax)))
+    norms = Norms(row_max, log_sum, teacher_row_max, teacher_log_sum)
     columns, work = _columns(program, request, block, norms)
-    at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
-    at_target, on = (None, None) if row.target is None else at(z, row.target, row_max, log_sum)
-    # On a CPU, repeat with ``careful`` if a sum is not finite. Elsewhere the test would be a host sync per block.
-    for careful in (False, True) if z.is_cpu else (True,):
-        alpha, *sums = program.summed(columns._replace(careful=careful), work)
-        if row.lost is not None:
-            alpha = alpha.masked_fill_(row.lost, math.nan)
-        n = Numbers(alpha, program.lam_alpha(alpha), at_best, at_target, on)
+    at_best = at(z, teacher_argmax, row_max, log_sum)[0] if program.best else None
+    at_target, target_flag = (None, None) if row.target is None else at(z, row.target, row_max, log_sum)
+    # On a CPU, repeat with ``guard_zeros`` if a sum is not finite. Elsewhere the test would be a host sync per block.
+    for guard_zeros in (False, True) if z.is_cpu else (True,):
+        alpha, *sums = program.summed(columns._replace(guard_zeros=guard_zeros), work)
+        if row.out_of_range is not None:
+            alpha = alpha.masked_fill_(row.out_of_range, math.nan)
+        n = Numbers(alpha, program.lam_alpha(alpha), at_best, at_target, target_flag)
         value, c = program.rows(sums, n, row.weight)
-        if careful or not program.logs or math.isfinite(value.sum().item()):
+        if guard_zeros or not program.logs or math.isfinite(value.sum().item()):
             break
     row.value.copy_(value)
     row.alpha.copy_(alpha)
-    torch.logical_and(best == hot, ~alpha.isnan(), out=row.agree)
+    torch.logical_and(student_argmax == teacher_argmax, ~alpha.isnan(), out=row.agree)
     if row.numbers is not None:
         row.numbers.copy_(program.numbers(norms, alpha, sums))
-        row.hot.copy_(hot)
-    return None if out is None else with_single_columns(program.made(columns, work, c, out), hot, row.target, c)
+        row.teacher_argmax.copy_(teacher_argmax)
+    return (
+        None
+        if out is None
+        else with_single_columns(program.write_gradient(columns, work, c, out), teacher_argmax, row.target, c)
+    )
 
 
 def _gradient(
     program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: tuple[Tensor, ...]
 ) -> Tensor:
     """Compute the gradient of a block from the statistics of its rows."""
-    weight, y, numbers, hot = row
+    weight, y, numbers, teacher_argmax = row
     _softmaxes(block)
     norms = Norms.of(numbers)
     columns, work = _columns(program, request, block, norms)
-    on = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
-    c = program.coefficients(numbers, on, weight)
-    return with_single_columns(program.made(columns._replace(careful=True), work, c, out), hot, y, c)
+    target_flag = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
+    c = program.coefficients(numbers, target_flag, weight)
+    return with_single_columns(
+        program.write_gradient(columns._replace(guard_zeros=True), work, c, out), teacher_argmax, y, c
+    )
 
 
-def with_single_columns(grad: Tensor, hot: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
+def with_single_columns(grad: Tensor, teacher_argmax: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
     """Subtract the one-hot terms of the teacher's argmax and of the target in place, for columns in range."""
-    for y_, factor in ((hot, c.best), (y, c.target)):
+    for y_, factor in ((teacher_argmax, c.best), (y, c.target)):
         if factor is not None and y_ is not None:
-            column, lost = column_of(y_, grad.shape[1])
-            grad.scatter_add_(1, column, -factor if lost is None else torch.where(lost, 0.0, -factor))
+            column, out_of_range = column_of(y_, grad.shape[1])
+            grad.scatter_add_(1, column, -factor if out_of_range is None else torch.where(out_of_range, 0.0, -factor))
     return grad
 
 
 def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | None) -> tuple[Tensor, Tensor]:
     """Return log p and log q. A column skipped on both sides is set to 0, so that no product with it is NaN."""
     log_p = torch.sub(block.z, norms.row_max, out=out[0]).sub_(norms.log_sum)
-    log_q = torch.sub(block.t, norms.its_row_max, out=out[1]).sub_(norms.its_log_sum)
+    log_q = torch.sub(block.t, norms.teacher_row_max, out=out[1]).sub_(norms.teacher_log_sum)
     if skip is not None:
         log_p.select(1, skip).zero_()
         log_q.select(1, skip).zero_()
@@ -494,12 +506,12 @@ def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | No
 
 def at(z: Tensor, y: Tensor, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
     """Return -log p of column y, and 1. Both are 0 if y is ``IGNORE``, and NaN if y is otherwise out of range."""
-    column, lost = column_of(y, z.shape[1])
+    column, out_of_range = column_of(y, z.shape[1])
     nll = log_sum - (z.gather(1, column) - row_max)
-    if lost is None:
+    if out_of_range is None:
         return nll, torch.ones_like(nll)
-    on = (~lost).to(nll.dtype).masked_fill_(lost & (y != IGNORE), math.nan)
-    return torch.where(on != 0, nll * on, 0.0), on
+    target_flag = (~out_of_range).to(nll.dtype).masked_fill_(out_of_range & (y != IGNORE), math.nan)
+    return torch.where(target_flag != 0, nll * target_flag, 0.0), target_flag
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from dllm_kernels._backends._row_stats import StatsRequest
 from dllm_kernels._backends._rows import IGNORE, NLL, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._stats import Sums
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, with_slope
 
@@ -25,18 +25,18 @@ def nll_and_grad_(
 ) -> NLL:
     """See ``_backends._rows``. Works in place on a chunk that already has the dtype of sums."""
     (C, V), acc = logits.shape, accum_dtype(logits.dtype)
-    ids, off = targets.unsqueeze(1), targets == IGNORE
-    column, lost = column_of(ids, V)
+    ids, inactive = targets.unsqueeze(1), targets == IGNORE
+    column, out_of_range = column_of(ids, V)
     row_scale = scale.unsqueeze(1)
-    if lost is not None:
-        row_scale = row_scale.masked_fill(lost, math.nan)
+    if out_of_range is not None:
+        row_scale = row_scale.masked_fill(out_of_range, math.nan)
     sums = Sums.empty(C, logits, StatsRequest(ids, targets, correct=with_correct))
 
     def work(rows: tuple[Tensor, Tensor, Tensor], part: Sums, buffers: _blocks.Buffers) -> None:
         block, column, row_scale = rows
         x = block if block.dtype == acc else _blocks.top(buffers.wide, block).copy_(block)
         z, slope = with_slope(x, transform, x, None if buffers.slope is None else _blocks.top(buffers.slope, block))
-        part.find_largest(z)
+        part.write_max(z)
         torch.gather(z, 1, column, out=part.log_probs)  # the target's logit; log_sum holds S until the end
         row_sum = _blocks.sum_rows(torch.sub(z, part.row_max, out=x).exp_(), part.log_sum)
         grad = x.mul_(row_scale / row_sum).scatter_add_(1, column, -row_scale)
@@ -44,24 +44,24 @@ def nll_and_grad_(
         if x is not block:
             block.copy_(x)
 
-    threads, size = _blocks.team(C, V, acc, logits.device)
+    threads, size = _blocks.partition(C, V, acc, logits.device)
     parts = (_blocks.split_all(t, size) for t in ((logits, column, row_scale), sums))
     buffers = _blocks.buffers_for(threads, size, logits, wide=logits.dtype != acc, slope=transform.softcap is not None)
-    share_out([partial(work, *block) for block in zip(*parts, strict=True)], buffers)
-    _blocks.zero_rows_(logits, off | (scale == 0))
+    run_jobs([partial(work, *block) for block in zip(*parts, strict=True)], buffers)
+    _blocks.zero_rows_(logits, inactive | (scale == 0))
     sums.log_sum.log_()
     row_max, log_sum = sums.normalizer()
     nll = ((row_max - sums.log_probs) + log_sum).masked_fill_(log_sum == -math.inf, math.nan)
-    nll = (nll if lost is None else nll.masked_fill_(lost, math.nan)).squeeze(1)
-    correct = None if sums.best is None else (sums.best.squeeze(1) == targets) & ~nll.isnan() & ~off
-    row_max, log_sum = (t.squeeze(1).masked_fill_(off, 0) for t in (row_max, log_sum))
-    return nll.masked_fill_(off, 0), row_max, log_sum, correct
+    nll = (nll if out_of_range is None else nll.masked_fill_(out_of_range, math.nan)).squeeze(1)
+    correct = None if sums.best is None else (sums.best.squeeze(1) == targets) & ~nll.isnan() & ~inactive
+    row_max, log_sum = (t.squeeze(1).masked_fill_(inactive, 0) for t in (row_max, log_sum))
+    return nll.masked_fill_(inactive, 0), row_max, log_sum, correct
 
 
 def scale_(t: Tensor, factor: Tensor) -> None:
-    """See ``_backends._rows``. Off the CPU the multiplication is unconditional: checking the factor would be a sync.
+    """See ``_backends._rows``. Off the CPU the multiplication is unconditional, because a test would be a sync.
 
-    A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round it to the dtype of t first.
+    A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round the factor to the dtype of t.
     """
     if factor.is_cpu:
         if factor != 1:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._random import _gumbel, _noise
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._random._rules import Array, float64
@@ -31,24 +31,24 @@ from dllm_kernels._utils._transform import Transform
 
 # Ratio of the bytes of a row's draws and scores to the bytes of its logits, on devices other than a CPU.
 _BYTES_OF_DRAWS = 16
-Found = tuple[Tensor, Tensor]
+ScoreAndColumn = tuple[Tensor, Tensor]
 
 
-def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> Found:
+def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> ScoreAndColumn:
     """See ``_backends/_rows.py``."""
     C, device = logits.shape[0], logits.device
     score = torch.full((C,), -math.inf, dtype=torch.float64, device=device)
-    found = score, torch.zeros(C, dtype=torch.int64, device=device)
+    out = score, torch.zeros(C, dtype=torch.int64, device=device)
     if not C:
-        return found
+        return out
     source, size, buffers = _blocks_of(logits, more=int(noise is not None))
     parts = [None] * -(-C // size) if noise is None else _blocks.split_all(noise, size)
-    rivals: list[Any] = [None] * len(parts)
-    blocks = zip(source.blocks(size), parts, _blocks.split_all(found, size), range(len(parts)), strict=True)
-    share_out([partial(_sample_block, source, transform, rivals, *block) for block in blocks], buffers)
+    candidates: list[Any] = [None] * len(parts)
+    blocks = zip(source.blocks(size), parts, _blocks.split_all(out, size), range(len(parts)), strict=True)
+    run_jobs([partial(_sample_block, source, transform, candidates, *block) for block in blocks], buffers)
     if noise is not None and logits.is_cpu:
-        _decide(noise, [(at * size, *found) for at, found in enumerate(rivals)], *(t.numpy() for t in found))
-    return found
+        _write_best(noise, [(at * size, *out) for at, out in enumerate(candidates)], *(t.numpy() for t in out))
+    return out
 
 
 def _blocks_of(logits: Tensor, more: int) -> tuple[_blocks.RowGather, int, list[_blocks.Buffers]]:
@@ -56,20 +56,20 @@ def _blocks_of(logits: Tensor, more: int) -> tuple[_blocks.RowGather, int, list[
     (C, V), device = logits.shape, logits.device
     source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
     columns = V if logits.is_cpu else V * _BYTES_OF_DRAWS
-    threads, size = _blocks.team(C, columns, accum_dtype(logits.dtype), device)
+    threads, size = _blocks.partition(C, columns, accum_dtype(logits.dtype), device)
     return source, size, _blocks.buffers_for(threads, size, logits, more=more)
 
 
 def _sample_block(
-    source: _blocks.RowGather, transform: Transform, rivals: list[Any], block: Tensor, noise: Noise | None,
-    found: Found, number: int, buffers: _blocks.Buffers,
+    source: _blocks.RowGather, transform: Transform, candidates: list[Any], block: Tensor, noise: Noise | None,
+    out: ScoreAndColumn, index: int, buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    """Write score and column or, on a CPU with noise, list the candidate columns of :func:`_decide`."""
-    x, (score, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
+    """Write score and column or, on a CPU with noise, list the candidate columns of :func:`_write_best`."""
+    x, (score, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
     V = x.shape[1]
     if noise is not None and x.is_cpu:
         spare = _blocks.top(buffers.more[0], block).view(torch.float32)[:, :V]
-        rivals[number] = _rivals(x, _noise.high_on_host(noise, V), spare)
+        candidates[index] = _candidates(x, _noise.high_on_host(noise, V), spare)
         return
     scores = x if noise is None else _scores(x.to(torch.float64), _noise.high(noise, V), _noise.low(noise, V))
     at = torch.from_numpy(np.argmax(x.numpy(), 1)) if x.is_cpu else scores.argmax(1)  # ten times as fast
@@ -83,7 +83,7 @@ def _scores(x: Array, high: Array, low: Array) -> Array:
     return _gumbel.score(x, u)
 
 
-def _rivals(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, Array, Array]:
+def _candidates(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, Array, Array]:
     """Return (row, column, logit, high bits) of each column that may have the largest score of its row.
 
     The arguments are ``[R, V]``; ``bound`` is a scratch buffer.
@@ -96,22 +96,22 @@ def _rivals(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, A
     bound.copy_(bound.view(torch.int32))
     upper = torch.add(logits, bound, alpha=-math.log(2) * 2.0**-23, out=bound).numpy()
     at = upper.argmax(1)[:, None]
-    most = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # upper bound of 1 - u
-    score = np.take_along_axis(x, at, 1).astype(np.float64) - np.log(-np.log1p(-np.minimum(most, 1 - 2.0**-49)))
+    one_minus_u = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # upper bound of 1 - u
+    score = np.take_along_axis(x, at, 1).astype(np.float64) - np.log(-np.log1p(-np.minimum(one_minus_u, 1 - 2.0**-49)))
     # The lower bound in the unit of the upper bounds: minus 0.41 because of the 1/2, and minus their rounding errors, a
     # few times 2^-24 of numbers up to |x| + 100.
     with np.errstate(invalid="ignore"):  # inf - inf, in a row without a distribution
-        least = score - math.log(2) * (127 + 16) - math.log(1.5) - 2.0**-20 * (128 + np.abs(score))
-    possible = upper >= least.astype(np.float32)
+        lower = score - math.log(2) * (127 + 16) - math.log(1.5) - 2.0**-20 * (128 + np.abs(score))
+    possible = upper >= lower.astype(np.float32)
     possible |= high == 65535
     row, column = np.divmod(np.flatnonzero(possible), x.shape[1])  # a tenth of the time of np.nonzero
     return row, column, x[row, column].astype(np.float64), high[row, column].astype(np.int64)
 
 
-def _decide(noise: Noise, rivals: list[tuple[Any, ...]], score: Array, ids: Array) -> None:
+def _write_best(noise: Noise, candidates: list[tuple[Any, ...]], score: Array, ids: Array) -> None:
     """Write the largest score of each row and its column; the lowest column wins a tie."""
-    row = np.concatenate([first + r for first, r, *_ in rivals])
-    column, x, high = (np.concatenate(part) for part in list(zip(*rivals, strict=True))[2:])
+    row = np.concatenate([first + r for first, r, *_ in candidates])
+    column, x, high = (np.concatenate(part) for part in list(zip(*candidates, strict=True))[2:])
     scores = _scores(x, high, _noise.low_of_on_host(noise, row, column))
     with np.errstate(invalid="ignore"):  # NaN, in a row without a distribution
         np.maximum.at(score, row, scores)
@@ -119,25 +119,25 @@ def _decide(noise: Noise, rivals: list[tuple[Any, ...]], score: Array, ids: Arra
     ids[row[best][::-1]] = column[best][::-1]  # the lowest is written last
 
 
-def largest(logits: Tensor, k: int, transform: Transform) -> Found:
+def largest(logits: Tensor, k: int, transform: Transform) -> ScoreAndColumn:
     """See ``_backends/_rows.py``; for any device, because ``torch.topk`` is a single kernel already."""
     (C, V), device = logits.shape, logits.device
     values = torch.empty(C, k, dtype=accum_dtype(logits.dtype), device=device)
-    found = values, torch.empty(C, k, dtype=torch.int64, device=device)
+    out = values, torch.empty(C, k, dtype=torch.int64, device=device)
     if C and k:
         source, size, buffers = _blocks_of(logits, more=0)
-        blocks = zip(source.blocks(size), _blocks.split_all(found, size), strict=True)
+        blocks = zip(source.blocks(size), _blocks.split_all(out, size), strict=True)
         job = partial(_largest_block, source, transform, torch.arange(V, 0, -1, dtype=torch.int32, device=device))
-        share_out([partial(job, *block) for block in blocks], buffers)
-    return found
+        run_jobs([partial(job, *block) for block in blocks], buffers)
+    return out
 
 
 def _largest_block(
-    source: _blocks.RowGather, transform: Transform, order: Tensor, block: Tensor, found: Found,
+    source: _blocks.RowGather, transform: Transform, order: Tensor, block: Tensor, out: ScoreAndColumn,
     buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
     """Select by value, then by column, because the order of equal values is undocumented in torch."""
-    x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
+    x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
     k, V = values.shape[1], x.shape[1]
     least = x.topk(k, 1).values[:, -1:]
     rank = torch.where(x > least, order + V, torch.where(x == least, order, 0))

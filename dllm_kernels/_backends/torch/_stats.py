@@ -15,7 +15,7 @@ from torch import Tensor
 from dllm_kernels._backends._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, through_
 
@@ -26,32 +26,30 @@ class _Mix(NamedTuple):
     Attributes:
         a: ``[n, 1]``.
         b: ``[n, 1]``.
-        none: ``[n, 1]``, True if a is 0 and b is not.
-        any_none: False if ``none`` is known to be False everywhere; only a CPU is asked.
+        zero_a: ``[n, 1]``, True if a is 0 and b is not.
+        any_zero_a: False if ``zero_a`` is known to be False everywhere, which is tested on a CPU only.
     """
 
     a: Tensor
     b: Tensor
-    none: Tensor
-    any_none: bool
+    zero_a: Tensor
+    any_zero_a: bool
 
     @classmethod
     def of(cls, request: StatsRequest, rows: _blocks.RowIndex) -> _Mix:
         """Take the mixture of these rows."""
         a, b = (rows.take(t).unsqueeze(1) for t in (request.a, request.b))  # type: ignore[arg-type]
-        none = (a == 0) & (b > 0)
-        return cls(a, b, none, not none.is_cpu or bool(none.any()))
+        zero_a = (a == 0) & (b > 0)
+        return cls(a, b, zero_a, not zero_a.is_cpu or bool(zero_a.any()))
 
     @property
-    def beside(self) -> Tensor:
-        """X with q = p / (p + x)."""
+    def ratio(self) -> Tensor:
+        """The x in q = p / (p + x): a / b, or inf if b is 0."""
         return torch.where(self.b == 0, math.inf, self.a / self.b)
 
 
-def _add_up_mix(
-    p: Tensor, log_p_sum: Tensor | None, mix: _Mix, sums: Sums, spare: Tensor, transform: Transform
-) -> None:
-    """Write F and W of a block. ``log_p_sum`` is needed if ``mix.any_none``."""
+def _add_mix(p: Tensor, log_p_sum: Tensor | None, mix: _Mix, sums: Sums, spare: Tensor, transform: Transform) -> None:
+    """Write F and W of a block. ``log_p_sum`` is needed if ``mix.any_zero_a``."""
     skip, V = transform.skip_id, p.shape[1]
     torch.mul(p, mix.b, out=spare).add_(mix.a)
     if skip is not None:
@@ -59,18 +57,18 @@ def _add_up_mix(
         V -= 1
     _blocks.sum_rows(spare.log_(), sums.mix)
     if sums.mix_weight is not None:
-        torch.add(p, mix.beside, out=spare)
+        torch.add(p, mix.ratio, out=spare)
         _blocks.sum_rows(torch.div(p, spare, out=spare), sums.mix_weight)
-        sums.mix_weight.masked_fill_(mix.none, V)
+        sums.mix_weight.masked_fill_(mix.zero_a, V)
     if log_p_sum is not None:
-        sums.mix.copy_(torch.where(mix.none, log_p_sum + V * mix.b.log(), sums.mix))
+        sums.mix.copy_(torch.where(mix.zero_a, log_p_sum + V * mix.b.log(), sums.mix))
 
 
 def _log_p_sum(log_p: Tensor, mix: _Mix, transform: Transform) -> Tensor | None:
-    """Sum of log p if ``mix.any_none``, otherwise None. Sets the skipped column to 0, its share of every sum."""
+    """Sum log p if ``mix.any_zero_a``, otherwise return None. Sets the skipped column to 0, its share of every sum."""
     if transform.skip_id is not None:
         log_p.select(1, transform.skip_id).fill_(0)
-    return _blocks.sum_rows(log_p) if mix.any_none else None
+    return _blocks.sum_rows(log_p) if mix.any_zero_a else None
 
 
 class Sums(NamedTuple):
@@ -90,12 +88,12 @@ class Sums(NamedTuple):
         log_probs = torch.empty(n, request.ids.shape[1], dtype=dtype, device=device)
         if not (request.lse or request.correct or request.entropy or mix):
             return cls(log_probs)
-        wanted = (request.lse or request.correct, request.lse, request.entropy, mix, mix and request.gradients)
-        row_max, *others = (torch.empty(n, 1, dtype=dtype, device=device) if w else None for w in wanted)
+        requested = (request.lse or request.correct, request.lse, request.entropy, mix, mix and request.gradients)
+        row_max, *others = (torch.empty(n, 1, dtype=dtype, device=device) if w else None for w in requested)
         best = torch.empty(n, 1, dtype=torch.int64, device=device) if request.correct else None
         return cls(log_probs, row_max, best, *others)
 
-    def find_largest(self, z: Tensor) -> None:
+    def write_max(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
         if self.best is not None:
             torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))
@@ -103,7 +101,7 @@ class Sums(NamedTuple):
             torch.amax(z, 1, keepdim=True, out=self.row_max)
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
-        """(M, log S). In a row, or shard of a row, of nothing but -inf, M is the lowest finite number and S is 0."""
+        """Return (M, log S); if all logits of a row, or of its shard, are -inf: M the lowest finite number, S = 0."""
         row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
         return row_max, self.log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
 
@@ -114,20 +112,20 @@ def _reduce(
 ) -> None:  # fmt: skip
     """Compute all sums of a block of rows."""
     z, _, wide = _blocks.transformed_rows(source, block, transform, buffers)
-    sums.find_largest(z)
-    log_p = _blocks.a_row_at_a_time(torch.log_softmax, z, wide)
+    sums.write_max(z)
+    log_p = _blocks.rowwise(torch.log_softmax, z, wide)
     torch.gather(log_p, 1, column, out=sums.log_probs)
     if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
         torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
     if sums.moment is None and mix is None:
         return
-    # Two thirds of the time of torch's exp.
-    p = _blocks.a_row_at_a_time(torch.softmax, log_p, _blocks.top(buffers.more[0], block))
+    # Takes two thirds of the time of torch.exp.
+    p = _blocks.rowwise(torch.softmax, log_p, _blocks.top(buffers.more[0], block))
     log_p_sum = None if mix is None else _log_p_sum(log_p, mix, transform)
     if sums.moment is not None:
         _blocks.sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
     if mix is not None:
-        _add_up_mix(p, log_p_sum, mix, sums, wide, transform)
+        _add_mix(p, log_p_sum, mix, sums, wide, transform)
 
 
 def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
@@ -135,24 +133,24 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     V, acc, with_mix = logits.shape[-1], accum_dtype(logits.dtype), request.a is not None
     rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
     sums, ids = Sums.empty(rows.n, logits, request), rows.take(request.ids)
-    column, lost = column_of(ids, V)
+    column, out_of_range = column_of(ids, V)
     if rows.n:
         source, more = _blocks.RowGather(logits, rows), int(request.entropy or with_mix)
-        threads, size = _blocks.team(rows.n, V, acc, logits.device)
-        buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.together, more=more)
+        threads, size = _blocks.partition(rows.n, V, acc, logits.device)
+        buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.in_place, more=more)
         columns = _blocks.split(column, size)
         mixes = _blocks.split_all(_Mix.of(request, rows), size) if with_mix else [None] * len(columns)
         blocks = zip(source.blocks(size), _blocks.split_all(sums, size), mixes, columns, strict=True)
-        share_out([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
+        run_jobs([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
     row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer()
     entropy = None if sums.moment is None else 0 - sums.moment
     of_rows = (None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy, sums.mix, sums.mix_weight))
-    found = StatsResult(sums.log_probs, *of_rows)
-    if lost is not None:
-        found.log_probs.masked_fill_(lost, math.nan).masked_fill_(ids == IGNORE, 0)
+    result = StatsResult(sums.log_probs, *of_rows)
+    if out_of_range is not None:
+        result.log_probs.masked_fill_(out_of_range, math.nan).masked_fill_(ids == IGNORE, 0)
     if sums.best is not None:
-        found = found._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~found.log_probs[:, 0].isnan())
-    return found if rows.whole else StatsResult._make(None if t is None else rows.put(t) for t in found)
+        result = result._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~result.log_probs[:, 0].isnan())
+    return result if rows.whole else StatsResult._make(None if t is None else rows.put(t) for t in result)
 
 
 def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -162,11 +160,11 @@ def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor)
     sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
     if rows.n:
         source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
-        threads, size = _blocks.team(rows.n, V, acc, logits.device)
-        buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.together, more=1)
+        threads, size = _blocks.partition(rows.n, V, acc, logits.device)
+        buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.in_place, more=1)
         parts = (_blocks.split_all(t, size) for t in (sums, _Mix.of(request, rows), tuple(normalizer)))
         blocks = zip(source.blocks(size), *parts, strict=True)
-        share_out([partial(_mix_block, source, request.transform, *block) for block in blocks], buffers)
+        run_jobs([partial(_mix_block, source, request.transform, *block) for block in blocks], buffers)
     return rows.put(sums.mix.squeeze(1)), None if sums.mix_weight is None else rows.put(sums.mix_weight.squeeze(1))
 
 
@@ -178,40 +176,41 @@ def _mix_block(
     row_max, log_sum = normalizer
     log_p = torch.sub(z, row_max, out=wide).sub_(log_sum)
     p = torch.exp(log_p, out=_blocks.top(buffers.more[0], block))
-    _add_up_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
+    _add_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
 
 
 class _Grad(NamedTuple):
     """Per-row terms of the gradient: M, A - B log S and B, the terms of the mixture, and the ids with their gradients.
 
-    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax of a
-    whole row, otherwise e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
+    p (A + B log p) = p (``plain`` + ``of_log`` d), and g_F q = ``of_mix`` p / (p + ``ratio``). p is ``torch.softmax``
+    for whole rows, and e^d times ``inv_sum`` for a part of a split row. ``column`` and ``of_ids`` are ``[n, K]``, all
+    others ``[n, 1]``.
     """
 
     plain: Tensor
     column: Tensor
     of_ids: Tensor
     row_max: Any = None
-    over_sum: Any = None
+    inv_sum: Any = None
     of_log: Any = None
     of_mix: Any = None
-    beside: Any = None
-    none: Any = None
+    ratio: Any = None
+    zero_a: Any = None
 
     @classmethod
     def of(
         cls, c: Coefficients, request: StatsRequest, row_max: Any, log_sum: Any, rows: _blocks.RowIndex, V: int
     ) -> _Grad:
         """Take the terms of these rows."""
-        column, lost = column_of(rows.take(request.ids), V)
+        column, out_of_range = column_of(rows.take(request.ids), V)
         of_ids, plain = rows.take(c.of_ids), rows.take(c.plain).unsqueeze(1)
-        if lost is not None:
+        if out_of_range is not None:
             if request.whole:
-                plain = plain.masked_fill((lost & (of_ids != 0)).any(1, keepdim=True), math.nan)
-            of_ids = of_ids.masked_fill(lost, 0)
+                plain = plain.masked_fill((out_of_range & (of_ids != 0)).any(1, keepdim=True), math.nan)
+            of_ids = of_ids.masked_fill(out_of_range, 0)
         grad = cls(plain, column, of_ids)
         if not request.whole:
-            grad = grad._replace(over_sum=torch.exp(-rows.take(log_sum)).unsqueeze(1))
+            grad = grad._replace(inv_sum=torch.exp(-rows.take(log_sum)).unsqueeze(1))
         if not request.whole or c.of_log is not None:
             grad = grad._replace(row_max=rows.take(row_max).unsqueeze(1))
         if c.of_log is not None:
@@ -219,23 +218,23 @@ class _Grad(NamedTuple):
             grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * rows.take(log_sum).unsqueeze(1))
         if c.of_mix is not None:
             mix = _Mix.of(request, rows)
-            grad = grad._replace(of_mix=rows.take(c.of_mix).unsqueeze(1), beside=mix.beside, none=mix.none)
+            grad = grad._replace(of_mix=rows.take(c.of_mix).unsqueeze(1), ratio=mix.ratio, zero_a=mix.zero_a)
         return grad
 
-    def made(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
-        """Write the gradient in the transformed logits z to ``out``, which may be z."""
+    def write(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
+        """Write the gradient with respect to the transformed logits z to ``out``, which may be z."""
         p = spare[0] if spare else out
-        if self.over_sum is None:
-            _blocks.a_row_at_a_time(torch.softmax, z, p)
+        if self.inv_sum is None:
+            _blocks.rowwise(torch.softmax, z, p)
         else:
-            torch.sub(z, self.row_max, out=p).exp_().mul_(self.over_sum)
+            torch.sub(z, self.row_max, out=p).exp_().mul_(self.inv_sum)
         if self.of_log is None:
             grad = torch.mul(p, self.plain, out=out)
         else:
             d = torch.sub(z, self.row_max, out=out)
             grad = torch.addcmul(self.plain, d.clamp_(min=FARTHEST), self.of_log, out=out).mul_(p)
         if self.of_mix is not None:
-            q = p.div_(torch.add(p, self.beside, out=spare[1])).masked_fill_(self.none, 1)
+            q = p.div_(torch.add(p, self.ratio, out=spare[1])).masked_fill_(self.zero_a, 1)
             grad.addcmul_(q, self.of_mix)
         return grad.scatter_add_(1, self.column, self.of_ids)
 
@@ -252,14 +251,14 @@ def backward(
     grad = _Grad.of(c, request, row_max, log_sum, rows, V)
     source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
-    threads, size = _blocks.team(rows.n, V, acc, logits.device)
+    threads, size = _blocks.partition(rows.n, V, acc, logits.device)
     target = _blocks.with_zeros_between(out, rows, size)
     buffers = _blocks.buffers_for(
-        threads, size, logits, narrow=not (source.together and target.together), slope=caps, more=more,
+        threads, size, logits, narrow=not (source.in_place and target.in_place), slope=caps, more=more,
         padded=isinstance(target, _blocks.RowScatter),
     )  # fmt: skip
     blocks = zip(source.blocks(size), target.blocks(size), _blocks.split_all(grad, size), strict=True)
-    share_out([partial(_grad_block, source, target, request, *block) for block in blocks], buffers)
+    run_jobs([partial(_grad_block, source, target, request, *block) for block in blocks], buffers)
 
 
 def _grad_block(
@@ -267,5 +266,5 @@ def _grad_block(
     to: Any, grad: _Grad, buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
     z, slope, wide = _blocks.transformed_rows(source, block, request.transform, buffers)
-    values = grad.made(z, target.room(to, wide), *(_blocks.top(t, block) for t in buffers.more))
+    values = grad.write(z, target.room(to, wide), *(_blocks.top(t, block) for t in buffers.more))
     target.store(to, through_(values, slope if request.through else 1.0, request.transform), buffers)

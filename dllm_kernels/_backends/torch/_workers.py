@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 # More threads would contend for the GIL, which each operation on a block holds for a few microseconds.
-MOST = 16
+MAX_THREADS = 16
 
 Resource = TypeVar("Resource")
 
@@ -27,11 +27,11 @@ class _Pool:
     """Threads of this process. A forked child does not inherit its parent's threads and starts its own."""
 
     def __init__(self) -> None:
-        self.forget()
+        self.reset()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.forget)
+            os.register_at_fork(after_in_child=self.reset)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.lock = threading.Lock()
         self.executor: ThreadPoolExecutor | None = None
         self.size = 0
@@ -69,17 +69,17 @@ def _start(count: int) -> ThreadPoolExecutor:
 _pool = _Pool()
 
 
-def how_many() -> int:
+def num_threads() -> int:
     """Return the number of worker threads for CPU work; 1: the calling thread, on all cores that torch uses."""
     cores = torch.get_num_threads()
     if not torch._C.has_openmp:  # without OpenMP all threads share one setting of the number of cores
         return 1
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < cores:
         return 1  # the thread is bound to a core, as by OMP_PROC_BIND, and new threads would inherit the binding
-    return min(cores, MOST)
+    return min(cores, MAX_THREADS)
 
 
-def share_out(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[Resource]) -> None:
+def run_jobs(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[Resource]) -> None:
     """Call every job once, in any order, on as many threads as there are resources; return when all are done.
 
     Args:

@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, Found, Kept
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
@@ -576,7 +576,7 @@ def _divergence_rows(
 
 
 @on_its_device
-def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> Found:
+def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
     """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
     value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
@@ -584,9 +584,9 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     if not with_grad:
         numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
         kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
-    found = Found(value, alpha, agree, kept)
-    _launch_rows(logits, request, kept, logits if with_grad else None, found[:3])
-    return found
+    result = DivergenceResult(value, alpha, agree, kept)
+    _launch_rows(logits, request, kept, logits if with_grad else None, result[:3])
+    return result
 
 
 @on_its_device

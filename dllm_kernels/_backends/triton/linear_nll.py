@@ -113,12 +113,12 @@ def row_nll_grad_(
         stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
         token_nll.row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
-    found = token_nll.new_rows(C, acc, logits.device, with_correct)
+    out = token_nll.new_rows(C, acc, logits.device, with_correct)
     bound_by_issue = (transform[0], transform[2]) != (None, None)
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
-        logits, targets, scale, *found, logits.stride(0), V, *arguments(transform),
+        logits, targets, scale, *out, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", ACC=_launch.acc(acc),
         **_launch.of_tile(tile),
     )  # fmt: skip
-    return found
+    return out

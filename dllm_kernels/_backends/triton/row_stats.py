@@ -354,16 +354,16 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     N, K = request.ids.shape
     acc = accum_dtype(logits.dtype)
 
-    def new(*shape: int, wanted: bool = True, dtype: torch.dtype = acc) -> Tensor | None:
-        return torch.empty(*shape, dtype=dtype, device=logits.device) if wanted else None
+    def new(*shape: int, requested: bool = True, dtype: torch.dtype = acc) -> Tensor | None:
+        return torch.empty(*shape, dtype=dtype, device=logits.device) if requested else None
 
-    log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, wanted=request.entropy)
-    correct = new(N, wanted=request.correct, dtype=torch.bool)
+    log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, requested=request.entropy)
+    correct = new(N, requested=request.correct, dtype=torch.bool)
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _launch.share(V, tile)
-        of_part = new(N, splits, wanted=request.entropy)
-        beaten = new(N, splits, wanted=request.correct, dtype=torch.bool)
+        of_part = new(N, splits, requested=request.entropy)
+        beaten = new(N, splits, requested=request.correct, dtype=torch.bool)
         inputs = (logits, request.ids, request.active, new(N, splits), new(N, splits), of_part, beaten)
         sizes = (*_launch.strides(logits), V, K, *arguments(request.transform))
         flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _launch.acc(acc)}

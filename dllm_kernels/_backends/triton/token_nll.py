@@ -205,23 +205,23 @@ def row_stats(
     B, L, V = logits.shape
     N = B * L
     acc = accum_dtype(logits.dtype)
-    found = new_rows(N, acc, logits.device, with_correct)
+    out = new_rows(N, acc, logits.device, with_correct)
     if N == 0:
-        return found
+        return out
     tile = _tiles.token_nll_fwd(V, logits.element_size())
     sizes = (*_launch.strides(logits), V, *arguments(transform))
-    inputs, outputs = (logits, targets, weights), (*found, weighted)
+    inputs, outputs = (logits, targets, weights), (*out, weighted)
     flags = {"WITH_CORRECT": with_correct, "ACC": _launch.acc(acc)}
     options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
     if tile.splits == 1:
         _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, **options)
-        return found
+        return out
     tiles, splits = _launch.share(V, tile)
     parts = [torch.empty(N, splits, dtype=dtype, device=logits.device) for dtype in (acc, acc, torch.bool)]
     _token_nll_fwd_split[(N * splits,)](*inputs, *parts, *sizes, tiles, splits, **flags, **options)
     options = {"BLOCK_K": triton.next_power_of_2(splits), "num_warps": 1, **FUSED}
     _token_nll_merge[(N,)](*inputs, *parts, *outputs, *sizes, splits, **flags, **options)
-    return found
+    return out
 
 
 @on_its_device
