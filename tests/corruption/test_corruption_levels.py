@@ -165,7 +165,7 @@ def test_coupled_levels_follow_the_first_seed():
         assert not torch.equal(a, sample_level(5, method=method, seeds=torch.tensor([4, 1, 1, 1, 1])))
 
 
-def test_levels_are_where_they_are_wanted():
+def test_sampled_levels_are_on_the_cpu_by_default():
     assert sample_level(2).device.type == "cpu"
     assert sample_level(2, seeds=torch.tensor([1, 2])).device.type == "cpu"
 

@@ -40,7 +40,7 @@ def test_mask_is_one_of_the_tokens(mask_token_id, vocab_size):
     assert noisy.max() <= 2
 
 
-def test_a_dtensor_is_told_what_to_do():
+def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
         device_mesh = None  # by which DTensors are known
 

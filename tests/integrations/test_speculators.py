@@ -213,7 +213,7 @@ def test_targets_of_another_dtype(host):
     assert torch.autograd.grad(host.utils.kl_div_loss(z, t).sum(), z)[0].dtype == torch.bfloat16
 
 
-def test_targets_that_want_a_gradient_get_it_from_the_eager_losses_alone(host):
+def test_only_eager_losses_give_targets_a_gradient(host):
     z, t = drawn(0, torch.float32)
     original = host.eager.kl_div_loss
     expected = torch.autograd.grad(original(z, t.requires_grad_()).sum(), t)[0]
@@ -369,7 +369,7 @@ def test_an_anchor_that_predicts_nothing_counts_in_no_rate_whether_it_is_masked_
 
 
 @pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-9])
-def test_the_loss_of_a_term_is_its_own_however_little_it_weighs(weight):
+def test_the_logged_loss_of_a_term_does_not_depend_on_its_coefficient(weight):
     i = sequence()
     _, alone = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config={"kl_div": 1})
     config = {"nla": 1, "ce": 2, "kl_div": weight}

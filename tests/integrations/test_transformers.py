@@ -195,7 +195,7 @@ def test_ranks_draw_differently_from_generators_that_are_alike(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [True, "0", 1.0])
-def test_a_rank_that_is_none_is_refused(rank):
+def test_an_invalid_rank_is_rejected(rank):
     with pytest.raises(TypeError, match=f"rank must be an int, got {type(rank).__name__}"):
         MaskedDiffusionCollator(99, rank=rank)
 
@@ -262,7 +262,7 @@ def test_labels_of_something_else_are_refused():
             pack_labels(*wrong)
 
 
-def test_epochs_are_apart_and_each_is_itself():
+def test_epochs_differ_and_each_is_reproducible():
     samples, runs = [sample(64, seed) for seed in (5, 6)], []
     collator = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
     for epoch in (0, 1, 2):
@@ -391,7 +391,7 @@ def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
     torch.testing.assert_close(*grads)
 
 
-def test_who_knows_nothing_has_a_loss_of_log_v():
+def test_a_uniform_prediction_has_a_loss_of_log_v():
     """On average over the noise, which holds with the supervised tokens as denominator and with no other."""
     V, n = 16, 400
     torch.manual_seed(4)
@@ -509,14 +509,14 @@ NO_LOSSES = {
 
 
 @pytest.mark.parametrize(("loss", "error", "message"), NO_LOSSES.values(), ids=NO_LOSSES)
-def test_what_is_no_loss_is_refused(loss, error, message):
+def test_an_invalid_loss_is_rejected(loss, error, message):
     with pytest.raises(error, match=f"^loss must {message}$"):
         BareTrainer(loss=loss)
     with pytest.raises(error, match=f"^loss must {message}$"):
         mdlm_loss_func((torch.zeros(1, 4, 13),), torch.zeros(1, 4, dtype=torch.int64), loss=loss)
 
 
-def test_what_is_no_weights_is_refused():
+def test_invalid_weights_are_rejected():
     labels, x = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, 13)
     for returned, error, message in (
         (1.0, TypeError, "must be a torch.Tensor, got float"),
@@ -554,7 +554,7 @@ class Model(nn.Module):
         self.lm_head = head
 
 
-def test_the_head_is_itself_again_afterwards():
+def test_the_head_is_restored_afterwards():
     model = Model(nn.Linear(4, 6))
     x = torch.randn(2, 4)
     before = model.lm_head(x)
@@ -855,7 +855,7 @@ def step(trainer, model, noise=True, scale=1.0, seed=0, device="cpu", **options)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_no_misuse(scale):
+def test_a_nan_loss_is_not_reported_as_misuse(scale):
     trainer, model = BareTrainer(), ChangingModel()
     assert not step(trainer, model, scale=scale).isfinite()
     assert step(trainer, model).isfinite()

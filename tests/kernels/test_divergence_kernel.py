@@ -303,7 +303,7 @@ def test_rows_of_weight_0_are_written_as_zeros(kind, offset):
 
 
 @pytest.mark.parametrize("count", [N, 0])
-def test_a_row_that_the_teacher_has_not_is_lost(count):
+def test_a_row_missing_in_the_teacher_gives_nan(count):
     V = 2 * TILE
     z, t, weights = (
         torch.randn(1, 4, V, device=DEVICE),
@@ -318,7 +318,7 @@ def test_a_row_that_the_teacher_has_not_is_lost(count):
     assert z.isnan().all()
 
 
-def test_lam_is_made_from_the_mean_where_it_is_given():
+def test_lambda_uses_the_mean_if_given():
     z, t, rest = drawn(TILE, torch.float32)
     options = {"kind": {"lk": 0.5, "kl": 0.2}, "eta": 2.0, "alpha": "mean"}
     exact, plain = (of_oracle(z, t, rest, options, ({}, {}), dtype) for dtype in (torch.float64, torch.float32))

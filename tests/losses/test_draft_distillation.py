@@ -342,7 +342,7 @@ def test_speculators(speculators, name):
     ("name", "anchor"), [("specforge-dflash", 0), ("speculators-dflash", 0), ("specforge-dspark", 1)]
 )
 @pytest.mark.parametrize("loss_gamma", [None, 4.0])
-def test_what_an_anchor_weighs_that_is_not_masked(name, anchor, loss_gamma):
+def test_the_weight_of_an_anchor_that_is_not_masked(name, anchor, loss_gamma):
     i = drawn()
     loss = DraftDistillationLoss.preset(name, position_weights="decay", loss_gamma=loss_gamma, reduction="none")
     given = {"confidence_logits": i.confidence} if name == "specforge-dspark" else {}
@@ -653,14 +653,14 @@ def call(form, settings, **changes):
 
 
 @forms
-def test_targets_that_are_not_given_are_none_that_is_wrong(form, monkeypatch):
+def test_missing_targets_pass_the_check_of_targets(form, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     assert call(form, {}, target_ids=None).total_loss.isfinite()
 
 
 @forms
 @pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=labelled)
-def test_what_the_settings_need(form, message, settings, changes):
+def test_arguments_that_the_settings_require(form, message, settings, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message.format(form))):
         call(form, settings, **changes)
 

@@ -951,6 +951,6 @@ def test_boundaries_that_do_not_rise_to_the_length(offsets):
 
 
 @pytest.mark.parametrize(("depth", "error"), [(-1, ValueError), (0.5, TypeError)])
-def test_a_depth_that_is_none(depth, error):
+def test_an_invalid_depth_raises(depth, error):
     with pytest.raises(error, match=r"^depth must be "):
         mtp.depths.mtp_labels(torch.arange(6), depth)

@@ -156,7 +156,7 @@ def parity_from_hidden_states(name, dtype, setting, backend):
 
 @every_kind
 @pytest.mark.parametrize("path", ["at once", "a row at a time", "on three threads"])
-def test_what_is_beside_the_loss(name, path, monkeypatch):
+def test_results_besides_the_loss(name, path, monkeypatch):
     """Value, a and agreement: the oracle's, detached, 0 where a row is off, the same bits from however many blocks."""
     if path != "at once":
         small_blocks(monkeypatch, threads=3 if "three" in path else 1)
@@ -273,7 +273,7 @@ def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_a_row_that_the_teacher_has_not(form, backend):
+def test_a_row_missing_in_the_teacher(form, backend):
     rows = torch.tensor([0, -1, R, 2], device=DEVICE)
     w = torch.randn(V, D, device=DEVICE)
     h, th = torch.randn(4, D, device=DEVICE, requires_grad=True), torch.randn(R, D, device=DEVICE)
@@ -436,7 +436,7 @@ def test_layouts(layout, columns, backend):
     torch.testing.assert_close(*results)
 
 
-def test_a_column_that_the_teacher_has_not():
+def test_a_column_missing_in_the_teacher_raises():
     z, t = torch.randn(3, V), torch.randn(3, V)
     columns = torch.arange(V) + 1
     with pytest.raises(IndexError, match=r"^draft_to_target must lie in \[0, 23\), got 23 at position \(22,\)$"):
@@ -482,7 +482,7 @@ def test_coefficients_that_change_from_step_to_step_are_one_graph():
 
 
 @pytest.mark.parametrize("kinds", every_time([{"jsd": 0.5, "kl": 1.0}], [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}]))
-def test_a_beta_that_comes_to_an_end_in_one_graph(kinds):
+def test_a_beta_that_reaches_0_or_1_in_one_graph(kinds):
     """It is kl at 0 and rkl at 1, whose limits jsd's own formula does not have."""
     torch.manual_seed(0)
     z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))

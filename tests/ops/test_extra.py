@@ -94,7 +94,7 @@ def test_token_log_probs():
         torch.testing.assert_close(got, wanted)
 
 
-def test_every_option_beside_it(backend):
+def test_extra_with_every_other_option(backend):
     """What is returned beside the loss, of transformed logits, in a call that is told how many rows are active."""
     h, w, b, u, second = draw_leaves(0)
     case = BY_NAME["weighted_nll"]
@@ -453,7 +453,7 @@ def test_float64_beside_autocast():
         ops.linear_token_nll(h, w, y, extra=(u.double(), second))
 
 
-def test_where_it_does_not_belong():
+def test_extra_is_rejected_where_unsupported():
     h, w, _, u, second = draw_leaves(0)
     y = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
     with pytest.raises(ValueError, match=r"^extra must be None without weight, got a second part"):

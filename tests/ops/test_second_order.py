@@ -69,7 +69,7 @@ def test_a_penalty_on_a_gradient_is_an_error_whosever_gradient_is_asked_for(form
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)
-def test_neither_has_the_gradient_one_in_what_weighed_the_rows(form, name):
+def test_the_gradient_has_no_derivative_in_the_weights_of_the_rows(form, name):
     _, x, value = built(form, name, backend="torch")
     weight = torch.rand(value.shape, device=DEVICE, requires_grad=True)
     (g,) = torch.autograd.grad((weight * value).sum(), x, create_graph=True)
@@ -114,7 +114,7 @@ COMPILED = [
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
-def test_of_a_compiled_op_too(form, name, half):
+def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
     """Gradients that forward has made are outputs of the compiled op, from which nothing leads to an input."""
     torch.compiler.reset()
     dtype = torch.float16 if half else torch.float32
@@ -142,7 +142,7 @@ def test_a_compiled_op_keeps_no_input_for_that_error():
 
 
 @pytest.mark.parametrize("name", ["token_nll", "row_stats"])
-def test_a_check_of_second_derivatives_meets_it(name):
+def test_gradgradcheck_raises(name):
     x = torch.randn(N, V, device=DEVICE, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradgradcheck(lambda x: OF_LOGITS[name](x, backend="torch"), [x])

@@ -559,7 +559,7 @@ def test_bad_input(changed, error, message):
         policy_views(**given)
 
 
-def test_a_dtensor_is_told_what_to_do():
+def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
         device_mesh = None  # by which DTensors are known
 
