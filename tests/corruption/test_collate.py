@@ -319,7 +319,7 @@ def test_a_field_with_fractions_or_large_numbers_raises(field, value, got):
 @pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
 @pytest.mark.parametrize("large", [2**53 + 1, -(2**53) - 1, 2**60 + 1, np.int64(2**53 + 1)])
 def test_an_int_that_float64_cannot_represent_raises(field, large):
-    """Beside a float a list is one of floats, which hold no odd number beyond 2**53."""
+    """A list with a float is a list of floats, which cannot represent odd integers beyond 2**53."""
     message = f"sample 1, field '{field}' must hold no floats beside an int beyond 2**53, got {large} at position 1"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DLLMCollator()([sample(3), sample(3) | {field: [1.0, large, 2]}])

@@ -313,7 +313,7 @@ def test_a_product_and_a_sum_are_rounded_separately():
 @pytest.mark.gpu
 @every_routine
 def test_one_launch_and_no_host_sync(routine):
-    """``tests/support/mock_gpu_checks.py`` counts the same on a GPU that is not there."""
+    """``tests/support/mock_gpu_checks.py`` counts the same on a mock GPU."""
     ids, loss_mask, seeds = batch(8, 512, "cuda")
     given = routine.given_on(ids)
     routine.launch(ids, loss_mask, **given, seeds=seeds)
@@ -452,7 +452,7 @@ def test_an_empty_batch_does_not_hide_an_unknown_backend(shape):
 
 
 def test_a_token_of_1_masks(device):
-    """Triton hands an integer of 1 over as a constant, unless told not to."""
+    """By default, Triton passes an integer equal to 1 as a constant."""
     ids, mask, seeds = batch(2, 9, device)
     for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
         kernel = routine(ids, mask, 1, seeds=seeds, backend="triton")

@@ -1,4 +1,4 @@
-"""What corrupt_mix and its siblings are given by mistake: probabilities that are none, a vocabulary without MASK."""
+"""Invalid arguments of corrupt_mix and related functions, such as bad probabilities or a vocabulary without MASK."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""speculators patched and unpatched: its losses are ours and the same, its metrics come from hidden states too."""
+"""speculators patched and unpatched: its losses are ours with equal results, and so are metrics from hidden states."""
 
 import importlib
 import inspect
@@ -25,7 +25,7 @@ NAMES = sorted(integration.OURS)
 
 @pytest.fixture
 def host():
-    """Its losses and metrics, unpatched; whatever the test patches is put back."""
+    """Its losses and metrics, unpatched; all patches of the test are restored."""
     with trainers.loaded(trainers.SPECULATORS, "losses.utils", "losses.eager") as modules:
         metrics = "dflash.metrics", "dspark.metrics"
         dflash, dspark = (importlib.import_module(f"speculators.models.{name}") for name in metrics)
@@ -137,7 +137,7 @@ def drawn(seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("key", integration.KINDS)
 def test_a_loss_of_either_table_is_the_eager_one_of_the_host(host, key, dtype):
-    """Also through the fused table, whose own losses need a GPU. The host works in float32 whatever it is given."""
+    """Also through the fused table, whose original losses need a GPU. The host computes in float32 for every dtype."""
     original = host.utils._EAGER_LOSS_FN_MAP[key]
     upstream = torch.randn(1, T, device=DEVICE)
     draws = [drawn(seed, dtype) for seed in range(4)]
@@ -331,7 +331,7 @@ def test_metrics_of_dflash_by_dpace(host, key):
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("weighting", integration.WEIGHTS)
 def test_metrics_of_dspark(host, weighting, confident):
-    """The confidence keeps the decay, whatever weighs the rest."""
+    """The confidence term keeps the decay, whichever weights the other terms use."""
     i, config = sequence(masked_anchor=False), host.utils.resolve_loss_config("kl_div", "eager")
     given = {"per_position_loss_weight": weighting, "confidence_head_alpha": 0.7, "sample_from_anchor": True}
 

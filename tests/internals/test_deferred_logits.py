@@ -1,4 +1,4 @@
-"""Logits made late: the same numbers and gradients whatever is done with them, and not made where nobody looks."""
+"""Deferred logits: equal values and gradients for every use, and no computation without a use."""
 
 import copy
 import operator
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def deferred(after=lambda z: z):
-    """What comes out of a model, its hidden states, and the logits that it makes otherwise."""
+    """Return the model's output, its hidden states, and the logits that it would compute."""
     model, hidden = Model(after).to(DEVICE), torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
     with deferred_logits(model) as defers:
         assert defers

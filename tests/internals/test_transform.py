@@ -1,4 +1,4 @@
-"""What the checks make of the steps of a transform."""
+"""Normalisation of the steps of a transform by the checks."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The Triton kernel over pairs of rows: every kind, on rows that go wrong if a kernel is careless, wherever they lie.
+"""The Triton kernel over pairs of rows: every kind, on edge-case rows and at every alignment.
 
-What the public functions make of it stands in ``test_divergence.py``.
+``test_divergence.py`` tests the public functions.
 """
 
 import itertools
@@ -237,7 +237,7 @@ def test_every_kind_of_row(kind, dtype):
 
 
 def in_memory_of_its_own(t, offset):
-    """The same rows at a distance of an odd number of columns, beginning ``offset`` columns into their memory."""
+    """Copy the rows to an odd row stride, beginning ``offset`` columns into their memory."""
     memory = torch.full((*t.shape[:-1], t.shape[-1] + 5 + t.shape[-1] % 2), NAN, dtype=t.dtype, device=DEVICE)
     return memory[..., offset : offset + t.shape[-1]].copy_(t)
 
@@ -246,7 +246,7 @@ def in_memory_of_its_own(t, offset):
 @pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
 @pytest.mark.parametrize("V", [TILE, TILE + 13])
 def test_a_row_has_its_bits_wherever_it_lies(kind, V):
-    """And nothing beside it is written: in place, in other memory, at any offset, between other rows."""
+    """And memory beside it is not written: in place, in other memory, at any offset, between other rows."""
     z, t, rest = drawn(V, torch.bfloat16)
     expected = launched(z, t, rest, KINDS[kind])
     order = torch.tensor([3, 0, 5], device=DEVICE)

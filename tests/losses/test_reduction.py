@@ -1,4 +1,4 @@
-"""``reduction="none"``: what each row of a loss adds, for trainers with denominators of their own."""
+"""``reduction="none"``: the contribution of each row, for trainers with custom denominators."""
 
 import math
 from dataclasses import replace

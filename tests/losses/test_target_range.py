@@ -1,4 +1,4 @@
-"""Ids out of range on request: which words ask for it, and what a loss of two kinds of ids calls them."""
+"""Check of ids out of range: values that enable it, and the names of the two kinds of ids of a loss in its errors."""
 
 import re
 

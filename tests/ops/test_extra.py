@@ -1,4 +1,4 @@
-"""A head of two parts: every linear op and loss with ``extra`` against whole logits, what it costs, bad input."""
+"""Two-part heads: every linear op and loss with ``extra`` compared with the full logits; its cost; bad input."""
 
 import functools
 import math
@@ -315,7 +315,7 @@ def test_autocast():
 
 
 def test_backward_a_second_time():
-    """Gradients that were made in the forward pass are given away once; per row they are kept."""
+    """Gradients computed in forward are released after the first backward; gradients per row are kept."""
     h, w, _, u, second = draw_leaves(0)
     second.requires_grad_()
     y, weights = torch.randint(0, V, (B, L), device=DEVICE), torch.rand(B, L, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Options that are yes or no take nothing that only looks so, and what is a constant takes no gradient."""
+"""Bool options reject other values, and constants reject tensors that require a gradient."""
 
 import re
 
@@ -158,7 +158,7 @@ WEIGHTED = {
 
 @pytest.mark.parametrize("instead", WEIGHTED)
 def test_weights_take_no_gradient(instead):
-    """Detached, they would train nothing, and nobody would know."""
+    """If they were detached, they would silently train nothing."""
     weights = torch.ones(len(IDS), requires_grad=True)
     message = (
         f"weights must not require a gradient, since it is taken as a constant; detach it, or use {instead.strip()}"
@@ -201,7 +201,7 @@ def test_a_mixture_is_not_negative(place):
 
 
 def test_statistics_can_be_written_to_before_backward():
-    """As plain torch's can that it does not need any more."""
+    """As in plain torch, which does not need them for backward."""
     gradients = []
     for overwrite in (False, True):
         x = X.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Noisy views and their scores: against the oracle from the same random bits, and by the laws that they promise."""
+"""Noisy views and their scores: compared with the oracle on the same random bits, and their documented properties."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The harness measures what it says it measures."""
+"""The benchmark harness measures correctly."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""The mutation tool: what it breaks, what it leaves alone, how evenly it chooses, and one whole run."""
+"""The mutation tool: its mutations, code that it skips, its even choice, and one complete run."""
 
 import ast
 import fnmatch

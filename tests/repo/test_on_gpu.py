@@ -1,4 +1,4 @@
-"""A rehearsal of the run on a GPU: its plan, every cut, what is left when it is killed, and the verdicts."""
+"""A rehearsal of the run on a GPU: its plan, its time limits, its results after a kill, and the verdicts."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def quick(work):
 
 
 def hanging(step, work):
-    """That step, which leaves its group, and never ends."""
+    """Make this step leave its process group and never end."""
     escaped = f"echo \\$\\$ > {work}/escaped.pid; trap '' TERM; while true; do sleep 0.1; done"
     text = f"""echo '{{"results": [1]}}' > {work}/{step.name}.json; setsid sh -c "{escaped}" & sleep 60"""
     return shell(step.name, text, minutes=0.02)
@@ -226,7 +226,7 @@ t.on_gpu.main(["--out", sys.argv[1], "--rehearse"])
 
 
 def test_a_killed_run_keeps_its_measurements(tmp_path):
-    """Also of the step that was under way."""
+    """Including those of the running step."""
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=on_gpu.ROOT, stdout=subprocess.DEVNULL
     )
@@ -351,7 +351,7 @@ def test_a_result_with_too_large_an_error_is_wrong_at_any_speed(tmp_path):
 
 
 def test_failed_candidates_are_named(tmp_path):
-    """A peer beside those that ran; ours instead of a number; what could not be imported, once."""
+    """A failed peer is listed next to those that ran, our failure instead of the number, a failed import once."""
     failed = {"timing": None, "extra": {"failed": "RuntimeError: no"}}
     (tmp_path / "peers.json").write_text(json.dumps({"imports": {"quack": "ImportError: none", "liger_kernel": None}}))
     lines = written(

@@ -1,4 +1,4 @@
-"""The comparison with float64 that precedes measurements on a GPU: it passes, and finds what it is there for."""
+"""The comparison with float64 before measurements on a GPU: it passes, and detects errors."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Checks of a head of two parts in several processes: the second split as the head is, sharded, its rows laid out."""
+"""Checks of a two-part head in several processes: the second part split like the head, sharded, in several layouts."""
 
 import torch
 import torch.distributed as dist

@@ -233,7 +233,7 @@ def fsdp_chunks_and_columns(name):
 
 @check(2, name=NAMES)
 def fsdp_frozen_head(name):
-    """Gathered, and nothing of a gradient made or sent; the hidden states' gradient is right."""
+    """The head is gathered, but no gradient of it is computed or sent; the gradient of the hidden states is correct."""
     for setup in (own_unit, in_root, loss_head):
         compare(name, setup, prepare=frozen_head)
     compare(name, logits_of(own_unit), prepare=frozen_head, form="logits")
@@ -345,7 +345,7 @@ def replace_parameters(model, how):
 
 @check(2, how=("assign", "to_empty"))
 def fsdp_gradient_divide_factor_outlives_the_parameters(how):
-    """``load_state_dict(assign=True)`` replaces them, ``to_empty`` swaps all that they hold."""
+    """The factor survives ``load_state_dict(assign=True)``, which replaces the parameters, and ``to_empty``."""
     for setup in (own_unit, in_root):
 
         def summing(model, setup=setup, **options):
@@ -612,7 +612,7 @@ class Adapted(nn.Linear):
 
 @check(2)
 def fsdp_heads_that_do_more():
-    """FSDP2's own class and hooks are no obstacle; a forward or a hook of somebody else is one, sharded or not."""
+    """FSDP2's class and hooks are accepted; another forward or hook is rejected, sharded or not."""
     job, loss_fn = Job("MTP"), ours.FusedLinearCrossEntropy()
 
     def loss(model):
@@ -674,7 +674,7 @@ def replicated_head_gets_the_average():
 
 @check(4)
 def fsdp_layouts_that_cannot_be_served():
-    """What ``reshard_after_forward`` with a number leaves after a forward is a copy, whose gradient goes nowhere."""
+    """After a forward, ``reshard_after_forward`` with a number leaves a copy, whose gradient would be lost."""
     ids = torch.randint(0, V, (B, L))
     for setup in (own_unit, after_root):
         model = Model()
@@ -691,7 +691,7 @@ def fsdp_layouts_that_cannot_be_served():
 
 @check(2)
 def fsdp_gradient_that_comes_too_late():
-    """A head left gathered by a metric, handed to a loss, then called: FSDP2 frees it before the loss's gradient."""
+    """FSDP2 frees a head left gathered by a metric, passed to a loss, then called, before the gradient of the loss."""
     ids = torch.randint(0, V, (B, L))
     for loss in (ops.weighted_linear_nll, lambda *x: ops.linear_token_nll(*x[:3])):
         model = Model()
@@ -707,7 +707,7 @@ def fsdp_gradient_that_comes_too_late():
 
 @check(2)
 def fsdp_second_derivative():
-    """A penalty on the shards' gradient raises, whosever is asked for; of the gathered head's other uses too."""
+    """A penalty on the gradient of the shards raises for every input, also for other uses of the gathered head."""
     ids = torch.randint(0, V, (B, L))
 
     def plain(hidden, weight, y):
