@@ -39,14 +39,14 @@ FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
 
 
 class HeadWithMethod(nn.Linear):
-    """A head with a method for the loss, which FSDP2 has to be told of."""
+    """A head with a method for the loss, which must be registered with FSDP2."""
 
     def compute(self, hidden, loss):
         return loss(hidden, self.weight, self.bias)
 
 
 def own_unit(model, **options):
-    """The head is a unit of its own, and its parameters are used outside of its forward."""
+    """The head is a separate unit, and its parameters are used outside of its forward."""
     for module in (model.body, model.lm_head, model):
         fully_shard(module, **options)
     return plainly(model)
@@ -66,14 +66,14 @@ def after_root(model, **options):
 
 
 def loss_head(model, **options):
-    """The loss runs in the forward of the head, a unit of its own."""
+    """The loss runs in the forward of the head, which is a separate unit."""
     model.lm_head = LossHead.of(model.lm_head)
     own_unit(model, **options)
     return lambda ids, loss: model.lm_head(model(ids), loss)
 
 
 def head_method(model, **options):
-    """The same through a method that FSDP2 has been told of."""
+    """The loss runs in a method of the head that is registered with FSDP2."""
     own_unit(model, **options)
     register_fsdp_forward_method(model.lm_head, "compute")
     return lambda ids, loss: model.lm_head.compute(model(ids), loss)
@@ -87,7 +87,7 @@ def untouched(model):
 
 
 def freeze(*names):
-    """The parameters do not train."""
+    """Freeze the parameters."""
 
     def frozen(model):
         for name in names:
@@ -124,7 +124,7 @@ def compare(
 
 
 def deferring(setup):
-    """The model calls its head, which hands on what it was given, and the loss takes that and the head's parameters."""
+    """The model calls its head, which returns its input; the loss takes this output and the head's parameters."""
 
     def set_up(model, **options):
         setup(model, **options)
@@ -151,7 +151,7 @@ def fsdp_deferred_logits(name):
 
 @check(2)
 def fsdp_deferred_logits_that_are_made():
-    """By the head itself, gathered anew: the loss from logits has the same gradients."""
+    """The head itself computes them, gathered again: the loss from logits has the same gradients."""
     for setup in (in_root, own_unit):
         job = Job("mdlm, counted", "logits")
         loss, grads = job.expected(Model(), 2)
@@ -422,7 +422,7 @@ def fsdp_accumulation(name):
 
 @check(2, name=("mdlm, counted", "MTP"))
 def fsdp_checkpointing(name):
-    """The loss is computed again in backward, and with it what it gathers."""
+    """Backward recomputes the loss, and gathers again for it."""
 
     def checkpointed(setup, reentrant):
         def around(model, **options):
@@ -443,7 +443,7 @@ WITH_ORACLE = tuple(name for name in NAMES if name != "pipeline")
 
 @check(2, name=WITH_ORACLE)
 def fsdp_mixed_precision(name):
-    """Parameters in float32, computed with in bfloat16: as near to float64 as plain PyTorch in bfloat16 is."""
+    """float32 parameters with bfloat16 computation: as close to float64 as plain PyTorch in bfloat16."""
     rounded = {key: t.bfloat16() for key, t in Model().state_dict().items()}
 
     def model(dtype):
@@ -484,7 +484,7 @@ OUTPUT_IN_BF16 = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
 
 
 def rounding_loss_head(model, **options):
-    """:class:`LossHead` with a policy that rounds what its forward returns."""
+    """:class:`LossHead` with a policy that casts the output of its forward."""
     model.lm_head = LossHead.of(model.lm_head)
     fully_shard(model.lm_head, mp_policy=OUTPUT_IN_BF16, **options)
     fully_shard(model, **options)
@@ -493,14 +493,14 @@ def rounding_loss_head(model, **options):
 
 @check(2, name=NAMES)
 def fsdp_output_dtype(name):
-    """Neither the loss is rounded nor the gradient that comes to it; FSDP2's hooks run as ever."""
+    """Neither the loss nor its upstream gradient is rounded; FSDP2's hooks still run."""
     for reshard in (False, True):
         compare(name, rounding_loss_head, reshard_after_forward=reshard)
 
 
 @check(2)
 def fsdp_output_dtype_of_counts():
-    """301 is no bfloat16; logits are rounded as the policy says; the head in a unit of several modules too."""
+    """301 is not a bfloat16 number. Logits are rounded by the policy. Also for a head in a unit of several modules."""
     hidden, mask = torch.randn(301, 3, D), torch.ones(301, 3)
     head = LossHead.of(Model().float().lm_head)
     ids = head(hidden).argmax(-1)
@@ -557,7 +557,7 @@ def fsdp_gathers_in_the_dtype_of_the_computation():
 
 @check(2)
 def fsdp_several_uses_in_one_graph():
-    """Handed to two losses and used by its own forward between them; gathered by hand for two others."""
+    """Two losses and, between them, its own forward use the head; two other losses use a manually gathered head."""
     ids, y = torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L))
 
     def loss(model, ids, y, gather):
@@ -644,7 +644,7 @@ def fsdp_heads_that_do_more():
 
 @check(2, name=FEW)
 def fsdp_tied_embeddings(name):
-    """One parameter for embedding and head, which FSDP2 wants in one unit: the root, or one of the two together."""
+    """One parameter for embedding and head, which FSDP2 requires in one unit: the root, or a unit of both."""
 
     def together(model):
         fully_shard(model.body)
@@ -659,7 +659,7 @@ def fsdp_tied_embeddings(name):
 
 @check(2)
 def replicated_head_gets_the_average():
-    """A head that is a DTensor, whole on every rank, each with rows of its own."""
+    """A head that is a replicated DTensor, with different rows on each rank."""
     hidden, y, w = (
         torch.randn(B, L, D).double(),
         torch.randint(0, V, (B, L)),
