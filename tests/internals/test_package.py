@@ -1,4 +1,4 @@
-"""The row ops that a compiled call looks up by name."""
+"""The row ops that a compiled call finds by their names."""
 
 from dllm_kernels._core import _compiled, _divergence, _nll, _sample, _soft_embedding, _stats
 from dllm_kernels._core._op import RowOp
