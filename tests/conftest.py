@@ -1,4 +1,4 @@
-"""Run the kernels on the GPU where there is one, else on CPU tensors under Triton's interpreter."""
+"""Test configuration: kernels run on the GPU if there is one, otherwise on CPU tensors under Triton's interpreter."""
 
 import fcntl
 import functools
@@ -23,8 +23,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
-# Inductor's cache on disk does not ask for which vectors its code was written: what it finds there from another kind of
-# processor, or from a run with another ATEN_CPU_CAPABILITY, does not compile or gives wrong numbers (torch 2.13).
+# Inductor's disk cache ignores the vector width of its code. Code from another kind of processor, or from a run with
+# another ATEN_CPU_CAPABILITY, does not compile or gives wrong numbers (torch 2.13).
 VECTORS = torch.backends.cpu.get_cpu_capability().lower()
 CACHE = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{VECTORS}")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
@@ -33,7 +33,7 @@ if os.environ.get("PYTEST_XDIST_WORKER") and "OMP_NUM_THREADS" not in os.environ
     torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":  # each seed notes who gave it for devices that are not there, which takes as long as a small test
+if DEVICE == "cpu":  # for a missing device, each seed records its caller, which is slow
     for backend in (torch.cuda, torch.xpu, torch.mtia):
         backend.manual_seed_all = lambda seed: None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -45,9 +45,9 @@ if INTERPRETED:
 
 
 def every_time(chosen, values, name=None):
-    """``values`` as a test's parameters: the ``chosen`` of them every time, the others with the exhaustive tests.
+    """Return ``values`` as parameters: the ``chosen`` ones run every day, the others with the exhaustive tests.
 
-    A tuple is several parameters. ``name(value)`` is what a value is called in the test's name.
+    A tuple is several parameters. ``name(value)`` is the name of a value in the test id.
     """
     params = []
     for value in values:
@@ -58,10 +58,10 @@ def every_time(chosen, values, name=None):
 
 
 def drawn(everyday=8, exhaustive=32, **strategies):
-    """Hypothesis draws these arguments of a test: so many examples every time, and so many with the exhaustive tests.
+    """Let Hypothesis draw these arguments: ``examples`` examples every day, ``exhaustive`` in the exhaustive half.
 
-    Always the same ones: what finds a counterexample by luck is no test of the change at hand. With ``exhaustive=None``
-    the test is given its number of ``examples`` elsewhere.
+    The examples are always the same, because a counterexample found by luck does not test the change at hand. With
+    ``exhaustive=None``, the test is given its number of ``examples`` elsewhere.
     """
 
     def decorated(test):
@@ -82,9 +82,9 @@ def drawn(everyday=8, exhaustive=32, **strategies):
 
 
 def covering(items, strength, chosen=()):
-    """As few as are found of a function's cases in which any ``strength`` of its parameters take all values they have.
+    """Return a small subset of the cases in which any ``strength`` parameters take all combinations of their values.
 
-    Beside those already ``chosen``.
+    The result does not repeat combinations of the ``chosen`` cases.
     """
 
     def combinations(item):
@@ -95,13 +95,13 @@ def covering(items, strength, chosen=()):
     wanted = set().union(*(c for _, c in left)).difference(*map(combinations, chosen))
     more = []
     while wanted:
-        item, best = max(left, key=lambda pair: len(pair[1] & wanted))  # the first of equals
+        item, best = max(left, key=lambda pair: len(pair[1] & wanted))  # the first one of ties
         more.append(item)
         wanted -= best
     return more
 
 
-@pytest.hookimpl(tryfirst=True)  # before the marks are asked for
+@pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
 def pytest_collection_modifyitems(items):
     large = defaultdict(list)
     for item in items:
@@ -124,18 +124,18 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is there now stays: whoever looks for garbage, as Dynamo and some tests do, need not go through it."""
+    """Freeze all current objects, so that garbage collections by Dynamo and by some tests skip them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # what stays to the end of the process, nanobind reports as leaked
+    gc.unfreeze()  # otherwise nanobind reports these objects as leaked
 
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
-    """(name, make) -> a path that ``make(path)`` has made, once for all pytest workers: the others wait for it."""
+    """(name, make) -> a path created by ``make(path)``, once for all pytest workers; the other workers wait for it."""
     folder = tmp_path_factory.getbasetemp()
     if os.environ.get("PYTEST_XDIST_WORKER"):
         folder = folder.parent
@@ -151,11 +151,11 @@ def once(tmp_path_factory):
     return made
 
 
-DEADLINE = 900  # seconds for all that runs in several processes, beside other tests; a group's own timeout is 30
+DEADLINE = 900  # seconds for all checks in several processes, while other tests run; the timeout of a group is 30
 
 
 def run_in_several_processes(items, folder):
-    """What the tests of a session ask for by ``ranks``, in one start of ``tests/support/distributed_workers.py``."""
+    """Run the checks that the tests of a session request by ``ranks``, in one start of the workers."""
     asked = defaultdict(list)
     for group, name in (mark.args for item in items for mark in item.iter_markers("ranks")):
         asked[group].append(name)
@@ -178,13 +178,13 @@ def run_in_several_processes(items, folder):
 
 @pytest.fixture(scope="session")
 def several_processes(once, request):
-    """The folder of what several processes found that tests of this session ask for, each group in one of its own."""
+    """Folder with the results of the requested checks in several processes, one subfolder per group."""
     return once("several_processes", lambda folder: run_in_several_processes(request.session.items, folder))
 
 
 @pytest.fixture(autouse=True)
 def overflow(request):
-    """Where indices are the subject, integer arithmetic of a kernel that leaves 32 bits is an error."""
+    """In tests marked ``indices``, 32-bit integer overflow in a kernel is an error."""
     if not INTERPRETED or not request.node.get_closest_marker("indices"):
         yield
         return
@@ -194,7 +194,7 @@ def overflow(request):
 
 @pytest.fixture
 def nothing_is_left_unwritten(monkeypatch):
-    """Fresh memory holds NaN and the largest integers; a module of tests about rows asks for it by ``usefixtures``."""
+    """Fill new memory with NaN and the largest integers; modules of tests about rows request it by ``usefixtures``."""
     from tests.support.parity import poison_empty
 
     poison_empty(monkeypatch)
@@ -207,9 +207,9 @@ def device():
 
 @pytest.fixture
 def last_program_first(monkeypatch):
-    """Run the programs of a launch backwards: what one of them writes into the place of another then stays."""
+    """Run the programs of a launch in reverse order, so that a write into another program's output persists."""
     if DEVICE != "cpu":
-        pytest.skip("the order of programs is Triton's interpreter's")
+        pytest.skip("only Triton's interpreter has a defined order of programs")
     builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
     in_order = builder.set_grid_idx
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: in_order(builder.grid_dim[0] - 1 - x, y, z))
@@ -217,9 +217,9 @@ def last_program_first(monkeypatch):
 
 @pytest.fixture
 def fused_products():
-    """Round once in every sum or difference of a product, as compiled kernels may and Triton's interpreter does not."""
+    """Round sums and differences of products only once, as compiled kernels may and Triton's interpreter does not."""
     if not INTERPRETED:
-        pytest.skip("compiled kernels are fused as the compiler likes")
+        pytest.skip("the compiler decides on fusion in compiled kernels")
     with interpreter.products_fused():
         yield
 

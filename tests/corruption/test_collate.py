@@ -293,7 +293,7 @@ def test_unequal_lengths_are_named(field):
         ([1, 10**400], "list of int"),
     ],
 )
-def test_what_is_no_sequence_of_numbers_is_named(field, value, got):
+def test_a_field_that_is_not_a_sequence_of_numbers_raises(field, value, got):
     with pytest.raises(TypeError, match=f"sample 1, field '{field}' must be a sequence of numbers, got {got}$"):
         DLLMCollator()([sample(3), sample(2) | {field: value}])
 
@@ -310,7 +310,7 @@ def test_what_is_no_sequence_of_numbers_is_named(field, value, got):
         (torch.tensor([1, 0.5]), "0.5"),
     ],
 )
-def test_what_is_not_whole_is_named(field, value, got):
+def test_a_field_with_fractions_or_large_numbers_raises(field, value, got):
     message = f"sample 1, field '{field}' must hold whole numbers of 64 bits, got {got}.* at position 1"
     with pytest.raises(ValueError, match=message):
         DLLMCollator()([sample(3), sample(2) | {field: value}])
@@ -318,8 +318,8 @@ def test_what_is_not_whole_is_named(field, value, got):
 
 @pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
 @pytest.mark.parametrize("large", [2**53 + 1, -(2**53) - 1, 2**60 + 1, np.int64(2**53 + 1)])
-def test_an_int_that_becomes_another_float_is_named(field, large):
-    """Beside a float a list is one of floats, which hold no odd number beyond 2**53."""
+def test_an_int_that_float64_cannot_represent_raises(field, large):
+    """A list with a float is a list of floats, which cannot represent odd integers beyond 2**53."""
     message = f"sample 1, field '{field}' must hold no floats beside an int beyond 2**53, got {large} at position 1"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         DLLMCollator()([sample(3), sample(3) | {field: [1.0, large, 2]}])
@@ -334,12 +334,12 @@ def test_whole_numbers_of_a_mixed_list_are_exact():
 
 
 @pytest.mark.parametrize("value", [[[1], [2]], torch.ones(2, 3)])
-def test_what_has_more_dimensions_is_named(value):
+def test_a_nested_field_raises(value):
     with pytest.raises(ValueError, match=r"sample 0, field 'loss_mask' must be 1-d, got shape \(2, "):
         DLLMCollator()([sample(2) | {"loss_mask": value}])
 
 
-def test_a_sample_that_is_no_dict_is_named():
+def test_a_sample_that_is_not_a_dict_raises():
     with pytest.raises(TypeError, match="sample 1 must be a dict, got list"):
         DLLMCollator()([sample(2), [1, 2]])
 

@@ -164,7 +164,7 @@ def test_outputs_are_their_own_memory(routine, backend, device):
 
 
 @some_routines
-def test_a_row_with_a_seed_does_not_know_its_batch(routine, backend, device):
+def test_a_row_with_a_seed_is_independent_of_its_batch(routine, backend, device):
     ids, loss_mask, seeds = batch(6, 70, device)
     whole = routine(ids, loss_mask, seeds=seeds, backend=backend)
     for rows in ([4], [5, 0, 3]):
@@ -214,7 +214,7 @@ STORED = {
 }
 
 
-def test_fewer_positions_are_a_prefix_only_where_length_does_not_matter():
+def test_blocks_of_a_shorter_row_are_a_prefix_of_those_of_the_full_row():
     ids, loss_mask, seeds = batch(2, 64)
     short = corruption.corrupt_blockwise(ids[:, :32], loss_mask[:, :32], MASK, 16, seeds=seeds)
     long = corruption.corrupt_blockwise(ids, loss_mask, MASK, 16, seeds=seeds)
@@ -304,7 +304,7 @@ for name, specimen in found.items():
 
 
 @pytest.mark.exhaustive
-def test_no_product_and_sum_become_one_rounding():
+def test_a_product_and_a_sum_are_rounded_separately():
     # The masks agree between devices only if the compiler rounds every step; kernels here may be interpreted.
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=Path(__file__).parents[2])
@@ -312,8 +312,8 @@ def test_no_product_and_sum_become_one_rounding():
 
 @pytest.mark.gpu
 @every_routine
-def test_one_launch_and_no_wait(routine):
-    """``tests/support/mock_gpu_checks.py`` counts the same on a GPU that is not there."""
+def test_one_launch_and_no_host_sync(routine):
+    """``tests/support/mock_gpu_checks.py`` counts the same on a mock GPU."""
     ids, loss_mask, seeds = batch(8, 512, "cuda")
     given = routine.given_on(ids)
     routine.launch(ids, loss_mask, **given, seeds=seeds)
@@ -452,7 +452,7 @@ def test_an_empty_batch_does_not_hide_an_unknown_backend(shape):
 
 
 def test_a_token_of_1_masks(device):
-    """Triton hands an integer of 1 over as a constant, unless told not to."""
+    """By default, Triton passes an integer equal to 1 as a constant."""
     ids, mask, seeds = batch(2, 9, device)
     for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
         kernel = routine(ids, mask, 1, seeds=seeds, backend="triton")

@@ -44,7 +44,7 @@ def test_giving_the_level_that_would_be_drawn_changes_nothing(routine, source, b
 
 
 def test_giving_random_tokens_the_level_that_would_be_drawn(backend, device):
-    """Their levels do not come back, but are those of the other routine with blocks."""
+    """Their levels are not returned, but equal those of the other routine with blocks."""
     ids, loss_mask, seeds = batch(5, 40, device)
     levels = corrupt_blockwise(ids, loss_mask, MASK, 7, seeds=seeds)[2]
     given = {"level": levels[:, ::7].contiguous(), "seeds": seeds, "backend": backend}
@@ -88,7 +88,7 @@ def test_levels_of_0_and_1(block_size, backend, device):
 
 
 def test_a_level_gets_no_gradient(device):
-    """One that wants it is an error, but where nothing gets any."""
+    """A level that requires a gradient raises an error, except under no_grad."""
     ids, loss_mask, seeds = batch(2, 5, device)
     level = torch.rand(2, device=device, requires_grad=True)
     with pytest.raises(ValueError, match="level must not require a gradient"):
@@ -165,7 +165,7 @@ def test_coupled_levels_follow_the_first_seed():
         assert not torch.equal(a, sample_level(5, method=method, seeds=torch.tensor([4, 1, 1, 1, 1])))
 
 
-def test_levels_are_where_they_are_wanted():
+def test_sampled_levels_are_on_the_cpu_by_default():
     assert sample_level(2).device.type == "cpu"
     assert sample_level(2, seeds=torch.tensor([1, 2])).device.type == "cpu"
 
@@ -218,7 +218,7 @@ def test_mix_at_the_ends_of_vocabularies(vocab_size, backend, device):
 
 
 def test_mix_takes_a_clean_mask_by_the_first_channel_only(backend, device):
-    """As the original has it: absorbed counts as noise though the id stays."""
+    """As in the original: an absorbed position counts as noise, although its id does not change."""
     ids = torch.full((1, 400), MASK, device=device)
     half = torch.tensor([0.5], device=device)
     seeds = torch.tensor([1], device=device)
@@ -228,7 +228,7 @@ def test_mix_takes_a_clean_mask_by_the_first_channel_only(backend, device):
 
 
 def test_mix_forgives_rounding(backend, device):
-    """Sums a little over 1 and probabilities a little below 0, as schedules in float32 give them."""
+    """Sums slightly above 1 and probabilities slightly below 0 are accepted, as float32 schedules produce them."""
     ids, loss_mask, seeds = batch(2, 50, device)
     p, q = torch.tensor([-6e-8, 1.0], device=device), torch.tensor([1.0, 9e-6], device=device)
     noisy, noise = mixed(ids, loss_mask, mask_prob=p, uniform_prob=q, seeds=seeds, backend=backend)

@@ -1,4 +1,4 @@
-"""What corrupt_mix and its siblings are given by mistake: probabilities that are none, a vocabulary without MASK."""
+"""Invalid arguments of corrupt_mix and related functions, such as bad probabilities or a vocabulary without MASK."""
 
 import re
 
@@ -40,7 +40,7 @@ def test_mask_is_one_of_the_tokens(mask_token_id, vocab_size):
     assert noisy.max() <= 2
 
 
-def test_a_dtensor_is_told_what_to_do():
+def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
         device_mesh = None  # by which DTensors are known
 

@@ -58,7 +58,7 @@ def test_in_four_processes(several_processes, name):
 
 @pytest.mark.parametrize("how", [pytest.param(h, marks=pytest.mark.ranks("lost", h)) for h in ("killed", "missing")])
 def test_a_lost_peer_ends_in_an_error_within_the_timeout(several_processes, how):
-    """The group's timeout is 5 s; the last rank leaves, or sleeps for a minute. What rank 0 saw."""
+    """The timeout of the group is 5 s; the last rank exits, or sleeps for a minute. Judged by the error of rank 0."""
     folder = several_processes / how
     seen = _read(folder, 0)
     assert seen, _log(folder, 0)[-2000:]
@@ -67,14 +67,14 @@ def test_a_lost_peer_ends_in_an_error_within_the_timeout(several_processes, how)
 
 
 def start_and_sleep(folder):
-    """Stands for pytest: starts what starts the ranks, and is killed."""
+    """Stands for pytest: starts the parent of the ranks, and is killed."""
     arguments = folder, {"lost": ["asleep"]}, os.getpid()
     multiprocessing.get_context("fork").Process(target=distributed_workers.main, args=arguments).start()
     time.sleep(60)
 
 
 def alive(pid):
-    """Whether a process runs: one that has ended, and that nobody has asked for, does not."""
+    """Return whether a process runs; an ended process that was not reaped does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -103,7 +103,7 @@ def test_ranks_end_when_who_started_them_is_killed(tmp_path, sent):
 
 
 def table_in_docs():
-    """Rows of the table of parallelisms in docs: name -> what its cells say."""
+    """Return the rows of the table of parallelisms in docs: name -> its cells."""
     lines = Path(ROOT, "docs/many-gpus.md").read_text().splitlines()
     first = next(k for k, line in enumerate(lines) if line.startswith("| Parallelism |")) + 2
     table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
@@ -111,7 +111,7 @@ def table_in_docs():
 
 
 def test_docs_claim_what_is_tested():
-    """Every row is in ``TABLE``; a "yes" has checks behind it, which exist and are tests above; a "no" has none."""
+    """Every row is in ``TABLE``. A "yes" has checks, which exist and are tests above; a "no" has none."""
     registered = {name for checks in CHECKS.values() for name in checks}
     registered |= {name.split("[")[0] for name in registered}
     table = table_in_docs()
@@ -124,7 +124,7 @@ def test_docs_claim_what_is_tested():
 
 
 def test_loss_head_in_one_graph():
-    """Without FSDP2 a step with it compiles whole; the value and the gradients are those of the eager step."""
+    """Without FSDP2, a step with it compiles to one graph; value and gradients equal the eager ones."""
     torch.manual_seed(0)
     head, y = LossHead.of(torch.nn.Linear(8, 19)), torch.randint(0, 19, (2, 6))
     hidden = torch.randn(2, 6, 8)

@@ -1,4 +1,4 @@
-"""nemo_automodel patched and unpatched: its own recipe and strategies compute the same, and nothing is left behind."""
+"""nemo_automodel patched and unpatched: its recipe and strategies give equal results, and unpatching restores all."""
 
 import collections
 import dataclasses
@@ -39,7 +39,7 @@ def module(name):
 
 @pytest.fixture
 def strategy():
-    """The host's strategies, unpatched; whatever the test patches is put back."""
+    """The host's strategies, unpatched; all patches of the test are restored."""
     for home in integration.HOMES:
         module(home)
     yield module("recipes.dllm.strategy")
@@ -52,7 +52,7 @@ def patched(strategy):
 
 
 def held():
-    """Every attribute of every loaded module of the host."""
+    """Return every attribute of every loaded module of the host."""
     modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "nemo_automodel"}
     return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
 
@@ -83,7 +83,7 @@ RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
     ("mode", "who"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
 )
 def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, who):
-    """Also where the model hands hidden states to the loss."""
+    """Also if the model passes hidden states to the loss."""
     case = steps["cases"][mode]
     assert len(case[who][0]["results"]) > 2
     for place in range(len(case[who][0]["results"])):
@@ -103,7 +103,7 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
 
 @pytest.mark.parametrize("mode", RECIPES)
 def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
-    """One call of a linear op a step, two where there is a loss of the encoder as well; soft caps are handed on."""
+    """One call of a linear op per step, two if the encoder also has a loss; soft caps are passed on."""
     calls = steps["cases"][mode]["calls"]
     op = "row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
@@ -111,7 +111,7 @@ def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
 
 @pytest.mark.parametrize("who", ["excluded", "built before", "of this package"])
 def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, who):
-    """A loss of the host gets logits, a loss of this package hidden states."""
+    """A loss of the host receives logits, a loss of this package hidden states."""
     case = steps["cases"]["mdlm"]
     runs, calls = case[who]["runs"], case[who]["calls"]
     for run, host in zip(runs, case["host"], strict=True):
@@ -154,7 +154,7 @@ def test_names_in_imported_recipes_are_replaced(steps):
 
 
 def test_the_two_channel_corruption_of_a_strategy_is_ours(strategy):
-    """As SCDD's strategy calls it; the original refuses the same sums."""
+    """Called as by SCDD's strategy; the original rejects the same sums."""
     original = strategy.corrupt_mix
     integration.patch()
     assert strategy.corrupt_mix is dllm_kernels.corrupt_mix
@@ -260,7 +260,7 @@ def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatc
 
 
 def of_deferred(logits):
-    """The stand-in for these logits, by a head of its own."""
+    """Return the placeholder for these logits, with a separate head."""
     head = nn.Linear(V, V, bias=False)
     head.weight.data = 2 * torch.eye(V)
     with deferred_logits(nn.Sequential(collections.OrderedDict(lm_head=head))) as defers:

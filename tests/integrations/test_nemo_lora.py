@@ -92,7 +92,7 @@ def test_deferred_logits_of_what_is_refused_are_logits(what):
 
 
 def quantized(model):
-    """As the host marks a base layer of bitsandbytes, whose forward it then calls."""
+    """Marks a head as the host marks a base layer of bitsandbytes, whose forward it then calls."""
     model.lm_head.super_fwd = lambda hidden: hidden
 
 
@@ -204,7 +204,7 @@ def test_a_trained_base_layer_gets_its_gradient_too(loss):
 
 @pytest.mark.parametrize("loss", every_time(["PipelineCausalLMLoss", "MDLM"], LOSSES))
 def test_float32_adapters_of_a_bfloat16_head(loss):
-    """Under autocast, without which the host does not compute these logits; ours are as near to float64."""
+    """Under autocast, which the host needs to compute these logits. Ours are as close to float64 as the host's."""
     model = adapted(dtype=torch.bfloat16, lora_dtype="float32", dropout_position="pre")
     exact_model = adapted(lora_dtype=torch.float64, dropout_position="pre")
     exact_model.load_state_dict(model.state_dict())
@@ -222,7 +222,7 @@ def test_float32_adapters_of_a_bfloat16_head(loss):
 
 
 def test_deferred_logits_lead_to_every_trained_parameter():
-    """DistributedDataParallel waits for the gradients of what it finds from the output of the model."""
+    """DistributedDataParallel waits for the gradients of all parameters reachable from the model's output."""
     model = adapted()
     with deferred_logits(model):
         logits = model(batch()[0])

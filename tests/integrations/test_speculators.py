@@ -1,4 +1,4 @@
-"""speculators patched and unpatched: its losses are ours and the same, its metrics come from hidden states too."""
+"""speculators patched and unpatched: its losses are ours with equal results, and so are metrics from hidden states."""
 
 import importlib
 import inspect
@@ -25,7 +25,7 @@ NAMES = sorted(integration.OURS)
 
 @pytest.fixture
 def host():
-    """Its losses and metrics, unpatched; whatever the test patches is put back."""
+    """Its losses and metrics, unpatched; all patches of the test are restored."""
     with trainers.loaded(trainers.SPECULATORS, "losses.utils", "losses.eager") as modules:
         metrics = "dflash.metrics", "dspark.metrics"
         dflash, dspark = (importlib.import_module(f"speculators.models.{name}") for name in metrics)
@@ -137,7 +137,7 @@ def drawn(seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("key", integration.KINDS)
 def test_a_loss_of_either_table_is_the_eager_one_of_the_host(host, key, dtype):
-    """Also through the fused table, whose own losses need a GPU. The host works in float32 whatever it is given."""
+    """Also through the fused table, whose original losses need a GPU. The host computes in float32 for every dtype."""
     original = host.utils._EAGER_LOSS_FN_MAP[key]
     upstream = torch.randn(1, T, device=DEVICE)
     draws = [drawn(seed, dtype) for seed in range(4)]
@@ -213,7 +213,7 @@ def test_targets_of_another_dtype(host):
     assert torch.autograd.grad(host.utils.kl_div_loss(z, t).sum(), z)[0].dtype == torch.bfloat16
 
 
-def test_targets_that_want_a_gradient_get_it_from_the_eager_losses_alone(host):
+def test_only_eager_losses_give_targets_a_gradient(host):
     z, t = drawn(0, torch.float32)
     original = host.eager.kl_div_loss
     expected = torch.autograd.grad(original(z, t.requires_grad_()).sum(), t)[0]
@@ -331,7 +331,7 @@ def test_metrics_of_dflash_by_dpace(host, key):
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("weighting", integration.WEIGHTS)
 def test_metrics_of_dspark(host, weighting, confident):
-    """The confidence keeps the decay, whatever weighs the rest."""
+    """The confidence term keeps the decay, whichever weights the other terms use."""
     i, config = sequence(masked_anchor=False), host.utils.resolve_loss_config("kl_div", "eager")
     given = {"per_position_loss_weight": weighting, "confidence_head_alpha": 0.7, "sample_from_anchor": True}
 
@@ -369,7 +369,7 @@ def test_an_anchor_that_predicts_nothing_counts_in_no_rate_whether_it_is_masked_
 
 
 @pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-9])
-def test_the_loss_of_a_term_is_its_own_however_little_it_weighs(weight):
+def test_the_logged_loss_of_a_term_does_not_depend_on_its_coefficient(weight):
     i = sequence()
     _, alone = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config={"kl_div": 1})
     config = {"nla": 1, "ce": 2, "kl_div": weight}

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer with the loss in the LM head trains as one with the same loss from logits."""
+"""A Hugging Face Trainer with the loss inside the LM head trains like one with the same loss from logits."""
 
 import copy
 import functools
@@ -107,7 +107,7 @@ def test_a_batch_is_what_the_models_take():
 
 
 def test_a_batch_carries_its_counts_until_it_changes(monkeypatch):
-    """What a DataLoader and accelerate do to a batch keeps them; a batch of other entries has none."""
+    """A DataLoader and accelerate keep the counts of a batch; a batch with other entries has none."""
     batch = MaskedDiffusionCollator(9)([sample(5), sample(7, seed=1)])
     _, noise, _, supervised = unpack_labels(batch["labels"])
     expected = int(noise.sum()), int(supervised.sum())
@@ -167,7 +167,7 @@ def all_differ(*runs):
 
 
 def two_of_the_same(collator):
-    """Two batches of two samples that are alike, from a fixed state of the default generator."""
+    """Return two batches of two equal samples, from a fixed state of the default generator."""
     torch.manual_seed(3)
     return rows(collator([sample(64), sample(64)]) for _ in range(2))
 
@@ -195,7 +195,7 @@ def test_ranks_draw_differently_from_generators_that_are_alike(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [True, "0", 1.0])
-def test_a_rank_that_is_none_is_refused(rank):
+def test_an_invalid_rank_is_rejected(rank):
     with pytest.raises(TypeError, match=f"rank must be an int, got {type(rank).__name__}"):
         MaskedDiffusionCollator(99, rank=rank)
 
@@ -262,7 +262,7 @@ def test_labels_of_something_else_are_refused():
             pack_labels(*wrong)
 
 
-def test_epochs_are_apart_and_each_is_itself():
+def test_epochs_differ_and_each_is_reproducible():
     samples, runs = [sample(64, seed) for seed in (5, 6)], []
     collator = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
     for epoch in (0, 1, 2):
@@ -311,7 +311,7 @@ def loaded(collator, samples, **options):
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("collator", [DRAWING, SEEDED])
 def test_workers_and_epochs_differ_and_come_again(collator, persistent):
-    """Also where the epoch is set while the workers live, and a ``worker_init_fn`` seeds them all alike."""
+    """Also if the epoch is set while the workers run, and if a ``worker_init_fn`` gives them equal seeds."""
     samples = [sample(64, 0 if collator is DRAWING else seed) for seed in range(8)]
     options = {"num_workers": 2, "persistent_workers": persistent, "multiprocessing_context": "fork"}
     runs = [loaded(collator, samples, **options) for _ in range(2)]
@@ -391,8 +391,8 @@ def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
     torch.testing.assert_close(*grads)
 
 
-def test_who_knows_nothing_has_a_loss_of_log_v():
-    """On average over the noise, which holds with the supervised tokens as denominator and with no other."""
+def test_a_uniform_prediction_has_a_loss_of_log_v():
+    """On average over the noise. This holds only with the number of supervised tokens as the denominator."""
     V, n = 16, 400
     torch.manual_seed(4)
     collator = MaskedDiffusionCollator(V, eps=0.1)
@@ -445,7 +445,7 @@ def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss
 
 
 def test_the_weights_of_a_schedule_that_is_not_linear():
-    """Who knows nothing has a loss of log V under it too: its weights and its levels go together."""
+    """A uniform prediction also has a loss of log V with this schedule, because weights and levels match."""
     V, n = 16, 400
     torch.manual_seed(4)
     collator = MaskedDiffusionCollator(V, level=cosine_level)
@@ -469,7 +469,7 @@ def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):
 
 
 def test_scdd_sees_what_the_model_saw():
-    """Its time, which it reads in the first column, is known where the first token is not supervised."""
+    """Its time is known even if the first token is not supervised, although it is read from the first column."""
     collator = MaskedDiffusionCollator(12, corrupt=scdd_noise, seed_field="seed")
     samples = [{**sample(11, seed), "loss_mask": [0] * 2 + [1] * (9 - seed) + [0] * seed} for seed in range(3)]
     batch = collator(samples)
@@ -509,14 +509,14 @@ NO_LOSSES = {
 
 
 @pytest.mark.parametrize(("loss", "error", "message"), NO_LOSSES.values(), ids=NO_LOSSES)
-def test_what_is_no_loss_is_refused(loss, error, message):
+def test_an_invalid_loss_is_rejected(loss, error, message):
     with pytest.raises(error, match=f"^loss must {message}$"):
         BareTrainer(loss=loss)
     with pytest.raises(error, match=f"^loss must {message}$"):
         mdlm_loss_func((torch.zeros(1, 4, 13),), torch.zeros(1, 4, dtype=torch.int64), loss=loss)
 
 
-def test_what_is_no_weights_is_refused():
+def test_invalid_weights_are_rejected():
     labels, x = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, 13)
     for returned, error, message in (
         (1.0, TypeError, "must be a torch.Tensor, got float"),
@@ -554,7 +554,7 @@ class Model(nn.Module):
         self.lm_head = head
 
 
-def test_the_head_is_itself_again_afterwards():
+def test_the_head_is_restored_afterwards():
     model = Model(nn.Linear(4, 6))
     x = torch.randn(2, 4)
     before = model.lm_head(x)
@@ -623,14 +623,14 @@ def test_training_equals_that_from_logits(ranks, tmp_path):
 @needs_trainer
 @pytest.mark.parametrize(("batch_size", "accumulation"), every_time([(2, 4)], [(4, 2), (2, 4), (1, 8)]))
 def test_accumulated_micro_batches_are_one_batch(ranks, tmp_path, batch_size, accumulation):
-    """Their token counts differ, so a mean of means would not do."""
+    """Their token counts differ, so a mean of means would be wrong."""
     whole = ranks.trained(ranks.model(), tmp_path, 8, 1)
     assert_same_training(ranks.trained(ranks.model(), tmp_path, batch_size, accumulation), whole)
 
 
 @needs_trainer
 def test_position_0_of_a_causal_model_counts(ranks, tmp_path):
-    """A Trainer counts the labels of a causal model from position 1 on, for it expects them to be shifted."""
+    """A Trainer counts the labels of a causal model from position 1 on, because it expects shifted labels."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -673,7 +673,7 @@ def test_a_model_that_changes_its_logits_is_refused(ranks, tmp_path):
 
 
 class Adapted(nn.Linear):
-    """A head with an adapter that its weight knows nothing of."""
+    """A head with an adapter that is not part of its weight."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -833,7 +833,7 @@ def test_a_second_loss_function_is_refused(ranks, tmp_path):
 
 
 class Bare:
-    """As much of a Trainer as the mixin needs, so that a test may choose what its model gives."""
+    """The parts of a Trainer that the mixin needs, so that a test can set the output of its model."""
 
     parallelism_config = None
 
@@ -857,7 +857,7 @@ def test_data_parallel_is_refused():
 
 
 class ChangingModel(nn.Module):
-    """Hidden states are given; the logits, or the loss in their place, go through a function."""
+    """Returns given hidden states; the logits, or the loss in their place, pass through a function."""
 
     def __init__(self, after=lambda x: x):
         super().__init__()
@@ -875,7 +875,7 @@ def step(trainer, model, noise=True, scale=1.0, seed=0, device="cpu", **options)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_is_no_misuse(scale):
+def test_a_nan_loss_is_not_reported_as_misuse(scale):
     trainer, model = BareTrainer(), ChangingModel()
     assert not step(trainer, model, scale=scale).isfinite()
     assert step(trainer, model).isfinite()
@@ -962,7 +962,7 @@ CHANGES = {
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("name", "after"), CHANGES.values(), ids=CHANGES)
 def test_a_model_that_changes_its_logits_is_found_whatever_their_value(name, after, training):
-    """A step that passes does not excuse the next."""
+    """Detection is repeated in every step, also after a step that passed."""
     trainer, model = BareTrainer(), ChangingModel()
     message = f"^the model must call its LM head once and return its output unchanged, .*, got a call of {name} on it; "
     with torch.set_grad_enabled(training):
@@ -988,7 +988,7 @@ def test_a_head_that_is_not_called_once_is_refused(calls):
 
 
 def test_the_loss_is_not_read_on_the_way():
-    """Reading waits for a GPU; a tensor on the meta device has no value to read."""
+    """Reading it would be a host sync; a tensor on the meta device cannot be read."""
     trainer, model = BareTrainer(), ChangingModel(KEEPS["a cast"]).to("meta")
     assert step(trainer, model, device="meta", num_items_in_batch=11).device.type == "meta"
     with pytest.raises(ValueError, match="got a call of mul on it"):
@@ -1059,7 +1059,7 @@ def kinds(first, *others):
 @needs_trainer
 @pytest.mark.parametrize("kind", kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers"))
 def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind):
-    """Samples whose tokens are all alike, 2 ranks, 2 epochs of 4 batches; and the same training once more."""
+    """Samples with equal tokens, 2 ranks, 2 epochs of 4 batches; and a repetition of the same training."""
     first, again = two_ranks["noise"][kind]
     assert [len(run) for run in first] == [16, 16]
     assert all_differ(*first)
@@ -1078,7 +1078,7 @@ def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
 @needs_trainer
 @pytest.mark.parametrize("seed_field", every_time(["seed"], ["seed", None]))
 def test_training_resumed_within_an_epoch(ranks, tmp_path, seed_field):
-    """With seeds it is the training that was not interrupted; without, the noise is new but the run goes on."""
+    """With seeds, it equals uninterrupted training; without, the noise differs but training continues."""
     collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, eps=0.2, seed_field=seed_field)
     saving = {"save_strategy": "steps", "save_steps": 3}
 

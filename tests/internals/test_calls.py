@@ -1,4 +1,4 @@
-"""Cost of a small call, counted in torch operations; its bits do not depend on how rows are split into blocks."""
+"""Cost of a small call, in torch operations. Its bits do not depend on the split of rows into blocks."""
 
 import math
 
@@ -33,7 +33,7 @@ def operations(call):
 
 
 def rows(dtype):
-    """Logits with every kind of row, ids and active rows, which leave NaN out."""
+    """Draw logits with every kind of row, ids and active rows; NaN only in inactive rows."""
     torch.manual_seed(0)
     logits, ids = (3 * torch.randn(N, V, device="cpu")).to(dtype), torch.randint(V, (N,), device="cpu")
     active = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 0], device="cpu")
@@ -124,7 +124,7 @@ OPS = (of_nll, of_weighted, of_weighted_with_lse, of_stats, of_log_probs, of_eve
 
 
 def outputs(op, x, *others):
-    """All outputs, and the gradient of a sum in which they weigh differently."""
+    """Return all outputs, and the gradient of a weighted sum of them."""
     x = x.detach().requires_grad_()
     found = op(x, *others)
     total = sum((k + 1) * t.sum() for k, t in enumerate(found) if t.requires_grad)
@@ -192,7 +192,7 @@ def test_a_small_loss_takes_any_number_of_backward_passes_and_no_second_derivati
 
 
 def test_operations_of_small_calls():
-    """No more than some above what they are; plain PyTorch makes 2, some 20, and some 40 of a masked loss."""
+    """Limits slightly above the current numbers; plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 18
 

@@ -1,4 +1,4 @@
-"""torch.compile with no graph break, and what torch asks of a custom op."""
+"""torch.compile without graph breaks, and torch's checks of custom ops."""
 
 import itertools
 from functools import partial
@@ -49,7 +49,7 @@ COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not c
 
 
 def counts_change(case):
-    """The test of changing counts holds all of it: the same loss, whose denominator nobody counts in what is given."""
+    """The case is part of the test of changing counts: the same loss, whose denominator is not counted in the call."""
     return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
 
 
@@ -66,7 +66,7 @@ def fresh_dynamo():
 
 
 def step_of(case, form, inputs):
-    """A small training step around the loss: a layer, the loss, its sum over rows weighted by something."""
+    """Build a small training step: a layer, the loss, a weighted sum of its rows."""
 
     def logits_step(h, w, b):
         return case.logits_form(F.linear(h.tanh(), w, b), inputs).square().sum()
@@ -117,7 +117,7 @@ CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
     every_time([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, name=lambda case: case.name),
 )
 def test_the_whole_output_of_a_loss_leaves_its_graph(case):
-    """What a named tuple's ``_replace`` makes does not, on torch 2.11: it arrives empty."""
+    """On torch 2.11, a named tuple from ``_replace`` would arrive empty."""
     inputs, (h, w, b) = draw(case)
     compiled = torch.compile(partial(case.output, "hidden"), backend="aot_eager", fullgraph=True)
     for reduction in ("total", "none"):
@@ -159,7 +159,7 @@ def test_frozen_inputs(name, frozen):
 
 @pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
 def test_inputs_that_are_not_contiguous(backend):
-    """The gradient that the op promises while tracing has the strides of the one it returns."""
+    """The strides of the gradient while tracing equal those of the returned gradient."""
     case = BY_NAME["weighted_nll"]
     inputs, (h, w, b) = draw(case)
     targets, weights = inputs["targets"].flatten(), inputs["weights"].flatten()
@@ -238,7 +238,7 @@ def assert_few_graphs_of(case, form, lengths, count=None):
     "case", every_time([BY_NAME[name] for name in OFTEN], COUNTED.values(), name=lambda case: case.name)
 )
 def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
-    """One graph of what the first step brings, and one for any number and length."""
+    """One graph for the first step, and one for all other counts and lengths."""
     assert_few_graphs_of(case, form, 7, COUNTS[count])
 
 
@@ -269,7 +269,7 @@ def test_counts_that_change_while_the_length_stays(form, count):
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.exhaustive  # where they are read, numbers of NumPy's are those of Python's
 def test_counts_of_numpy(form, number):
-    """Dynamo makes arrays of them, so that one graph serves them all."""
+    """Dynamo converts them to arrays, so one graph serves all values."""
     assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 7, number)
 
 
@@ -321,7 +321,7 @@ EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
 
 @pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
 def test_a_factor_that_changes_from_step_to_step(name, first):
-    """One graph of the first value, and one for any other."""
+    """One graph for the first value, and one for all others."""
     op, factor = CHANGING[name]
     if factor == "temperature" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("torch 2.11 makes a graph of each value of x * (1 / temperature) by itself")
@@ -341,7 +341,7 @@ def test_a_factor_that_changes_from_step_to_step(name, first):
     ),
 )
 def test_an_annealed_temperature_of_a_divergence(reduction, dtype):
-    """To a frozen head, whose gradients the forward pass makes."""
+    """With a frozen head, whose gradients are computed in forward."""
     torch.manual_seed(0)
     h, w, teacher = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((6, D), (V, D), (6, D)))
     weights = torch.rand(6, device=DEVICE)
@@ -439,7 +439,7 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
     ],
 )
 def test_targets_are_checked_in_one_graph(case, form, grad, monkeypatch):
-    """The check is part of the compiled step: it runs each time, and says what it says in eager mode."""
+    """The check is part of the compiled step: it runs in each step, with the same message as in eager mode."""
     assert_targets_are_checked(case, form, grad, "aot_eager", monkeypatch)
 
 
@@ -586,7 +586,7 @@ def test_layouts_of_labels_in_a_graph(layout):
 
 
 def test_float16_weights_under_compile():
-    """The factor that keeps w / N out of float16's subnormals is applied in float32."""
+    """The factor that keeps w / N above float16's subnormals is applied in float32."""
     case = BY_NAME["weighted_nll"]
     inputs, leaves = draw(case, torch.float16)
     targets, weights = inputs["targets"], inputs["weights"] * 1e-7
@@ -746,7 +746,7 @@ def test_opcheck_divergence(dtype, needs, per_row, form):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("trains_head", [False, True])
 def test_row_statistics_are_one_graph(trains_head):
-    """Not all outputs get a gradient, and some are not asked for."""
+    """Not all outputs receive a gradient, and some are not requested."""
     torch.manual_seed(0)
     leaves = [torch.randn(s, device=DEVICE) for s in ((2, 6, D), (V, D))]
     ids, active = torch.randint(0, V, (2, 6, 3), device=DEVICE), torch.rand(2, 6, device=DEVICE) < 0.7
@@ -761,7 +761,7 @@ def test_row_statistics_are_one_graph(trains_head):
 
 
 def test_a_plan_survives_packing():
-    """But for what is read above the compiled ops: the results asked for, and the target that switches a row off."""
+    """Except for fields that are used above the compiled ops: requested results, and the target of inactive rows."""
     plans = [
         Plan(torch.bfloat16, True, Options(with_correct=True), NeedsGrad(True, False, True)),
         Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), mask_zero_weight=True),

@@ -1,4 +1,4 @@
-"""The corruption routines: the bits that a routine draws, its kernels, and the paths that it chooses among."""
+"""Corruption routines: the random bits that a routine draws, its kernels, and the choice between code paths."""
 
 import sys
 

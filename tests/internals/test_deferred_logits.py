@@ -1,4 +1,4 @@
-"""Logits made late: the same numbers and gradients whatever is done with them, and not made where nobody looks."""
+"""Deferred logits: equal values and gradients for every use, and no computation without a use."""
 
 import copy
 import operator
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 def deferred(after=lambda z: z):
-    """What comes out of a model, its hidden states, and the logits that it makes otherwise."""
+    """Return the model's output, its hidden states, and the logits that it would compute."""
     model, hidden = Model(after).to(DEVICE), torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
     with deferred_logits(model) as defers:
         assert defers
@@ -87,7 +87,7 @@ def test_a_cast_that_changes_the_numbers_is_made(dtype):
 
 
 @pytest.mark.parametrize("use", [lambda z: z // 0.7, lambda z: 2 // z, lambda z: 2 % z, lambda z: 0.7 // z % z])
-def test_what_has_no_gradient(use):
+def test_operations_without_a_gradient_equal_those_on_the_logits(use):
     out, _, logits = deferred()
     torch.testing.assert_close(use(out), use(logits))
 
@@ -98,7 +98,7 @@ IN_PLACE = [
 
 
 @pytest.mark.parametrize("change", IN_PLACE, ids=lambda change: change.__name__)
-def test_what_is_changed_in_place_is_changed_for_all(change):
+def test_in_place_changes_are_visible_through_every_reference(change):
     out, _, logits = deferred()
     changed = change(out, 2)
     assert not out.usable
@@ -107,7 +107,7 @@ def test_what_is_changed_in_place_is_changed_for_all(change):
     assert torch.equal(out.float(), changed)
 
 
-def test_they_are_true_as_a_tensor_is():
+def test_their_truth_value_is_that_of_the_tensor():
     out, _, _ = deferred()
     for question in (bool, float, int):
         with pytest.raises((RuntimeError, ValueError), match=r"ambiguous|converted to"), torch.no_grad():
@@ -141,7 +141,7 @@ def test_casts_and_soft_caps_are_remembered(after, softcap, dtype):
     torch.testing.assert_close(out.materialize(), logits)
 
 
-def test_whoever_has_seen_the_logits_may_have_changed_them():
+def test_logits_changed_in_place_are_no_longer_deferred():
     out, _, _ = deferred()
     out.mul_(0)
     assert not out.usable
@@ -169,7 +169,7 @@ def test_a_second_forward_pass_defers_too():
         assert isinstance(model(hidden), DeferredLogits)
 
 
-def test_copies_and_trees_hold_what_they_hold():
+def test_copies_and_pytrees_keep_the_deferred_logits():
     out, hidden, logits = deferred(lambda z: torch.tanh(z / CAP) * CAP)
     torch.testing.assert_close(copy.copy(out).materialize(), logits)
     leaves, spec = _pytree.tree_flatten({"logits": out})
@@ -250,7 +250,7 @@ def test_logits_of_a_call_without_gradients_are_constants(mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_who_looks_at_them_without_gradients_does_not_take_theirs(mode):
+def test_reading_them_under_no_grad_keeps_their_gradient(mode):
     out, hidden, logits = deferred()
     with mode():
         out.argmax(-1)
@@ -259,7 +259,7 @@ def test_who_looks_at_them_without_gradients_does_not_take_theirs(mode):
     torch.testing.assert_close(got, expected)
 
 
-def test_autocast_is_that_of_the_call():
+def test_the_autocast_state_of_the_call_is_used():
     model, hidden = Model(lambda z: z.float()).to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
     with torch.autocast(DEVICE, torch.bfloat16):
         expected = model(hidden)
@@ -273,7 +273,7 @@ def test_autocast_is_that_of_the_call():
     torch.testing.assert_close(made, model(hidden))
 
 
-def test_hidden_states_that_were_modified_are_no_longer_theirs():
+def test_hidden_states_modified_before_the_first_use_raise():
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
     for use in (DeferredLogits.materialize, lambda z: z.usable, lambda z: z.float().exp()):
         with deferred_logits(model):
@@ -285,7 +285,7 @@ def test_hidden_states_that_were_modified_are_no_longer_theirs():
         assert seen.materialize() is made
 
 
-def test_a_cast_to_their_own_dtype_is_themselves():
+def test_a_cast_to_the_same_dtype_returns_the_same_object():
     out, _, _ = deferred()
     assert out.float() is out
     assert out.to(torch.float32) is out

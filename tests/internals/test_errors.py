@@ -1,4 +1,4 @@
-"""What is checked before any row op runs."""
+"""Validation that happens before any row op runs."""
 
 import functools
 
@@ -9,7 +9,7 @@ from tests.ops.test_errors import FLOATS, META, ON, Call, X, Y, all_on, probable
 
 @probable
 def test_no_value_is_looked_at_on_another_device(case, monkeypatch):
-    """Of a meta tensor none can be; the primitive stands aside, since it has no kernel there."""
+    """A meta tensor has no values to read; the primitive is replaced, because it has no kernel for meta tensors."""
     seen = []
     monkeypatch.setattr(
         "dllm_kernels.losses._model_output.run", lambda op, job, _: seen.append(job.weights) or WeightedNLL(ON, ON)

@@ -1,4 +1,4 @@
-"""Chunks of the linear ops: how many rows they have, how they add up, the memory they take."""
+"""Chunks of the linear ops: their number of rows, their accumulation, their memory."""
 
 import math
 
@@ -71,7 +71,7 @@ def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
 
 
 def test_the_choice_of_a_chunk_is_kept(monkeypatch):
-    """A GPU idles meanwhile: equal sizes evaluate nothing again, and another row count reuses the shape's costs."""
+    """A GPU idles during the choice, so equal sizes are cached, and another row count reuses the costs of the shape."""
     plan, evaluated, cost = Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), [], _active_rows._gpu_cost
     monkeypatch.setattr(_active_rows, "_gpu_cost", lambda *args: evaluated.append(1) or cost(*args))
 
@@ -90,7 +90,7 @@ def test_the_choice_of_a_chunk_is_kept(monkeypatch):
 
 
 def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
-    """Compaction needs the number of rows on the host; in a capture every row is projected, and idle ones masked."""
+    """Compaction needs the number of rows on the host. A capture projects all rows, and masks inactive ones."""
     leaves, targets, weights = inputs()
     leaves[0][weights == 0] = NAN
     expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))

@@ -1,4 +1,4 @@
-"""Samples: torch's own checks of the op, its memory, the bits behind a uniform by every way to draw them."""
+"""Samples: torch's checks of the op, its memory, and the bits of a uniform on every code path."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The row ops that a loss runs: how many, on which backend, in which chunks."""
+"""The row ops that a loss runs: their number, backend and chunks."""
 
 import re
 
@@ -41,7 +41,7 @@ BOUNDED = (
 
 
 class ReadBack(TorchDispatchMode):
-    """How often the number of nonzero elements is read back, which is a host sync on a GPU."""
+    """Counts how often the number of nonzero elements is read back, which is a host sync on a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class ReadBack(TorchDispatchMode):
 
 
 def in_chunks_of_five(case, arguments, options):
-    """What the fused form of the loss returns on the path of a GPU."""
+    """Return the result of the fused form of the loss, on the code path of a GPU."""
     settings = {**case.settings, "backend": "triton"}
     if isinstance(case.loss, tuple):
         return case.loss[1](**arguments, **settings, **options, chunk_size=5)
@@ -99,7 +99,7 @@ def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
 
 
 class WeightsAnyRow(MDLMCrossEntropyLoss):
-    """A derived loss may weight rows that are not supervised."""
+    """A derived loss that weights rows that are not supervised."""
 
 
 def every_row(target_ids, noise_mask, p_mask, loss_mask):
@@ -113,7 +113,7 @@ def every_row(target_ids, noise_mask, p_mask, loss_mask):
     ids=["mdlm", "block", "own", "derived"],
 )
 def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatch):
-    """In every training step, so that none waits for the GPU."""
+    """In every training step, so that no step has a host sync."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from tests.support import trainer_ranks

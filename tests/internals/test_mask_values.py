@@ -1,4 +1,4 @@
-"""Whether a tensor has values that Python may look at."""
+"""The test whether the values of a tensor can be read by Python."""
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,4 +1,4 @@
-"""What a call is asked for arrives where it is done: the backend, in every op and loss, and the size of a chunk."""
+"""Options of a call reach the code that runs it: the backend, in every op and loss, and the chunk size."""
 
 import pytest
 import torch

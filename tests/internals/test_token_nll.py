@@ -1,4 +1,4 @@
-"""Token NLL: which rows are read, what is not copied, the memory it takes, the choice of a backend."""
+"""Token NLL: rows that are read, copies that are avoided, memory, and the choice of a backend."""
 
 import pytest
 import torch

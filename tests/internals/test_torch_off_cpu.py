@@ -1,4 +1,4 @@
-"""The torch path off the CPU: launches and host syncs of every row op, and results computed without reading a value."""
+"""The torch path off the CPU: launches and host syncs of every row op, and correct results without reading a value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ OF_HIDDEN = {
 
 
 class Launches(TorchDispatchMode):
-    """The operations that launch a kernel: all that are no view and do more than allocate."""
+    """Counts operations that launch a kernel: all except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ def computed(call, x, *others):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_without_reading_a_value(name, dtype, layout, blocks, monkeypatch):
-    """Tensors that deny being on a CPU take the way of other devices: the same results, and zeros in inactive rows."""
+    """Tensors that deny being on a CPU take the path of other devices: equal results, and zeros in inactive rows."""
     x, t, ids, p = special(dtype)
     x, t = LAYOUTS[layout](x), LAYOUTS[layout](t)
     expected = computed(RESULTS[name], x, t, ids, p)
@@ -254,7 +254,7 @@ def test_results_without_reading_a_value(name, dtype, layout, blocks, monkeypatc
 
 
 def test_a_chunk_without_reading_a_value(monkeypatch):
-    """The NLL of a chunk and its gradient in one pass zero the rows that do not count, without their numbers."""
+    """NLL and gradient of a chunk in one pass are zero in inactive rows, without a list of the active rows."""
     *_, ids, p = special(torch.float32)
     h, w = torch.randn(N, D), torch.randn(V, D)
     ids[0, 0] = 3

@@ -1,4 +1,4 @@
-"""What the checks make of the steps of a transform."""
+"""Normalisation of the steps of a transform by the checks."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.ops.test_transform import V
 pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
-def test_a_scale_of_one_is_none_at_all():
+def test_a_scale_of_one_is_omitted():
     assert _checks.checked_transform(V, scale=1) == NO_TRANSFORM
     assert _checks.checked_transform(V, 3, 1.0, 0) == Transform(3.0, None, 0)
 

@@ -1,4 +1,4 @@
-"""Blocks shared out among threads of one core each: who runs what, and what the rest of the process sees of it."""
+"""Blocks distributed among threads of one core each: which thread runs which block, and effects on the process."""
 
 import math
 import multiprocessing
@@ -151,7 +151,7 @@ def _sum_in_a_child(numbers, answer):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_starts_threads_of_its_own():
-    """As a DataLoader's worker may: its parent's threads do not exist there, and waiting for them would never end."""
+    """In a DataLoader worker, for example, the threads of the parent do not exist, and waiting for them would hang."""
     run_jobs([lambda _: None] * 3, [None, None])
     fork = multiprocessing.get_context("fork")
     answer = fork.Queue()
@@ -189,7 +189,7 @@ def test_num_threads_threads(monkeypatch):
 @pytest.mark.parametrize("threads", [1, 2, 8, 16])
 @pytest.mark.parametrize("V", [1, 1000, 262_144])
 def test_blocks(V, threads, monkeypatch):
-    """What all threads work on at a time is a small part of the whole, and yet enough for each to do."""
+    """All threads together work on a small part of the rows at a time, but each thread has enough work."""
     torch.set_num_threads(threads)
     monkeypatch.setattr(_blocks, "num_threads", lambda: threads)
     for rows in (1, 100, 10_000, 1_000_000):
@@ -220,7 +220,7 @@ def test_blocks_off_the_cpu_have_at_least_256_mib_or_all_rows(device):
 
 
 def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
-    """Its maximum is finite then and its sum 0, for the other shards of the row to be added to."""
+    """Its maximum is finite and its sum 0, so that other shards of the row can be added."""
     small_blocks(monkeypatch, threads=2)
     logits = torch.full((1, 3, 5), -math.inf)
     targets = torch.zeros(3, dtype=torch.int64)

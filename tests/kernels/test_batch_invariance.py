@@ -1,4 +1,4 @@
-"""What an op makes of a row of logits is the same to the bit whatever batch the row stands in, and wherever in it."""
+"""The result of an op for a row of logits is bit-identical in every batch and at every position in a batch."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
-"""No kernel reads or writes beside a tensor: every tensor it is given ends, or begins, at a page that nobody may touch.
+"""No kernel accesses memory beside a tensor: each tensor begins or ends at an inaccessible page.
 
-A load without its mask gives the right numbers as long as memory goes on; on a GPU it is an illegal access once in a
-while.
+A load without its mask gives correct numbers while the memory beside the tensor is mapped. On a GPU, it is an illegal
+access now and then.
 """
 
 import ctypes

@@ -1,6 +1,6 @@
-"""The Triton kernel over pairs of rows: every kind, on rows that go wrong if a kernel is careless, wherever they lie.
+"""The Triton kernel over pairs of rows: every kind, on edge-case rows and at every alignment.
 
-What the public functions make of it stands in ``test_divergence.py``.
+``test_divergence.py`` tests the public functions.
 """
 
 import itertools
@@ -237,7 +237,7 @@ def test_every_kind_of_row(kind, dtype):
 
 
 def in_memory_of_its_own(t, offset):
-    """The same rows at a distance of an odd number of columns, beginning ``offset`` columns into their memory."""
+    """Copy the rows to an odd row stride, beginning ``offset`` columns into their memory."""
     memory = torch.full((*t.shape[:-1], t.shape[-1] + 5 + t.shape[-1] % 2), NAN, dtype=t.dtype, device=DEVICE)
     return memory[..., offset : offset + t.shape[-1]].copy_(t)
 
@@ -246,7 +246,7 @@ def in_memory_of_its_own(t, offset):
 @pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
 @pytest.mark.parametrize("V", [TILE, TILE + 13])
 def test_a_row_has_its_bits_wherever_it_lies(kind, V):
-    """And nothing beside it is written: in place, in other memory, at any offset, between other rows."""
+    """And memory beside it is not written: in place, in other memory, at any offset, between other rows."""
     z, t, rest = drawn(V, torch.bfloat16)
     expected = launched(z, t, rest, KINDS[kind])
     order = torch.tensor([3, 0, 5], device=DEVICE)
@@ -303,7 +303,7 @@ def test_rows_of_weight_0_are_written_as_zeros(kind, offset):
 
 
 @pytest.mark.parametrize("count", [N, 0])
-def test_a_row_that_the_teacher_has_not_is_lost(count):
+def test_a_row_missing_in_the_teacher_gives_nan(count):
     V = 2 * TILE
     z, t, weights = (
         torch.randn(1, 4, V, device=DEVICE),
@@ -319,7 +319,7 @@ def test_a_row_that_the_teacher_has_not_is_lost(count):
     assert z.isnan().all()
 
 
-def test_lam_is_made_from_the_mean_where_it_is_given():
+def test_lambda_uses_the_mean_if_given():
     z, t, rest = drawn(TILE, torch.float32)
     options = {"kind": {"lk": 0.5, "kl": 0.2}, "eta": 2.0, "alpha": "mean"}
     exact, plain = (of_oracle(z, t, rest, options, ({}, {}), dtype) for dtype in (torch.float64, torch.float32))

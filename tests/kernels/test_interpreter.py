@@ -1,4 +1,4 @@
-"""The quicker interpreter against Triton's own: every kernel, to the bit."""
+"""The faster interpreter is bit-identical to Triton's, for every kernel."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Counting instructions: listings short enough to count by hand, and the roofs that follow."""
+"""Instruction counts: listings short enough to count by hand, and the roofs derived from them."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The public functions on a GPU that is not there: what they launch, and what a capture or a large batch would need."""
+"""The public functions on a mock GPU: their launches, and the requirements of a capture and of large batches."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Every kernel that public functions launch, compiled for four GPUs without one: nothing spills, and what bounds it."""
+"""Every kernel that public functions launch, compiled for four GPUs without one: no spills, and the bounds of each."""
 
 import ast
 import json
@@ -26,7 +26,7 @@ RUNS = {
 
 
 def inspect(run, out):
-    """In a process of its own: here Triton interprets."""
+    """Run in a separate process, because Triton interprets in this one."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     asked = [*RUNS[run].split(), "--json", "--out", str(out)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *asked]
@@ -42,7 +42,7 @@ def reports(once):
 
 
 def spills(records):
-    """Kernel and bytes of those that spill; an error where there are none to look at."""
+    """Return the kernels that spill, with bytes; raise an error if the report is empty."""
     assert records, "nothing was compiled"
     assert all(r["registers"] > 0 for r in records)
     return [(r["kernel"], r["spills"]) for r in records if r["spills"] != 0]
@@ -154,7 +154,7 @@ def test_every_row_kernel_is_counted(target, reports):
 
 @counted_targets
 def test_weights_cost_an_element_nothing(target, reports):
-    """They are a row's: a pass issues what it does without, but for how the compiler happens to lay a loop out."""
+    """Weights are per row, so a pass issues as many slots as without them, up to the compiler's layout of a loop."""
     slots = {kernel: p["slots"] for kernel, _, p in row_passes(reports, target)}
     weighed = {kernel: kernel.replace(f", {word}", "") for kernel in slots for word in WEIGHTS if word in kernel}
     assert {kernel.partition("[")[0] for kernel in weighed} == {"token_nll_fwd", "token_nll_fwd_split", "token_nll_bwd"}

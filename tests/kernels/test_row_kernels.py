@@ -1,6 +1,6 @@
-"""The row kernels on rows that go wrong where a kernel is careless, in tiles that hold several accesses of a thread.
+"""The row kernels on edge-case rows, in tiles with several accesses per thread.
 
-One batch holds every kind of row, so that none may disturb another; vocabularies end within and at the edge of a tile.
+One batch holds every kind of row, so that no row may affect another. Vocabularies end inside of a tile and at its edge.
 """
 
 import math
@@ -97,7 +97,7 @@ def exact_and_plain(logits, targets, scale):
 
 
 def in_rows_of_their_own(logits, offset):
-    """The same rows at a distance of an odd number of columns, beginning ``offset`` columns into their memory."""
+    """Copy the rows to an odd row stride, beginning ``offset`` columns into their memory."""
     N, V = logits.shape
     memory = torch.full((N, V + 5 + (V % 2)), NAN, dtype=logits.dtype, device=DEVICE)
     view = memory[:, offset : offset + V]
@@ -160,7 +160,7 @@ def test_every_kind_of_row(path, V, dtype, monkeypatch):
 @pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk])
 @pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
 def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
-    """And what lies beside the rows is not written at all."""
+    """Memory beside the rows is not written."""
     skipped, weightless, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # beginning wherever a row may, of 16 bytes
     logits = in_rows_of_their_own(torch.full((10, V), NAN, device=DEVICE), offset)
     logits[read] = torch.randn(len(read), V, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Distillation of a drafter: its trainers' objectives by their own code and formulas, what it costs, bad input."""
+"""Draft distillation: compared with the trainers' code and formulas; its cost; bad input."""
 
 import importlib
 import math
@@ -39,7 +39,7 @@ def drawn(seed=0, dtype=torch.float32):
 
 
 def total(loss, form, i, h, w, **given):
-    """From either form, of a teacher that shares the head."""
+    """Return the loss in either form, with a teacher that shares the head."""
     if form == "logits":
         teacher = F.linear(i.teacher, w).detach()
         return loss(F.linear(h, w), teacher, i.targets, i.mask, **given)
@@ -54,7 +54,7 @@ def assert_same(ours, theirs, *leaves):
 
 
 def labelled(value):
-    """The name of a parameter in a test's: the same in each process, whatever random numbers it holds."""
+    """Name a parameter in test ids independently of its random numbers, so that all processes agree."""
     if isinstance(value, dict):
         return ",".join(f"{k}={labelled(v)}" for k, v in value.items()) or "default"
     return f"tensor{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
@@ -342,7 +342,7 @@ def test_speculators(speculators, name):
     ("name", "anchor"), [("specforge-dflash", 0), ("speculators-dflash", 0), ("specforge-dspark", 1)]
 )
 @pytest.mark.parametrize("loss_gamma", [None, 4.0])
-def test_what_an_anchor_weighs_that_is_not_masked(name, anchor, loss_gamma):
+def test_the_weight_of_an_anchor_that_is_not_masked(name, anchor, loss_gamma):
     i = drawn()
     loss = DraftDistillationLoss.preset(name, position_weights="decay", loss_gamma=loss_gamma, reduction="none")
     given = {"confidence_logits": i.confidence} if name == "specforge-dspark" else {}
@@ -456,7 +456,7 @@ def test_the_mean_of_a_is_the_same_whatever_is_returned(form, settings, alike):
 @pytest.mark.parametrize("kind", ["kl", "ce"])
 @pytest.mark.parametrize("reduction", ["total", "none"])
 def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
-    """Also where they are not masked: they are no misses, and have no acceptance rate."""
+    """Even if they are not masked: they are not counted as misses, and have no acceptance rate."""
     i = drawn(2)
     loss = DraftDistillationLoss(kind, 2.0, normalize="mean", anchor_row=True, decay_from=1, reduction=reduction)
     expected = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
@@ -469,7 +469,7 @@ def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
 @forms
 @pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=labelled)
 def test_the_confidence_learns_the_acceptance_rate_alone(form, settings):
-    """Its logits get no gradient through a, and what is not valid is not looked at."""
+    """Its logits receive no gradient through a, and invalid rows are not read."""
     i = drawn()
     loss = DraftDistillationLoss("tv", confidence_weight=0.3, reduction="none", anchor_row=True, **settings)
     s = i.confidence.masked_fill(~i.mask, NAN).requires_grad_()
@@ -498,7 +498,7 @@ def test_sampling_accepts_by_hand():
 
 @forms
 def test_parts_of_a_step_add_up(form):
-    """Blocks in two micro-batches, given the counts of the whole; the mean of weights too."""
+    """Blocks in two micro-batches, given the counts of the whole step; also for the mean of weights."""
     i = drawn()
     i.mask[:, 1] = True
     valid = in_blocks(i.mask).any(-1)
@@ -596,7 +596,7 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
     ids=labelled,
 )
 def test_bad_settings(error, message, settings):
-    """At construction, and at a call for what was assigned since."""
+    """At construction, and in a call for attributes assigned later."""
     with pytest.raises(error, match="^" + re.escape(message)):
         DraftDistillationLoss(**settings)
     loss = DraftDistillationLoss()
@@ -653,14 +653,14 @@ def call(form, settings, **changes):
 
 
 @forms
-def test_targets_that_are_not_given_are_none_that_is_wrong(form, monkeypatch):
+def test_missing_targets_pass_the_check_of_targets(form, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     assert call(form, {}, target_ids=None).total_loss.isfinite()
 
 
 @forms
 @pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=labelled)
-def test_what_the_settings_need(form, message, settings, changes):
+def test_arguments_that_the_settings_require(form, message, settings, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message.format(form))):
         call(form, settings, **changes)
 
@@ -694,7 +694,7 @@ def test_a_wrong_teacher(message, changes):
 
 @forms
 def test_a_negative_total_weight_that_nobody_may_read_makes_the_loss_nan(form):
-    """In a compiled step, as on a GPU, where reading it would be a host sync."""
+    """In a compiled step, as on a GPU, because reading it would be a host sync."""
     step = torch.compile(
         lambda n: call(form, {"normalize": "mean"}, total_weight=n), backend="aot_eager", fullgraph=True
     )

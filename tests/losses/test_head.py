@@ -1,4 +1,4 @@
-"""A fused loss uses a head's weight in place of the head, so only of a head that is nothing but weight and bias."""
+"""A fused loss uses the weight of a head instead of the head, so the head must consist of weight and bias only."""
 
 import functools
 
@@ -84,7 +84,7 @@ def inputs(dtype=torch.float32):
 
 
 def in_head(model, base):
-    """The loss inside the head's forward, as the Trainer's mixin computes it."""
+    """Compute the loss inside the head's forward, as the Trainer's mixin does."""
     hidden, labels = inputs()
 
     def loss(h, weight, bias):
@@ -186,7 +186,7 @@ def test_a_loss_head_is_made_of_a_linear_layer():
 
 
 def test_a_loss_head_is_made_before_sharding_adds_its_hooks():
-    """Its gather is a hook, which a head made afterwards would lack."""
+    """FSDP2 gathers in a hook, which a head created afterwards would lack."""
     head = nn.Linear(H, V)
 
     def gather(*_):
@@ -202,7 +202,7 @@ def test_a_loss_head_is_made_before_sharding_adds_its_hooks():
 
 
 class NormHead(nn.Module):
-    """A head of another class, whose weight is not what its logits are made with."""
+    """A head of another class, whose logits are not computed from its weight alone."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every loss in both forms against the oracle, and what the contract says of each."""
+"""Every loss in both forms against the oracle, and the contract of each loss."""
 
 import itertools
 import math
@@ -44,7 +44,7 @@ def cases(selection=CASES):
 
 
 def later(case, dtype):
-    """What differs from another loss in an option alone goes through float32 and bfloat16 each time."""
+    """A loss that differs from another only in an option is tested every day in float32 and bfloat16 only."""
     return case.variant and dtype in (torch.float16, torch.float64)
 
 
@@ -185,7 +185,7 @@ def counted_as_one(case):
 
 
 def denominator_of(case, out):
-    """What the sum was divided by where every count is 1."""
+    """Return the denominator of the sum if every count is 1."""
     return out.weight_sum + 1e-6 if case.settings.get("normalize") == "mean" else 1.0
 
 
@@ -364,7 +364,7 @@ def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
 @forms
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
-    """On slices of the logits, which ours does not make; the masked copy's part is logged."""
+    """On slices of the logits, which ours does not create; the part of the masked copy is logged."""
     i, h, w = draw(BY_NAME["idlm"]), torch.randn(2, 12, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     loss = IDLMLoss(0.3, auto_balance, backend=backend)
     scored = (i["answer_mask"] & (i["valid_mask"] != 0))[:, 1:]
@@ -389,7 +389,7 @@ def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
 
 @pytest.mark.parametrize("margin", [12.0, 60.0])
 def test_the_balance_of_idlm_where_the_clean_copy_is_sure(margin, backend):
-    """Its loss is 1e-4, or nothing: alpha is what makes the terms alike, or noisy / 1e-6."""
+    """The loss of the clean copy is 1e-4 or 0; alpha equalises both terms, or is noisy / 1e-6."""
     i = draw(BY_NAME["idlm"])
     i["target_ids"] = i["target_ids"].clamp(min=0)
     sure = margin * F.one_hot(F.pad(i["target_ids"][:, 1:], (0, 1)), V)

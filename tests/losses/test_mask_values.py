@@ -1,4 +1,4 @@
-"""Masks whose values show they are not what they were taken for: on CPU an error, of a loss that reads them or not."""
+"""Masks whose values show that they were swapped: an error on CPU, whether the loss reads them or not."""
 
 import re
 

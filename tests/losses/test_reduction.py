@@ -1,4 +1,4 @@
-"""``reduction="none"``: what each row of a loss adds, for trainers with denominators of their own."""
+"""``reduction="none"``: the contribution of each row, for trainers with custom denominators."""
 
 import math
 from dataclasses import replace
@@ -163,7 +163,7 @@ MESSAGE = "^reduction must be one of total, none, got "
 
 @pytest.mark.parametrize("value", NOT_ONE, ids=str)
 @pytest.mark.parametrize("case", [case for case in LOSSES if isinstance(case.loss, type)], ids=lambda case: case.name)
-def test_a_word_that_is_none_is_refused_also_when_assigned(case, value):
+def test_an_unknown_reduction_is_rejected_also_when_assigned(case, value):
     with pytest.raises(ValueError, match=MESSAGE):
         case.loss(**case.settings | {"reduction": value})
     loss = case.loss(**case.settings)
@@ -177,7 +177,7 @@ def test_a_word_that_is_none_is_refused_also_when_assigned(case, value):
 
 
 @pytest.mark.parametrize("value", NOT_ONE, ids=str)
-def test_a_word_that_is_none_is_refused_by_the_function(value):
+def test_an_unknown_reduction_is_rejected_by_the_function(value):
     x, ids = torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.long)
     with pytest.raises(ValueError, match=MESSAGE):
         encoder_ar_loss(x, ids, reduction=value)

@@ -1,4 +1,4 @@
-"""Ids out of range on request: which words ask for it, and what a loss of two kinds of ids calls them."""
+"""Check of ids out of range: values that enable it, and the names of the two kinds of ids of a loss in its errors."""
 
 import re
 
@@ -14,20 +14,20 @@ BAD = torch.tensor([[0, V, 0], [0, 0, 0]])
 
 
 @pytest.mark.parametrize("word", ["1", "true", "TRUE", "Yes", "on", " 1 "])
-def test_words_that_ask_for_the_check(word, monkeypatch):
+def test_values_that_enable_the_check(word, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", word)
     with pytest.raises(IndexError, match=r"^targets must lie in \[0, 10\) or be -100, got 10 at position \(0, 1\)$"):
         token_nll(X, BAD)
 
 
 @pytest.mark.parametrize("word", ["", "0", "false", "No", "off"])
-def test_words_that_do_not(word, monkeypatch):
+def test_values_that_disable_the_check(word, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", word)
     assert token_nll(X, BAD).nll[0, 1].isnan()
 
 
 @pytest.mark.parametrize("word", ["2", "ture", "-1", "None"])
-def test_other_words_are_errors(word, monkeypatch):
+def test_other_values_are_errors(word, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", word)
     message = f"DLLM_KERNELS_CHECK must be one of 1, true, yes, on, 0, false, no, off or empty, got {word.lower()!r}"
     with pytest.raises(ValueError, match="^" + re.escape(message)):

@@ -150,7 +150,7 @@ def test_depths_come_unscaled_and_with_their_graphs(base):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("base", BASES)
 def test_what_the_labels_of_all_depths_weigh(base, weighted):
-    """Known to whoever makes the quotient of the loss: no count and no scaling in it."""
+    """Needed for a custom denominator; it includes neither a count nor the scaling."""
     torch.manual_seed(2)
     hidden, labels, model = hiddens(), labels_with_padding(), Model()
     weights = torch.rand(labels.shape, dtype=torch.float64) if weighted else torch.ones(labels.shape)
@@ -223,7 +223,7 @@ def test_loss_weights_and_counts(base):
 
 @pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], BASES))
 def test_a_negative_count(base):
-    """A loss with its sign changed would be maximised."""
+    """It would change the sign of the loss, which would then be maximised."""
     labels, hidden, model = labels_with_padding(), hiddens(), Model()
     call = functools.partial(calculate_mtp_loss, base(), mtp_per_depth_h=hidden, labels=labels, model=model)
     for count in (-3, torch.tensor(-3)):
@@ -556,7 +556,7 @@ class Doubled(FusedLinearCrossEntropy):
 
 @pytest.mark.parametrize("how", ["subclass", "hook", "replaced"])
 def test_every_depth_goes_through_the_loss_as_it_is(how):
-    """A loss that does more than ours is called depth by depth, not passed by."""
+    """A loss that does more than ours is called once per depth, not bypassed."""
     torch.manual_seed(0)
     model, depths = Model(), [torch.randn(B, S, H, dtype=torch.float64) for _ in range(D)]
     common = {"mtp_per_depth_h": depths, "labels": torch.randint(0, V, (B, S)), "model": model}
@@ -951,6 +951,6 @@ def test_boundaries_that_do_not_rise_to_the_length(offsets):
 
 
 @pytest.mark.parametrize(("depth", "error"), [(-1, ValueError), (0.5, TypeError)])
-def test_a_depth_that_is_none(depth, error):
+def test_an_invalid_depth_raises(depth, error):
     with pytest.raises(error, match=r"^depth must be "):
         mtp.depths.mtp_labels(torch.arange(6), depth)

@@ -1,4 +1,4 @@
-"""What lies where a caller's default device is another one: nothing of ours asks for it."""
+"""Another default device of the caller changes nothing, because the package creates tensors on explicit devices."""
 
 import ast
 import re

@@ -157,8 +157,8 @@ def parity_from_hidden_states(name, dtype, setting, backend):
 
 @every_kind
 @pytest.mark.parametrize("path", ["at once", "a row at a time", "on three threads"])
-def test_what_is_beside_the_loss(name, path, monkeypatch):
-    """Value, a and agreement: the oracle's, detached, 0 where a row is off, the same bits from however many blocks."""
+def test_results_besides_the_loss(name, path, monkeypatch):
+    """Value, a and agreement equal the oracle's: detached, 0 in inactive rows, bit-identical for any blocks."""
     if path != "at once":
         small_blocks(monkeypatch, threads=3 if "three" in path else 1)
     poison_empty(monkeypatch)
@@ -195,7 +195,7 @@ def test_the_same_bits_from_however_many_blocks(monkeypatch):
 
 
 def test_identical_rows(backend):
-    """Nothing is to be learnt: kl and its kin give 0 to the bit, what is a difference of sums the rounding of these."""
+    """kl and related kinds are exactly 0; differences of sums give the rounding error of these sums."""
     torch.manual_seed(0)
     z = 3 * torch.randn(5, V, device=DEVICE)
     for name in ("kl", "rkl", "soft_ce", "jsd", "tv", "nla", "lk"):
@@ -242,7 +242,7 @@ def test_ties_of_p_and_q_count_as_below(backend):
 
 
 def test_rows_of_weight_0_and_nan(backend):
-    """Of either side: inert where the weight is 0, else NaN in their own row alone."""
+    """NaN on either side has no effect if the weight is 0; otherwise it stays in its own row."""
     torch.manual_seed(0)
     h, w, th = torch.randn(6, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.randn(6, D, device=DEVICE)
     weights = torch.tensor([0.0, 1, 0, 1, 1, 1], device=DEVICE)
@@ -274,7 +274,7 @@ def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_a_row_that_the_teacher_has_not(form, backend):
+def test_a_row_missing_in_the_teacher(form, backend):
     rows = torch.tensor([0, -1, R, 2], device=DEVICE)
     w = torch.randn(V, D, device=DEVICE)
     h, th = torch.randn(4, D, device=DEVICE, requires_grad=True), torch.randn(R, D, device=DEVICE)
@@ -304,7 +304,7 @@ def test_num_active_too_small_gives_nan():
 
 
 def test_targets(backend):
-    """-100 has no cross-entropy, another that no column has NaN, in its own row; the other kinds do not mind."""
+    """With -100, the cross-entropy is 0; with an id out of range, NaN in its row. Other kinds ignore the targets."""
     torch.manual_seed(0)
     z, t = torch.randn(4, V, device=DEVICE, requires_grad=True), torch.randn(4, V, device=DEVICE)
     y = torch.tensor([2, -100, V, 3], device=DEVICE)
@@ -328,7 +328,7 @@ FROZEN, TRAINED, NOTHING = (True, False), (True, True), (False, False)
     ids=str,
 )  # fmt: skip
 def test_products(needs, options, products, backend):
-    """Three with a frozen head that both share; counted on the rows that have a weight."""
+    """Three with a frozen head that both share, counted on the rows with a weight."""
     weights, rows = drawn(9)
     h, w = (torch.randn(s, device=DEVICE, requires_grad=need) for s, need in zip(((9, D), (V, D)), needs, strict=True))
     options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
@@ -343,7 +343,7 @@ def test_products(needs, options, products, backend):
 
 
 def test_gradients_only_for_what_requires_them():
-    """Nothing is made for a teacher forgotten under grad, for a head of its own, or for the second part of it."""
+    """No gradient is computed for a teacher that requires grad by mistake, for its head, or for its second part."""
     h, w, th, own, u, second = (
         torch.randn(s, device=DEVICE, requires_grad=True) for s in ((4, D), (V, D), (4, D), (V, D), (4, 2), (V, 2))
     )
@@ -384,7 +384,7 @@ def test_autocast():
 
 
 def test_a_second_backward():
-    """Of hidden states it says what to do; of logits, and of rows, it works."""
+    """From hidden states, it raises an error with advice; from logits, and per row, it works."""
     h, w, th = torch.randn(4, D, requires_grad=True), torch.randn(V, D), torch.randn(4, D)
     loss = linear_divergence(h, w, th).loss
     loss.backward(retain_graph=True)
@@ -437,7 +437,7 @@ def test_layouts(layout, columns, backend):
     torch.testing.assert_close(*results)
 
 
-def test_a_column_that_the_teacher_has_not():
+def test_a_column_missing_in_the_teacher_raises():
     z, t = torch.randn(3, V), torch.randn(3, V)
     columns = torch.arange(V) + 1
     with pytest.raises(IndexError, match=r"^draft_to_target must lie in \[0, 23\), got 23 at position \(22,\)$"):
@@ -483,8 +483,8 @@ def test_coefficients_that_change_from_step_to_step_are_one_graph():
 
 
 @pytest.mark.parametrize("kinds", every_time([{"jsd": 0.5, "kl": 1.0}], [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}]))
-def test_a_beta_that_comes_to_an_end_in_one_graph(kinds):
-    """It is kl at 0 and rkl at 1, whose limits jsd's own formula does not have."""
+def test_a_beta_that_reaches_0_or_1_in_one_graph(kinds):
+    """jsd is kl at 0 and rkl at 1, which the formula of jsd does not give as limits."""
     torch.manual_seed(0)
     z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))
     step = torch.compile(

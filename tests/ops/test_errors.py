@@ -1,4 +1,4 @@
-"""Bad input: each message names the argument, what was expected and what came, before any kernel runs."""
+"""Bad input: each message names the argument, the expected condition and the value, before any kernel runs."""
 
 import functools
 import re

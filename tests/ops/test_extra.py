@@ -1,4 +1,4 @@
-"""A head of two parts: every linear op and loss with ``extra`` against whole logits, what it costs, bad input."""
+"""Two-part heads: every linear op and loss with ``extra`` compared with the full logits; its cost; bad input."""
 
 import functools
 import math
@@ -94,7 +94,7 @@ def test_token_log_probs():
         torch.testing.assert_close(got, wanted)
 
 
-def test_every_option_beside_it(backend):
+def test_extra_with_every_other_option(backend):
     """What is returned beside the loss, of transformed logits, in a call that is told how many rows are active."""
     h, w, b, u, second = draw_leaves(0)
     case = BY_NAME["weighted_nll"]
@@ -315,7 +315,7 @@ def test_autocast():
 
 
 def test_backward_a_second_time():
-    """Gradients that were made in the forward pass are given away once; per row they are kept."""
+    """Gradients computed in forward are released after the first backward; gradients per row are kept."""
     h, w, _, u, second = draw_leaves(0)
     second.requires_grad_()
     y, weights = torch.randint(0, V, (B, L), device=DEVICE), torch.rand(B, L, device=DEVICE)
@@ -453,7 +453,7 @@ def test_float64_beside_autocast():
         ops.linear_token_nll(h, w, y, extra=(u.double(), second))
 
 
-def test_where_it_does_not_belong():
+def test_extra_is_rejected_where_unsupported():
     h, w, _, u, second = draw_leaves(0)
     y = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
     with pytest.raises(ValueError, match=r"^extra must be None without weight, got a second part"):

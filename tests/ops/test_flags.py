@@ -1,4 +1,4 @@
-"""Options that are yes or no take nothing that only looks so, and what is a constant takes no gradient."""
+"""Bool options reject other values, and constants reject tensors that require a gradient."""
 
 import re
 
@@ -27,7 +27,7 @@ FLAGS = [
 @pytest.mark.parametrize(
     ("op", "given", "flag"), FLAGS, ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else "")
 )
-def test_an_option_that_is_yes_or_no(op, given, flag, value):
+def test_a_bool_option_rejects_other_values(op, given, flag, value):
     with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
         op(*given, **{flag: value})
 
@@ -51,7 +51,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("value", ["no", 2, 1.0], ids=str)
 @pytest.mark.parametrize(("make", "given", "flag"), SETTINGS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_setting_that_is_yes_or_no(make, given, flag, value):
+def test_a_bool_setting_rejects_other_values(make, given, flag, value):
     with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
         make(*given, **{flag: value})
 
@@ -62,7 +62,7 @@ def test_a_setting_of_0_or_1_as_configurations_have_it():
     assert dllm_kernels.MDLMCrossEntropyLoss(fp32_upcast=0).fp32_upcast is False
 
 
-def test_return_per_depth_is_yes_or_no():
+def test_return_per_depth_is_a_bool():
     with pytest.raises(TypeError, match=r"^return_per_depth must be a bool, got str$"):
         dllm_kernels.calculate_mtp_loss(
             dllm_kernels.MaskedCrossEntropy(),
@@ -110,7 +110,7 @@ def test_a_mask_token_is_no_bool():
             corrupt(ids, mask, True)
 
 
-def test_the_complement_of_probabilities_is_none():
+def test_complementary_rejects_probabilities():
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0.0] + [1.0] * 5, [0.5] * 6])
     _, noise, p = corruption.corrupt_uniform(ids, mask, 99, seeds=torch.arange(2))
     with pytest.raises(
@@ -158,7 +158,7 @@ WEIGHTED = {
 
 @pytest.mark.parametrize("instead", WEIGHTED)
 def test_weights_take_no_gradient(instead):
-    """Detached, they would train nothing, and nobody would know."""
+    """If they were detached, they would silently train nothing."""
     weights = torch.ones(len(IDS), requires_grad=True)
     message = (
         f"weights must not require a gradient, since it is taken as a constant; detach it, or use {instead.strip()}"
@@ -201,7 +201,7 @@ def test_a_mixture_is_not_negative(place):
 
 
 def test_statistics_can_be_written_to_before_backward():
-    """As plain torch's can that it does not need any more."""
+    """As in plain torch, which does not need them for backward."""
     gradients = []
     for overwrite in (False, True):
         x = X.clone().requires_grad_()

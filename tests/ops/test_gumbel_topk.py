@@ -187,7 +187,7 @@ def test_the_inputs_are_not_written(backend, device):
     assert all(torch.equal(a, b) for a, b in zip(given_, copies, strict=True))
 
 
-def test_a_row_with_a_seed_does_not_know_its_batch(backend, device):
+def test_a_row_with_a_seed_is_independent_of_its_batch(backend, device):
     log_w, k, _ = (t.to(device) for t in example(8, 40))
     seeds = torch.arange(8, device=device) * 1_000_003
     whole = gumbel_topk_mask(log_w, k, seeds=seeds, backend=backend)

@@ -1,4 +1,4 @@
-"""Linear NLL: parity, who gets a gradient and at what cost, chunks, compaction, memory, autocast."""
+"""Linear NLL: parity, gradients and their cost, chunks, compaction, memory, autocast."""
 
 import functools
 import gc
@@ -195,7 +195,7 @@ def around_the_sync(call):
 
 
 def test_what_does_not_depend_on_the_number_of_active_rows_comes_before_it_is_read():
-    """A GPU is idle after that until the first product."""
+    """After the host sync, a GPU is idle until the first product."""
     (hidden, weight, bias), targets, weights = inputs()
     (V, D), N = weight.shape, len(hidden)
     bias.requires_grad_()
@@ -251,7 +251,7 @@ def test_num_active_too_small_gives_nan(bound, path):
 
 @pytest.mark.parametrize("bad", [-5, 40, 41])
 def test_a_bad_target_hurts_its_own_row_alone(bad, path):
-    """Also where the gradient is written over the logits."""
+    """Also if the gradient is written over the logits."""
     torch.manual_seed(0)
     h, w = torch.randn(4, 3, device=DEVICE), torch.randn(40, 3, device=DEVICE)
     targets = torch.tensor([1, bad, 3, 5], device=DEVICE)
@@ -277,7 +277,7 @@ def test_num_active_of_zero_without_an_active_row(path):
 
 
 def test_rows_read_beyond_the_weights_are_inert_in_every_gradient(path):
-    """``active`` asks for NLL and argmax-match of rows of weight 0; their NaN stays in their own NLL."""
+    """``active`` requests NLL and argmax match of rows of weight 0; NaN in them stays in their own NLL."""
     leaves, targets, weights = inputs()
     weights[0], weights[1], weights[2] = 0, 0, 1.5
     targets[:3] = torch.tensor([1, 99, 2])

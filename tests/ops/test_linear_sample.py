@@ -1,7 +1,7 @@
-"""Samples from hidden states: the oracle's tokens, their distribution, what a seed decides, special rows, bad input.
+"""Samples from hidden states: the oracle's tokens, their distribution, dependence on seeds, special rows, bad input.
 
-Hidden states and heads are small multiples of 1/4, so that logits are exact in every dtype and any order of summation,
-and many are equal: the oracle's token is then the only right one.
+Hidden states and heads are small multiples of 1/4. Logits are therefore exact in every dtype and for any summation
+order, and many are equal, so the oracle's token is the only correct one.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Objectives of row statistics: against float64 autograd of the oracle, with the logits made once."""
+"""Objectives of row statistics, compared with float64 autograd of the oracle; the logits are computed only once."""
 
 import math
 

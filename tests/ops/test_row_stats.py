@@ -144,7 +144,7 @@ def test_parity_of_rows_far_apart(kind, path):
     "asked", [("log_probs",), ("lse",), ("entropy",), ("mix",), ("entropy", "lse"), OUTPUTS], ids=str
 )
 def test_each_output_alone(asked, dtype, path):
-    """The others have no upstream gradient, or are not even asked for."""
+    """The others have no upstream gradient, or are not requested."""
     torch.manual_seed(0)
     logits = (4 * torch.randn(2, 3, 37)).to(DEVICE, dtype).requires_grad_()
     ids, given = options((2, 3), 37, 2, dtype)
@@ -254,7 +254,7 @@ def stats_and_gradient(function, logits, ids, mix, steps):
 
 
 def judge_special_rows(rows, dtype, path, **steps):
-    """Special rows between tame ones; what is NaN keeps to its row."""
+    """Special rows lie between ordinary rows; NaN must stay in its own row."""
     names, logits, targets = between_tame_ones(rows, dtype)
     ids = torch.stack([targets, torch.zeros_like(targets)], 1)
     mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
@@ -502,7 +502,7 @@ def test_too_small_a_bound_gives_nan(backend):
 
 
 def test_float16_gradients_do_not_underflow(backend):
-    """Upstream gradients far below float16's least: the products are made before they come in."""
+    """Upstream gradients are far below float16's minimum, so they are applied after the products."""
     leaves, given = linear_draw(torch.float16)(0)
     leaves = [t.requires_grad_() for t in leaves]
     out = differentiable(of_hidden(backend, {})[0](*leaves, **given))

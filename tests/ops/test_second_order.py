@@ -1,4 +1,4 @@
-"""No gradient of ours has a derivative, and nobody can fail to notice, whosever gradient was asked for."""
+"""Double backward raises an error for every op and every input."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ ASKED = {
 @pytest.mark.parametrize("ask", ASKED)
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_penalty_on_a_gradient_is_an_error_whosever_gradient_is_asked_for(form, name, ask, backend):
-    """A constant upstream gradient, which autograd's own check lets pass; the value alone would have a gradient."""
+    """With a constant upstream gradient, autograd's own check would pass, and only the value would have a gradient."""
     layer, x, value = built(form, name, backend=backend)
     (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     total = value.sum() + 10 * g.pow(2).sum()
@@ -69,7 +69,7 @@ def test_a_penalty_on_a_gradient_is_an_error_whosever_gradient_is_asked_for(form
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)
-def test_neither_has_the_gradient_one_in_what_weighed_the_rows(form, name):
+def test_the_gradient_has_no_derivative_in_the_weights_of_the_rows(form, name):
     _, x, value = built(form, name, backend="torch")
     weight = torch.rand(value.shape, device=DEVICE, requires_grad=True)
     (g,) = torch.autograd.grad((weight * value).sum(), x, create_graph=True)
@@ -79,7 +79,7 @@ def test_neither_has_the_gradient_one_in_what_weighed_the_rows(form, name):
 
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_gradient_kept_with_its_graph_is_the_same(form, name):
-    """And what does not differentiate it goes on: its product with a parameter that the op knows nothing of."""
+    """Uses that do not differentiate the gradient still work, such as a product with an unrelated parameter."""
     _, x, value = built(form, name, backend="torch")
     (plain,) = torch.autograd.grad(value.sum(), x)
     _, x, value = built(form, name, backend="torch")
@@ -92,7 +92,7 @@ def test_a_gradient_kept_with_its_graph_is_the_same(form, name):
 
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_derivative_in_forward_mode_is_an_error_and_not_0(form, name):
-    """Also where nothing requires a gradient, so that no function of autograd's is there to say so."""
+    """Also if no input requires a gradient, in which case no autograd function could raise."""
     x, head = torch.randn(N, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     op = OF_LOGITS[name] if form == "logits" else lambda x: OF_HIDDEN[name](x, head)
     with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives .*: use backward"):
@@ -114,8 +114,8 @@ COMPILED = [
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
-def test_of_a_compiled_op_too(form, name, half):
-    """Gradients that forward has made are outputs of the compiled op, from which nothing leads to an input."""
+def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
+    """Gradients computed in forward are outputs of the compiled op, without a path to the inputs."""
     torch.compiler.reset()
     dtype = torch.float16 if half else torch.float32
     x = torch.randn(N, V if form == "logits" else D, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -142,7 +142,7 @@ def test_a_compiled_op_keeps_no_input_for_that_error():
 
 
 @pytest.mark.parametrize("name", ["token_nll", "row_stats"])
-def test_a_check_of_second_derivatives_meets_it(name):
+def test_gradgradcheck_raises(name):
     x = torch.randn(N, V, device=DEVICE, dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradgradcheck(lambda x: OF_LOGITS[name](x, backend="torch"), [x])
@@ -150,7 +150,7 @@ def test_a_check_of_second_derivatives_meets_it(name):
 
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_within_an_activation_checkpoint(form, name):
-    """Which makes the saved tensors anew, and gives them out once."""
+    """It recomputes the saved tensors, and returns each only once."""
     x = torch.randn(N, V if form == "logits" else D, device=DEVICE, requires_grad=True)
     head = torch.randn(V, D, device=DEVICE, requires_grad=form == "hidden")
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: both forms against each other and plain code, what they cost, temperature, bad input."""
+"""Log-probabilities of tokens: both forms and plain code agree; their cost, temperature, bad input."""
 
 import re
 

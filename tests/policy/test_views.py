@@ -1,4 +1,4 @@
-"""Noisy views and their scores: against the oracle from the same random bits, and by the laws that they promise."""
+"""Noisy views and their scores: compared with the oracle on the same random bits, and their documented properties."""
 
 import functools
 import math
@@ -559,7 +559,7 @@ def test_bad_input(changed, error, message):
         policy_views(**given)
 
 
-def test_a_dtensor_is_told_what_to_do():
+def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
         device_mesh = None  # by which DTensors are known
 

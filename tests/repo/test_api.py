@@ -131,7 +131,7 @@ def test_loss_classes_are_modules_that_learn_what_they_say(case):
 
 
 def test_every_loss_has_a_case_and_stands_where_the_framework_has_it():
-    """A loss without a case would have none of the tests that hold for all."""
+    """A loss without a case would miss all tests that run for every loss."""
     named = {function.__name__ for case in LOSSES for function in case.functions}
     public = {name for name in losses.__all__ if getattr(losses, name) not in NO_LOSSES}
     assert named == public

@@ -1,4 +1,4 @@
-"""The harness measures what it says it measures."""
+"""The benchmark harness measures correctly."""
 
 import importlib
 import json
@@ -332,7 +332,7 @@ def test_smoke_fails_when_a_subject_fails(monkeypatch, capsys):
     assert "FAILED: gone" in capsys.readouterr().out
 
 
-def test_smoke_names_subjects_that_there_are_not(capsys):
+def test_smoke_names_unknown_subjects(capsys):
     assert command.main(["smoke", "inspekt"]) == 2
     assert "unknown subjects 'inspekt'" in capsys.readouterr().err
     assert command.main(["smoke", "--help"]) == 0

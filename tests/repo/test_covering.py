@@ -1,4 +1,4 @@
-"""Which cases of a test marked ``covering`` run every time."""
+"""Cases of a test marked ``covering`` that run every day."""
 
 import itertools
 from types import SimpleNamespace

@@ -328,7 +328,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments", REFUSED)
-def test_an_argument_that_cannot_be_is_refused_before_anything_is_read(arguments, capsys):
+def test_an_invalid_argument_is_rejected_before_anything_is_read(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         train.main(["--tiny", "--device", "cpu", *arguments.split()])
     assert stopped.value.code == 2
@@ -338,7 +338,7 @@ def test_an_argument_that_cannot_be_is_refused_before_anything_is_read(arguments
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_gpu_that_is_not_there_is_refused(capsys):
+def test_a_missing_gpu_is_rejected(capsys):
     with pytest.raises(SystemExit):
         train.main(["--tiny", "--device", "cuda"])
     assert "argument --device: must be a device that is here, got 'cuda'" in capsys.readouterr().err

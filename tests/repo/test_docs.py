@@ -124,7 +124,7 @@ SHELL = {"sh", "console"}
 
 
 def page(name):
-    """Registers the check of a page: called with the names that its fences have made."""
+    """Register the check of a page; it is called with the names that the fences have defined."""
     return lambda check: CHECK.setdefault(name, check)
 
 
@@ -579,7 +579,7 @@ def test_what_the_wrong_count_would_do():
 
 
 def as_text(node):
-    """A message as it stands in the code, ``{}`` for what is put into it."""
+    """Return a message as in the code, with ``{}`` for inserted values."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -590,7 +590,7 @@ def as_text(node):
 
 
 def messages():
-    """Of every error that the package raises."""
+    """Yield the message of every error that the package raises."""
     errors = {"TypeError", "ValueError", "IndexError", "RuntimeError", "NotImplementedError"}
     for path in (ROOT / "dllm_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -602,7 +602,7 @@ def messages():
 
 
 def test_every_error_is_listed_with_its_cause():
-    """Each message fits a row of troubleshooting, and none of these is out of date."""
+    """Each message matches a row of troubleshooting, and every row matches a message."""
     rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting.md"], re.MULTILINE)
     patterns = [
         p for row in rows for p in re.findall(r"`([^`]+)`", row) if "…" in p or " must " in p or len(p.split()) > 4

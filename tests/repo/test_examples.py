@@ -1,4 +1,4 @@
-"""Every example runs, is short, and its loss is the one that it says."""
+"""Every example runs, is short, and has the documented loss."""
 
 import importlib.util
 import math

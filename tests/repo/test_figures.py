@@ -1,4 +1,4 @@
-"""The figures that README and docs print are those of the committed results."""
+"""The figures in README and docs equal the committed results."""
 
 import json
 import re

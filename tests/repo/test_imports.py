@@ -1,4 +1,4 @@
-"""Imports point one way: losses, mtp, corruption -> ops -> _core -> _backends -> triton; the oracle stands alone."""
+"""Imports go in one direction: losses, mtp, corruption -> ops -> _core -> _backends -> triton; the oracle is apart."""
 
 import ast
 import functools

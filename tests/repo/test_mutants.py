@@ -1,4 +1,4 @@
-"""The mutation tool: what it breaks, what it leaves alone, how evenly it chooses, and one whole run."""
+"""The mutation tool: its mutations, code that it skips, its even choice, and one complete run."""
 
 import ast
 import fnmatch
@@ -57,7 +57,7 @@ def lines_of(source):
         ("é = b < c  # <", ["é = b <= c  # <"]),
     ],
 )  # fmt: skip
-def test_what_is_broken(source, expected):
+def test_mutations_of_each_kind_of_code(source, expected):
     assert lines_of(source) == set(expected)
     assert all(ast.parse(line) for line in expected)
 
@@ -85,7 +85,7 @@ def test_what_is_broken(source, expected):
         "__all__ = [a, 1]",
     ],
 )
-def test_what_is_left_alone(source):
+def test_code_that_is_not_mutated(source):
     assert not lines_of(source)
 
 

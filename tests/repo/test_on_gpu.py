@@ -1,4 +1,4 @@
-"""A rehearsal of the run on a GPU: its plan, every cut, what is left when it is killed, and the verdicts."""
+"""A rehearsal of the run on a GPU: its plan, its time limits, its results after a kill, and the verdicts."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def quick(work):
 
 
 def hanging(step, work):
-    """That step, which leaves its group, and never ends."""
+    """Make this step leave its process group and never end."""
     escaped = f"echo \\$\\$ > {work}/escaped.pid; trap '' TERM; while true; do sleep 0.1; done"
     text = f"""echo '{{"results": [1]}}' > {work}/{step.name}.json; setsid sh -c "{escaped}" & sleep 60"""
     return shell(step.name, text, minutes=0.02)
@@ -225,8 +225,8 @@ t.on_gpu.main(["--out", sys.argv[1], "--rehearse"])
 """
 
 
-def test_whoever_kills_it_has_what_was_measured(tmp_path):
-    """Also of the step that was under way."""
+def test_a_killed_run_keeps_its_measurements(tmp_path):
+    """Including those of the running step."""
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=on_gpu.ROOT, stdout=subprocess.DEVNULL
     )
@@ -340,7 +340,7 @@ def test_without_a_verification_every_verdict_is_unverified(verify, line, tmp_pa
     assert sum(line.startswith("- unverified") for line in lines) == 3
 
 
-def test_an_error_that_is_too_large_is_no_speed(tmp_path):
+def test_a_result_with_too_large_an_error_is_wrong_at_any_speed(tmp_path):
     fast = record("ours", 1.0, LLADA, allowed_error=0.02)
     for error, word in (
         (0.01, "met"),
@@ -350,8 +350,8 @@ def test_an_error_that_is_too_large_is_no_speed(tmp_path):
         assert written(tmp_path, headline=[fast | {"error": error}])[1].startswith(f"- {word}: NLL")
 
 
-def test_who_failed_is_named(tmp_path):
-    """A peer beside those that ran; ours instead of a number; what could not be imported, once."""
+def test_failed_candidates_are_named(tmp_path):
+    """A failed peer is listed next to those that ran, our failure instead of the number, a failed import once."""
     failed = {"timing": None, "extra": {"failed": "RuntimeError: no"}}
     (tmp_path / "peers.json").write_text(json.dumps({"imports": {"quack": "ImportError: none", "liger_kernel": None}}))
     lines = written(

@@ -1,4 +1,4 @@
-"""The rule that judges every fast path: any order of summation passes, and what a fast path may do wrong does not."""
+"""The rule for fast paths accepts any summation order and rejects wrong results."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Few tests import private modules of the package: the others hold for any code behind the public functions."""
+"""Few tests import private modules, so that the other tests hold for any implementation of the public functions."""
 
 import ast
 import re

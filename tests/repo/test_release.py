@@ -1,4 +1,4 @@
-"""What a release needs beside the code: workflows, forms, metadata and texts that say the same as each other."""
+"""Requirements of a release besides the code: workflows, forms, metadata and texts that agree with each other."""
 
 import re
 from pathlib import Path

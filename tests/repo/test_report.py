@@ -1,4 +1,4 @@
-"""``python -m dllm_kernels.report``: what it says, and what it does not."""
+"""``python -m dllm_kernels.report``: the information that it prints, and the information that it must not print."""
 
 import getpass
 import os

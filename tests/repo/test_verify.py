@@ -1,4 +1,4 @@
-"""The comparison with float64 that precedes measurements on a GPU: it passes, and finds what it is there for."""
+"""The comparison with float64 before measurements on a GPU: it passes, and detects errors."""
 
 import json
 import math
@@ -183,7 +183,7 @@ def test_a_variant_of_a_kernel_computes_the_same(kernel):
     assert all(r.timing is not None for r in results)
 
 
-def test_a_variant_of_what_is_no_longer_there_is_refused():
+def test_a_variant_of_missing_code_is_rejected():
     gone = variants.Change("_math.py", "this is not in it", "")
     with (
         pytest.raises(ValueError, match=r"_backends/triton/_math\.py must hold once, has 0 times:\nthis is not in it"),

@@ -49,37 +49,37 @@ def _nothing_else(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """What the tests need to know of one op or loss. The defaults are those of a loss of the common signature.
+    """Description of an op or loss for the tests. The defaults fit a loss of the common signature.
 
     Attributes:
-        name: what pytest calls it.
-        loss: the class, or the function from logits and the one from hidden states.
+        name: name in test ids.
+        loss: the class, or a pair of functions: from logits and from hidden states.
         draw: (B, L, V) -> the tensors of a call by name, drawn from torch's default generator.
-        equation: the oracle; of inputs, settings and options it gets those that it has a parameter for.
-        settings: the constructor's arguments, or the function's.
-        roles: what each argument of a call is, in the words of ``COMMON``; a loss of another signature brings its own.
-        rows: what the two forms call the logits and the hidden states.
-        head: what the second calls the head's weight and bias.
-        extra: (form, rows, inputs) -> the rows, and what a call takes that is no tensor, or is cut from the rows.
-        made_of: inputs that are no argument themselves: ``extra`` makes arguments of them.
-        width: positions of the logits for each token.
-        separate: whether a model gives those as tensors of their own, not as one.
-        per_row: whether the value is one number a row, of ``width`` rows for each token.
-        linear_in: the input the value is linear in, if any.
+        equation: the oracle; it receives the inputs, settings and options for which it has a parameter.
+        settings: arguments of the constructor, or of the function.
+        roles: the role of each argument of a call, with the values of ``COMMON``; other signatures need their own.
+        rows: the argument names of the logits and of the hidden states.
+        head: the argument names of the head's weight and bias.
+        extra: (form, rows, inputs) -> the rows, and further arguments that are not tensors or are slices of the rows.
+        made_of: inputs that are not arguments; ``extra`` derives arguments from them.
+        width: number of positions of the logits per token.
+        separate: whether a model returns these positions as separate tensors.
+        per_row: whether the value is one number per row, with ``width`` rows per token.
+        linear_in: the input in which the value is linear, if any.
         rounds: whether it takes ``fp32_upcast``.
-        shifted: whether a part of a sequence alone has another loss: rows that predict the next token, or weigh by
-            place.
-        counted_locally: whether the denominator is counted in what one call is given, so that over ranks and
-            micro-batches the gradients are averaged.
-        statistics: whether it asks for row statistics, and not for the NLL alone.
-        learns: the names of the loss's own parameters.
-        constants: the settings that must not require a gradient.
-        chunks_at_construction: whether ``chunk_size`` is the constructor's, not the call's.
-        variant: whether it differs from another case in numbers only, and is left out where a case takes seconds.
-        transformed_by: what the logits of its twin go through first; None: it has no twin.
-        transform: what its own logits go through.
+        shifted: whether the loss of a slice of a sequence differs from its part of the whole loss. This holds if rows
+            predict the next token, or if weights depend on the position.
+        counted_locally: whether the denominator is counted in each call, so that the gradients of ranks and
+            micro-batches are averaged.
+        statistics: whether it uses row statistics, not only the NLL.
+        learns: names of the parameters of the loss.
+        constants: settings that must not require a gradient.
+        chunks_at_construction: whether ``chunk_size`` is an argument of the constructor, not of the call.
+        variant: whether it differs from another case only in numbers; omitted if a case takes seconds.
+        transformed_by: transform that is applied to the logits of its twin; None: it has no twin.
+        transform: transform options of the loss.
         home: the module of the framework that it replaces, if any.
-        documented: the signatures of the framework's documentation, by what follows the name of the loss.
+        documented: signatures in the documentation of the framework, by the suffix of the name of the loss.
     """
 
     name: str
@@ -164,7 +164,7 @@ class Case:
 
 
 def value_of(output: Any) -> torch.Tensor:
-    """What gradients are taken of: the rows where they are asked for, else the loss."""
+    """Return the value to differentiate: the row losses if requested, otherwise the loss."""
     if isinstance(output, torch.Tensor):
         return output
     rows = getattr(output, "row_losses", None)
@@ -210,7 +210,7 @@ def _dflash(B: int, L: int, V: int) -> Inputs:
 
 
 def _distillation(B: int, L: int, V: int) -> Inputs:
-    """The teacher's logits are numbers of every dtype, since they come in that of the draft's."""
+    """Draw the inputs; the teacher's logits exist in every dtype, because they have the dtype of the draft's logits."""
     return _dflash(B, L, V) | {"teacher": (2 * torch.randn(B, L, V)).bfloat16().float()}
 
 
@@ -223,7 +223,7 @@ MASK_ID = 2
 
 
 def _scdd(B: int, L: int, V: int) -> Inputs:
-    """A third of the tokens MASK, a third as they were, the rest drawn anew; no clean one is MASK, of probability 0."""
+    """Mask a third of the tokens, keep a third, redraw the rest; no clean token is MASK, whose probability is 0."""
     targets = _targets(B, L, V)
     targets = torch.where(targets == MASK_ID, (MASK_ID + 1) % V, targets)
     kind, other = torch.rand(B, L), (MASK_ID + 1 + torch.randint(0, V - 1, (B, L))) % V
@@ -306,7 +306,7 @@ def _weighted_linear_nll(hidden, lm_head_weight, lm_head_bias, targets, weights,
 
 
 def _causal(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
-    """The AR rows as a tensor of their own."""
+    """Pass the AR rows as a separate tensor."""
     L = inputs["target_ids"].shape[1]
     return rows[:, :L], {f"causal_{form}": rows[:, L:]}
 
@@ -316,12 +316,12 @@ def _blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
 
 
 def _anchor_blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
-    """Blocks of as many rows, that of the anchor with them."""
+    """Blocks with one row per position, including the anchor."""
     return rows, {"block_size": BLOCK - 1}
 
 
 def _taught(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
-    """The teacher's logits; or hidden states that are these, and the head that leaves them so."""
+    """Pass the teacher's logits; or the logits as hidden states, with a head that leaves them unchanged."""
     teacher = inputs["teacher"].to(rows.dtype)
     if form == "logits":
         return rows, {"block_size": BLOCK, "teacher_logits": teacher}
@@ -565,7 +565,7 @@ def _twin(case: Case) -> Case:
 
 
 def _rows_of(case: Case) -> Case:
-    """The same asked for the loss of each row."""
+    """The case with one loss per row."""
     return replace(
         case, name=f"{case.name}, rows", settings={**case.settings, "reduction": "none"}, per_row=True,
         variant=case.name != "mdlm, counted",  # one way in is enough where a case takes seconds
@@ -596,7 +596,7 @@ def to_device(inputs: Inputs, device: str) -> Inputs:
 
 
 def upstream_for(case: Case, B: int, L: int) -> torch.Tensor:
-    """A random upstream gradient: one number a row, some of them zero, or one for the loss."""
+    """Draw a random upstream gradient: one number per row, some of them zero, or one for the loss."""
     if not case.per_row:
         return torch.randn(())
     return torch.randn(B, L * case.width) * (torch.rand(B, L * case.width) < 0.8)

@@ -1,4 +1,4 @@
-"""Checks that run in several processes, and what they share. ``tests/support/distributed_workers.py`` runs them."""
+"""Checks that run in several processes, and their helpers. ``tests/support/distributed_workers.py`` runs them."""
 
 import functools
 import re
@@ -160,7 +160,7 @@ TABLE = {
 
 
 def check(world, **parameter):
-    """Register a check for a world size, once for every value of its parameter if it has one."""
+    """Register a check for a world size, once for each value of its parameter, if any."""
 
     def register(function):
         if not parameter:
@@ -184,7 +184,7 @@ def mesh_of(*names):
 
 
 def shard(t, mesh, *placements):
-    """A tensor that is the same everywhere as a DTensor, differentiably: its gradient comes back whole."""
+    """Return a tensor that is equal on all ranks as a DTensor, differentiably: its gradient is gathered."""
     whole = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
     return whole.redistribute(placements=placements)
 
@@ -195,7 +195,7 @@ def raises(error, match, function, *args, **options):
 
 
 def close(got, expected, label=""):
-    """Equal up to rounding in another order: the defaults of torch.testing for the dtype."""
+    """Assert equality up to rounding in another order, with the defaults of torch.testing for the dtype."""
     got = got.full_tensor() if isinstance(got, DTensor) else got
     torch.testing.assert_close(
         got, expected, equal_nan=True, check_dtype=got.dtype == expected.dtype, msg=lambda m: f"{label} {m}"
@@ -336,7 +336,7 @@ NAMES = tuple(BY_NAME)
 
 
 class Model(nn.Module):
-    """Embedding, body, LM head. Gives hidden states, or what a loss makes of them and the head."""
+    """Embedding, body and LM head. Returns hidden states, or the result of a loss on them and the head."""
 
     def __init__(self, bias=True, head=nn.Linear):
         super().__init__()
@@ -397,14 +397,14 @@ class Job:
 
 
 def plainly(model, form="hidden"):
-    """``run`` of a :class:`Job` with the head's parameters, or its logits, outside of the model's forward."""
+    """Run a :class:`Job` with the parameters or the logits of the head, outside of the model's forward."""
     if form == "logits":
         return lambda ids, loss: loss(model.lm_head(model(ids)))
     return lambda ids, loss: loss(model(ids), model.lm_head.weight, model.lm_head.bias)
 
 
 def same_gradients(model, expected):
-    """Every parameter's gradient, and none that is missing."""
+    """Assert that the gradient of every parameter exists and is equal."""
     got = {name: p.grad for name, p in model.named_parameters()}
     assert got.keys() == expected.keys()
     for name, grad in expected.items():
@@ -417,7 +417,7 @@ def same_gradients(model, expected):
 
 
 class Sent(TorchDispatchMode):
-    """What this rank hands to collectives while it is entered: (name, shape, bytes) of each, whoever asks for them."""
+    """Records the tensors that this rank passes to collectives: (name, shape, bytes) of each."""
 
     NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
     OPS: ClassVar = {  # name of the operator: (what we call it, which argument is sent)

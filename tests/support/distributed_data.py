@@ -70,7 +70,7 @@ def summed_gradients(model):
 
 
 def accumulate(job, model, micros, form):
-    """Every micro-batch of this rank, then the sum over the ranks."""
+    """Run every micro-batch of this rank, then sum over the ranks."""
     rank, parts = dist.get_rank(), dist.get_world_size() * micros
     total = torch.zeros((), dtype=torch.float64)
     for micro in range(micros):
@@ -149,7 +149,7 @@ def distributed_data_parallel(name):
 
 
 class HalfUsed(Model):
-    """Calls its head, which hands on what it was given, and holds a parameter that no step uses."""
+    """Calls its head, which returns its input unchanged, and has a parameter that no step uses."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def distributed_data_parallel_deferred_logits(options):
 
 
 def part_of_deferred(job, wrapped, part):
-    """One of four parts of the job, forward and backward; the gradients are averaged each time."""
+    """Run one of four parts of the job, forward and backward; the gradients are averaged each time."""
 
     def run(ids, loss):
         with deferred_logits(wrapped) as defers:
@@ -215,7 +215,7 @@ def distributed_data_parallel_mtp_finds_the_head():
 
 
 def of_cases(wanted):
-    """The names of the cases of plain logits of which this holds."""
+    """Return the names of the cases with plain logits for which this holds."""
     return [case.name for case in BY_JOB.values() if not case.transform and wanted(case)]
 
 
@@ -244,7 +244,7 @@ def context_parallel(name):
 
 
 class Outputs:
-    """The outputs of a model that has several, in the place of one tensor with all of them side by side."""
+    """A model that returns several outputs instead of one tensor with all of them side by side."""
 
     def __init__(self, outputs):
         self.outputs = outputs
@@ -257,7 +257,7 @@ class Outputs:
 
 
 def along_the_sequence(model, mesh, job):
-    """The hidden states of this rank's part of the sequences, as a part of a DTensor, or several such."""
+    """Return the hidden states of this rank's part of the sequences as a part of a DTensor, or several such."""
 
     def of(ids):
         return DTensor.from_local(model(ids.chunk(2, 1)[dist.get_rank()]), mesh, [Shard(1)])
@@ -325,7 +325,7 @@ def context_parallel_shifted_logits(name):
 
 @check(2)
 def context_parallel_targets_of_mtp():
-    """Plain tensors: the labels shifted over the whole sequences first, then cut like the hidden states."""
+    """Plain tensors: labels are shifted over the whole sequences first, then cut like the hidden states."""
     job, rank = Job("MTP"), dist.get_rank()
     i, h = job.inputs, [torch.randn(B, L, D).double() for _ in range(2)]
     w = torch.randn(V, D).double()
@@ -356,7 +356,7 @@ def context_parallel_targets_of_mtp():
 
 @check(2)
 def context_parallel_shifted_by_hand():
-    """What a plain split of a shifted loss leaves out, the pair at the border, and the primitive that keeps it."""
+    """A plain cut of a shifted loss omits the pair at the border; the primitive on shifted targets includes it."""
     inputs, rank = drawn(BY_NAME["encoder AR"]), dist.get_rank()
     ids, valid = inputs["input_ids"], inputs["valid_mask"]
     valid[0, L // 2 - 1 : L // 2 + 1] = True  # a pair across the border
@@ -393,7 +393,7 @@ def draft_accuracy_over_ranks():
 
 @check(2)
 def acceptance_length_over_ranks():
-    """That of one process with the whole batch, though the ranks have as many blocks as they have; one has none."""
+    """Equals one process with the whole batch, although the ranks have different numbers of blocks, one has none."""
     rank, world = dist.get_rank(), dist.get_world_size()
     correct, mask = torch.rand(world, 4 * L) < 0.7, (torch.rand(world, 4 * L) < 0.6).float()
     mask[-1] = 0

@@ -43,7 +43,7 @@ def draw(options, V=V):
 
 @check(2, **kinds)
 def tp_divergence(name):
-    """A shared head, split by vocabulary; hidden states plain, whole on every rank, or split over the same ranks."""
+    """A shared head split by vocabulary. Hidden states are plain, equal on every rank, or split over the same ranks."""
     mesh, (teacher, options) = mesh_of("tp"), drawn(name)
     for of_hidden, of_teacher in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
 
@@ -108,7 +108,7 @@ def tp_divergence_of_logits(name):
 
 @check(2)
 def backward_of_split_logits_sends_nothing():
-    """It reads the statistics of whole rows that forward has gathered."""
+    """Backward reads the statistics of whole rows that forward has gathered."""
     mesh = mesh_of("tp")
     for name in KINDS:
         _, options = drawn(name)
@@ -123,7 +123,7 @@ def backward_of_split_logits_sends_nothing():
 @check(2)
 @check(4)
 def every_rank_copies_the_same_pieces_of_the_teacher():
-    """Each ends in a collective, and shards that differ in size, or have no columns, are pieces of one row."""
+    """Each piece ends in a collective, so ranks with other shard sizes, or without columns, need the same pieces."""
     mesh = mesh_of("tp")
     for Vd in (V, 2):
         z, t, w, columns = torch.randn(B, L, Vd), torch.randn(B, L, V + 1), torch.rand(B, L), torch.randperm(V + 1)[:Vd]
@@ -143,7 +143,7 @@ def every_rank_copies_the_same_pieces_of_the_teacher():
 @check(2)
 @check(4)
 def a_teacher_whose_rows_one_rank_has():
-    """Whether a rank gathers them follows from the layout, not what it has: a batch of one is split over all ranks."""
+    """The layout, not the local rows, decides whether a rank gathers: a batch of one is split over all ranks."""
     mesh = mesh_of("tp")
     h, t, w, own = (torch.randn(s).double() for s in ((1, L, D), (1, L, D), (V, D), (V, D)))
     for of_teacher in (Shard(0), Shard(1), Replicate()):

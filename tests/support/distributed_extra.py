@@ -1,4 +1,4 @@
-"""Checks of a head of two parts in several processes: the second split as the head is, sharded, its rows laid out."""
+"""Checks of a two-part head in several processes: the second part split like the head, sharded, in several layouts."""
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,10 @@ def laid(t, mesh, placement):
 
 @check(2, name=NAMES)
 def tp_extra(name):
-    """Both parts split by vocabulary; either's rows plain, whole on every rank, or split over them, several chunks."""
+    """Both parts are split by vocabulary; several chunks.
+
+    The rows of each part are plain, equal on every rank, or split over the ranks.
+    """
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     layouts = [
@@ -134,7 +137,7 @@ def a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary():
 
 
 class Drafter(nn.Module):
-    """A small model with a Markov head: a row of a table for each token, and its product beside the LM head's."""
+    """A small model with a Markov head: a table row per token, whose product is added to the logits of the LM head."""
 
     def __init__(self, trains_head=False):
         super().__init__()
@@ -193,7 +196,7 @@ def fsdp_extra(name):
 
 @check(2)
 def fsdp_extra_in_mixed_precision():
-    """The second part is gathered in the dtype of the computation; its gradient comes in that of the shard."""
+    """The second part is gathered in the compute dtype; its gradient has the dtype of the shard."""
     mesh, model = mesh_of("fsdp"), Drafter().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     model.lm_head.bfloat16()

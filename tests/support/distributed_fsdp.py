@@ -39,14 +39,14 @@ FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
 
 
 class HeadWithMethod(nn.Linear):
-    """A head with a method for the loss, which FSDP2 has to be told of."""
+    """A head with a method for the loss, which must be registered with FSDP2."""
 
     def compute(self, hidden, loss):
         return loss(hidden, self.weight, self.bias)
 
 
 def own_unit(model, **options):
-    """The head is a unit of its own, and its parameters are used outside of its forward."""
+    """The head is a separate unit, and its parameters are used outside of its forward."""
     for module in (model.body, model.lm_head, model):
         fully_shard(module, **options)
     return plainly(model)
@@ -66,14 +66,14 @@ def after_root(model, **options):
 
 
 def loss_head(model, **options):
-    """The loss runs in the forward of the head, a unit of its own."""
+    """The loss runs in the forward of the head, which is a separate unit."""
     model.lm_head = LossHead.of(model.lm_head)
     own_unit(model, **options)
     return lambda ids, loss: model.lm_head(model(ids), loss)
 
 
 def head_method(model, **options):
-    """The same through a method that FSDP2 has been told of."""
+    """The loss runs in a method of the head that is registered with FSDP2."""
     own_unit(model, **options)
     register_fsdp_forward_method(model.lm_head, "compute")
     return lambda ids, loss: model.lm_head.compute(model(ids), loss)
@@ -87,7 +87,7 @@ def untouched(model):
 
 
 def freeze(*names):
-    """The parameters do not train."""
+    """Freeze the parameters."""
 
     def frozen(model):
         for name in names:
@@ -124,7 +124,7 @@ def compare(
 
 
 def deferring(setup):
-    """The model calls its head, which hands on what it was given, and the loss takes that and the head's parameters."""
+    """The model calls its head, which returns its input; the loss takes this output and the head's parameters."""
 
     def set_up(model, **options):
         setup(model, **options)
@@ -151,7 +151,7 @@ def fsdp_deferred_logits(name):
 
 @check(2)
 def fsdp_deferred_logits_that_are_made():
-    """By the head itself, gathered anew: the loss from logits has the same gradients."""
+    """The head itself computes them, gathered again: the loss from logits has the same gradients."""
     for setup in (in_root, own_unit):
         job = Job("mdlm, counted", "logits")
         loss, grads = job.expected(Model(), 2)
@@ -233,7 +233,7 @@ def fsdp_chunks_and_columns(name):
 
 @check(2, name=NAMES)
 def fsdp_frozen_head(name):
-    """Gathered, and nothing of a gradient made or sent; the hidden states' gradient is right."""
+    """The head is gathered, but no gradient of it is computed or sent; the gradient of the hidden states is correct."""
     for setup in (own_unit, in_root, loss_head):
         compare(name, setup, prepare=frozen_head)
     compare(name, logits_of(own_unit), prepare=frozen_head, form="logits")
@@ -345,7 +345,7 @@ def replace_parameters(model, how):
 
 @check(2, how=("assign", "to_empty"))
 def fsdp_gradient_divide_factor_outlives_the_parameters(how):
-    """``load_state_dict(assign=True)`` replaces them, ``to_empty`` swaps all that they hold."""
+    """The factor survives ``load_state_dict(assign=True)``, which replaces the parameters, and ``to_empty``."""
     for setup in (own_unit, in_root):
 
         def summing(model, setup=setup, **options):
@@ -422,7 +422,7 @@ def fsdp_accumulation(name):
 
 @check(2, name=("mdlm, counted", "MTP"))
 def fsdp_checkpointing(name):
-    """The loss is computed again in backward, and with it what it gathers."""
+    """Backward recomputes the loss, and gathers again for it."""
 
     def checkpointed(setup, reentrant):
         def around(model, **options):
@@ -443,7 +443,7 @@ WITH_ORACLE = tuple(name for name in NAMES if name != "pipeline")
 
 @check(2, name=WITH_ORACLE)
 def fsdp_mixed_precision(name):
-    """Parameters in float32, computed with in bfloat16: as near to float64 as plain PyTorch in bfloat16 is."""
+    """float32 parameters with bfloat16 computation: as close to float64 as plain PyTorch in bfloat16."""
     rounded = {key: t.bfloat16() for key, t in Model().state_dict().items()}
 
     def model(dtype):
@@ -484,7 +484,7 @@ OUTPUT_IN_BF16 = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
 
 
 def rounding_loss_head(model, **options):
-    """:class:`LossHead` with a policy that rounds what its forward returns."""
+    """:class:`LossHead` with a policy that casts the output of its forward."""
     model.lm_head = LossHead.of(model.lm_head)
     fully_shard(model.lm_head, mp_policy=OUTPUT_IN_BF16, **options)
     fully_shard(model, **options)
@@ -493,14 +493,14 @@ def rounding_loss_head(model, **options):
 
 @check(2, name=NAMES)
 def fsdp_output_dtype(name):
-    """Neither the loss is rounded nor the gradient that comes to it; FSDP2's hooks run as ever."""
+    """Neither the loss nor its upstream gradient is rounded; FSDP2's hooks still run."""
     for reshard in (False, True):
         compare(name, rounding_loss_head, reshard_after_forward=reshard)
 
 
 @check(2)
 def fsdp_output_dtype_of_counts():
-    """301 is no bfloat16; logits are rounded as the policy says; the head in a unit of several modules too."""
+    """301 is not a bfloat16 number. Logits are rounded by the policy. Also for a head in a unit of several modules."""
     hidden, mask = torch.randn(301, 3, D), torch.ones(301, 3)
     head = LossHead.of(Model().float().lm_head)
     ids = head(hidden).argmax(-1)
@@ -557,7 +557,7 @@ def fsdp_gathers_in_the_dtype_of_the_computation():
 
 @check(2)
 def fsdp_several_uses_in_one_graph():
-    """Handed to two losses and used by its own forward between them; gathered by hand for two others."""
+    """Two losses and, between them, its own forward use the head; two other losses use a manually gathered head."""
     ids, y = torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L))
 
     def loss(model, ids, y, gather):
@@ -612,7 +612,7 @@ class Adapted(nn.Linear):
 
 @check(2)
 def fsdp_heads_that_do_more():
-    """FSDP2's own class and hooks are no obstacle; a forward or a hook of somebody else is one, sharded or not."""
+    """FSDP2's class and hooks are accepted; another forward or hook is rejected, sharded or not."""
     job, loss_fn = Job("MTP"), ours.FusedLinearCrossEntropy()
 
     def loss(model):
@@ -644,7 +644,7 @@ def fsdp_heads_that_do_more():
 
 @check(2, name=FEW)
 def fsdp_tied_embeddings(name):
-    """One parameter for embedding and head, which FSDP2 wants in one unit: the root, or one of the two together."""
+    """One parameter for embedding and head, which FSDP2 requires in one unit: the root, or a unit of both."""
 
     def together(model):
         fully_shard(model.body)
@@ -659,7 +659,7 @@ def fsdp_tied_embeddings(name):
 
 @check(2)
 def replicated_head_gets_the_average():
-    """A head that is a DTensor, whole on every rank, each with rows of its own."""
+    """A head that is a replicated DTensor, with different rows on each rank."""
     hidden, y, w = (
         torch.randn(B, L, D).double(),
         torch.randint(0, V, (B, L)),
@@ -674,7 +674,7 @@ def replicated_head_gets_the_average():
 
 @check(4)
 def fsdp_layouts_that_cannot_be_served():
-    """What ``reshard_after_forward`` with a number leaves after a forward is a copy, whose gradient goes nowhere."""
+    """After a forward, ``reshard_after_forward`` with a number leaves a copy, whose gradient would be lost."""
     ids = torch.randint(0, V, (B, L))
     for setup in (own_unit, after_root):
         model = Model()
@@ -691,7 +691,7 @@ def fsdp_layouts_that_cannot_be_served():
 
 @check(2)
 def fsdp_gradient_that_comes_too_late():
-    """A head left gathered by a metric, handed to a loss, then called: FSDP2 frees it before the loss's gradient."""
+    """FSDP2 frees a head left gathered by a metric, passed to a loss, then called, before the gradient of the loss."""
     ids = torch.randint(0, V, (B, L))
     for loss in (ops.weighted_linear_nll, lambda *x: ops.linear_token_nll(*x[:3])):
         model = Model()
@@ -707,7 +707,7 @@ def fsdp_gradient_that_comes_too_late():
 
 @check(2)
 def fsdp_second_derivative():
-    """A penalty on the shards' gradient raises, whosever is asked for; of the gathered head's other uses too."""
+    """A penalty on the gradient of the shards raises for every input, also for other uses of the gathered head."""
     ids = torch.randint(0, V, (B, L))
 
     def plain(hidden, weight, y):

@@ -30,7 +30,7 @@ class FirstStage(nn.Module):
 
 
 class LastStage(nn.Module):
-    """Gives what ``output`` says: logits or hidden states, the depths of MTP, the index of packed sub-sequences."""
+    """Returns the outputs that ``output`` names: logits or hidden states, MTP depths, index of packed sub-sequences."""
 
     def __init__(self, output):
         super().__init__()
@@ -64,7 +64,7 @@ def batch(output):
 
 
 def loss_of(model, output):
-    """A schedule wants one on every rank, and calls that of the last stage."""
+    """Return the loss for a schedule, which requires one on every rank but calls only that of the last stage."""
     fused = output == "hidden states"
     return ours.PipelineCausalLMLoss(ours.FusedLinearCrossEntropy() if fused else ours.MaskedCrossEntropy(), model)
 
@@ -125,7 +125,7 @@ def pipeline_schedules(output):
 
 @check(2)
 def pipeline_in_evaluation():
-    """The main loss alone, and no gradient."""
+    """Only the main loss, without a gradient."""
     output, stage = "hidden depths, packed", dist.get_rank()
     model = LastStage(output) if stage else FirstStage()
     with torch.no_grad():
@@ -155,7 +155,7 @@ def pipeline_of_sharded_stages(output):
 
 @check(2)
 def pipeline_output_that_cannot_be_served():
-    """MTP beside a loss from hidden states cannot come out of a stage as a tuple."""
+    """A stage cannot return MTP outputs as a tuple if the loss takes hidden states."""
     last = LastStage("hidden states")
     hidden = torch.zeros(B, L, D).double()
     raises(
@@ -165,7 +165,7 @@ def pipeline_output_that_cannot_be_served():
 
 @check(2, form=("logits", "hidden states"))
 def pipeline_of_a_diffusion_loss(form):
-    """Any other loss: a schedule hands over one target, which can hold ids and masks, stacked."""
+    """Any other loss: a schedule passes a single target, which can hold ids and masks, stacked."""
     i, stage = drawn(BY_NAME["mdlm, counted"]), dist.get_rank()
     count, names = i.pop("num_diffusion_tokens"), ("target_ids", "noise_mask", "p_mask", "loss_mask")
     target = torch.stack([i[name].double() for name in names], dim=1)

@@ -1,6 +1,6 @@
-"""What docs/many-gpus.md prints, and the script for many GPUs, against plain PyTorch on the whole batch in one process.
+"""Code of docs/many-gpus.md and the multi-GPU example, compared with plain PyTorch on the whole batch in one process.
 
-What they are compared with shares no code with them: counts, loss and gradients are worked out here by hand.
+The expected counts, losses and gradients are computed here without code of the package.
 """
 
 import importlib.util

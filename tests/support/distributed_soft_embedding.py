@@ -56,7 +56,7 @@ def tp_soft_embedding(transform):
 
 @check(2)
 def tp_soft_embedding_of_a_near_certain_token():
-    """Whichever rank has it, and whether or not its shard has anything else to speak of."""
+    """On each rank in turn, also if its shard has no other column with a noticeable probability."""
     mesh = mesh_of("tp")
     table, ids = torch.eye(V), torch.tensor([0, V // 2 - 1, V // 2, V - 1])
     parts = [shard(table, mesh, Shard(0))] * 2
@@ -72,7 +72,7 @@ def tp_soft_embedding_of_a_near_certain_token():
 
 @check(2)
 def tp_soft_embedding_in_bfloat16():
-    """The ranks' parts are added up in float32, and rounded once."""
+    """The parts of the ranks are summed in float32, and rounded once."""
     mesh = mesh_of("tp")
     (h, w, e, _), bump, ids = draw(torch.bfloat16)
     got = soft_embedding(h, shard(w, mesh, Shard(0)), shard(e, mesh, Shard(0)), bump=bump, bump_ids=ids)

@@ -69,7 +69,7 @@ def tp_logits(name):
 @check(2, name=NAMES)
 @check(4, name=FEW)
 def tp_hidden(name):
-    """The head's vocabulary split, hidden states the same on every rank, several chunks."""
+    """The vocabulary of the head is split, the hidden states are equal on every rank, and there are several chunks."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     for dtype in DTYPES if mesh.size() == 2 else (torch.float64,):
@@ -85,7 +85,7 @@ def tp_hidden(name):
 
 @check(2)
 def tp_float32_logits():
-    """Of 16-bit operands with the head's vocabulary split: those of the widened operands."""
+    """16-bit operands with a head split by vocabulary: results equal those of the widened operands."""
     mesh, wide = mesh_of("tp"), {"logits_dtype": torch.float32, "chunk_size": 5}
     h, w, b, t = (torch.randn(s).bfloat16() for s in ((B, L, D), (V, D), (V,), (B, L, D)))
     y, weights = torch.randint(0, V, (B, L)), torch.rand(B, L)
@@ -154,7 +154,7 @@ def tp_kernels(name):
 @check(2)
 @check(4)
 def a_skipped_column_is_one_of_the_whole_row():
-    """Whichever rank holds it, and whether it is the largest, a tie or the target."""
+    """On each rank in turn, and as the largest logit, as a tie, and as the target."""
     mesh = mesh_of("tp")
     for skip_id in (0, V // 2, V - 1):
         x, y = torch.randn(5, V, dtype=torch.float64), (torch.arange(5) + 5) % V
@@ -206,7 +206,7 @@ def sequence_parallel_hidden(name):
 
 @check(2, name=FEW)
 def replicated_hidden(name):
-    """Hidden states as a DTensor on the head's mesh; without a telling name of the mesh that means tensor parallel."""
+    """Hidden states are a DTensor on the head's mesh, which means tensor parallelism for any dimension name."""
     case, mesh = BY_NAME[name], mesh_of("some_name")
     inputs = drawn(case)
     with Sent() as sent:
@@ -622,7 +622,7 @@ def bytes_from_hidden():
 
 @check(2)
 def only_active_rows_are_sent():
-    """Rows of no weight are not projected, and nothing is sent for them."""
+    """Rows of weight 0 are neither projected nor sent."""
     mesh = mesh_of("tp")
     head = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
     weights = (torch.arange(B * L) < 7).view(B, L)
@@ -633,7 +633,7 @@ def only_active_rows_are_sent():
 
 @check(2)
 def every_rank_cuts_the_same_chunks():
-    """Ranks hold 10 and 9 columns, and yet must meet in the same collectives."""
+    """Ranks hold 10 and 9 columns, but must take part in the same collectives."""
     mesh = mesh_of("tp")
     hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)
     expected = ops.weighted_linear_nll(hidden, w, y, torch.ones(B, L)).loss
@@ -817,7 +817,7 @@ def layouts_that_cannot_be_served_in_two_dimensions():
 
 @check(2, form=("logits", "hidden states"))
 def inside_a_compiled_step(form):
-    """The call is left out of the graph; where a whole graph is asked for, the error says why."""
+    """The call runs outside of the graph. With ``fullgraph=True``, the error gives the reason."""
     mesh, y = mesh_of("tp"), torch.randint(0, V, (B, L))
     x, h, w = torch.randn(B, L, V).double(), torch.randn(B, L, D).double(), torch.randn(V, D).double()
 

@@ -1,12 +1,12 @@
-"""The processes of tests that need several: ``python -m tests.support.distributed_workers FOLDER [WORLD [BEGINNING]]``.
+"""Processes of the tests that need several: ``python -m tests.support.distributed_workers FOLDER [WORLD [BEGINNING]]``.
 
-Starting processes is slow, so one start serves all of a session: where the system can fork, what the ranks import is
-imported once, before they are. What is asked for stands in FOLDER's ``asked.json``, group by group: the checks of two
-and of four ranks, the ways in which a peer is lost, the kinds of noise of a Trainer. Each rank of a group of checks
-runs them in order and writes, after every check, what became of it; ``tests/distributed/test_distributed.py`` reads
-that and shows one test a check. With WORLD, the checks of that size run that begin so.
+Starting processes is slow, so one start serves all tests of a session. If the system can fork, the imports of the
+ranks run once, before the ranks are forked. FOLDER's ``asked.json`` lists the requests by group: the checks of two and
+of four ranks, the ways to lose a peer, the kinds of noise of a Trainer. Each rank of a group of checks runs the checks
+in order, and writes the outcome after each. ``tests/distributed/test_distributed.py`` reads the outcomes and has one
+test per check. With WORLD, the checks of this size run whose names start with BEGINNING.
 
-Whoever started it may be killed at any time: the processes then end by themselves.
+If the process that started the workers is killed, the workers end, too.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ def join(rank, world, folder, seconds):
 
 
 def run_checks(rank, world, folder, asked):
-    """A check that fails on one rank may leave others waiting, whose wait ends with the group's timeout."""
+    """Run the checks. If one fails on a rank, others may wait for it until the timeout of the group."""
     join(rank, world, folder, 30)
     results = {}
     for name, function in CHECKS[world].items():
@@ -82,13 +82,16 @@ def run_checks(rank, world, folder, asked):
 
 
 def lose_a_peer(rank, world, folder, how):
-    """The last rank leaves before the loss, never comes to it, or nobody does; what the others see goes to a file."""
+    """Lose a peer: the last rank exits before the loss, or sleeps instead of calling it, or all ranks sleep.
+
+    The error of each other rank is written to a file.
+    """
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     Path(folder, f"{rank}.joined").write_text(str(os.getpid()))
     if rank == world - 1 or how == "asleep":
         while not all(Path(folder, f"{other}.joined").exists() for other in range(world)):
-            time.sleep(0.01)  # who leaves while others still connect to it ends their start, not their loss
+            time.sleep(0.01)  # otherwise, the exit could break the start of the others instead of their loss
         if how == "killed":
             os._exit(1)
         time.sleep(60)
@@ -97,14 +100,14 @@ def lose_a_peer(rank, world, folder, how):
     try:
         ops.token_nll(logits, torch.zeros(2, 3, dtype=torch.long))
         error = ""
-    except RuntimeError as e:  # which the errors of torch.distributed are
+    except RuntimeError as e:  # includes the errors of torch.distributed
         error = f"{type(e).__name__}: {e}"
     Path(folder, f"{rank}.json").write_text(json.dumps({"error": error, "seconds": time.perf_counter() - start}))
-    os._exit(0)  # without the farewell to a peer that is gone
+    os._exit(0)  # no shutdown of the group, because a peer is missing
 
 
 def train(rank, world, folder, kinds):
-    """Two ranks with a Trainer of Hugging Face, which finds the group that is there."""
+    """Train with a Hugging Face Trainer on two ranks; it uses the existing process group."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     join(rank, world, folder, 120)
     from tests.support import trainer_ranks
@@ -126,7 +129,7 @@ def groups(folder, asked):
 
 
 def with_parent(parent, function, *arguments):
-    """Call it in a process that ends when its parent has."""
+    """Make a process end when its parent ends; call it in the child."""
 
     def watch():
         while os.getppid() == parent:

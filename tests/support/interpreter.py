@@ -1,11 +1,14 @@
-"""Triton's interpreter, quicker: ``triton.language`` is patched once a launch, and types are made once.
+"""Faster Triton interpreter for the tests: patches ``triton.language`` once per launch and creates types once.
 
-Triton's own looks through the whole of ``triton.language`` and replaces some 300 attributes whenever a kernel calls a
-helper: half of the time of a launch. Here what is replaced is found once a process and put in place once a launch; a
-helper finds it there. Half of what is left goes into the type of each result, its shape in three forms and comparisons
-of the two: for as long as a launch lasts, a type is made once for each shape and dtype (``types_made_once``). The
-numbers are the same to the bit (``test_interpreter.py``). The sources that this was written against are known by their
-hash: where others are installed, Triton's own is left as it is.
+Whenever a kernel calls a helper, the original interpreter searches all of ``triton.language`` and replaces some 300
+attributes. This takes half of the time of a launch. Here, the replacements are determined once per process and
+installed once per launch, so a helper finds them in place.
+
+Half of the remaining time is spent on the type of each result, three representations of its shape, and comparisons of
+two shapes. During a launch, each type is therefore created only once per shape and dtype (``types_made_once``).
+
+The results are bit-identical (``test_interpreter.py``). The supported sources of Triton are identified by their hash.
+With other sources, the original interpreter is used.
 """
 
 import builtins
@@ -32,7 +35,7 @@ core = triton_interpreter.tl.core
 
 
 def hashed(parts):
-    """The hash of the sources of ``parts()``, empty where one of them is not there."""
+    """Return the hash of the sources of ``parts()``, or an empty string if one of them is missing."""
     try:
         return hashlib.sha256("".join(map(inspect.getsource, parts())).encode()).hexdigest()[:16]
     except (AttributeError, OSError):
@@ -40,7 +43,7 @@ def hashed(parts):
 
 
 def internals():
-    """What ``patched_once`` relies on: who calls ``_patch_lang``, what it does and what it returns."""
+    """Return the sources on which ``patched_once`` depends: callers, behaviour and result of ``_patch_lang``."""
     return [
         triton_interpreter.GridExecutor.__call__,
         triton_interpreter.InterpretedFunction.__call__,
@@ -52,7 +55,7 @@ def internals():
 
 
 def of_types():
-    """What ``types_made_once`` stands for, and what it relies on."""
+    """Return the sources that ``types_made_once`` replaces or depends on."""
     return [
         core.dtype.__eq__,
         core.block_type,
@@ -71,7 +74,7 @@ def of_types():
 
 
 def types_made_once():
-    """(owner, name, value) of what a launch replaces so that no type is made or compared again for every result."""
+    """Return (owner, name, value) of the replacements in a launch that avoid creating and comparing types again."""
     dtype, block_type, tensor, constexpr = core.dtype, core.block_type, core.tensor, core.constexpr
     equal, equal_blocks, of_tensor = dtype.__eq__, block_type.__eq__, tensor.__init__
     np_dtype, binary = triton_interpreter._get_np_dtype, TritonSemantic.binary_op_type_checking_impl
@@ -150,7 +153,7 @@ def types_made_once():
 
 
 def patched_once():
-    """A ``_patch_lang`` that replaces all that Triton's replaces for any function, at the launch alone."""
+    """Return a ``_patch_lang`` that installs all replacements for any function, once per launch."""
     changes, launches = [], []
 
     class Launch(triton_interpreter._LangPatchScope):
@@ -174,7 +177,7 @@ def patched_once():
 
 
 def recorded():
-    """(owner, name, value) of what Triton replaces for a function that sees ``triton.language`` under both names."""
+    """Return (owner, name, value) of Triton's replacements for functions that see both names of ``triton.language``."""
     language = {"tl": triton_interpreter.tl, "core": core}
     scope = THEIRS(types.FunctionType(patched_once.__code__, language))
     changes = {(id(owner), name): (owner, name, direct(vars(owner)[name])) for owner, name, _ in scope._changes}
@@ -197,7 +200,7 @@ def direct(replaced):
 
 
 def mend_indices():
-    """Triton 3.6 makes an integer of an array with one element in a way that NumPy 2.4 refuses; later ones do not."""
+    """Fix a conversion of one-element arrays to integers in Triton 3.6 that fails with NumPy 2.4."""
     of_tensor = triton_interpreter._patch_lang_tensor
     if "int(self.handle.data))" not in inspect.getsource(of_tensor):
         return
@@ -210,7 +213,7 @@ def mend_indices():
 
 
 def install():
-    """Once a process, before the first launch."""
+    """Install the patches, once per process and before the first launch."""
     if triton_interpreter._patch_lang is not THEIRS:
         return
     mend_indices()
@@ -220,7 +223,7 @@ def install():
 
 
 def _check_overflow(checked):
-    """Whether integer arithmetic beyond 32 bits raises. Triton computes it twice by default, and asserts nothing."""
+    """Set whether 32-bit integer overflow raises. By default, Triton computes integers twice but asserts nothing."""
     builder = triton_interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=checked, debug=checked)
 
@@ -236,7 +239,7 @@ def checked_overflow():
 
 @contextmanager
 def tritons_own():
-    """Without what ``install`` has put in place, but for the mended indices."""
+    """Use the original interpreter without the patches of ``install``, except for ``mend_indices``."""
     ours, builder = triton_interpreter._patch_lang, triton_interpreter.interpreter_builder
     options = builder.options
     triton_interpreter._patch_lang, builder.options = THEIRS, type(options)()

@@ -1,4 +1,4 @@
-"""The names of the divergences, and options of theirs that are not the defaults."""
+"""The names of the divergences, and non-default options for them."""
 
 from dllm_kernels._backends.torch._divergence import KINDS
 from dllm_kernels._core._divergence_spec import ALIASES, NAMES

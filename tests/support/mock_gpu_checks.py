@@ -1,7 +1,7 @@
-"""Checks of the package on a mock GPU: ``python -m tests.support.mock_gpu_checks FILE`` writes what became of each.
+"""Checks of the package on a mock GPU: ``python -m tests.support.mock_gpu_checks FILE`` writes the outcome of each.
 
-In a process of their own, where Triton compiles instead of interpreting; ``tests/kernels/test_mock_gpu.py`` shows a
-test for each.
+They run in a separate process, in which Triton compiles instead of interpreting. ``tests/kernels/test_mock_gpu.py`` has
+one test per check.
 """
 
 import functools
@@ -131,7 +131,7 @@ def a_row_is_split_alike_whatever_the_number_of_rows(gpu):
 
 
 class Dispatched(TorchDispatchMode):
-    """The names of torch's operations that launch a kernel: those that make no view and no empty tensor."""
+    """Names of the torch operations that launch a kernel: all except views and empty tensors."""
 
     SILENT = ("view", "detach", "expand", "empty", "promote_types", "squeeze")
 
@@ -148,7 +148,7 @@ class Dispatched(TorchDispatchMode):
 @check
 @on_each("sm_90", "gfx942")
 def a_weighted_sum_launches_few_kernels(gpu):
-    """Each costs the host some 5 us, and a GPU as much where the rows are few."""
+    """Each launch costs some 5 us of host time, and about as much GPU time if there are few rows."""
     logits = torch.empty(4, 1024, 126464, dtype=torch.bfloat16, requires_grad=True)
     targets, weights, one = torch.zeros(4, 1024, dtype=torch.int64), torch.rand(4, 1024), torch.ones(())
     with Dispatched() as forward:
@@ -166,7 +166,7 @@ def a_weighted_sum_launches_few_kernels(gpu):
 @check
 @on_each("sm_90", "gfx942")
 def the_target_is_looked_up_once_per_device(gpu):
-    """Each launch would otherwise wait some microseconds for it; Triton looks it up when it compiles a kernel."""
+    """Otherwise, each launch would wait some microseconds. Triton looks the target up when it compiles a kernel."""
     driver, callers = type(triton.runtime.driver.active), []
 
     def look_up(self):
@@ -184,7 +184,7 @@ def the_target_is_looked_up_once_per_device(gpu):
 
 
 def rows_in_place(columns, dtype, **options):
-    """All kernels over rows of logits that may write where they have read."""
+    """Call all kernels over rows of logits that may overwrite their input."""
     launches.token_nll((2, 16, columns), dtype, **options)
     launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, **options)
     launches.row_stats((2, 16, columns), dtype, entropy=True, mix=True, **options)
@@ -195,7 +195,7 @@ def rows_in_place(columns, dtype, **options):
 @check
 @on_each("sm_90", "gfx942")
 def no_program_has_more_threads_than_a_tile_columns(gpu):
-    """A thread without a column of its own reads another's, which a kernel working in place may have written over."""
+    """Otherwise, a thread without a column reads another thread's, which a kernel in place may have overwritten."""
     for columns in (1, 33, 64, 97, 130, 300, 1025, 5000, 50257):
         for dtype in launches.DTYPES:
             rows_in_place(columns, dtype)
@@ -211,9 +211,9 @@ IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "row_stats_bwd", "divergence_row
 
 @check
 def in_place_kernels_have_read_what_they_write_over():
-    """The ragged columns are fewer than threads: a barrier lies between their load and the next store into the row.
+    """A barrier lies between the load of the ragged columns and the next store into the row.
 
-    And whoever loads a column of a tile stores it.
+    There are fewer ragged columns than threads. In a tile, the thread that loads a column also stores it.
     """
     with MockGPU("sm_90") as gpu, torch.device("cuda"):
         rows_in_place(50257, torch.bfloat16)
@@ -238,7 +238,7 @@ def in_place_kernels_have_read_what_they_write_over():
 @check
 @on_each("sm_90", "gfx942")
 def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
-    """Whatever Triton keeps compiled kernels by, in memory or on disk, tells specs apart."""
+    """The cache keys of Triton, in memory and on disk, distinguish specs, but not their coefficients."""
     pairs = [dict.fromkeys(pair, 0.5) for pair in itertools.combinations(KINDS.keys() - {"lk_soft_ce"}, 2)]
     specs = [*map(checked_spec, (*KINDS.keys() - {"lk_soft_ce"}, *pairs))]
     specs += [checked_spec("lk", base="soft_ce")]
@@ -266,7 +266,7 @@ def capture_of_divergences_needs_no_new_kernel(gpu):
 @check
 @on_each("sm_90")
 def every_kind_can_be_looked_at(gpu):
-    """Only ``ce`` has targets, not the other kinds that its two letters are in."""
+    """Only ``ce`` has targets, not other kinds whose name contains these two letters."""
     for kind in NAMES:
         gpu.launches.clear()
         launches.divergence((1, 16, 4096), torch.bfloat16, kind=kind)
@@ -295,7 +295,7 @@ TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NL
 
 
 def expected_of(case):
-    """What a case may launch from logits, and from hidden states."""
+    """Return the kernels that a case may launch, from logits and from hidden states."""
     if case.name.startswith("distillation"):
         return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
     if case.name == "row_objective":
@@ -346,7 +346,7 @@ def grid_fits(launch, limits):
 
 
 def specimens_of(calls):
-    """For each call the kernels it launches, by what makes them others."""
+    """Return the kernels that each call launches, by the properties that distinguish them."""
     out = []
     for call in calls:
         with MockGPU("sm_90") as gpu, torch.device("cuda"):
@@ -406,7 +406,7 @@ ANY_LENGTH = {  # (call of a length, kernels for these lengths): a whole row is 
 @check
 @on_each("sm_90", "gfx942")
 def a_length_is_no_kernel_of_its_own(gpu):
-    """Each would stall a training with variable lengths while it is compiled."""
+    """A new length must need no new kernel, because compiling it would stall a training with variable lengths."""
     for name, (call, most) in ANY_LENGTH.items():
         before = len(gpu.specimens)
         for L in LENGTHS:
@@ -415,9 +415,9 @@ def a_length_is_no_kernel_of_its_own(gpu):
 
 
 def needs_nothing_new(gpu, step, *captured):
-    """Warm up by ``step()``, then call each of ``captured``, or ``step`` again, under capture: no kernel may be new.
+    """Warm up with ``step()``, then call each of ``captured``, or ``step`` again, under capture; no kernel may be new.
 
-    A kernel that is new has to be loaded, which the capture of a CUDA graph refuses.
+    A new kernel has to be loaded, which makes the capture of a CUDA graph fail.
     """
     before = len(gpu.specimens)
     step()
@@ -438,12 +438,12 @@ def capture_of_losses_needs_no_new_kernel(gpu):
 
 
 def beginning_at(begin, make, *shape, **options):
-    """``make(*shape)`` as a view that begins so many elements into its memory."""
+    """Return ``make(*shape)`` as a view that begins at this element of its memory."""
     return make(math.prod(shape) + begin, **options)[begin:].view(shape)
 
 
 def of_logits(begin):
-    """Each op on logits, forward and backward; all that is given per row begins at element ``begin`` of its memory."""
+    """Call each op on logits, forward and backward; all per-row tensors begin at element ``begin`` of their memory."""
     logits = torch.empty(2, 256, 32000, dtype=torch.bfloat16, requires_grad=True)
     given = functools.partial(beginning_at, begin)
     targets, weights = given(torch.zeros, 2, 256, dtype=torch.int64), given(torch.rand, 2, 256)
@@ -460,7 +460,7 @@ def of_logits(begin):
 
 
 def of_hidden_states(rows, begin, **options):
-    """Each op on hidden states and a head, in the same way."""
+    """Call each op on hidden states and a head, in the same way as ``of_logits``."""
     hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
     head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
     given = functools.partial(beginning_at, begin)
@@ -488,7 +488,7 @@ def capture_from_logits_needs_no_new_kernel(gpu):
 @check
 @on_each("sm_90", "gfx942")
 def kernels_do_not_depend_on_where_what_is_known_of_a_row_begins(gpu):
-    """Targets and weights may be views, and the gradient of a loss one of several in a tensor."""
+    """Targets and weights may be views, and the gradient of a loss may be an element of a larger tensor."""
     for begin in range(3):
         logits = torch.empty(1, 16, 126464, dtype=torch.bfloat16, requires_grad=True)
         targets, weights = torch.zeros(1, 19, dtype=torch.int64)[:, begin:], torch.rand(1, 19)[:, begin:]
@@ -516,13 +516,13 @@ def capture_from_hidden_states_needs_no_new_kernel(gpu):
 @check
 @on_each("sm_90", "gfx942")
 def capture_in_odd_chunks_needs_no_new_kernel(gpu):
-    """The warm-up takes the active rows, few enough for one chunk. Under capture all rows make a second one."""
+    """The warm-up projects only the active rows, in one chunk. Under capture, all rows need a second chunk."""
     gpu.active_share = 0.25
     needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 1024, begin, chunk_size=1001) for begin in range(3)))
 
 
 class Operations(TorchDispatchMode):
-    """Writes down what torch is asked to do, but for what moves no bytes."""
+    """Records the torch operations, except those that move no bytes."""
 
     FREE = ("empty", "new_empty", "new_empty_strided", "view", "_unsafe_view", "as_strided", "detach", "expand",
             "slice", "select", "squeeze", "unsqueeze", "alias", "t", "transpose", "permute",
@@ -582,7 +582,7 @@ def products_are_counted(gpu):
 
 
 def far_apart():
-    """Calls whose rows lie further from the first one than 32 bits count, for every kernel."""
+    """Yield calls for every kernel in which the offset of a row exceeds 32 bits."""
     yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16)
     yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
     yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16)
@@ -642,7 +642,7 @@ def an_offset_in_32_bits_is_found(gpu):
 
 
 def main(out):
-    """Run all and write name -> traceback, or nothing where it held."""
+    """Run all checks and write name -> traceback, or an empty string for a check that passed."""
     results = {}
     for name, function in CHECKS.items():
         start = time.perf_counter()

@@ -103,7 +103,7 @@ class Draft(nn.Module):
 
 
 class OracleDFlash:
-    """The oracle in place of the host's loss, which computes in float32 whatever it is given."""
+    """Replaces the host's loss by the oracle, because the host computes in float32 for every dtype."""
 
     def __init__(self, gamma):
         self.gamma = gamma
@@ -118,7 +118,7 @@ class OracleDFlash:
 
 
 class OracleSCDD:
-    """Likewise; the host computes its schedule in float32 too."""
+    """Replaces the host's loss by the oracle, because the host computes its schedule in float32."""
 
     def __init__(self, loss):
         self.settings = {name: getattr(loss, name) for name in ("num_timesteps", "max_ratio", "gamma_shape", "t_peak")}
@@ -202,7 +202,7 @@ def step(module, mode, seed, dtype, noise=None, fused=None, target=None, loss_fn
 
 
 def compare(module, mode, **options):
-    """Steps of the host in float64 and in float32, then ours on the very noise that the host drew."""
+    """Run steps of the host in float64 and in float32, then ours on the same noise."""
     host = [step(module, mode, seed, torch.float32, **options) for seed in SEEDS]
     noise = [h["drawn"] for h in host]
     exact = [step(module, mode, s, torch.float64, n, **options) for s, n in zip(SEEDS, noise, strict=True)]

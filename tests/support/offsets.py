@@ -66,7 +66,7 @@ def narrow_offsets(ttir, arguments, grid):
 
 
 def bounds_of(op, rest, operands, grid):
-    """The interval of an operation's result, None where it is not known."""
+    """Return the interval of an operation's result, or None if it is unknown."""
     if op == "arith.constant":
         number = re.match(r"(?:dense<)?(-?\d+)>? : ", rest)
         return (int(number.group(1)),) * 2 if number else None
@@ -82,7 +82,7 @@ def bounds_of(op, rest, operands, grid):
 
 
 def sources(names, needs):
-    """Everything that these values are made of, themselves included."""
+    """Return all values from which these values are computed, including themselves."""
     seen, left = {}, list(names)
     while left:
         name = left.pop()

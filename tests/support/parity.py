@@ -1,19 +1,23 @@
-"""When a fast path is right: no tolerance is chosen anywhere, float64 and plain PyTorch in the same dtype set it.
+"""Rule for the correctness of a fast path. It has no tolerances: float64 and plain PyTorch determine the allowed error.
 
     |ours - exact| <= 2 plain + eps_out |exact| + eps_acc max |exact| sum of sqrt(reduction sizes)
 
-``exact`` is the oracle of ``reference/`` on the same (already rounded) inputs in float64, ``plain`` the largest error
-of the oracle run in the dtype that ours is run in, ``eps_out`` one rounding step of the output. The last term is the
-noise that summing in another order makes: a sum of n numbers drifts by about sqrt(n) rounding steps of the
-accumulator, float32 or float64, and what is compared has been through sums over the vocabulary, the hidden size and
-the rows. Maxima are taken over the tensor and over several draws of the inputs, because on a few numbers plain
-PyTorch may be exact, and a sum nearly zero, by luck. A quantity that is exactly 0 in every draw has no scale of its
-own, because it is a difference of equal numbers. The largest of the numbers that cancel, such as the logits, then
-takes the place of max |exact|: a compiler may fuse the product that makes such a number with the subtraction, which
-leaves the rounding error of the product. For float64 plain and exact are one computation, so that the last two terms
-stand alone: its error cannot be had from float32's, whose roundings are other draws of luck.
+``exact`` is the oracle of ``reference/`` in float64, on the same (already rounded) inputs. ``plain`` is the largest
+error of the oracle in the dtype of ours, and ``eps_out`` is one rounding step of the output. The last term is the noise
+of a different summation order: a sum of n numbers drifts by about sqrt(n) rounding steps of the accumulator, which is
+float32 or float64. The compared results are computed from sums over the vocabulary, the hidden size and the rows.
 
-``tests/repo/test_parity.py`` holds this to what it must let pass and what it must catch.
+Maxima are taken over the tensor and over several draws of the inputs. With few numbers, plain PyTorch may be exact by
+luck, or a sum may be nearly zero.
+
+A quantity that is exactly 0 in every draw is a difference of equal numbers and has no scale. The largest of the numbers
+that cancel, such as the logits, then replaces max |exact|. The reason is that a compiler may fuse the product that
+computes such a number with the subtraction, which leaves the rounding error of the product.
+
+For float64, plain and exact are the same computation, so only the last two terms remain. The error of float64 cannot be
+derived from the error of float32, because the roundings of float32 are independent random draws.
+
+``tests/repo/test_parity.py`` tests that this rule accepts correct results and rejects wrong ones.
 """
 
 import math
@@ -32,7 +36,7 @@ OUR_DRAWS, PLAIN_DRAWS = 2, 8  # the interpreter is slow, plain PyTorch is not
 
 
 def value_and_grads(function: Function, leaves: Sequence[torch.Tensor], upstream: torch.Tensor) -> list[torch.Tensor]:
-    """``function(*leaves)`` and its gradients for the given upstream gradient, on fresh copies of the leaves."""
+    """Return ``function(*leaves)`` and its gradients for the upstream gradient, on fresh copies of the leaves."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     value = function(*leaves)
     grads = torch.autograd.grad(value, leaves, upstream.to(value.dtype))
@@ -40,7 +44,7 @@ def value_and_grads(function: Function, leaves: Sequence[torch.Tensor], upstream
 
 
 def reduction_sizes(leaves: Sequence[torch.Tensor]) -> set[int]:
-    """How many numbers the sums over these tensors have: along their last dimension, and along their rows."""
+    """Return the sizes of the sums over these tensors: along their last dimension, and along their rows."""
     return {n for leaf in leaves if leaf.numel() for n in (leaf.shape[-1], leaf.numel() // leaf.shape[-1])}
 
 
@@ -50,12 +54,12 @@ def largest(t: torch.Tensor) -> float:
 
 
 def largest_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    """Over the draws, where both are finite."""
+    """Return the largest error over the draws, where both values are finite."""
     return max(largest(g.double() - e) for g, e in zip(got, exact, strict=True))
 
 
 def assert_same_specials(ours: torch.Tensor, exact: torch.Tensor, label: str = "") -> None:
-    """NaN and infinities stand in the same places."""
+    """Assert that NaN and infinities are at the same positions."""
     assert ours.shape == exact.shape, label
     assert torch.equal(ours.isnan(), exact.isnan()), f"{label}: NaN elsewhere than in float64"
     overflow = exact.abs() > torch.finfo(ours.dtype).max  # a finite float64 that the output's dtype cannot hold
@@ -72,10 +76,10 @@ def assert_as_good_as_plain(
     sizes: Collection[int] = (),
     terms: float = 0.0,
 ) -> None:
-    """Judge the draws of one quantity together; ``exact`` may go on with draws that ours was not run on.
+    """Judge all draws of one quantity together; ``exact`` may have more draws than ours.
 
-    ``sizes``: of the sums that the quantity has been through. ``terms``: the largest of the numbers that cancel where
-    it is 0.
+    ``sizes``: sizes of the sums from which the quantity was computed. ``terms``: the largest of the numbers that
+    cancel, for a quantity that is 0.
     """
     assert 0 < len(ours) <= len(exact)
     assert all(e.dtype == torch.float64 for e in exact)
@@ -92,10 +96,10 @@ def assert_as_good_as_plain(
 def assert_parity(
     ours: Function, plain: Function, draw: Callable[[int], Draw], constants: Collection[int] = ()
 ) -> None:
-    """Value and every gradient of ``ours`` against ``plain``, where ``draw(seed)`` is (leaves, upstream gradient).
+    """Compare value and gradients of ``ours`` with ``plain``; ``draw(seed)`` returns (leaves, upstream gradient).
 
-    Also the dtype of the value, float32 (float64 for float64 leaves); autograd itself sees to that of a gradient.
-    ``constants``: the sizes of sums over what is no leaf, beside those that the leaves show.
+    The dtype of the value must be float32 (float64 for float64 leaves); autograd enforces the dtype of a gradient.
+    ``constants``: sizes of sums over tensors that are not leaves, in addition to the sizes of the leaves.
     """
     draws = [draw(seed) for seed in range(PLAIN_DRAWS)]
     results = [value_and_grads(ours, *one) for one in draws[:OUR_DRAWS]]
@@ -111,7 +115,7 @@ def assert_parity(
 
 
 class Spoilt(torch.autograd.Function):
-    """Identity whose gradient ``change(gradient)`` alters in place: what a check of gradients has to notice."""
+    """Identity whose gradient is changed in place by ``change(gradient)``, as an error that a check must detect."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, change: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -126,7 +130,7 @@ class Spoilt(torch.autograd.Function):
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``torch.empty`` return the worst that fresh memory may hold, so that what is not written shows."""
+    """Make ``torch.empty`` return extreme values, so that unwritten memory is detected."""
     empty = torch.empty
     # The functions that a device context replaces, listed once per process: with this one patched, it would stay out.
     _device_constructors()
@@ -141,14 +145,17 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
-    """The torch path takes one row at a time, on so many threads, as it takes many rows of large inputs."""
+    """Make the torch path process one row at a time on several threads, as it processes blocks of large inputs."""
     monkeypatch.setattr(_blocks, "BLOCK_BYTES", 1)
     monkeypatch.setattr(_blocks, "COMMON_BLOCK_BYTES", 1)
     monkeypatch.setattr(_blocks, "num_threads", lambda: threads)
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
-    """Tiles of 16 columns, so that small inputs meet every edge large ones do; ``splits`` programs a row forward."""
+    """Set tiles of 16 columns, so that small inputs cover every edge that large ones have.
+
+    ``splits``: programs per row in forward.
+    """
     tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(16, 1, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 1, 2))

@@ -1,4 +1,4 @@
-"""The fences of README and of docs; ``test_readme.py`` and ``test_docs.py`` say which test runs which."""
+"""Code fences of README and of docs; ``test_readme.py`` and ``test_docs.py`` run them."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ NAME = re.compile(r"#+ (.+)|\*\*(.+?)\*\*")  # a heading, or the bold words that
 
 
 def fences(text):
-    """name of the paragraph -> the code of its fences, in order."""
+    """Return heading or bold first words of a paragraph -> code of its fences, in order."""
     found, name, code, before = {}, "", None, ""
     for line in text.splitlines():
         if FENCE.match(line):
@@ -27,12 +27,12 @@ def fences(text):
 
 
 def run(code, names):
-    """As printed, among the names that the text around it speaks of; it leaves there what it makes."""
+    """Run code as printed, with the given names as globals; the names that it defines remain there."""
     exec(compile(code, str(README), "exec"), names)
 
 
 def blocks(text):
-    """(language, code) of each fence of a page, in order."""
+    """Return (language, code) of each fence of a page, in order."""
     found, code, language = [], None, ""
     for line in text.splitlines():
         if FENCE.match(line):
@@ -47,5 +47,5 @@ def blocks(text):
 
 
 def python(text):
-    """The Python among them."""
+    """Return the Python fences of a page, in order."""
     return [code for language, code in blocks(text) if language == "python"]

@@ -1,4 +1,4 @@
-"""The kinds of rows that every row op goes through: the paths that read them, their shapes, layouts and extremes."""
+"""The kinds of rows for which every row op is tested: code paths, shapes, layouts and extreme values."""
 
 import math
 
@@ -16,7 +16,7 @@ SHAPES = (((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1,
 
 
 def on_path(path, monkeypatch):
-    """The backend, in small blocks or on threads as large logits are, in small tiles and by either forward kernel."""
+    """Set the backend: torch (small blocks, or threads as for large logits) or Triton (small tiles, whole or split)."""
     if "," in path:
         small_blocks(monkeypatch, threads=3 if "three" in path else 1)
     if path.startswith("triton"):
@@ -25,7 +25,7 @@ def on_path(path, monkeypatch):
 
 
 def on_head_path(path, monkeypatch):
-    """The backend, in small blocks on threads as large chunks are, or in small tiles."""
+    """Select the backend: torch with small blocks on threads as for large chunks, or Triton with small tiles."""
     if "three" in path:
         small_blocks(monkeypatch, threads=3)
     if path.startswith("triton"):
@@ -63,7 +63,7 @@ SHARED = (
 
 
 def laid_out(kind):
-    """Logits whose memory is laid out in one of these ways."""
+    """Return the logits with one of these memory layouts."""
     torch.manual_seed(0)
     return LAYOUTS[kind]()
 
@@ -98,14 +98,14 @@ EXTREME = {
 
 
 def extreme_rows(V):
-    """Each of these rows of V columns, and its target."""
+    """Return extreme rows of V columns, each with its target."""
     return {
         kind: (torch.tensor(four, dtype=torch.float64).repeat(V // 4 + 1)[:V], 22) for kind, four in EXTREME.items()
     }
 
 
 def between_tame_ones(rows, dtype):
-    """(names, logits, targets) of the rows, with a row before and after them that must not notice."""
+    """Return (names, logits, targets) of the rows, each between two ordinary rows that must not be affected."""
     V = len(next(iter(rows.values()))[0])
     tame = (torch.linspace(-1, 1, V, dtype=torch.float64), V - 1)
     rows = {"before": tame, **rows, "after": tame}
@@ -114,7 +114,7 @@ def between_tame_ones(rows, dtype):
 
 
 def around_a_transform(V, skipped, high):
-    """Rows and targets of logits one column of which is skipped and whose cap, if any, lifts nothing above ``high``."""
+    """Return rows and targets of logits with a skipped column; a cap, if any, maps no logit above ``high``."""
     base = torch.linspace(-3, 3, V, dtype=torch.float64)
 
     def with_(value, *columns, row=base):

@@ -24,7 +24,7 @@ class DiffusionTrainer(MaskedDiffusionTrainerMixin, Trainer):
 
 
 class TensorParallelTrainer(DiffusionTrainer):
-    """Says that the two ranks load the same samples; the model is not split, which its noise does not know."""
+    """Declares that the two ranks load the same samples. The model is not split, which does not affect the noise."""
 
     def get_tp_size(self):
         return 2
@@ -119,7 +119,7 @@ def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arg
 
 
 def main(out, kinds):
-    """What the ranks found goes to a file: after DDP, of FSDP2, and for each of some kinds of ``NOISE``."""
+    """Write the results of the ranks to a file: with DDP, with FSDP2, and for the requested kinds of ``NOISE``."""
     ddp = trained(model(), out + ".run", 2, 2)
     noise = {kind: [noise_of_two_epochs(out + ".run", **NOISE[kind]) for _ in range(2)] for kind in kinds}
     net, ranks = model(tied=False), dist.get_world_size()

@@ -1,7 +1,7 @@
-"""Trainers of draft models that ours is held to, loaded without what their packages import for the rest of their work.
+"""Loss modules of the trainers of draft models with which ours are compared, loaded without their other imports.
 
-Their losses need torch alone. Their packages import model code, data generation and its clients, of which most are not
-installed beside them here, and importing the rest would take longer than all tests of a loss.
+Their losses need only torch. Their packages import model code, data generation and its clients, most of which are not
+installed here. Importing the rest would take longer than all tests of a loss.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ STAND_INS = {
 
 @contextlib.contextmanager
 def loaded(trainer, *names):
-    """The modules of that trainer (``SPECFORGE`` or ``SPECULATORS``); the test is skipped where it is not installed."""
+    """Return the modules of a trainer (``SPECFORGE`` or ``SPECULATORS``); skip the test if it is not installed."""
     package, version = trainer.split("==")
     spec = importlib.util.find_spec(package)
     if spec is None or importlib.metadata.version(package) != version:
