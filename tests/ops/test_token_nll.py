@@ -190,6 +190,20 @@ def test_nan_stays_in_its_own_row(path):
     assert not out.correct[1]
 
 
+def test_nan_in_a_row_of_weight_0_does_not_reach_the_loss(path):
+    logits, targets = inputs((5,))
+    targets.clamp_(min=0)
+    weights = torch.tensor([0.5, 0.0, 2.0, 0.0, 1.0], device=DEVICE)
+    expected = reference.weighted_nll(logits, targets, weights)
+    logits[weights == 0] = torch.tensor([[NAN], [INF]], device=DEVICE)
+    out = weighted_nll(logits.requires_grad_(), targets, weights, backend=path)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss.detach(), expected)
+    assert (out.nll[weights == 0] == 0).all()
+    assert (logits.grad[weights == 0] == 0).all()
+    assert logits.grad.isfinite().all()
+
+
 def test_targets_out_of_range_give_nan_and_read_nothing_out_of_bounds(path):
     V = 37
     bad = [-1, -99, -101, V, V + 1, 2**31, -(2**31), 2**62]
