@@ -137,8 +137,8 @@ def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tupl
     The matmul of the logits has ceil(C / 128) ceil(V / 256) tiles of D steps. The matmul of grad_hidden has
     ceil(C / 128) ceil(D / 256) tiles of V steps. These are few and long, so an additional wave for a few tiles costs
     most: at 7,680 rows and D = 2,560, chunks of 1,920 rows make 150 tiles for 132 multiprocessors, and chunks of 1,664
-    rows make 130. For a trainable head every chunk reads and writes the float32 gradient of the head, 8 V D bytes,
-    which is about V D / 6,000 steps on an H200. The model has not been verified on a GPU.
+    rows make 130. For a trainable head every chunk reads and writes the float32 gradient of the head, 8 V D bytes. On
+    an H200 that takes about V D / 6,000 steps. The model has not been verified on a GPU.
     """
 
     def waves(tiles: int) -> int:

@@ -38,8 +38,8 @@ def unit_scale(scale: Tensor, plan: Plan) -> tuple[Tensor, Factors, Tensor | Non
 
     Per-row loss scaling is for float16 only. There w / N times a probability would underflow, so the gradient of the
     logits is computed at scale 1. After the matmul each row of the gradient of the hidden states is multiplied by its
-    scale. For the gradient of the head each row is multiplied by its scale over the largest scale, and the sum, in
-    float32, by the largest scale, which is the loss scale. In every other dtype the scales are used unchanged.
+    scale. The loss scale is the largest scale. For the gradient of the head each row is multiplied by its scale over
+    the loss scale, and the float32 sum by the loss scale. In every other dtype the scales are used unchanged.
     """
     if not plan.needs_loss_scaling:
         return scale, NO_FACTORS, None

@@ -138,8 +138,8 @@ def scales_loss(plan: Plan) -> bool:
 def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the loss, the per-row results, and the gradients that the plan needs.
 
-    If the plan needs loss scaling, backward multiplies the gradients of the rows by their weights, and the gradients of
-    the head, which are in the accumulation dtype, by ``loss_scale``.
+    If the plan needs loss scaling, backward multiplies the gradients of the rows by their weights, and those of the
+    head by ``loss_scale``. The gradients of the head are then in the accumulation dtype.
     """
     with no_autocast(inputs):
         needed = any(plan.needs)

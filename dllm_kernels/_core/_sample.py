@@ -18,7 +18,7 @@ from dllm_kernels._random._noise import Noise
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    """Per chunk: choose a token in each row, then compute its log-probability and those of the most likely tokens."""
+    """Choose a token in each row of a chunk; then compute log-probabilities of it and of the most likely tokens."""
     transform, k = plan.options.transform, plan.options.top_k or 0
     with no_autocast(inputs):
         chunks = Chunks(inputs, plan, NO_GRADIENTS)

@@ -1,1 +1,1 @@
-"""Random bits, and the arithmetic of what is drawn from them."""
+"""Random bits, and the arithmetic that converts them to levels, masks, tokens and scores."""

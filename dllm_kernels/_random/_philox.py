@@ -37,10 +37,10 @@ low       32 bits, half ``v & 1`` of word ``(v >> 1) & 3`` of the counter
           ``(2^32 + 2 row * ceil(V / 16) + (v >> 3), 2, 0, 0)``
 ========  ===================================================================================
 
-**Child seeds.** If one row needs several independent masks, such as the views of a policy gradient, child j of its seed
-is used in place of the seed. Child j is word j of ``numpy.random.Philox(key=(seed, 1)).random_raw()``, as an int64. It
-does not depend on the number of children. The second word of the key is 1 for child seeds and 0 for draws, so that no
-word is used for both.
+**Child seeds.** A row may need several independent masks, such as the views of a policy gradient. Each mask uses a
+child of the row's seed in place of the seed. Child j is word j of ``numpy.random.Philox(key=(seed, 1)).random_raw()``,
+as an int64. It does not depend on the number of children. The second word of the key is 1 for child seeds and 0 for
+draws, so that no word is used for both.
 
 **From bits to numbers.** All conversions are exact in the dtype named, so that all devices agree:
 
@@ -245,7 +245,7 @@ def _checked_seeds(seeds: Tensor, rows: int, device: torch.device) -> Tensor:
     check_tensor("seeds", seeds)
     check_dtype("seeds", seeds, (torch.int64,))
     if tuple(seeds.shape) != (rows,):
-        raise ValueError(f"seeds must have shape {(rows,)}, one a row, got {tuple(seeds.shape)}")
+        raise ValueError(f"seeds must have shape {(rows,)}, one per row, got {tuple(seeds.shape)}")
     if seeds.device != device:
         raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
     return seeds.contiguous()

@@ -112,7 +112,7 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
     Args:
         name: the name of the argument.
         value: the argument, a tensor or not.
-        instead: what to use if its gradient is needed.
+        instead: function to use if its gradient is needed.
 
     Raises:
         ValueError: ``value`` requires a gradient, and gradients are enabled.

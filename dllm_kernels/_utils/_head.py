@@ -41,7 +41,7 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
 
 
 def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
-    """Name what the head does beside ``hidden @ weight.T + bias``, or return None; see :func:`check_plain_head`."""
+    """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_plain_head` passes."""
     if "forward" in vars(head):
         return "a forward set on the object"
     if type(head).forward not in LINEAR_FORWARDS:

@@ -1,14 +1,19 @@
 r"""Row primitives for rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
 
 Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to a few numbers
-(``_backends/_row_stats.py``): the maximum M_r, the sum S_r = sum exp(x - M_r), the distance of each id's logit from M_r
-(0 if another rank holds the id), and a flag if the first id is the argmax of these columns. One all-gather gives every
-rank
+(``_backends/_row_stats.py``):
+
+- the maximum M_r, and the sum S_r = sum exp(x - M_r),
+- the distance of each id's logit from M_r, 0 if another rank holds the id,
+- a flag, True if the first id is the argmax of these columns.
+
+One all-gather gives every rank
 
     M = max_r M_r,      S = sum_r S_r exp(M_r - M),      log p_k = (x_k - M) - log S,
 
-and the gradient is local. The first id is the argmax of the whole row if it is the argmax of its rank's columns, the
-maxima of all lower ranks are smaller, and those of all higher ranks are not larger: the lowest index wins a tie.
+and the gradient is local. The first id is the argmax of the whole row if it is the argmax of its rank's columns and no
+other rank has a better column. A lower rank is better if its maximum is at least as large, a higher rank if its maximum
+is larger, because the lowest index wins a tie.
 
 The functions implement the row primitives (``_backends/_rows.py``) on top of those of a backend. All code above the row
 primitives therefore works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes per row, 16 with the

@@ -376,7 +376,7 @@ BAD = [
     ({"vocab_size": 0}, "random", ValueError, "vocab_size must be at least 1, got 0"),
     ({"vocab_size": 2**31 + 1}, "random", ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
     ({"input_ids": IDS.to(torch.int16)}, "random", ValueError, "vocab_size - 1 must fit the int16 of input_ids"),
-    ({"seeds": SEEDS[:1]}, "uniform", ValueError, r"seeds must have shape \(2,\), one a row, got \(1,\)"),
+    ({"seeds": SEEDS[:1]}, "uniform", ValueError, r"seeds must have shape \(2,\), one per row, got \(1,\)"),
     ({"seeds": SEEDS.int()}, "blockwise", ValueError, "seeds must have dtype int64, got int32"),
     ({"seeds": SEEDS, "generator": torch.Generator()}, "random", ValueError, "generator and seeds exclude each other"),
     ({"generator": 7}, "blockwise", TypeError, "generator must be a torch.Generator or None, got int"),

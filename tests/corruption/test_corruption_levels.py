@@ -312,7 +312,7 @@ META = torch.zeros(2, device="meta")
         ("sample", {"low": 0.5, "high": 0.2}, ValueError, "low and high must satisfy .* got 0.5 and 0.2"),
         ("sample", {"high": 1.5}, ValueError, "low and high must satisfy .* got 0.0 and 1.5"),
         ("sample", {"low": "0"}, TypeError, "low must be a float, got str"),
-        ("sample", {"seeds": torch.tensor([1])}, ValueError, r"seeds must have shape \(3,\), one a row, got \(1,\)"),
+        ("sample", {"seeds": torch.tensor([1])}, ValueError, r"seeds must have shape \(3,\), one per row, got \(1,\)"),
         ("sample", {"seeds": [1, 2, 3]}, TypeError, "seeds must be a torch.Tensor, got list"),
         ("sample", {"backend": "gpu"}, ValueError, "backend must be one of auto, triton, torch, got 'gpu'"),
     ],

@@ -381,7 +381,7 @@ def test_a_thread_that_begins_in_inference_mode_draws_seeds_outside_it_too():
         ("seven", None, TypeError, "generator must be a torch.Generator or None, got str"),
         (None, [1, 2], TypeError, "seeds must be a torch.Tensor, got list"),
         (None, torch.tensor([1, 2], dtype=torch.int32), ValueError, "seeds must have dtype int64, got int32"),
-        (None, torch.tensor([1, 2, 3]), ValueError, r"seeds must have shape \(2,\), one a row, got \(3,\)"),
+        (None, torch.tensor([1, 2, 3]), ValueError, r"seeds must have shape \(2,\), one per row, got \(3,\)"),
         (None, torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "seeds must be on cpu .* got meta"),
         (torch.Generator(), torch.tensor([1, 2]), ValueError, "generator and seeds exclude each other"),
     ],

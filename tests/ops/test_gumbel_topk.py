@@ -261,7 +261,7 @@ U = torch.full((3, 4), 0.5)
         ({"uniform": U, "seeds": K}, ValueError, "uniform excludes generator and seeds"),
         ({"uniform": U, "generator": torch.Generator()}, ValueError, "uniform excludes generator and seeds"),
         ({"seeds": K, "generator": torch.Generator()}, ValueError, "generator and seeds exclude each other"),
-        ({"seeds": K[:1]}, ValueError, r"seeds must have shape \(3,\), one a row, got \(1,\)"),
+        ({"seeds": K[:1]}, ValueError, r"seeds must have shape \(3,\), one per row, got \(1,\)"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, triton, torch, got 'cuda'"),
     ],
 )

@@ -21,9 +21,9 @@ transformed logits x, and S = sum_v e^{x_v - M}. Logarithms are in base 2:
 minus one-hot terms. d = (z - M_z) - (t - M_t) differs from lp - lq by a constant per row, which does not change the
 gradient of rkl.
 
-The coefficient of each kind (:class:`Kinds`) is passed as an integer, or as None if the spec does not contain the kind,
-like the numbers of a transform (``_transform.py``). A None argument is a compile-time constant, and the code for its
-kind is compiled out. Compiled kernels differ in which arguments are None.
+The coefficient of each kind (:class:`Kinds`) is passed as an integer, like the numbers of a transform
+(``_transform.py``), or as None if the spec does not contain the kind. A None argument is a compile-time constant, and
+the code for its kind is compiled out. Compiled kernels differ in which arguments are None.
 
 **Passes.** The first pass reads both rows for M, S and the argmax, per lane as in ``_math.py``. If the coefficients
 need no sum (kl, soft_ce, teacher_ce, ce), the second pass computes sums and gradient. So it does for rkl, whose sum is

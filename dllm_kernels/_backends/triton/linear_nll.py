@@ -7,9 +7,9 @@ re-reads the row from the cache and stores
     logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
 
 The second loop runs from the end of the row to its start, because the first loop has read the end last. Loads of the
-first loop have the L2 policy evict_last (without a soft cap or a skipped column), and stores of the second evict_first,
-because finished lines would compete with rows that are still to be re-read. Inactive rows are zeroed, so that the GEMMs
-need no mask.
+first loop have the L2 policy evict_last, except with a soft cap or a skipped column. Stores of the second loop have the
+policy evict_first, because finished lines would compete with rows that are still to be re-read. Inactive rows are
+zeroed, so that the GEMMs need no mask.
 
 Few rows leave multiprocessors idle for the time of one row, some 30 us. That is little compared to the GEMMs, which
 read the whole head even for one row. Therefore one kernel serves any number of rows. A CUDA graph, which processes all
