@@ -256,9 +256,9 @@ _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "
 _TEACHER = tuple(name for name in RowInputs._fields if name.startswith("teacher_"))
 
 DIVERGENCE = _op.RowOp(
-    "divergence",
-    row_ids,
-    (
+    name="divergence",
+    rows=row_ids,
+    outputs=(
         _op.Output("loss", _loss_spec, differentiable=True),
         _op.Output("value", _op.per_row()),
         _op.Output("acceptance_rate", _op.per_row()),
@@ -270,15 +270,15 @@ DIVERGENCE = _op.RowOp(
         _op.Output("kept_numbers", _op.per_row(_keeps, (KEPT_NUMBERS,)), public=False),
         _op.Output("kept_argmax", _op.per_row(_keeps, dtype=torch.int64), public=False),
     ),
-    _forward,
-    lambda plan: (
+    forward=_forward,
+    saved=lambda plan: (
         ((), (*_op.GRADS, "loss_scale", "row_size"))
         if computes_gradients(plan)
         else ((*_INPUTS, *_TEACHER), ("mean_acceptance", "kept_numbers", "kept_argmax"))
     ),
-    _backward,
-    Divergence,
-    ("torch.softmax and what follows from it", f"torch.softmax of {_op.LOGITS}"),
+    backward=_backward,
+    result=Divergence,
+    instead=("torch.softmax and what follows from it", f"torch.softmax of {_op.LOGITS}"),
     inline_backward=lambda plan: scale_copies if computes_gradients(plan) else None,
     before_backward=_single_use,
 )

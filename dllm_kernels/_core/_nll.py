@@ -87,14 +87,14 @@ def _logits_gradient(
 
 
 TOKEN_NLL = _op.RowOp(
-    "token_nll",
-    row_targets,
-    (*_NLL_OUTPUTS, *_STATS_OUTPUTS),
-    _nll_forward,
-    lambda _: (("x", "targets"), STATS),
-    lambda inputs, outputs, upstream, plan: _logits_gradient(inputs, outputs, plan, upstream["nll"], None),
-    TokenNLL,
-    CROSS_ENTROPY,
+    name="token_nll",
+    rows=row_targets,
+    outputs=(*_NLL_OUTPUTS, *_STATS_OUTPUTS),
+    forward=_nll_forward,
+    saved=lambda _: (("x", "targets"), STATS),
+    backward=lambda inputs, outputs, upstream, plan: _logits_gradient(inputs, outputs, plan, upstream["nll"], None),
+    result=TokenNLL,
+    instead=CROSS_ENTROPY,
 )
 
 
@@ -119,14 +119,16 @@ _LOSS = _op.Output("loss", _op.scalar(), differentiable=True)
 _WEIGHTED_OUTPUTS = (_LOSS, _NLL_OUTPUTS[0]._replace(differentiable=False), *_NLL_OUTPUTS[1:])
 
 WEIGHTED_NLL = _op.RowOp(
-    "weighted_nll",
-    row_targets,
-    (*_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS),
-    _weighted_nll_forward,
-    lambda _: (("x", "targets", "weights"), STATS),
-    lambda inputs, outputs, upstream, plan: _logits_gradient(inputs, outputs, plan, inputs.weights, upstream["loss"]),
-    WeightedNLL,
-    CROSS_ENTROPY,
+    name="weighted_nll",
+    rows=row_targets,
+    outputs=(*_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS),
+    forward=_weighted_nll_forward,
+    saved=lambda _: (("x", "targets", "weights"), STATS),
+    backward=lambda inputs, outputs, upstream, plan: _logits_gradient(
+        inputs, outputs, plan, inputs.weights, upstream["loss"]
+    ),
+    result=WeightedNLL,
+    instead=CROSS_ENTROPY,
 )
 
 
@@ -186,17 +188,17 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
 
 
 WEIGHTED_LINEAR_NLL = _op.RowOp(
-    "weighted_linear_nll",
-    weighted_targets,
-    (
+    name="weighted_linear_nll",
+    rows=weighted_targets,
+    outputs=(
         *_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
         _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
     ),
-    _weighted_linear_forward,
-    lambda plan: (("weights",) if scales_loss(plan) else (), (*_op.GRADS, "loss_scale")),
-    scale_in_place,
-    WeightedNLL,
-    CROSS_ENTROPY,
+    forward=_weighted_linear_forward,
+    saved=lambda plan: (("weights",) if scales_loss(plan) else (), (*_op.GRADS, "loss_scale")),
+    backward=scale_in_place,
+    result=WeightedNLL,
+    instead=CROSS_ENTROPY,
     inline_backward=lambda _: scale_copies,
     before_backward=partial(_op.SingleUseBackward, "weighted_linear_nll", "linear_token_nll"),
 )  # fmt: skip
@@ -230,20 +232,20 @@ def _linear_backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outp
 
 
 LINEAR_TOKEN_NLL = _op.RowOp(
-    "linear_token_nll",
-    row_targets,
-    (
+    name="linear_token_nll",
+    rows=row_targets,
+    outputs=(
         *_NLL_OUTPUTS, *_STATS_OUTPUTS,
         *_op.gradient_outputs(lambda plan: plan.needs.frozen_head, ("x", "extra_x")),
     ),
-    _linear_forward,
-    lambda plan: (
+    forward=_linear_forward,
+    saved=lambda plan: (
         ((), ("grad_x", "grad_extra_x"))
         if plan.needs.frozen_head
         else (("x", "weight", "bias", "extra_x", "extra_weight", "targets"), STATS)
     ),
-    _linear_backward,
-    TokenNLL,
-    CROSS_ENTROPY,
+    backward=_linear_backward,
+    result=TokenNLL,
+    instead=CROSS_ENTROPY,
     inline_backward=lambda plan: _linear_backward if plan.needs.frozen_head else None,
 )  # fmt: skip

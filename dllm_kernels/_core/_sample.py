@@ -61,16 +61,16 @@ def _top(dtype: torch.dtype | None) -> _op.SpecOf:
 
 
 LINEAR_SAMPLE = _op.RowOp(
-    "linear_sample",
-    row_ids,
-    (
+    name="linear_sample",
+    rows=row_ids,
+    outputs=(
         _op.Output("ids", _op.per_row(dtype=torch.int64)), _op.Output("log_probs", _op.per_row()),
         _op.Output("entropy", _op.per_row()),
         _op.Output("top_ids", _top(torch.int64)), _op.Output("top_log_probs", _top(None)),
     ),
-    _forward,
-    lambda _: ((), ()),
-    _no_gradient,
-    LinearSample,
-    ("", ""),
+    forward=_forward,
+    saved=lambda _: ((), ()),
+    backward=_no_gradient,
+    result=LinearSample,
+    instead=("", ""),
 )  # fmt: skip

@@ -120,9 +120,9 @@ _CORRECT = _op.Output("correct", _op.per_row(lambda plan: plan.options.with_corr
 _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "mix_a", "mix_b")
 
 ROW_STATS = _op.RowOp(
-    "row_stats",
-    row_ids,
-    (
+    name="row_stats",
+    rows=row_ids,
+    outputs=(
         _LOG_PROBS, _LSE, _ENTROPY,
         _op.Output("mix", _op.per_row(lambda plan: plan.with_mix), differentiable=True),
         _CORRECT,
@@ -130,11 +130,11 @@ ROW_STATS = _op.RowOp(
         _op.Output("log_sum", _op.per_row(lambda plan: plan.keeps_lse), public=False),
         _op.Output("mix_weight", _op.per_row(lambda plan: plan.with_mix and any(plan.needs)), public=False),
     ),
-    _forward,
-    lambda _: (_INPUTS, ("log_probs", "row_max", "log_sum", "entropy", "mix_weight")),
-    _backward,
-    RowStats,
-    ("torch.log_softmax and what follows from it", f"torch.log_softmax of {_op.LOGITS}"),
+    forward=_forward,
+    saved=lambda _: (_INPUTS, ("log_probs", "row_max", "log_sum", "entropy", "mix_weight")),
+    backward=_backward,
+    result=RowStats,
+    instead=("torch.log_softmax and what follows from it", f"torch.log_softmax of {_op.LOGITS}"),
 )  # fmt: skip
 
 
@@ -247,9 +247,9 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 
 
 ROW_OBJECTIVE = _op.RowOp(
-    "linear_row_objective",
-    row_ids,
-    (
+    name="linear_row_objective",
+    rows=row_ids,
+    outputs=(
         _op.Output("loss", _op.scalar(), differentiable=True),
         _op.Output("value", _op.per_row()),
         *(out._replace(differentiable=False) for out in (_LOG_PROBS, _LSE, _ENTROPY, _CORRECT)),
@@ -257,10 +257,10 @@ ROW_OBJECTIVE = _op.RowOp(
         _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
         _op.Output("row_size", _op.per_row(scales_loss), public=False),
     ),
-    _objective_forward,
-    lambda _: ((), (*_op.GRADS, "loss_scale", "row_size")),
-    scale_in_place,
-    RowObjective,
-    ("", f"torch.log_softmax of {_op.LOGITS}"),
+    forward=_objective_forward,
+    saved=lambda _: ((), (*_op.GRADS, "loss_scale", "row_size")),
+    backward=scale_in_place,
+    result=RowObjective,
+    instead=("", f"torch.log_softmax of {_op.LOGITS}"),
     before_backward=partial(_op.SingleUseBackward, "linear_row_objective", "linear_row_stats"),
 )
