@@ -37,7 +37,7 @@ SUBJECTS = {
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "linear_sample": Subject("benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers"),
-    "policy": Subject("benchmarks.policy", "one update of coupled-GRPO: three policies, three views, backward"),
+    "policy": Subject("benchmarks.policy", "one update of coupled-GRPO and of diffu-GRPO: three policies, backward"),
     "divergence": Subject("benchmarks.divergence", "divergence to a teacher from hidden states of both, kind by kind"),
     "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
     "collate": Subject("benchmarks.collate", "the collator"),

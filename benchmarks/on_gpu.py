@@ -165,7 +165,7 @@ def steps(work: Path) -> list[Step]:
         measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", on_gpu=("--samples", "5")),
         measured("row_stats", 1.5, *policy, *dflash, "--share", "1.0"),
         measured("linear_sample", 0.6),
-        measured("policy", 1.5, on_gpu=("--samples", "5")),
+        measured("policy", 2.5, on_gpu=("--samples", "5")),
         sanitized("memcheck"),
         sanitized("racecheck"),
         measured("token_nll_sizes", 3.0, *shares, subject="token_nll"),

@@ -35,6 +35,7 @@ MODULES = {
         "liger_kernel.transformers",
         "liger_kernel.transformers.fused_linear_jsd",
         "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+        "liger_kernel.chunked_loss",
     ),
     "cut-cross-entropy": ("cut_cross_entropy",),
     "quack": ("quack.cross_entropy", "quack.linear_cross_entropy"),
