@@ -4,7 +4,7 @@ Example::
 
     from dllm_kernels.integrations import trl as fused
 
-    print(fused.patch())                # GRPO, RLOO, DPO, KTO and SFT trainers of autoregressive models
+    print(fused.patch())                # GRPO, RLOO, AsyncGRPO, DPO, KTO, SFT: autoregressive models
     ...
     fused.unpatch()
 
@@ -324,11 +324,11 @@ class DiffusionPolicyMixin:
     log-probability in TRL's loss. MASK is never predicted, and the logits are divided by the ``temperature`` of the
     trainer, as TRL's own are. The LM head projects scored tokens only, and the full logits are never materialized.
 
-    **Masks.** The seed of a row is a hash of its tokens and their positions, without padding, and of the number of the
-    generation (``_step // (steps_per_generation * num_iterations)``). Old, reference and current log-probabilities of
-    a completion therefore see the same masks in every iteration on it, wherever TRL's shuffle puts the row and however
-    it is padded. A later generation of the same completion sees others, and equal rows of one generation see equal
-    masks.
+    **Masks.** The seed of a row is a hash of its tokens and their positions, without padding, and of ``iteration``,
+    by default the number of the generation (``_step // (steps_per_generation * num_iterations)``). Old, reference and
+    current log-probabilities of a completion therefore see the same masks in every iteration on it, wherever TRL's
+    shuffle puts the row and however it is padded. A later generation of the same completion sees others, and equal rows
+    of one generation see equal masks.
 
     **Entropy.** That of token i is the mean over the views that score it, weighted by ``w_ki``; 0 where none does.
 
@@ -341,6 +341,8 @@ class DiffusionPolicyMixin:
         scheme: "full", "coupled", "elbo", "count" or "quadrature".
         num: how many views (or pairs, or triples) are drawn.
         prompt_prob: for "full", the probability with which each token of the prompt is masked too.
+        iteration: the number that is hashed with each row's tokens, or a function of the trainer that returns it; it
+            must not change while a generation is trained on. None: the number of the generation.
         **kwargs: keyword arguments of the trainer.
 
     Raises:
@@ -363,12 +365,16 @@ class DiffusionPolicyMixin:
         scheme: str = "full",
         num: int = 1,
         prompt_prob: float = 0.0,
+        iteration: int | Callable[[Any], int] | None = None,
         **kwargs: Any,
     ) -> None:
         views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         views(one, one, mask_token_id, seeds=one[0])  # checks the arguments
-        self._views, self._mask_token_id = views, mask_token_id
+        if isinstance(iteration, bool) or not (iteration is None or isinstance(iteration, int) or callable(iteration)):
+            found = _checks.type_name(iteration)
+            raise TypeError(f"iteration must be an int, a function of the trainer or None, got {found}")
+        self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -395,8 +401,7 @@ class DiffusionPolicyMixin:
         """Scores and entropies ``[B, logits_to_keep]``, and the model's auxiliary loss (None if it returns none)."""
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
-        iteration = self._step // (self.args.steps_per_generation * self.num_iterations)
-        seeds = row_seeds(input_ids, attention_mask, logits_to_keep, iteration)
+        seeds = row_seeds(input_ids, attention_mask, logits_to_keep, self._number_of_masks())
         size = batch_size or len(input_ids)
         parts = [
             self._scores_of(model, ids, mask, of_rows, logits_to_keep, compute_entropy, compute_aux_loss)
@@ -410,6 +415,14 @@ class DiffusionPolicyMixin:
             torch.cat(entropies) if compute_entropy else None,
             None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
         )
+
+    def _number_of_masks(self) -> int:
+        """Return the number that rows hash with their tokens; it stays the same while a generation is trained on."""
+        given = self._iteration
+        if given is None:
+            generation: int = self._step // (self.args.steps_per_generation * self.num_iterations)
+            return generation
+        return given if isinstance(given, int) else given(self)
 
     def _scores_of(
         self, model: Any, ids: Tensor, attention_mask: Tensor, seeds: Tensor, keep: int, entropy: bool, auxiliary: bool
@@ -468,7 +481,7 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
         input_ids: ``[B, L]``, integers.
         attention_mask: ``[B, L]``, 0 where there is padding.
         logits_to_keep: length of the completions, at the end of the rows.
-        iteration: number of the generation.
+        iteration: any number; the mixin passes that of the generation.
 
     Returns:
         int64 ``[B]``.
