@@ -272,6 +272,36 @@ class _FrozenHead(torch.autograd.Function):
 # Diffusion policies ---------------------------------------------------------------------------------------------------
 
 
+class _Stacked(torch.autograd.Function):
+    """Stack the outputs of the head, whose model returns one tensor; a part without a gradient gets None, not zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: list[bool], *parts: Tensor) -> Tensor:
+        ctx.arrived = arrived
+        return torch.stack(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(g if here else None for g, here in zip(grad.unbind(-1), ctx.arrived, strict=True))
+
+
+class _Unstacked(torch.autograd.Function):
+    """Take the outputs of the head apart; note for which of them a gradient arrives, which :class:`_Stacked` reads."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: list[bool], stacked: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.arrived, ctx.like = arrived, (stacked.shape[:-1], stacked.dtype, stacked.device)
+        return tuple(t.clone() for t in stacked.unbind(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
+        ctx.arrived[:] = [g is not None for g in grads]
+        shape, dtype, device = ctx.like
+        zeros = torch.zeros(shape, dtype=dtype, device=device)
+        return None, torch.stack([zeros if g is None else g for g in grads], -1)
+
+
 class _HeadRows(Tensor):
     """Numbers of each position ``[B, L, n]`` that the LM head returned in place of logits.
 
@@ -330,7 +360,8 @@ class DiffusionPolicyMixin:
     shuffle puts the row and however it is padded. A later generation of the same completion sees others, and equal rows
     of one generation see equal masks.
 
-    **Entropy.** That of token i is the mean over the views that score it, weighted by ``w_ki``; 0 where none does.
+    **Entropy.** That of token i is the mean over the views that score it, weighted by ``w_ki``; 0 where none does. If
+    it is only logged, a frozen head takes two matrix products, otherwise four. A trained head takes four either way.
 
     Padding is never scored, and no token attends to it. The mixin does not take images.
     ``RLOOTrainer`` takes no ``rollout_func``; the mixin takes it instead, and calls it with the tokens of the prompts.
@@ -432,6 +463,7 @@ class DiffusionPolicyMixin:
         views = self._views_of(ids, supervised, attention_mask != 0, seeds)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
+        arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
         def rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
@@ -442,7 +474,10 @@ class DiffusionPolicyMixin:
                     extra=extra if extra is None or not in_float32 else (extra[0].float(), extra[1].float()),
                     entropy=entropy, scale=1 / self.temperature, skip_id=self._mask_token_id,
                 )  # fmt: skip
-            return torch.stack([t for t in found if t is not None], -1)
+            parts = [t for t in found if t is not None]
+            if torch.compiler.is_compiling():
+                return torch.stack(parts, -1)
+            return _Stacked.apply(arrived, *parts)  # type: ignore[no-untyped-call,no-any-return]
 
         inputs: dict[str, Any] = {
             "input_ids": views.noisy.flatten(0, 1),
@@ -452,7 +487,7 @@ class DiffusionPolicyMixin:
             inputs["output_router_logits"] = True
         with self.accelerator.autocast():
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
-        log_probs, *entropies = (t.view(shape) for t in found.unbind(-1))
+        log_probs, *entropies = (t.view(shape) for t in _Unstacked.apply(arrived, found))  # type: ignore[no-untyped-call]
         scores = views.token_scores(log_probs)[:, -keep:]
         mean = None
         if entropies:

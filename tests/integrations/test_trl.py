@@ -442,6 +442,33 @@ def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
             torch.testing.assert_close(ours, other)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "entropy", "upstream", "products"),
+    [
+        (True, False, "log_probs", 2),
+        (True, True, "log_probs", 2),
+        (True, True, "entropy", 4),
+        (True, True, "both", 4),
+        (False, True, "log_probs", 4),
+        (False, True, "both", 4),
+    ],
+)
+def test_products_of_the_mixin(frozen, entropy, upstream, products):
+    """TRL always requests the entropy, and usually logs it only."""
+    torch.manual_seed(0)
+    model, (ids, there, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
+    model.lm_head.requires_grad_(not frozen)
+    trainer = Trainer(mask_token_id=MASK, scheme="coupled")
+    with FlopCounterMode(display=False) as counter:
+        scores, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            model, ids, there, keep, compute_entropy=entropy
+        )
+        loss = scores.sum() if upstream == "log_probs" else entropies.sum()
+        (loss + scores.sum() if upstream == "both" else loss).backward()
+    scored = 2 * int(there[:, -keep:].sum())  # the full view, and a mask and its complement
+    assert counter.get_total_flops() == products * 2 * scored * H * V
+
+
 def finalised(x):
     """splitmix64's finaliser, in Python's integers."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
