@@ -13,11 +13,11 @@ measured).
     --resume DIR      an earlier ``DIR``: its results come along, and steps that have an outcome are not run again
     --steps NAME ...  these and no others, again if need be
 
-A machine without a package index needs these wheels, for its Python, some 8 MB together: ``liger-kernel``,
-``cut-cross-entropy``, ``nemo-automodel`` (the original: without it the bar of corruption is not measured) and
-``speculators``; also what their imports need and such a machine may lack, ``pydantic`` with ``pydantic-core``,
-``annotated-types`` and ``typing-inspection``. ``quack-kernels`` needs ``nvidia-cutlass-dsl`` besides, a compiler of 88
-MB.
+A machine without a package index needs these wheels, for its Python, some 9 MB together: ``liger-kernel``,
+``cut-cross-entropy``, ``nemo-automodel`` (the original: without it the bar of corruption is not measured),
+``speculators`` and ``trl``; also what their imports need and such a machine may lack, ``pydantic`` with
+``pydantic-core``, ``annotated-types`` and ``typing-inspection``. ``quack-kernels`` needs ``nvidia-cutlass-dsl``
+besides, a compiler of 88 MB, and ``verl`` needs ``ray`` and ``tensordict``.
 
 ``--rehearse`` runs the same at toy size on a CPU, through Triton's interpreter.
 """

@@ -228,5 +228,6 @@ def main(argv: list[str]) -> int:
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
     measured = measure.ceilings(options.device, options.dtype, options.size)
-    results = run(options, measure.chosen(UPDATES[options.size], options), measured)
+    with peers.trl_without_trainers():
+        results = run(options, measure.chosen(UPDATES[options.size], options), measured)
     return report(results, options, baseline="plain", measured_ceilings=measured)
