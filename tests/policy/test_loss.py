@@ -464,6 +464,10 @@ def test_a_check_of_the_targets_names_the_ids(monkeypatch):
     ids[1, 3] = V
     with pytest.raises(IndexError, match=r"ids must .*\(1, 3\)"):
         PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages)
+    ids[1, 3] = 2
+    PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages)
+    with pytest.raises(IndexError, match="ids must "):  # no token can be the one that is never predicted
+        PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages, skip_id=2)
 
 
 CLIP, S = PolicyObjective(), torch.zeros(B, L)
