@@ -301,6 +301,7 @@ def test_metrics_are_detached_and_none_where_there_is_nothing():
     out = PolicyLoss(PolicyObjective("reinforce", kl="k3")).forward_fused(h, w, ids, views, old, advantages, old)
     assert not out.ratio.requires_grad
     assert not out.kl.requires_grad
+    assert out.clip_fraction is None  # nothing is clipped, also where there are ratios
 
 
 def test_the_entropy_is_that_of_all_scored_rows():
