@@ -39,7 +39,7 @@ SUBJECTS = {
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "linear_sample": Subject("benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers"),
-    "policy": Subject("benchmarks.policy", "one update of coupled-GRPO: three policies, three views, backward"),
+    "policy": Subject("benchmarks.policy", "one update of coupled-GRPO and of diffu-GRPO: three policies, backward"),
     "divergence": Subject(
         "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
     ),

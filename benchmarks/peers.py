@@ -9,11 +9,13 @@ and then runs plain PyTorch. It separates the effect of skipping rows from the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ MODULES = {
         "liger_kernel.transformers",
         "liger_kernel.transformers.fused_linear_jsd",
         "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+        "liger_kernel.chunked_loss",
     ),
     "cut-cross-entropy": ("cut_cross_entropy",),
     "quack": ("quack.cross_entropy", "quack.linear_cross_entropy"),
@@ -53,6 +56,26 @@ def module(name: str) -> Any:
     except Exception as error:  # a package with incompatible requirements may raise any exception
         _refused[name] = said(error)
         return None
+
+
+@contextlib.contextmanager
+def trl_without_trainers() -> Iterator[None]:
+    """Let the backward pass of TRL's kernels run where only ``trl`` itself is installed.
+
+    It imports a context from ``trl.trainer.utils`` that gathers what DeepSpeed ZeRO-3 partitions, and otherwise does
+    nothing. That module needs pandas, datasets and others; where it cannot be imported, another stands in for it.
+    """
+    name = "trl.trainer.utils"
+    if module("trl.kernels") is None or module(name) is not None:
+        yield
+        return
+    stand_in: Any = types.ModuleType(name)
+    stand_in.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _add(losses: dict[str, Loss], name: str, module_name: str, make: Callable[[Any], Loss]) -> None:

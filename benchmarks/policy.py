@@ -1,15 +1,17 @@
-"""One update of coupled-GRPO from hidden states: old, reference and current log-probabilities, loss and backward.
+"""One update of a policy from hidden states: old, reference and current log-probabilities, loss and backward.
 
-There are three views of each sequence, and half of its tokens are supervised, so a third of all rows is scored. Ours is
-compared with the plain form (logits, log_softmax, gather, autograd) on all rows and on the scored rows. It is also
-compared with the log-probability functions of TRL, verl and Liger on the scored rows, if they are installed. These use
-the plain scores, loss and masks. Liger's GRPO loss is not a peer, because it has one row per token and cannot sum
-views. The floor counts one product each for the log-probabilities of the old and the reference policy. For the current
-log-probabilities and their gradient it counts two with a frozen head and three with a trained head.
+Half of the tokens are supervised. ``coupled`` is coupled-GRPO: it has three views of each sequence, so a third of all
+rows is scored. ``full`` is diffu-GRPO: it has one view, and half of its rows are scored. Ours is compared with plain
+code (logits, log_softmax, gather, autograd) on all rows and on the scored rows. It is also compared with the
+log-probability functions of TRL, verl and Liger on the scored rows, if they are installed. These use the plain scores,
+loss and masks. Liger's GRPO loss has one row per token and cannot sum views, so it is a peer of ``full`` only. It
+projects every row. The floor counts one product each for the log-probabilities of the old and the reference policy. For
+the current log-probabilities and their gradient it counts two with a frozen head and three with a trained head.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from dllm_kernels import PolicyLoss, PolicyObjective, PolicyViews, ops, policy_v
 
 CLIP, KL_COEF = 0.2, 0.04
 ERROR_SEQUENCES = 1
+SCHEMES = ("coupled", "full")
 LogProbs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(hidden ``[N, D]``, head, ids ``[N]``) -> log-probabilities ``[N]``."""
 
@@ -58,18 +61,18 @@ class Inputs(NamedTuple):
 Update = Callable[[Inputs], torch.Tensor]
 
 
-def make_inputs(shape: Shape, share: float, options: Any) -> Inputs:
-    """Draw random inputs, a ``share`` of the tokens supervised; the three policies are similar."""
+def make_inputs(shape: Shape, share: float, options: Any, scheme: str) -> Inputs:
+    """Draw random inputs: views of the scheme, a ``share`` of the tokens supervised, and three similar policies."""
     B, L, D, V, on = shape.batch, shape.length, shape.hidden, shape.vocab, {"device": options.device}
     ids, loss_mask = torch.randint(0, V - 1, (B, L), **on), torch.rand(B, L, **on) < share
-    views = policy_views(ids, loss_mask, V - 1, "coupled", seeds=torch.arange(B, **on))
+    views = policy_views(ids, loss_mask, V - 1, scheme, seeds=torch.arange(B, **on))
     base = torch.randn(len(views.noisy), B, L, D, **on)
     hidden, old, ref = ((base + size * torch.randn_like(base)).to(options.dtype) for size in (0.0, 0.02, 0.02))
     head = (torch.randn(V, D, **on) / D**0.5).to(options.dtype).requires_grad_(not shape.frozen)
     return Inputs(hidden.requires_grad_(), old, ref, head, ids, views, torch.randn(B, **on))
 
 
-def updates(options: Any) -> dict[str, Update]:
+def updates(options: Any, scheme: str) -> dict[str, Update]:
     """Return ours and, unless ``options.alone``, the plain code and the available peers; each returns the loss."""
     loss = PolicyLoss(PolicyObjective(clip_low=CLIP, clip_high=CLIP, kl="k3", kl_coef=KL_COEF))
 
@@ -88,6 +91,8 @@ def updates(options: Any) -> dict[str, Update]:
     found: dict[str, Update] = {"ours": ours, "plain": _plain, "gather": _gathering(_log_probs)}
     for name, function in log_probs_of_peers(options.device).items():
         found[name] = _gathering(function)
+    if scheme == "full" and (liger := peers.module("liger_kernel.chunked_loss")) is not None:
+        found["liger, GRPO loss"] = _liger_grpo(liger.LigerFusedLinearGRPOLoss)
     return found
 
 
@@ -148,6 +153,24 @@ def _gathering(log_probs: LogProbs) -> Update:
     return run
 
 
+def _liger_grpo(loss_class: Any) -> Update:
+    """Liger's loss of one view, which scores the reference too; the old log-probabilities a sequence at a time."""
+
+    def run(i: Inputs) -> torch.Tensor:
+        (hidden,), (scored,) = i.hidden, i.views.scored
+        # The peak of memory on a CPU is measured under a mode that torch.compile cannot trace.
+        loss = loss_class(
+            beta=KL_COEF, epsilon_low=CLIP, epsilon_high=CLIP, loss_type="bnpo", compiled=hidden.is_cuda
+        )  # fmt: skip
+        with torch.no_grad():
+            old = torch.stack([_log_probs(h, i.head, ids) for h, ids in zip(i.old[0], i.ids, strict=True)])
+        given = {"old_per_token_logps": old, "ref_input": i.ref[0], "ref_weight": i.head.detach()}
+        total: torch.Tensor = loss(hidden, i.head, i.ids, scored.to(hidden.dtype), i.advantages, **given)[0]
+        return total
+
+    return run
+
+
 def candidate(update: Update, i: Inputs) -> measure.Candidate:
     """Build one candidate. The previous gradients are dropped before, untimed, so that new ones are allocated."""
 
@@ -181,12 +204,13 @@ def floor(shape: Shape, scored: int, measured: dict[str, float]) -> float:
 
 
 def run(options: Any, shapes: tuple[Shape, ...], measured: dict[str, float]) -> list[measure.Result]:
-    """Measure all shapes."""
-    candidates, results = updates(options), []
-    for shape in shapes:
-        inputs = make_inputs(shape, options.share, options)
+    """Measure all shapes under each scheme."""
+    results = []
+    for shape, scheme in itertools.product(shapes, options.scheme or SCHEMES):
+        inputs, candidates = make_inputs(shape, options.share, options, scheme), updates(options, scheme)
         (K, B, L), (off, allowed) = inputs.views.scored.shape, errors(candidates, inputs)
-        case = {"shape": shape.name, "views": K, "rows": B * L, "V": shape.vocab, "supervised": f"{options.share:.0%}"}
+        case = {"shape": shape.name, "scheme": scheme, "views": K, "rows": B * L, "V": shape.vocab}
+        case["supervised"] = f"{options.share:.0%}"
         each = {name: candidate(update, inputs) for name, update in candidates.items()}
         least = floor(shape, int(inputs.views.scored.sum()), measured)
         results += measure.compare(
@@ -199,9 +223,11 @@ def main(argv: list[str]) -> int:
     """Print the table and write the JSON."""
     parser = measure.arguments("policy", __doc__)
     parser.add_argument("--share", type=float, default=0.5, help="share of supervised tokens (default: 0.5)")
+    parser.add_argument("--scheme", action="append", choices=SCHEMES, help="default: all")
     measure.add_alone(parser)
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
     measured = measure.ceilings(options.device, options.dtype, options.size)
-    results = run(options, measure.chosen(UPDATES[options.size], options), measured)
+    with peers.trl_without_trainers():
+        results = run(options, measure.chosen(UPDATES[options.size], options), measured)
     return report(results, options, baseline="plain", measured_ceilings=measured)

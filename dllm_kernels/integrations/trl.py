@@ -4,7 +4,7 @@ Example::
 
     from dllm_kernels.integrations import trl as fused
 
-    print(fused.patch())                # GRPO, RLOO, DPO, KTO and SFT trainers of autoregressive models
+    print(fused.patch())                # GRPO, RLOO, AsyncGRPO, DPO, KTO, SFT: autoregressive models
     ...
     fused.unpatch()
 
@@ -284,6 +284,36 @@ class _FrozenHead(torch.autograd.Function):
 # Diffusion policies ---------------------------------------------------------------------------------------------------
 
 
+class _Stacked(torch.autograd.Function):
+    """Stack the outputs of the head, whose model returns one tensor; a part without a gradient gets None, not zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: list[bool], *parts: Tensor) -> Tensor:
+        ctx.arrived = arrived
+        return torch.stack(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(g if here else None for g, here in zip(grad.unbind(-1), ctx.arrived, strict=True))
+
+
+class _Unstacked(torch.autograd.Function):
+    """Take the outputs of the head apart; note for which of them a gradient arrives, which :class:`_Stacked` reads."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: list[bool], stacked: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.arrived, ctx.like = arrived, (stacked.shape[:-1], stacked.dtype, stacked.device)
+        return tuple(t.clone() for t in stacked.unbind(-1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor]:
+        ctx.arrived[:] = [g is not None for g in grads]
+        shape, dtype, device = ctx.like
+        zeros = torch.zeros(shape, dtype=dtype, device=device)
+        return None, torch.stack([zeros if g is None else g for g in grads], -1)
+
+
 class _HeadRows(Tensor):
     """Values per position ``[B, L, n]`` that the LM head returned in place of logits.
 
@@ -336,13 +366,15 @@ class DiffusionPolicyMixin:
     log-probability in TRL's loss. MASK is never predicted, and the logits are divided by the ``temperature`` of the
     trainer, as in TRL. The LM head projects scored tokens only, and the full logits are never materialized.
 
-    **Masks.** The seed of a row is a hash of its tokens and their positions, without padding, and of the number of the
-    generation (``_step // (steps_per_generation * num_iterations)``). Old, reference and current log-probabilities of a
-    completion therefore use equal masks in every iteration, independent of TRL's shuffling and of padding. If the same
-    completion is generated again later, its masks differ. Equal rows of one generation have equal masks.
+    **Masks.** The seed of a row is a hash of its tokens and their positions, without padding, and of ``iteration``. By
+    default this is the number of the generation (``_step // (steps_per_generation * num_iterations)``). Old, reference
+    and current log-probabilities of a completion therefore use equal masks in every iteration, independent of TRL's
+    shuffling and of padding. If the same completion is generated again later, its masks differ. Equal rows of one
+    generation have equal masks.
 
     **Entropy.** The entropy of token i is the mean over the views that score it, weighted by ``w_ki``; 0 if no view
-    scores it.
+    scores it. If the entropy is only logged, a frozen head takes two matrix products, otherwise four. A trainable head
+    takes four in both cases.
 
     Padding is never scored, and no token attends to it. Images are not supported. ``RLOOTrainer`` has no
     ``rollout_func`` argument; the mixin accepts it instead and calls it with the tokens of the prompts.
@@ -353,6 +385,8 @@ class DiffusionPolicyMixin:
         scheme: "full", "coupled", "elbo", "count" or "quadrature".
         num: number of views (or pairs, or triples) to draw.
         prompt_prob: for "full", the probability of also masking each token of the prompt.
+        iteration: number that is hashed with the tokens of each row, or a function of the trainer that returns it. It
+            must not change while a generation is trained on. None: the number of the generation.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. TRL's
             ``cast_lm_head_to_fp32`` gives the same scores from products of float32 operands. None: the dtype of the
             operands.
@@ -378,6 +412,7 @@ class DiffusionPolicyMixin:
         scheme: str = "full",
         num: int = 1,
         prompt_prob: float = 0.0,
+        iteration: int | Callable[[Any], int] | None = None,
         logits_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
@@ -385,7 +420,11 @@ class DiffusionPolicyMixin:
         views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
-        self._views, self._mask_token_id, self._logits_dtype = views, mask_token_id, logits_dtype
+        if isinstance(iteration, bool) or not (iteration is None or isinstance(iteration, int) or callable(iteration)):
+            got = _checks.type_name(iteration)
+            raise TypeError(f"iteration must be an int, a function of the trainer or None, got {got}")
+        self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
+        self._logits_dtype = logits_dtype
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -412,8 +451,7 @@ class DiffusionPolicyMixin:
         """Return scores and entropies ``[B, logits_to_keep]``, and the auxiliary loss of the model, if any."""
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
-        iteration = self._step // (self.args.steps_per_generation * self.num_iterations)
-        seeds = row_seeds(input_ids, attention_mask, logits_to_keep, iteration)
+        seeds = row_seeds(input_ids, attention_mask, logits_to_keep, self._number_of_masks())
         size = batch_size or len(input_ids)
         parts = [
             self._scores_of(model, ids, mask, of_rows, logits_to_keep, compute_entropy, compute_aux_loss)
@@ -428,6 +466,14 @@ class DiffusionPolicyMixin:
             None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
         )
 
+    def _number_of_masks(self) -> int:
+        """Return the number that rows hash with their tokens; it stays the same while a generation is trained on."""
+        given = self._iteration
+        if given is None:
+            generation: int = self._step // (self.args.steps_per_generation * self.num_iterations)
+            return generation
+        return given if isinstance(given, int) else given(self)
+
     def _scores_of(
         self, model: Any, ids: Tensor, attention_mask: Tensor, seeds: Tensor, keep: int, entropy: bool, auxiliary: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -436,6 +482,7 @@ class DiffusionPolicyMixin:
         views = self._views_of(ids, supervised, attention_mask != 0, seeds)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
+        arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
         def rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
@@ -447,7 +494,10 @@ class DiffusionPolicyMixin:
                     entropy=entropy, scale=1 / self.temperature, skip_id=self._mask_token_id,
                     logits_dtype=self._logits_dtype,
                 )  # fmt: skip
-            return torch.stack([t for t in found if t is not None], -1)
+            parts = [t for t in found if t is not None]
+            if torch.compiler.is_compiling():
+                return torch.stack(parts, -1)
+            return _Stacked.apply(arrived, *parts)  # type: ignore[no-untyped-call,no-any-return]
 
         inputs: dict[str, Any] = {
             "input_ids": views.noisy.flatten(0, 1),
@@ -457,7 +507,7 @@ class DiffusionPolicyMixin:
             inputs["output_router_logits"] = True
         with self.accelerator.autocast():
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
-        log_probs, *entropies = (t.view(shape) for t in found.unbind(-1))
+        log_probs, *entropies = (t.view(shape) for t in _Unstacked.apply(arrived, found))  # type: ignore[no-untyped-call]
         scores = views.token_scores(log_probs)[:, -keep:]
         mean = None
         if entropies:
@@ -486,7 +536,7 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
         input_ids: ``[B, L]``, integers.
         attention_mask: ``[B, L]``, 0 for padding.
         logits_to_keep: length of the completions, at the end of the rows.
-        iteration: number of the generation.
+        iteration: any number; the mixin passes that of the generation.
 
     Returns:
         int64 ``[B]``.

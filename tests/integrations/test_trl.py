@@ -334,8 +334,22 @@ def test_another_dtype_of_the_logits_is_refused(host, given, error, said):
 
 
 @needs_trl
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dpo", "kto", "sft", "async_grpo"])
+def test_trainers_of_trl_build_their_heads_on_the_patched_function(name, host, monkeypatch):
+    """By ``add_fused_lm_head``, which looks the function up at each call."""
+    if not hasattr(host.utils, "add_fused_lm_head"):
+        pytest.skip("trl.trainer.utils cannot be imported")
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    folder = "experimental.async_grpo" if name == "async_grpo" else "trainer"
+    build = importlib.import_module(f"trl.{folder}.{name}_trainer").add_fused_lm_head
+    integration.patch()
+    assert build.__globals__["_ChunkedLogProbFunction"] is host.kernels.ChunkedLogProbFunction
+    assert isinstance(host.kernels.ChunkedLogProbFunction, integration.ChunkedLogProbs)
+
+
+@needs_trl
 def test_models_of_trl_run_on_ours(host, monkeypatch):
-    """Through ``add_fused_lm_head``, which GRPO, RLOO, DPO, KTO and SFT trainers call."""
+    """Through ``add_fused_lm_head``, which the trainers call."""
     if not hasattr(host.utils, "add_fused_lm_head"):
         pytest.skip("trl.trainer.utils cannot be imported")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -470,6 +484,33 @@ def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
             torch.testing.assert_close(ours, other)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "entropy", "upstream", "products"),
+    [
+        (True, False, "log_probs", 2),
+        (True, True, "log_probs", 2),
+        (True, True, "entropy", 4),
+        (True, True, "both", 4),
+        (False, True, "log_probs", 4),
+        (False, True, "both", 4),
+    ],
+)
+def test_products_of_the_mixin(frozen, entropy, upstream, products):
+    """TRL always requests the entropy, and usually logs it only."""
+    torch.manual_seed(0)
+    model, (ids, there, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
+    model.lm_head.requires_grad_(not frozen)
+    trainer = Trainer(mask_token_id=MASK, scheme="coupled")
+    with FlopCounterMode(display=False) as counter:
+        scores, entropies, _ = trainer._get_per_token_logps_and_entropies(
+            model, ids, there, keep, compute_entropy=entropy
+        )
+        loss = scores.sum() if upstream == "log_probs" else entropies.sum()
+        (loss + scores.sum() if upstream == "both" else loss).backward()
+    scored = 2 * int(there[:, -keep:].sum())  # the full view, and a mask and its complement
+    assert counter.get_total_flops() == products * 2 * scored * H * V
+
+
 def finalised(x):
     """splitmix64's finaliser, in Python's integers."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -507,6 +548,26 @@ def test_masks_stay_with_a_row_within_a_generation():
     for step, same in ((1, True), (3, True), (4, False)):  # a generation serves 2 steps in each of 2 iterations
         trainer._step = step
         assert torch.equal(scores(*batch()), first) == same
+
+
+def test_the_number_that_changes_the_masks_can_be_given():
+    """One for all generations, or one that a function of the trainer returns."""
+    torch.manual_seed(0)
+    model, (ids, there, keep) = Encoder(), batch()
+
+    def scores(step, **options):
+        trainer = Trainer(mask_token_id=MASK, scheme="elbo", num=2, **options)
+        trainer._step = step
+        with torch.no_grad():
+            return trainer._get_per_token_logps_and_entropies(model, ids, there, keep)[0]
+
+    of_generation = [scores(step) for step in (0, 4, 8)]
+    assert not torch.equal(of_generation[1], of_generation[2])
+    assert all(torch.equal(scores(step, iteration=1), of_generation[1]) for step in (0, 4, 8))
+    assert torch.equal(scores(4, iteration=lambda trainer: trainer._step // 2), of_generation[2])
+    for wrong in ("1", True, 1.0):
+        with pytest.raises(TypeError, match="iteration must be an int, a function of the trainer or None, got "):
+            scores(0, iteration=wrong)
 
 
 def test_a_lora_head_scores_and_trains():

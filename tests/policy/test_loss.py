@@ -167,14 +167,29 @@ def test_products(scheme, level, frozen, trained, with_entropy):
     assert counted(scheme, level, False, with_entropy=True) == with_entropy
 
 
-def one_view_at_a_time(loss_of, body, hidden, head, ids, views):
+def one_view_at_a_time(loss_of, body, hidden, head, ids, views, log_probs=None):
     """Gradient of any function of the log-probabilities: numbers first, then each view forward and backward."""
-    with torch.no_grad():
-        log_probs = torch.stack(
-            [-linear_token_nll(body(h), head, ids, active=on).nll for h, on in zip(hidden, views.scored, strict=True)]
-        )
+    if log_probs is None:
+        rows = zip(hidden, views.scored, strict=True)
+        with torch.no_grad():
+            log_probs = torch.stack([-linear_token_nll(body(h), head, ids, active=on).nll for h, on in rows])
     for h, weights in zip(hidden, nll_weights(loss_of, log_probs), strict=True):
         weighted_linear_nll(body(h), head, ids, weights).loss.backward()
+
+
+@pytest.mark.parametrize(("trained", "known", "products"), [(0, 0, 3), (1, 0, 4), (0, 1, 2), (1, 1, 3)])
+def test_products_of_one_view_at_a_time(trained, known, products):
+    """One fewer where the log-probabilities are known, as in the first update after a rollout."""
+    ids, _, views, old, advantages, _ = batch("coupled", "sequence")
+    h, w = torch.randn(*views.scored.shape, D, requires_grad=True), torch.randn(V, D, requires_grad=bool(trained))
+
+    def loss_of(log_probs):
+        return PolicyObjective("reinforce")(views.sequence_scores(log_probs, mean=True), old, advantages).sum()
+
+    log_probs = -torch.rand(views.scored.shape) if known else None
+    with FlopCounterMode(display=False) as counter:
+        one_view_at_a_time(loss_of, lambda h: h, h, w, ids, views, log_probs)
+    assert counter.get_total_flops() == products * 2 * int(views.scored.sum()) * w.numel()
 
 
 def test_sixteen_views_have_the_memory_of_one():
@@ -286,6 +301,7 @@ def test_metrics_are_detached_and_none_where_there_is_nothing():
     out = PolicyLoss(PolicyObjective("reinforce", kl="k3")).forward_fused(h, w, ids, views, old, advantages, old)
     assert not out.ratio.requires_grad
     assert not out.kl.requires_grad
+    assert out.clip_fraction is None  # nothing is clipped, also where there are ratios
 
 
 def test_the_entropy_is_that_of_all_scored_rows():
@@ -421,6 +437,25 @@ def test_float32_logits_of_bfloat16_operands(scheme, level, with_entropy):
         torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
 
 
+@pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "token"), ("coupled", "sequence")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(scheme, level, dtype):
+    """Operands are cast, scores and loss stay float32, and gradients have the dtype of the leaves."""
+    ids, _, views, old, advantages, ref = batch(scheme, level)
+    policy_loss = PolicyLoss(PolicyObjective("reinforce", kl="k2", kl_coef=0.1), level=level)
+    h, w = torch.randn(*views.scored.shape, D).to(dtype), torch.randn(V, D).to(dtype)
+    results = []
+    for autocast in (False, True):
+        leaves = [(t.float() if autocast else t).clone().requires_grad_() for t in (h, w)]
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            out = policy_loss.forward_fused(*leaves, ids, views, old, advantages, ref, with_entropy=True)
+        out.loss.backward()
+        assert all(t is None or t.dtype == torch.float32 for t in out)
+        assert all((leaf.grad.dtype == torch.float32) == autocast for leaf in leaves)
+        results.append(([t.detach() for t in out if t is not None], [leaf.grad.to(dtype) for leaf in leaves]))
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_a_check_of_the_targets_names_the_ids(monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     ids, loss_mask, views, old, advantages, _ = batch("coupled", "token")
@@ -430,6 +465,10 @@ def test_a_check_of_the_targets_names_the_ids(monkeypatch):
     ids[1, 3] = V
     with pytest.raises(IndexError, match=r"ids must .*\(1, 3\)"):
         PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages)
+    ids[1, 3] = 2
+    PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages)
+    with pytest.raises(IndexError, match="ids must "):  # no token can be the one that is never predicted
+        PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages, skip_id=2)
 
 
 CLIP, S = PolicyObjective(), torch.zeros(B, L)

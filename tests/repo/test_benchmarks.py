@@ -1,17 +1,19 @@
 """The benchmark harness measures correctly."""
 
 import importlib
+import importlib.util
 import json
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from benchmarks import __main__ as command
-from benchmarks import measure, peers, record
+from benchmarks import measure, peers, policy, record
 from benchmarks.result import PEERS
 from benchmarks.shapes import Shape
 from dllm_kernels import ops
@@ -280,6 +282,54 @@ def test_a_trainers_divergences_are_those_they_are_measured_beside():
     finally:
         peers.module.cache_clear()
     assert peers.divergence_losses("l1", "cpu") == {}
+
+
+class GRPOLoss:
+    """Liger's GRPO loss, as far as the benchmark calls it, in plain PyTorch."""
+
+    def __init__(self, *, beta, epsilon_low, epsilon_high, loss_type, compiled):
+        assert loss_type == "bnpo"  # over the tokens of the call
+        assert not compiled
+        self.beta, self.low, self.high = beta, 1 - epsilon_low, 1 + epsilon_high
+
+    def __call__(self, hidden, head, ids, mask, advantages, *, old_per_token_logps, ref_input, ref_weight):
+        log_p, ref = (
+            F.linear(h, w).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+            for h, w in ((hidden, head), (ref_input, ref_weight))
+        )
+        ratio, away, A = (log_p - old_per_token_logps).exp(), ref - log_p, advantages[:, None]
+        value = self.beta * (away.exp() - away - 1) - torch.minimum(ratio * A, ratio.clamp(self.low, self.high) * A)
+        return (value * mask).sum() / mask.sum(), ()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("scheme", policy.SCHEMES)
+def test_updates_of_a_policy_have_one_loss_and_gradient(scheme, frozen, options, monkeypatch):
+    """Ours, the plain code and the peers; with one row per token Liger's GRPO loss too, or a stand-in for it."""
+    installed, found = peers.module("liger_kernel.chunked_loss"), peers.module
+    liger = installed or SimpleNamespace(LigerFusedLinearGRPOLoss=GRPOLoss)
+    monkeypatch.setattr(peers, "module", lambda name: liger if name == "liger_kernel.chunked_loss" else found(name))
+    options.alone = False
+    shape = Shape("test", 3, 20, 50, 16, frozen=frozen)
+    torch.manual_seed(0)
+    inputs, updates = policy.make_inputs(shape, 0.5, options, scheme), policy.updates(options, scheme)
+    assert {"ours", "plain", "gather"} <= updates.keys()
+    assert ("liger, GRPO loss" in updates) == (scheme == "full")
+    assert ("trl" in updates) == (importlib.util.find_spec("trl") is not None)
+    results = {}
+    with peers.trl_without_trainers():
+        for name, update in updates.items():
+            for leaf in inputs.leaves():
+                leaf.grad = None
+            loss = update(inputs)
+            loss.backward()
+            results[name] = [loss.detach(), *(leaf.grad for leaf in inputs.leaves())]
+        off, allowed = policy.errors(updates, inputs)
+    assert sys.modules.get("trl.trainer.utils") is peers.module("trl.trainer.utils")  # None, or TRL's own
+    for result in results.values():
+        torch.testing.assert_close(result, results["plain"], rtol=1e-4, atol=1e-6)
+    assert off.keys() == updates.keys()
+    assert max(off.values()) <= allowed
 
 
 def test_table_and_json(options, capsys):
