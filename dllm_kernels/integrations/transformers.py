@@ -491,14 +491,17 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
         del head.forward
 
 
-class _HeadLoss(Tensor):
-    """Loss that the LM head returned in place of logits.
+class HeadOutput(Tensor):
+    """Tensor that the LM head returned in place of logits, such as the loss.
 
-    Casts, and copies and views with the shape of the loss, keep the class. Any other operation that returns or modifies
-    a tensor raises ValueError. The value of the loss is not compared, because it does not show a scale that begins at 1
-    or a large cap, and because reading it would sync with the GPU. It is a tensor subclass, because wrappers copy the
-    outputs of a model, evaluation has no autograd graph, and ``torch.compile`` traces ``__torch_function__``.
+    Casts, and copies and views of the same shape, keep the class. Any other operation that returns or modifies a tensor
+    raises ValueError, because the model would have applied it to its logits. The values are not compared, because they
+    do not show a scale that begins at 1 or a large cap, and because reading them would sync with the GPU. It is a
+    tensor subclass, because wrappers copy the outputs of a model, evaluation has no autograd graph, and
+    ``torch.compile`` traces ``__torch_function__``.
     """
+
+    advice = FROM_LOGITS  # end of the error message
 
     @classmethod
     def __torch_function__(
@@ -508,16 +511,14 @@ class _HeadLoss(Tensor):
         try:
             result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
-            refuse_output(f"a call of {name} on it")
+            refuse_output(f"a call of {name} on it", cls.advice)
         if name == "__get__":  # attribute access
             return result
         tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        if name in (*CASTS, *COPIES):
-            changed = any(x.dim() or not x.is_floating_point() for x in tensors)
-        else:
-            changed = len(tensors) > 0 or result is None  # None: an assignment or another in-place function
-        if changed:
-            refuse_output(f"a call of {name} on it")
+        shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        kept = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
+        if result is None or (tensors and not kept):  # None: an assignment or another in-place function
+            refuse_output(f"a call of {name} on it", cls.advice)
         return result
 
     def plain(self) -> Tensor:
@@ -646,7 +647,7 @@ class MaskedDiffusionTrainerMixin:
         made = list[Tensor]()
 
         def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
-            made.append(loss_call.from_hidden(hidden, *head, **extra).as_subclass(_HeadLoss))  # type: ignore[arg-type]
+            made.append(loss_call.from_hidden(hidden, *head, **extra).as_subclass(HeadOutput))  # type: ignore[arg-type]
             return made[-1]
 
         unwrapped = self.accelerator.unwrap_model(model)
@@ -677,7 +678,7 @@ class MaskedDiffusionTrainerMixin:
         if self._in_head is None:
             return self._loss_call(labels, num_items_in_batch).from_logits(_logits(outputs))
         loss, calls = _logits(outputs), len(self._in_head)
-        if calls != 1 or not isinstance(loss, _HeadLoss):
+        if calls != 1 or not isinstance(loss, HeadOutput):
             refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head")
         return loss.plain()
 

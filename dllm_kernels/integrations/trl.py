@@ -38,14 +38,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from dllm_kernels import ops
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels.integrations._deferred import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
-from dllm_kernels.integrations.transformers import CASTS, COPIES, loss_in_head, refuse_output
+from dllm_kernels.integrations.transformers import HeadOutput, loss_in_head, refuse_output
 from dllm_kernels.policy import PolicyViews, policy_views
 
 HOST = "trl"
@@ -314,30 +313,10 @@ class _Unstacked(torch.autograd.Function):
         return None, torch.stack([zeros if g is None else g for g in grads], -1)
 
 
-class _HeadRows(Tensor):
-    """Values per position ``[B, L, n]`` that the LM head returned in place of logits.
+class _HeadRows(HeadOutput):
+    """Values per position ``[B, L, n]`` that the LM head returned in place of logits."""
 
-    Casts and copies and views of the same shape keep the class. Any other operation raises ValueError, because the
-    model would have applied it to its logits.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        try:
-            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
-            refuse_output(f"a call of {name} on it", FROM_LOGITS)
-        if name == "__get__":  # attribute access
-            return result
-        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        kept = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
-        if result is None or (tensors and not kept):
-            refuse_output(f"a call of {name} on it", FROM_LOGITS)
-        return result
+    advice = FROM_LOGITS
 
 
 def _run(model: Any, unwrapped: nn.Module, rows: Callable[..., Tensor], **inputs: Any) -> tuple[Tensor, Any]:
