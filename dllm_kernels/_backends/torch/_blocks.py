@@ -21,7 +21,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, with_slope
 
 # Bytes of a block that one thread processes. It must stay in a core's cache.
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 3 << 18
 # Bytes of a block that all cores process together, in fewer and larger operations.
 COMMON_BLOCK_BYTES = 4 << 20
 # Smallest size in bytes of a block on any other device, if there are enough rows.
