@@ -31,6 +31,8 @@ from dllm_kernels._utils._transform import Transform
 
 # Ratio of the bytes of a row's draws and scores to the bytes of its logits, on devices other than a CPU.
 _BYTES_OF_DRAWS = 16
+# Expected number of columns per row whose n is small enough for a closer look.
+_RARE_COLUMNS = 32
 ScoreAndColumn = tuple[Tensor, Tensor]
 
 
@@ -41,7 +43,7 @@ def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> ScoreAn
     out = score, torch.zeros(C, dtype=torch.int64, device=device)
     if not C:
         return out
-    source, size, buffers = _blocks_of(logits, more=int(noise is not None))
+    source, size, buffers = _blocks_of(logits)
     parts = [None] * -(-C // size) if noise is None else _blocks.split_all(noise, size)
     candidates: list[Any] = [None] * len(parts)
     blocks = zip(source.blocks(size), parts, _blocks.split_all(out, size), range(len(parts)), strict=True)
@@ -51,13 +53,13 @@ def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> ScoreAn
     return out
 
 
-def _blocks_of(logits: Tensor, more: int) -> tuple[_blocks.RowGather, int, list[_blocks.Buffers]]:
+def _blocks_of(logits: Tensor) -> tuple[_blocks.RowGather, int, list[_blocks.Buffers]]:
     """Return (all rows, rows per block, buffers of each thread)."""
     (C, V), device = logits.shape, logits.device
     source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
     columns = V if logits.is_cpu else V * _BYTES_OF_DRAWS
     threads, size = _blocks.partition(C, columns, accum_dtype(logits.dtype), device)
-    return source, size, _blocks.buffers_for(threads, size, logits, more=more)
+    return source, size, _blocks.buffers_for(threads, size, logits)
 
 
 def _sample_block(
@@ -68,8 +70,7 @@ def _sample_block(
     x, (score, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
     V = x.shape[1]
     if noise is not None and x.is_cpu:
-        spare = _blocks.top(buffers.more[0], block).view(torch.float32)[:, :V]
-        candidates[index] = _candidates(x, _noise.high_on_host(noise, V), spare)
+        candidates[index] = _candidates(x, _noise.high_on_host(noise, V))
         return
     scores = x if noise is None else _scores(x.to(torch.float64), _noise.high(noise, V), _noise.low(noise, V))
     at = torch.from_numpy(np.argmax(x.numpy(), 1)) if x.is_cpu else scores.argmax(1)  # ten times as fast
@@ -83,29 +84,27 @@ def _scores(x: Array, high: Array, low: Array) -> Array:
     return _gumbel.score(x, u)
 
 
-def _candidates(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, Array, Array]:
-    """Return (row, column, logit, high bits) of each column that may have the largest score of its row.
+def _candidates(logits: Tensor, high: Array) -> tuple[Array, Array, Array, Array]:
+    """Return (row, column, logit, high bits) of each column that may have the largest score of its row; ``[R, V]``."""
+    x, rare = logits.numpy(), -(-_RARE_COLUMNS * 65536 // logits.shape[1])
+    first = x.argmax(1)
+    with np.errstate(all="ignore"):  # a row without a distribution; n = 0
+        least = _lower_bound(x[np.arange(len(x)), first], high[np.arange(len(x)), first])
+        # No logarithm per column: n is small, or the logit is large enough for the smallest other n.
+        small = np.divmod(np.flatnonzero(high >= max(65536 - rare, 0)), x.shape[1])
+        np.maximum.at(least, small[0], _lower_bound(x[small], high[small]))
+        enough = (least + math.log(rare * 2.0**-16)).astype(np.float32)
+        large = np.divmod(np.flatnonzero(x >= enough[:, None]), x.shape[1])
+        row, column = (np.concatenate(both) for both in zip(small, large, strict=True))
+        x, high = x[row, column].astype(np.float64), high[row, column].astype(np.int64)
+        keep = x - np.log((65535 - high) * 2.0**-16) >= least[row]
+    return row[keep], column[keep], x[keep], high[keep]
 
-    The arguments are ``[R, V]``; ``bound`` is a scratch buffer.
-    """
-    x = logits.numpy()
-    np.copyto(bound.numpy(), ~high)  # n
-    bound += 0.5
-    # Approximate ln(n + 1/2) from below, by at most 0.06, by the bits of the float32 as an integer: the exponent,
-    # followed by the position between two powers of 2.
-    bound.copy_(bound.view(torch.int32))
-    upper = torch.add(logits, bound, alpha=-math.log(2) * 2.0**-23, out=bound).numpy()
-    at = upper.argmax(1)[:, None]
-    one_minus_u = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # upper bound of 1 - u
-    score = np.take_along_axis(x, at, 1).astype(np.float64) - np.log(-np.log1p(-np.minimum(one_minus_u, 1 - 2.0**-49)))
-    # The lower bound in the unit of the upper bounds: minus 0.41 because of the 1/2, and minus their rounding errors, a
-    # few times 2^-24 of numbers up to |x| + 100.
-    with np.errstate(invalid="ignore"):  # inf - inf, in a row without a distribution
-        lower = score - math.log(2) * (127 + 16) - math.log(1.5) - 2.0**-20 * (128 + np.abs(score))
-    possible = upper >= lower.astype(np.float32)
-    possible |= high == 65535
-    row, column = np.divmod(np.flatnonzero(possible), x.shape[1])  # a tenth of the time of np.nonzero
-    return row, column, x[row, column].astype(np.float64), high[row, column].astype(np.int64)
+
+def _lower_bound(x: Array, high: Array) -> Array:
+    """Compute ``x - ln(-ln(1 - (n + 1) 2^-16))``, and less by more than it can be rounded by."""
+    score = x - np.log(-np.log1p(-np.minimum((65536.0 - high) * 2.0**-16, 1 - 2.0**-49)))
+    return score - 2.0**-20 * (1 + np.abs(score))
 
 
 def _write_best(noise: Noise, candidates: list[tuple[Any, ...]], score: Array, ids: Array) -> None:
@@ -120,28 +119,34 @@ def _write_best(noise: Noise, candidates: list[tuple[Any, ...]], score: Array, i
 
 
 def largest(logits: Tensor, k: int, transform: Transform) -> ScoreAndColumn:
-    """See ``_backends/_rows.py``; for any device, because ``torch.topk`` is a single kernel already."""
+    """See ``_backends/_rows.py``; for any device, without a sync."""
     (C, V), device = logits.shape, logits.device
     values = torch.empty(C, k, dtype=accum_dtype(logits.dtype), device=device)
     out = values, torch.empty(C, k, dtype=torch.int64, device=device)
     if C and k:
-        source, size, buffers = _blocks_of(logits, more=0)
+        source, size, buffers = _blocks_of(logits)
+        width = math.isqrt(V // k)
+        rest = torch.arange(V // width * width, V, device=device)
         blocks = zip(source.blocks(size), _blocks.split_all(out, size), strict=True)
-        job = partial(_largest_block, source, transform, torch.arange(V, 0, -1, dtype=torch.int32, device=device))
-        run_jobs([partial(job, *block) for block in blocks], buffers)
+        run_jobs([partial(_largest_block, source, transform, width, rest, *block) for block in blocks], buffers)
     return out
 
 
 def _largest_block(
-    source: _blocks.RowGather, transform: Transform, order: Tensor, block: Tensor, out: ScoreAndColumn,
+    source: _blocks.RowGather, transform: Transform, width: int, rest: Tensor, block: Tensor, out: ScoreAndColumn,
     buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    """Select by value, then by column, because the order of equal values is undocumented in torch."""
+    """Select by value, and of equal values the lowest column, which ``torch.topk`` does not guarantee.
+
+    Columns are grouped into tiles, and ``rest`` after them. The k tiles of largest maximum, of equal ones the first,
+    contain every selected column. Any other tile comes after k columns with a value no smaller than its maximum.
+    """
     x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
-    k, V = values.shape[1], x.shape[1]
-    least = x.topk(k, 1).values[:, -1:]
-    rank = torch.where(x > least, order + V, torch.where(x == least, order, 0))
-    at = rank.topk(k, 1).indices
-    ordered = x.gather(1, at).sort(dim=1, descending=True, stable=True)
-    values.copy_(ordered.values)
-    ids.copy_(at.gather(1, ordered.indices))
+    (R, V), k = x.shape, values.shape[1]
+    tiles = x[:, : V - len(rest)].view(R, -1, width)
+    chosen = tiles.amax(2).sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+    columns = (chosen[:, :, None] * width + torch.arange(width, device=x.device)).view(R, -1)
+    columns = torch.cat([columns, rest.expand(R, -1)], 1)
+    best = x.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    values.copy_(best.values[:, :k])
+    ids.copy_(columns.gather(1, best.indices[:, :k]))
