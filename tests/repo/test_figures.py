@@ -9,7 +9,7 @@ from examples.demo import train
 from tests.support.readme import DOCS, README, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-EPYC = RESULTS / "amd-epyc-2-cores"
+EPYC, XEON = RESULTS / "amd-epyc-2-cores", RESULTS / "intel-xeon-2-cores"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution holds no results")
 SIZES = ({"B": 1, "L": 1024}, {"B": 8, "L": 4096}, {"B": 64, "L": 4096})
 HALF = {"shape": "CPU 2x960", "active": "50%"}
@@ -76,7 +76,7 @@ def test_the_table_is_what_was_measured(page):
     for what, _, speeds, *memory in table(page):
         (name,) = (name for name in ROWS if re.match(re.escape(name) + r"(\W|$)", what))
         file, phase, other, cases = ROWS[name]
-        found = results(EPYC / f"{file}.json")
+        found = results(XEON / f"{file}.json")
         exact = [ratios(found["results"], phase, other, case) for case in cases]
         shown = printed(speeds)
         assert len(shown) >= len(exact)
@@ -96,7 +96,7 @@ def test_the_divergences_are_what_was_measured():
     text = (DOCS / "benchmarks.md").read_text().split("## Divergences")[1]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
     assert [kind for kind, _ in rows] == ["kl", "jsd", "tv", "l1", "nla"]
-    file = results(EPYC / "divergence_kinds.json")
+    file = results(XEON / "divergence_kinds.json")
     assert file["options"]["samples"] == 3
     found = file["results"]
     for kind, cells in rows:
@@ -105,6 +105,19 @@ def test_the_divergences_are_what_was_measured():
         products, _ = ratios(found, "both", "products", case)
         for figure, exact in zip(printed(cells), (speed, memory, products), strict=True):
             assert agree(figure, exact), (kind, figure, exact)
+
+
+def test_the_policy_update_is_what_was_measured():
+    text = (DOCS / "benchmarks.md").read_text().split("## Policy gradients")[1].split("## ")[0]
+    rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
+    file = results(XEON / "policy.json")
+    assert f"medians of {file['options']['samples']}" in text
+    assert not file["environment"]["modified"]
+    found = {result["name"]: result for result in file["results"]}
+    for name, figures in zip(("ours", "gather", "trl"), rows, strict=True):
+        this, plain = found[name], found["plain"]
+        assert agree(figures[0], plain["timing"]["q50_s"] / this["timing"]["q50_s"]), name
+        assert agree(figures[1], this["peak_bytes"] / plain["peak_bytes"]), name
 
 
 def test_the_demo_is_what_was_measured():
@@ -131,6 +144,6 @@ def test_the_demo_is_what_was_measured():
 
 def test_what_was_measured_is_one_commit():
     """The pages say so; nothing was uncommitted."""
-    found = [results(EPYC / f"{file}.json")["environment"] for file in {row[0] for row in ROWS.values()}]
+    found = [results(XEON / f"{file}.json")["environment"] for file in {row[0] for row in ROWS.values()}]
     assert not any(environment["modified"] for environment in found)
     assert len({environment["commit"] for environment in found}) == 1
