@@ -39,6 +39,7 @@ SUBJECTS = {
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "linear_sample": Subject("benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers"),
+    "head_options": Subject("benchmarks.head_options", "float32 logits and LoRA in the NLL from hidden states"),
     "policy": Subject("benchmarks.policy", "one update of coupled-GRPO and of diffu-GRPO: three policies, backward"),
     "divergence": Subject(
         "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
@@ -71,8 +72,8 @@ SUBJECTS = {
 def usage() -> str:
     """Return the usage text: the list of subjects, one per line."""
     lines = ["usage: python -m benchmarks SUBJECT [options]   (SUBJECT --help lists its options)", ""]
-    lines += [f"  {name:<11} {subject.help}" for name, subject in SUBJECTS.items()]
-    lines += [f"  {'smoke':<11} every subject at toy size, as CI runs it"]
+    lines += [f"  {name:<12} {subject.help}" for name, subject in SUBJECTS.items()]
+    lines += [f"  {'smoke':<12} every subject at toy size, as CI runs it"]
     return "\n".join(lines)
 
 
