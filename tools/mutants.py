@@ -76,7 +76,7 @@ JUDGES = (
     (
         "_backends/triton/_philox.py",
         "tests/internals/test_philox.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/ops/test_linear_sample.py -k 'triton or kernel'",
+        " tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py -k 'triton or kernel or bits'",
     ),
     ("policy/views.py", "tests/policy/test_views.py -k 'not triton'"),
     ("policy/objective.py", "tests/policy/test_objective.py tests/policy/test_loss.py"),
