@@ -47,6 +47,18 @@ def test_the_columns_ruled_out_on_a_cpu_do_not_win():
     assert torch.equal(score, every.amax(1))
 
 
+def test_the_kernel_finds_the_same_scores():
+    """To the bit: its largest score holds all 48 bits of a uniform."""
+    kernel = pytest.importorskip("dllm_kernels._backends.triton.sample")
+    torch.manual_seed(0)
+    x = (torch.randn(12, 300) * torch.tensor([0.0, 1.0, 5.0, 40.0]).repeat(3)[:, None]).to(DEVICE)
+    noise = Noise(torch.arange(12, device=DEVICE) - 5, torch.arange(12, device=DEVICE) % 7, 5, 400)
+    every = _sample._scores(x.double(), _noise.high(noise, 300), _noise.low(noise, 300))
+    score, ids = kernel.sample(x, NO_TRANSFORM, noise)
+    assert torch.equal(ids, every.argmax(1))
+    assert torch.equal(score, every.amax(1))
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_two_chunks_of_logits_at_most(top_k, monkeypatch):
