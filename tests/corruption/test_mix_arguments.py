@@ -44,8 +44,9 @@ def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
         device_mesh = None  # by which DTensors are known
 
-    split = IDS.clone().as_subclass(Split)
-    raises(TypeError, "input_ids must be a plain torch.Tensor, got DTensor", corrupt_uniform, split, ON, 6)
+    advice = "must be a plain torch.Tensor, got DTensor"
+    raises(TypeError, f"input_ids {advice}", corrupt_uniform, IDS.clone().as_subclass(Split), ON, 6)
+    raises(TypeError, f"loss_mask {advice}", corrupt_uniform, IDS, ON.clone().as_subclass(Split), 6)
 
 
 def test_auto_balance_is_a_bool():

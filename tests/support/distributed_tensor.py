@@ -804,6 +804,9 @@ def layouts_that_cannot_be_served_in_two_dimensions():
         torch.zeros(B, L, 4), mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1)
     )
     raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
+    places = [Replicate(), _StridedShard(0, split_factor=2)]
+    strided = DTensor.from_local(torch.zeros(4, D), mesh, places, run_check=False, shape=(8, D), stride=(D, 1))
+    raises(ValueError, "weight must be split by Shard", ops.linear_token_nll, torch.zeros(B, L, D), strided, y)
     head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
     raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
     flat, h, w = mesh_of("tp"), torch.zeros(B, L, D), torch.zeros(V, D)
