@@ -107,6 +107,23 @@ def test_the_divergences_are_what_was_measured():
             assert agree(figure, exact), (kind, figure, exact)
 
 
+def test_the_options_of_the_head_are_what_was_measured():
+    text = (DOCS / "benchmarks.md").read_text().split("## Options of the head")[1].split("## ")[0]
+    rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
+    nll, sample = (results(XEON / f"{file}.json") for file in ("head_options", "linear_sample"))
+    assert not nll["environment"]["modified"]
+    assert [f"medians of {file['options']['samples']}" in text for file in (nll, sample)] == [True] * 2
+    of = {(i, result["name"]): result for i, file in enumerate((nll, sample)) for result in file["results"]}
+    pairs = [(0, "float32 logits", "plain, float32 logits"), (0, "LoRA", "plain, LoRA"), (0, "ours", "plain")]
+    pairs += [(1, name, "plain") for name in ("ours", "greedy", "top 8")]
+    for figures, (i, name, other) in zip(rows, pairs, strict=True):
+        this, that = of[i, name], of[i, other]
+        assert agree(figures[0], that["timing"]["q50_s"] / this["timing"]["q50_s"]), name
+        assert agree(figures[1], this["peak_bytes"] / that["peak_bytes"]), name
+        if i:
+            assert agree(figures[2], of[1, "product"]["timing"]["q50_s"] / this["timing"]["q50_s"]), name
+
+
 def test_the_policy_update_is_what_was_measured():
     text = (DOCS / "benchmarks.md").read_text().split("## Policy gradients")[1].split("## ")[0]
     rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
