@@ -1,7 +1,7 @@
 """System information for bug reports: ``python -m dllm_kernels.report``.
 
-Prints versions, devices, the backend that runs on each, other packages, and a correctness check of a small loss.
-Contains no paths and no names of machines or users, so it can be posted unchanged.
+Prints versions, the backend that runs on each device, a correctness check of a small loss, and the report of
+``torch.utils.collect_env``. Contains no paths and no names of machines or users, so it can be posted unchanged.
 """
 
 from __future__ import annotations
@@ -15,57 +15,50 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+from torch.utils import collect_env
 
 import dllm_kernels
 from dllm_kernels._backends._backend import BACKENDS, use_triton
 
+# Packages that torch's own report does not list.
 BESIDE = (
-    "numpy", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows", "transformers", "accelerate",
-    "datasets", "peft", "trl", "deepspeed", "nemo-automodel", "dllm", "specforge", "speculators", "liger-kernel",
-    "cut-cross-entropy", "flash-attn", "quack-kernels", "torchtitan", "lightning", "bitsandbytes",
+    "transformers", "accelerate", "datasets", "peft", "trl", "deepspeed", "nemo-automodel", "dllm", "specforge",
+    "speculators", "liger-kernel", "cut-cross-entropy", "flash-attn", "quack-kernels", "lightning", "bitsandbytes",
 )  # fmt: skip
 # A valid value of each is a single word or a number.
 VARIABLES = ("DLLM_KERNELS_BACKEND", "DLLM_KERNELS_CHECK", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+# The folders of an absolute path.
+FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
 TOLERANCE = 1e-5
 
 
 def report() -> str:
-    """Return the lines that ``python -m dllm_kernels.report`` prints.
+    """Return the text that ``python -m dllm_kernels.report`` prints; takes a few seconds.
 
     Returns:
-        One fact per line, ``name: value``.
+        The facts about this package, one ``name: value`` per line, and the report of ``torch.utils.collect_env``
+        without folders and without the suffix of the operating system's version, which may identify a machine.
     """
-    return "\n".join(f"{name}: {value}" for name, value in _facts())
+    lines = [f"{name}: {value}" for name, value in _facts()]
+    kernel = re.match(r"[\d.]*", platform.release())
+    system = f"{platform.system()} {kernel and kernel[0]} {platform.machine()}"
+    environment = collect_env.get_env_info()._replace(python_platform=system)  # type: ignore[no-untyped-call]
+    text: str = collect_env.pretty_str(environment)  # type: ignore[no-untyped-call]
+    return "\n".join([*lines, "", FOLDERS.sub("", text)])
 
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "dllm_kernels", dllm_kernels.__version__
-    yield "python", f"{platform.python_implementation()} {platform.python_version()}"
-    kernel = re.match(r"[\d.]*", platform.release())  # the suffix is host-specific and may identify the machine
-    yield "system", f"{platform.system()} {kernel and kernel[0]} {platform.machine()}"
-    platforms = {"ROCm": torch.version.hip, "CUDA": torch.version.cuda}
-    built_for = next((f"{name} {version}" for name, version in platforms.items() if version), "CPU")
-    yield "torch", f"{torch.__version__}, built for {built_for}"
     for name in BESIDE:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-    yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    for index in range(torch.cuda.device_count()):
-        yield f"gpu {index}", _gpu(index)
-    if not torch.cuda.device_count():
-        yield "gpu", "none"
+    yield "CPU threads of torch", str(torch.get_num_threads())
     for name in VARIABLES:
         if name in os.environ:  # other values may be paths
             yield name, os.environ[name] if re.fullmatch(r"[\w.,+-]*", os.environ[name]) else "(no word)"
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for backend in BACKENDS:
             yield f"backend={backend} on {device}", _tried(device, backend)
-
-
-def _gpu(index: int) -> str:
-    properties = torch.cuda.get_device_properties(index)
-    architecture = getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}"
-    return f"{properties.name}, {architecture}, {properties.total_memory / 2**30:.0f} GiB"
 
 
 def _tried(device: str, backend: str) -> str:
