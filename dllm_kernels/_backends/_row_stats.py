@@ -164,7 +164,8 @@ def nll_of_stats(
     ) -> NLL:  # fmt: skip
         request = requested(targets, weights, transform=transform, correct=with_correct, lse=with_lse)
         result = stats.forward(logits, request)
-        return torch.rsub(result.log_probs.squeeze(1), 0), result.row_max, result.log_sum, result.correct
+        # log p is at most 0, and the negative of 0 would be -0.
+        return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct
 
     def weighted_nll(
         logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool,

@@ -57,7 +57,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,10 +95,11 @@ def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:
     """Return a column to read for each id, and a mask of the out-of-range ids.
 
     The mask is None if every id is in range, which is tested on a CPU only, because elsewhere it would be a host sync.
-    The test compares unsigned integers, in which negative ids are larger than any column.
     """
-    if y.is_cpu and V and (not y.numel() or int(np.maximum.reduce(y.numpy().view(np.uint64), axis=None)) < V):
-        return y, None
+    if y.is_cpu and V and y.numel():
+        least, most = torch.aminmax(y)
+        if least.item() >= 0 and most.item() < V:
+            return y, None
     column = y.clamp(0, max(V - 1, 0))
     return column, column != y if V else torch.ones_like(y, dtype=torch.bool)
 

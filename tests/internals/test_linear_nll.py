@@ -132,7 +132,7 @@ def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     run(0)
     logits = chunk * V * dtype.itemsize
     grads = 2 * N * D * 4 + (V * D + V) * (4 + 2 * dtype.itemsize) * trains_head
-    threads, size = _blocks.partition(chunk, V, torch.float32, hidden.device)
+    threads, size = _blocks.partition(chunk, V, torch.float32, hidden.is_cpu)
     slab = 4 * chunk * _chunks.SLAB  # of the gradient, in float32 for the product that sums grad_weight
     blocks = max(threads * size * V * 4, slab if dtype != torch.float32 else 0)
     assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N

@@ -32,7 +32,7 @@ def test_one_chunk_of_logits_is_all_there_is(dtype, softcap, monkeypatch):
 
     run(0)
     logits, out = chunk * many * dtype.itemsize, N * wide * dtype.itemsize
-    threads, size = _blocks.partition(chunk, many, torch.float32, h.device)
+    threads, size = _blocks.partition(chunk, many, torch.float32, h.is_cpu)
     blocks = threads * size * many * 4
     assert logits <= peak_memory(run, "cpu") <= logits + out + 2 * blocks + 200 * N
     assert 2 * blocks + 200 * N < chunk * many * 4  # so a float32 copy of the chunk would have shown

@@ -38,7 +38,7 @@ def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
         leaf.grad = None
 
     run(0)
-    threads, size = _blocks.partition(N, V, torch.float32, leaf.device)
+    threads, size = _blocks.partition(N, V, torch.float32, leaf.is_cpu)
     blocks = threads * size * V * (4 if dtype == torch.float32 else 6)  # one in float32, one as it is gathered
     peak = peak_memory(run, "cpu")
     assert peak <= leaf.nbytes * (not inplace) + blocks + 256 * N

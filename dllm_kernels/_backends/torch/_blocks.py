@@ -21,7 +21,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, with_slope
 
 # Bytes of a block that one thread processes. It must stay in a core's cache.
-BLOCK_BYTES = 3 << 18
+BLOCK_BYTES = 1 << 20
 # Bytes of a block that all cores process together, in fewer and larger operations.
 COMMON_BLOCK_BYTES = 4 << 20
 # Smallest size in bytes of a block on any other device, if there are enough rows.
@@ -269,10 +269,10 @@ def rowwise(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> Tensor:
     return function(z, 1, out=out)
 
 
-def partition(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int = 1) -> tuple[int, int]:
+def partition(rows: int, V: int, acc: torch.dtype, on_cpu: bool, sides: int = 1) -> tuple[int, int]:
     """Return (threads that share the rows, rows per block). On a CPU, blocks of ``sides`` tensors share the cache."""
     row = max(V * acc.itemsize, 1)
-    if device.type != "cpu":
+    if not on_cpu:
         return 1, max(1, min(rows, -(-DEVICE_BLOCK_BYTES // row)))
     row *= sides
     if torch.get_num_threads() == 1:

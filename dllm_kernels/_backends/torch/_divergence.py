@@ -314,7 +314,7 @@ class Pairs:
         self.logits, self.teacher = logits, teacher
         self.transforms = request.transform, request.teacher_transform
         self.rows, self.acc = _blocks.RowIndex.of(request.weights, 0), accum_dtype(logits.dtype)
-        self.threads, self.size = _blocks.partition(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
+        self.threads, self.size = _blocks.partition(self.rows.n, logits.shape[-1], self.acc, logits.is_cpu, sides=3)
         self.out_of_range: Tensor | None = None
         if self.rows.n:
             self.student_source, teacher_index = _blocks.RowGather(logits, self.rows), self.rows

@@ -44,7 +44,7 @@ def nll_and_grad_(
         if x is not block:
             block.copy_(x)
 
-    threads, size = _blocks.partition(C, V, acc, logits.device)
+    threads, size = _blocks.partition(C, V, acc, logits.is_cpu)
     parts = (_blocks.split_all(t, size) for t in ((logits, column, row_scale), sums))
     buffers = _blocks.buffers_for(threads, size, logits, wide=logits.dtype != acc, slope=transform.softcap is not None)
     run_jobs([partial(work, *block) for block in zip(*parts, strict=True)], buffers)

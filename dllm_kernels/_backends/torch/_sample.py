@@ -58,7 +58,7 @@ def _blocks_of(logits: Tensor) -> tuple[_blocks.RowGather, int, list[_blocks.Buf
     (C, V), device = logits.shape, logits.device
     source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
     columns = V if logits.is_cpu else V * _BYTES_OF_DRAWS
-    threads, size = _blocks.partition(C, columns, accum_dtype(logits.dtype), device)
+    threads, size = _blocks.partition(C, columns, accum_dtype(logits.dtype), logits.is_cpu)
     return source, size, _blocks.buffers_for(threads, size, logits)
 
 

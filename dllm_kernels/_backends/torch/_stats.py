@@ -136,7 +136,7 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     column, out_of_range = column_of(ids, V)
     if rows.n:
         source, more = _blocks.RowGather(logits, rows), int(request.entropy or with_mix)
-        threads, size = _blocks.partition(rows.n, V, acc, logits.device)
+        threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
         buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.in_place, more=more)
         columns = _blocks.split(column, size)
         mixes = _blocks.split_all(_Mix.of(request, rows), size) if with_mix else [None] * len(columns)
@@ -160,7 +160,7 @@ def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor)
     sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
     if rows.n:
         source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
-        threads, size = _blocks.partition(rows.n, V, acc, logits.device)
+        threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
         buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.in_place, more=1)
         parts = (_blocks.split_all(t, size) for t in (sums, _Mix.of(request, rows), tuple(normalizer)))
         blocks = zip(source.blocks(size), *parts, strict=True)
@@ -251,7 +251,7 @@ def backward(
     grad = _Grad.of(c, request, row_max, log_sum, rows, V)
     source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
-    threads, size = _blocks.partition(rows.n, V, acc, logits.device)
+    threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
     target = _blocks.with_zeros_between(out, rows, size)
     buffers = _blocks.buffers_for(
         threads, size, logits, narrow=not (source.in_place and target.in_place), slope=caps, more=more,
