@@ -128,17 +128,17 @@ class DraftLoss(TransformedLoss):
         if self.normalize == "mean":
             return weights / (weights.sum() + 1e-6) if counts.weight is None else _over_total(weights, counts.weight)
         if self.normalize == "rows":
-            return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
+            return divide(weights, counts.tokens, mask)
         if self.normalize == "tokens":
             return divide(weights, counts.tokens)
         size = None if self.normalize == "sequences" else block_size
         valid = in_blocks(mask != 0, rows_of_block(mask.shape[1], size, self.anchor_row)).any(-1)
         if self.normalize == "blocks":
-            return divide(weights, valid.sum() if counts.blocks is None else counts.blocks)
+            return divide(weights, counts.blocks, valid)
         if self.normalize == "sequence_blocks":
             blocks: Any = valid.sum(1) if counts.blocks is None else counts.blocks
             weights = weights / blocks.detach().clamp(min=1).to(weights.dtype).unsqueeze(1)
-        return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
+        return divide(weights, counts.sequences, valid.any(1))
 
     def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: Tensor) -> Counts:
         """Check ``block_size`` and the counts of the whole step, also if unused; return the counts as plain tensors."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._backends._divergence import DivergenceSpec
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._utils import _checks
@@ -399,7 +400,7 @@ def _check_layout(
     """Check the rows and the per-row arguments; return the targets, or -100 everywhere if there are none."""
     if target_ids is None:
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
-        target_ids = torch.full_like(block_mask, -100, dtype=torch.int64)
+        target_ids = torch.full_like(block_mask, IGNORE, dtype=torch.int64)
     rows.check(target_ids)
     check_masks(target_ids, block_mask=block_mask)
     _checks.check_constant("block_mask", block_mask)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import all_plain
@@ -81,7 +82,7 @@ class _Head(NamedTuple):
         if skip_id is not None and skip_id >= V:
             raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
         if _checks.targets_checked(None):
-            targets = torch.where(views.scored.any(0), ids.long(), -100)
+            targets = torch.where(views.scored.any(0), ids.long(), IGNORE)
             _checks.check_target_range(True, "ids", targets, V, skip_id=skip_id)
 
     def log_probs(self, ids: Tensor, scored: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
@@ -278,7 +279,7 @@ class PolicyLoss(nn.Module):
         ids, *given = all_plain(ids, *given)  # type: ignore[assignment]
         self._check_constants(ids, *given)
         self._check_num_tokens(num_tokens)
-        scored = views.scored & (ids.long() != -100)  # int64, because -100 equals 156 in uint8
+        scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, given, num_tokens, accum_dtype(head.x.dtype))
         of_rows = self.level == "token" and scored_once(views) and head.weight is not None
         if of_rows and not torch.compiler.is_compiling():  # linear_row_objective would recompute the logits in a graph
@@ -337,7 +338,7 @@ class PolicyLoss(nn.Module):
         """Compute the factor of each score, of the shape of ``counted``."""
         factors, by_token = counted.to(dtype), self.level == "token"
         if self.normalize == "tokens":
-            return divide(factors if by_token else factors * n, n.sum() if num_tokens is None else num_tokens)
+            return divide(factors if by_token else factors * n, num_tokens, n)
         if self.normalize == "sequences":
             return (factors / n.clamp(min=1)[:, None] if by_token else factors) / max(len(n), 1)
         return factors
