@@ -165,7 +165,7 @@ class SCDDLoss(DiffusionLoss):
         rows.check(batch.target_ids)
         if self.mask_token_id >= rows.vocabulary:
             raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
-        rows = rows.with_skip_id(self.mask_token_id)
+        rows = rows.transformed(skip_id=self.mask_token_id)
         batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
