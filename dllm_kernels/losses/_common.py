@@ -105,13 +105,6 @@ def logged_sum(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (nll * weights.to(nll.dtype)).sum()
 
 
-def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
-    """Check that every mask has the shape of ``target_ids`` and lies on its device."""
-    for name, mask in masks.items():
-        _checks.check_mask(name, mask, target_ids.shape, "that of target_ids")
-    _checks.check_same_device("target_ids", target_ids, **masks)
-
-
 def check_counts(**counts: object) -> None:
     """Check denominators, including unused ones."""
     for name, count in counts.items():

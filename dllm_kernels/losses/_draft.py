@@ -16,7 +16,7 @@ from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, divide, sum_of_rows
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, weights_of_blocks
+from dllm_kernels.ops.dpace_weights import VARIANTS, weights_of_blocks
 
 POSITION_WEIGHTS = ("decay", *VARIANTS)
 NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
@@ -94,7 +94,7 @@ class DraftLoss(TransformedLoss):
         _check_gamma(self.loss_gamma)
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
         _checks.check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
-        check_alpha("dpace_alpha", self.dpace_alpha)
+        _checks.check_probability("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         _checks.check_int("decay_from", self.decay_from, 0)
         _checks.checked_chunk_size(self.chunk_size)

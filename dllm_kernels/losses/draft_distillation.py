@@ -17,7 +17,7 @@ from dllm_kernels._core._results import Divergence
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
+from dllm_kernels.losses._common import DLLMLossOutput, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
@@ -402,12 +402,10 @@ def _check_layout(
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
         target_ids = torch.full_like(block_mask, IGNORE, dtype=torch.int64)
     rows.check(target_ids)
-    check_masks(target_ids, block_mask=block_mask)
+    _checks.check_like("target_ids", target_ids, block_mask=block_mask)
     _checks.check_constant("block_mask", block_mask)
     if confidence_logits is not None:
-        _checks.check_float("confidence_logits", confidence_logits)
-        _checks.check_shape("confidence_logits", confidence_logits, block_mask.shape, "that of block_mask")
-        _checks.check_same_device("block_mask", block_mask, confidence_logits=confidence_logits)
+        _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, confidence_logits=confidence_logits)
     return target_ids
 
 

@@ -159,8 +159,7 @@ def _next_token(
     if valid_mask is None:
         valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
     else:
-        _checks.check_mask("valid_mask", valid_mask, input_ids.shape, "that of input_ids")
-        _checks.check_same_device("input_ids", input_ids, valid_mask=valid_mask)
+        _checks.check_like("input_ids", input_ids, valid_mask=valid_mask)
         valid = valid_mask.bool()
     scored, targets = valid & shift_left(valid, False), next_tokens(input_ids)
     if reduction == "none":

@@ -148,7 +148,7 @@ class IDLMLoss(TransformedLoss):
         _checks.check_int("seq_len", seq_len)
         if seq_len != L:
             raise ValueError(f"seq_len must be the length of target_ids, {L}, got {seq_len}")
-        _common.check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
+        _checks.check_like("target_ids", target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         _common.check_counts(num_diffusion_tokens=num_diffusion_tokens)
         # A row is scored if its next token is a valid token of the answer.
         scored = shift_left(answer_mask.bool() & valid_mask.bool(), False)

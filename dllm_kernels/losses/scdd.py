@@ -271,9 +271,7 @@ def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tens
     """Check the noisy tokens and return them as int64."""
     if noisy_input_ids is None:
         raise ValueError("noisy_input_ids must be given, got None; pass the tokens that the model received")
-    _checks.check_ids("noisy_input_ids", noisy_input_ids)
-    _checks.check_shape("noisy_input_ids", noisy_input_ids, target_ids.shape, "that of target_ids")
-    _checks.check_same_device("target_ids", target_ids, noisy_input_ids=noisy_input_ids)
+    _checks.check_like("target_ids", target_ids, _checks.INT_DTYPES, noisy_input_ids=noisy_input_ids)
     z: torch.Tensor = plain(noisy_input_ids).long()
     return z
 

@@ -286,8 +286,7 @@ def position_weights(
         counts = counts & (mask.reshape(labels.shape) != 0)
     if loss_weights is None:
         return counts.to(dtype)
-    _checks.check_mask("loss_weights", loss_weights, labels.shape, "that of labels")
-    _checks.check_same_device("labels", labels, loss_weights=loss_weights)
+    _checks.check_like("labels", labels, loss_weights=loss_weights)
     _checks.check_constant("loss_weights", loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 

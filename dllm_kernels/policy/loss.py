@@ -24,7 +24,7 @@ from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import Count, check_counts, divide
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops import linear_row_objective
+from dllm_kernels.ops import RowStats, linear_row_objective
 from dllm_kernels.policy.objective import PolicyObjective, score_metrics
 from dllm_kernels.policy.views import PolicyViews, scored_once, supervised_tokens
 
@@ -63,8 +63,8 @@ class _Constants(NamedTuple):
     counted: Tensor
     factors: Tensor
     advantages: Tensor
-    old: Tensor | None
-    ref: Tensor | None
+    old: Tensor | None = None
+    ref: Tensor | None = None
 
 
 class PolicyLoss(nn.Module):
@@ -263,18 +263,17 @@ class PolicyLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
         objective = self.objective
-        names, given = zip(*((name, t) for name, t in c._asdict().items() if t is not None), strict=True)
+        given = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
 
-        def value(stats: Any, weights: Tensor, *constants: Tensor) -> Tensor:
-            here: dict[str, Tensor] = dict(zip(names, constants, strict=True))
+        def value(stats: RowStats, weights: Tensor, *constants: Tensor) -> Tensor:
+            of_rows = _Constants(**dict(zip(given, constants, strict=True)))
             scores = weights * stats.log_probs
-            return here["factors"] * objective(scores, here.get("old"), here["advantages"], here.get("ref"))
+            return of_rows.factors * objective(scores, of_rows.old, of_rows.advantages, of_rows.ref)
 
         assert rows.weight is not None
-        aux = views.weights, *(t.expand(scored.shape) for t in given)
         out = linear_row_objective(
-            rows.x, rows.weight, ids.expand(scored.shape), value, *aux, entropy=with_entropy, active=scored,
-            **rows.keywords(),
+            rows.x, rows.weight, ids.expand(scored.shape), value, views.weights, *given.values(), entropy=with_entropy,
+            active=scored, **rows.keywords(),
         )  # fmt: skip
         return out.loss, out.log_probs, out.entropy
 
@@ -312,10 +311,7 @@ class PolicyLoss(nn.Module):
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
 
     def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
-        if old is None and self.objective.kind != "reinforce":
-            raise ValueError(f"old must be given for kind={self.objective.kind!r}, got None")
-        if ref is None and self.objective.kl is not None:
-            raise ValueError(f"ref must be given for kl={self.objective.kl!r}, got None")
+        self.objective._check_given(old, ref)
         of_tokens, of_rows = tuple(ids.shape), tuple(ids.shape[:1])
         scores = of_tokens if self.level == "token" else of_rows
         _check_constant("old", old, ids, (scores,), self.level)
