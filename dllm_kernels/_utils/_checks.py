@@ -23,6 +23,7 @@ FACTOR_RANGE = (1e-18, 1e18)
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 Extra = tuple[Tensor, Tensor]  # (u, U), the low-rank part of a head
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MASK_DTYPES = (torch.bool, *INT_DTYPES, *FLOAT_DTYPES)
 
 
 class Names(NamedTuple):
@@ -129,8 +130,20 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
 def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape."""
     check_tensor(name, value)
-    check_dtype(name, value, (torch.bool, *INT_DTYPES, *FLOAT_DTYPES))
+    check_dtype(name, value, MASK_DTYPES)
     check_shape(name, value, expected, of)
+
+
+def check_like(
+    first_name: str, first: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES, /, **others: Tensor | None
+) -> None:
+    """Raise unless every other tensor has one of the dtypes, by default of a mask, and the first's shape and device."""
+    for name, value in others.items():
+        check_tensor(name, value)
+        assert value is not None
+        check_dtype(name, value, dtypes)
+        check_shape(name, value, first.shape, f"that of {first_name}")
+    check_same_device(first_name, first, **others)
 
 
 def is_int(value: object) -> bool:
@@ -383,6 +396,13 @@ def check_not_negative(name: str, value: Any) -> None:
     check_number(name, value)
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must not be negative, and finite, got {_changing.printable(value)}")
+
+
+def check_probability(name: str, value: Any, allowed: str = "a number") -> None:
+    """Raise unless ``value`` is a number in [0, 1]."""
+    check_number(name, value, allowed)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
 def check_factor(name: str, value: Any) -> None:

@@ -68,12 +68,12 @@ class Batch(NamedTuple):
         _common.check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)
-            _common.check_masks(self.target_ids, loss_mask_ar=self.loss_mask_ar)
+            _checks.check_like("target_ids", self.target_ids, loss_mask_ar=self.loss_mask_ar)
         check_given(**tensors)
 
     def check_noise(self, **others: torch.Tensor) -> None:
         """Check the masks of a loss that reads ``p_mask``: shape, device, order, constant."""
-        _common.check_masks(self.target_ids, **others, p_mask=self.p_mask, loss_mask=self.loss_mask)
+        _checks.check_like("target_ids", self.target_ids, **others, p_mask=self.p_mask, loss_mask=self.loss_mask)
         self.check_not_swapped()
         _checks.check_constant("p_mask", self.p_mask)
 

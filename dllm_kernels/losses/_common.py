@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain_count
@@ -73,13 +74,14 @@ def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Ten
     return out if row_losses is None else replaced(out, row_losses=row_losses, row_weights=weights)
 
 
-def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
-    """Divide row weights by max(count, 1), or return them if the count is None, without a host sync.
+def divide(weights: torch.Tensor, count: Count, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Divide row weights by max(count, 1), without a host sync. If the count is None, it is the sum of ``counted``.
 
+    If both are None, return the weights.
     The weights are divided instead of the sum, because gradients computed in the forward pass then need no scaling in
     backward if the upstream gradient is 1.
     """
-    count = plain_count(count)
+    count = counted.sum() if count is None and counted is not None else plain_count(count)
     if count is None:
         return weights
     if isinstance(count, torch.Tensor):
@@ -103,13 +105,6 @@ def logged_sum(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (nll * weights.to(nll.dtype)).sum()
 
 
-def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
-    """Check that every mask has the shape of ``target_ids`` and lies on its device."""
-    for name, mask in masks.items():
-        _checks.check_mask(name, mask, target_ids.shape, "that of target_ids")
-    _checks.check_same_device("target_ids", target_ids, **masks)
-
-
 def check_counts(**counts: object) -> None:
     """Check denominators, including unused ones."""
     for name, count in counts.items():
@@ -117,10 +112,16 @@ def check_counts(**counts: object) -> None:
         _checks.check_constant(name, count)
 
 
-def shift_left(target_ids: torch.Tensor) -> torch.Tensor:
-    """Return next-token targets ``[B, L]``: ``target_ids[:, i + 1]`` at position i, and -100 at the last position.
+def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:
+    """Return ``t[..., i + by]`` at position i of the last dimension, and ``fill`` at the last ``by`` positions.
 
-    The targets are shifted and not the logits: slicing ``[B, L, V]`` would copy it forward and pad it backward.
+    Next-token losses shift targets and masks, not logits: slicing ``[B, L, V]`` would copy it forward and pad it
+    backward.
     """
-    shifted = torch.nn.functional.pad(target_ids[:, 1:].long(), (0, 1), value=-100)
-    return shifted[:, : target_ids.shape[1]]  # L = 0 stays empty
+    by = min(by, t.shape[-1])
+    return torch.nn.functional.pad(t[..., by:], (0, by), value=fill)
+
+
+def next_tokens(target_ids: torch.Tensor) -> torch.Tensor:
+    """Return the int64 target of each position: the next token, and -100 at the last position."""
+    return shift_left(target_ids.long(), IGNORE)

@@ -16,7 +16,7 @@ from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, divide, sum_of_rows
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, weights_of_blocks
+from dllm_kernels.ops.dpace_weights import VARIANTS, weights_of_blocks
 
 POSITION_WEIGHTS = ("decay", *VARIANTS)
 NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
@@ -94,7 +94,7 @@ class DraftLoss(TransformedLoss):
         _check_gamma(self.loss_gamma)
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
         _checks.check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
-        check_alpha("dpace_alpha", self.dpace_alpha)
+        _checks.check_probability("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         _checks.check_int("decay_from", self.decay_from, 0)
         _checks.checked_chunk_size(self.chunk_size)
@@ -128,17 +128,17 @@ class DraftLoss(TransformedLoss):
         if self.normalize == "mean":
             return weights / (weights.sum() + 1e-6) if counts.weight is None else _over_total(weights, counts.weight)
         if self.normalize == "rows":
-            return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
+            return divide(weights, counts.tokens, mask)
         if self.normalize == "tokens":
             return divide(weights, counts.tokens)
         size = None if self.normalize == "sequences" else block_size
         valid = in_blocks(mask != 0, rows_of_block(mask.shape[1], size, self.anchor_row)).any(-1)
         if self.normalize == "blocks":
-            return divide(weights, valid.sum() if counts.blocks is None else counts.blocks)
+            return divide(weights, counts.blocks, valid)
         if self.normalize == "sequence_blocks":
             blocks: Any = valid.sum(1) if counts.blocks is None else counts.blocks
             weights = weights / blocks.detach().clamp(min=1).to(weights.dtype).unsqueeze(1)
-        return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
+        return divide(weights, counts.sequences, valid.any(1))
 
     def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: Tensor) -> Counts:
         """Check ``block_size`` and the counts of the whole step, also if unused; return the counts as plain tensors."""

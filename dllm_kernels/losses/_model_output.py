@@ -19,6 +19,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.ops import divergence, linear_divergence
+from dllm_kernels.ops.row_stats import Mix
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -53,9 +54,9 @@ class ModelOutput(NamedTuple):
         """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
         return replaced(self, x=torch.stack([self.x, other.x]))
 
-    def with_skip_id(self, skip_id: int) -> ModelOutput:
-        """Return this output with a column excluded from prediction."""
-        transform = replaced(self.options.transform, skip_id=skip_id)
+    def transformed(self, **fields: Any) -> ModelOutput:
+        """Return this output with other fields of the transform of its logits."""
+        transform = replaced(self.options.transform, **fields)
         return replaced(self, options=replaced(self.options, transform=transform))
 
     @property
@@ -107,19 +108,27 @@ class ModelOutput(NamedTuple):
         dtype = self.options.logits_dtype or dtype
         return replaced(rows, nll=_rounded(rows.nll, dtype))
 
-    def stats(self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor]) -> RowStats:
+    def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **overrides: Any) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
-        out: RowStats = self._run(ROW_STATS, ids, {}, active=active, mix_a=mix[0], mix_b=mix[1])
+        mix_a, mix_b = (None, None) if mix is None else mix
+        out: RowStats = self._run(ROW_STATS, ids, overrides, active=active, mix_a=mix_a, mix_b=mix_b)
         return out
 
     def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **overrides: Any) -> Divergence:
         """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
-        overrides = {**self.options.transform._asdict(), "backend": self.options.backend, **overrides}
+        keywords = self.keywords() | overrides
         if self.weight is None:
-            return divergence(self.x, teacher, weights.detach(), **overrides)
-        overrides |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
-        overrides |= {"num_active": self.options.num_active, "logits_dtype": self.options.logits_dtype}
-        return linear_divergence(self.x, self.weight, teacher, weights.detach(), **overrides)
+            return divergence(self.x, teacher, weights.detach(), **keywords)
+        return linear_divergence(self.x, self.weight, teacher, weights.detach(), **keywords)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the options, and the rest of the LM head if there is one, as keyword arguments of a public op."""
+        o = self.options
+        keywords = {**o.transform._asdict(), "check_targets": o.check_targets, "backend": o.backend}
+        if self.weight is None:
+            return keywords
+        of_head = {"bias": self.bias, "extra": self.extra, "chunk_size": o.chunk_size, "num_active": o.num_active}
+        return {**keywords, **of_head, "logits_dtype": o.logits_dtype}
 
     def _run(self, op: RowOp, ids: torch.Tensor, overrides: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
         extra_x, extra_weight = (None, None) if self.extra is None else self.extra

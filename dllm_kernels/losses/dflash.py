@@ -13,7 +13,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
+from dllm_kernels.losses._common import DLLMLossOutput, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
@@ -192,7 +192,7 @@ class DFlashDecayLoss(DraftLoss):
         rows.check(target_ids)
         self._check_settings()
         target_ids, block_mask = all_plain(target_ids, block_mask)
-        check_masks(target_ids, block_mask=block_mask)
+        _checks.check_like("target_ids", target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
         counts = self._checked_counts(counts, block_size, target_ids)
         call = DraftCall(self, rows, target_ids, block_mask, block_size, counts)

@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._backends._divergence import DivergenceSpec
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
+from dllm_kernels.losses._common import DLLMLossOutput, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
@@ -399,14 +400,12 @@ def _check_layout(
     """Check the rows and the per-row arguments; return the targets, or -100 everywhere if there are none."""
     if target_ids is None:
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
-        target_ids = torch.full_like(block_mask, -100, dtype=torch.int64)
+        target_ids = torch.full_like(block_mask, IGNORE, dtype=torch.int64)
     rows.check(target_ids)
-    check_masks(target_ids, block_mask=block_mask)
+    _checks.check_like("target_ids", target_ids, block_mask=block_mask)
     _checks.check_constant("block_mask", block_mask)
     if confidence_logits is not None:
-        _checks.check_float("confidence_logits", confidence_logits)
-        _checks.check_shape("confidence_logits", confidence_logits, block_mask.shape, "that of block_mask")
-        _checks.check_same_device("block_mask", block_mask, confidence_logits=confidence_logits)
+        _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, confidence_logits=confidence_logits)
     return target_ids
 
 

@@ -12,7 +12,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
+from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
@@ -159,11 +159,10 @@ def _next_token(
     if valid_mask is None:
         valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
     else:
-        _checks.check_mask("valid_mask", valid_mask, input_ids.shape, "that of input_ids")
-        _checks.check_same_device("input_ids", input_ids, valid_mask=valid_mask)
+        _checks.check_like("input_ids", input_ids, valid_mask=valid_mask)
         valid = valid_mask.bool()
-    scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)[:, : valid.shape[1]]
+    scored, targets = valid & shift_left(valid, False), next_tokens(input_ids)
     if reduction == "none":
-        return rows.per_row(shift_left(input_ids), scored).nll
-    weights = divide(scored.to(rows.accum_dtype), scored.sum() if num_tokens is None else num_tokens)
-    return rows.weighted(shift_left(input_ids), weights).loss
+        return rows.per_row(targets, scored).nll
+    weights = divide(scored.to(rows.accum_dtype), num_tokens, scored)
+    return rows.weighted(targets, weights).loss

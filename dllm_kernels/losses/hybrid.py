@@ -8,16 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils._checks import Extra, check_constant, check_finite, check_number
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
-from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,
     DLLMLossOutput,
     divide,
     logged_sum,
+    next_tokens,
+    shift_left,
     single_loss,
     sum_of_rows,
     weighted_rows,
@@ -161,7 +163,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             return self._single_part_output(rows, targets, weights, divided)
         L = targets.shape[1]
         if batch.loss_mask_ar is None:
-            targets = F.pad(targets, (0, num_trailing), value=-100)
+            targets = F.pad(targets, (0, num_trailing), value=IGNORE)
             all_weights, all_divided = (F.pad(t, (0, num_trailing)) for t in (weights, divided))
         else:
             shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
@@ -211,5 +213,5 @@ def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return next-token targets and the detached, possibly fractional AR weights, before and over the denominator."""
     assert batch.loss_mask_ar is not None
-    ar = F.pad(batch.loss_mask_ar[:, 1:].detach().to(dtype), (0, 1))[:, : batch.target_ids.shape[1]]
-    return _common.shift_left(batch.target_ids), ar, divide(ar, batch.num_ar_tokens)
+    ar = shift_left(batch.loss_mask_ar.detach().to(dtype), 0)
+    return next_tokens(batch.target_ids), ar, divide(ar, batch.num_ar_tokens)

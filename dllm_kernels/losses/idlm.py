@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
-from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, logged_sum, shift_left
+from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, logged_sum, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 CLEAN_MIN = 1e-6
@@ -144,14 +144,14 @@ class IDLMLoss(TransformedLoss):
         two_dimensional = isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2
         rows.check(target_ids, width=2 * target_ids.shape[1] if two_dimensional else None, shift=1)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
-        targets, L = shift_left(target_ids), target_ids.shape[1]
+        targets, L = next_tokens(target_ids), target_ids.shape[1]
         _checks.check_int("seq_len", seq_len)
         if seq_len != L:
             raise ValueError(f"seq_len must be the length of target_ids, {L}, got {seq_len}")
-        check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
-        check_counts(num_diffusion_tokens=num_diffusion_tokens)
+        _checks.check_like("target_ids", target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
+        _common.check_counts(num_diffusion_tokens=num_diffusion_tokens)
         # A row is scored if its next token is a valid token of the answer.
-        scored = F.pad(answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool(), (0, 1), value=False)[:, :L]
+        scored = shift_left(answer_mask.bool() & valid_mask.bool(), False)
         count = scored.sum()
         weights = divide(scored.to(rows.accum_dtype), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both = torch.cat([targets, targets], 1)

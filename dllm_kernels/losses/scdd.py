@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
@@ -164,14 +165,13 @@ class SCDDLoss(DiffusionLoss):
         rows.check(batch.target_ids)
         if self.mask_token_id >= rows.vocabulary:
             raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
-        rows = rows.with_skip_id(self.mask_token_id)
+        rows = rows.transformed(skip_id=self.mask_token_id)
         batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
         supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
-        count = supervised.sum() if count is None else count
         x = batch.target_ids.long()
-        active = supervised & (x != -100)
+        active = supervised & (x != IGNORE)
         _checks.check_target_range(None, "noisy_input_ids", torch.where(active, z, 0), rows.vocabulary, None)
         z = z.clamp(min=-1)  # -100 would mark a missing id
         # The time of an unsupervised sequence is arbitrary, so replace it.
@@ -180,15 +180,16 @@ class SCDDLoss(DiffusionLoss):
         if self.max_ratio == 0:  # weighted sum of NLLs: gamma is 1 - t, so T steps release T (t - s) / t
             masked = active & (z == self.mask_token_id)
             weights = torch.where(masked, t.to(rows.accum_dtype).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
-            out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count))
+            out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count, supervised))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
         step = _Step.between(self, t, rows.vocabulary - 1, rows.accum_dtype)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
-        return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._returns_rows() else None)
+        divided = divide(times, count, supervised)
+        return single_loss((costs * divided).sum(), steps, costs * times if self._returns_rows() else None)
 
     def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
         """Replace MASK by -100: its probability is 0 without a gradient, so as a clean token it adds a constant."""
-        return ids.masked_fill(ids == self.mask_token_id, -100)
+        return ids.masked_fill(ids == self.mask_token_id, IGNORE)
 
     def _costs(
         self, rows: ModelOutput, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor
@@ -270,9 +271,7 @@ def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tens
     """Check the noisy tokens and return them as int64."""
     if noisy_input_ids is None:
         raise ValueError("noisy_input_ids must be given, got None; pass the tokens that the model received")
-    _checks.check_ids("noisy_input_ids", noisy_input_ids)
-    _checks.check_shape("noisy_input_ids", noisy_input_ids, target_ids.shape, "that of target_ids")
-    _checks.check_same_device("target_ids", target_ids, noisy_input_ids=noisy_input_ids)
+    _checks.check_like("target_ids", target_ids, _checks.INT_DTYPES, noisy_input_ids=noisy_input_ids)
     z: torch.Tensor = plain(noisy_input_ids).long()
     return z
 

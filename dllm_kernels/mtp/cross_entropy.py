@@ -12,16 +12,16 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import HOOKS
 from dllm_kernels._utils._plain import all_plain, plain_count
 from dllm_kernels.losses._base import TransformedLoss
-from dllm_kernels.losses._common import Count
+from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.mtp.head import head_bias, head_weight
 
-PADDING = -100
 LOGITS = _checks.Names("logits", "labels")
 HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
 
@@ -47,8 +47,8 @@ class CrossEntropy(TransformedLoss):
         ``shift``: offset of a label in the caller's tensor, for the error message.
         """
         labels = to_int64(labels)
-        if self.ignore_index != PADDING:
-            labels = labels.masked_fill(labels == self.ignore_index, PADDING)
+        if self.ignore_index != IGNORE:
+            labels = labels.masked_fill(labels == self.ignore_index, IGNORE)
         _checks.check_target_range(None, name, labels, V, shift=shift, skip_id=self.skip_id)
         return labels
 
@@ -83,7 +83,7 @@ class MaskedCrossEntropy(CrossEntropy):
     def __init__(
         self,
         fp32_upcast: bool = True,
-        ignore_index: int = PADDING,
+        ignore_index: int = IGNORE,
         reduction: str = "sum",
         *,
         softcap: float | None = None,
@@ -157,7 +157,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
 
     def __init__(
         self,
-        ignore_index: int = PADDING,
+        ignore_index: int = IGNORE,
         logit_softcapping: float = 0,
         reduction: str = "sum",
         impl: str = "cce",
@@ -277,7 +277,7 @@ def position_weights(
     mask, loss_weights = all_plain(mask, loss_weights)
     labels = to_int64(labels)
     dtype = accum_dtype(like.dtype)
-    counts = (labels != ignore_index) & (labels != PADDING)
+    counts = (labels != ignore_index) & (labels != IGNORE)
     if mask is not None:
         _checks.check_tensor("mask", mask)
         mask = mask.reshape(-1).expand(labels.numel()) if mask.numel() == 1 else mask.reshape(-1)
@@ -286,8 +286,7 @@ def position_weights(
         counts = counts & (mask.reshape(labels.shape) != 0)
     if loss_weights is None:
         return counts.to(dtype)
-    _checks.check_mask("loss_weights", loss_weights, labels.shape, "that of labels")
-    _checks.check_same_device("labels", labels, loss_weights=loss_weights)
+    _checks.check_like("labels", labels, loss_weights=loss_weights)
     _checks.check_constant("loss_weights", loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
@@ -302,7 +301,7 @@ def to_int64(labels: Tensor) -> Tensor:
 def normalized(weights: Tensor, reduction: str, num_label_tokens: Count) -> Tensor:
     """Divide weights by their denominator; a denominator of 0 gives weights of 0, a negative denominator NaN."""
     if reduction == "mean":
-        return weights / weights.sum().clamp(min=1)
+        return divide(weights, weights.sum())
     count = plain_count(num_label_tokens)
     if count is None:
         return weights
@@ -332,8 +331,8 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> Tensor:
             an argument that changes its value: a count, weights, the bias or low-rank part of the LM head.
     """
     labels, own_index = required(kwargs, "labels", loss_fn), ignore_index_of(loss_fn)
-    if own_index != PADDING:  # the padding of the data set
-        labels = labels.long().masked_fill(labels.long() == PADDING, own_index)
+    if own_index != IGNORE:  # the padding of the data set
+        labels = labels.long().masked_fill(labels.long() == IGNORE, own_index)
     passed_on = ("num_label_tokens", "loss_weights", "grad_reduce_group", "logits_dtype", "extra")
     offered: dict[str, Any] = {"labels": labels, **{name: kwargs.get(name) for name in passed_on}}
     if takes_hidden_states(loss_fn):
@@ -382,13 +381,13 @@ def is_plain_fused(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
 
 def ignore_index_of(loss_fn: nn.Module) -> int:
     """Return the ignore index of the loss."""
-    value = getattr(loss_fn, "ignore_index", PADDING)
-    return int(value) if isinstance(value, numbers.Integral) else PADDING
+    value = getattr(loss_fn, "ignore_index", IGNORE)
+    return int(value) if isinstance(value, numbers.Integral) else IGNORE
 
 
 def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
     """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
     own = ignore_index_of(loss_fn)
-    if ignore_index not in (None, PADDING, own):
-        raise ValueError(f"ignore_index must be {PADDING} or that of loss_fn, {own}, got {ignore_index}")
+    if ignore_index not in (None, IGNORE, own):
+        raise ValueError(f"ignore_index must be {IGNORE} or that of loss_fn, {own}, got {ignore_index}")
     return own

@@ -9,12 +9,13 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
-from dllm_kernels.losses._common import Count
+from dllm_kernels.losses._common import Count, shift_left
 from dllm_kernels.mtp import cross_entropy as base
-from dllm_kernels.mtp.cross_entropy import PADDING, CrossEntropy, normalized, position_weights, to_int64
+from dllm_kernels.mtp.cross_entropy import CrossEntropy, normalized, position_weights, to_int64
 from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
 
 
@@ -34,7 +35,7 @@ class MTPLossOutput:
     weight_sum: Tensor | None = None
 
 
-def mtp_labels(labels: Tensor, depth: int, ignore_index: int = PADDING, seq_idx: Tensor | None = None) -> Tensor:
+def mtp_labels(labels: Tensor, depth: int, ignore_index: int = IGNORE, seq_idx: Tensor | None = None) -> Tensor:
     """Shift labels left by depth + 1; ignore the end and labels from another packed sub-sequence.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k positions further ahead.
@@ -53,13 +54,10 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = PADDING, seq_idx:
         ValueError: ``depth`` is negative.
     """
     _checks.check_int("depth", depth, 0)
-    labels = to_int64(labels)
-    shift = min(depth + 1, labels.shape[-1])
-    shifted = nn.functional.pad(labels[..., shift:], (0, shift), value=ignore_index)
+    shifted = shift_left(to_int64(labels), ignore_index, depth + 1)
     if seq_idx is None:
         return shifted
-    source = nn.functional.pad(seq_idx[..., shift:], (0, shift))
-    return torch.where(source == seq_idx, shifted, ignore_index)
+    return torch.where(shift_left(seq_idx, 0, depth + 1) == seq_idx, shifted, ignore_index)
 
 
 def _sub_sequences(labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
@@ -110,7 +108,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     model: nn.Module,
     scaling_factor: float = 0.1,
     num_label_tokens: Count = None,
-    ignore_index: int | None = PADDING,
+    ignore_index: int | None = IGNORE,
     cu_seqlens: Tensor | None = None,
     seq_idx: Tensor | None = None,
     lm_weight: Tensor | None = None,

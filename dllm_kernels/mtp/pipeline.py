@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels.mtp.cross_entropy import PADDING, calculate_loss, checked_ignore_index, required, takes_hidden_states
+from dllm_kernels.mtp.cross_entropy import calculate_loss, checked_ignore_index, required, takes_hidden_states
 from dllm_kernels.mtp.depths import calculate_mtp_loss
 from dllm_kernels.mtp.head import gathered_once, head_weight
 
@@ -44,7 +45,7 @@ class PipelineCausalLMLoss(nn.Module):
         loss_fn: nn.Module,
         model: nn.Module,
         scaling_factor: float | None = None,
-        ignore_index: int | None = PADDING,
+        ignore_index: int | None = IGNORE,
         grad_reduce_group: Any = None,
     ) -> None:
         """Initialize; the arguments are documented on the class."""
@@ -176,7 +177,7 @@ class MTPLossConfig:
     """
 
     scaling_factor: float | None = None
-    ignore_index: int | None = PADDING
+    ignore_index: int | None = IGNORE
 
     def build(self, loss_fn: nn.Module, model: nn.Module, *, grad_reduce_group: Any = None) -> PipelineCausalLMLoss:
         """Build the pipeline loss for a base loss and a model."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dllm_kernels._utils import _checks
@@ -56,11 +54,10 @@ def dpace_weights(
             CPU, also if a confidence with nonzero mask is outside [0, 1] by more than 0.01.
     """
     _checks.check_float("confidence", confidence)
-    _checks.check_mask("mask", mask, confidence.shape, "that of confidence")
+    _checks.check_like("confidence", confidence, mask=mask)
     if confidence.dim() == 0:
         raise ValueError("confidence must have shape [..., k], got ()")
-    _checks.check_same_device("confidence", confidence, mask=mask)
-    check_alpha("alpha", alpha)
+    _checks.check_probability("alpha", alpha)
     _checks.check_choice("variant", variant, VARIANTS)
     confidence, mask = all_plain(confidence, mask)
     _check_confidence(confidence, mask)
@@ -77,13 +74,6 @@ def weights_of_blocks(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant
     if variant == "continuation":
         suffix = torch.where(prefix <= 0, 0.0, suffix / prefix)  # NaN propagates
     return suffix * mask
-
-
-def check_alpha(name: str, alpha: Any) -> None:
-    """Raise unless ``alpha`` is a number in [0, 1]."""
-    _checks.check_number(name, alpha)
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"{name} must lie in [0, 1], got {alpha}")
 
 
 def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective, checked_value
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, transforms_active
+from dllm_kernels._utils._plain import all_plain, has_values, plain, transforms_active
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS, row_stats
 
@@ -85,7 +85,7 @@ def row_objective(
 
     Source: policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
-    ids, active, aux = _checked(fn, logits, aux, LOGITS.rows, ids, active)
+    aux, active = _checked_aux(fn, logits, aux, LOGITS.rows), plain(active)
     stats = row_stats(
         logits, ids, entropy=entropy, active=active, with_correct=with_correct, softcap=softcap, scale=scale,
         skip_id=skip_id, check_targets=check_targets, backend=backend,
@@ -165,7 +165,7 @@ def linear_row_objective(
         IndexError: as in :func:`row_objective`.
         RuntimeError: a second backward pass through the same loss.
     """
-    ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)
+    aux = _checked_aux(fn, hidden, aux, LINEAR.rows)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
@@ -174,16 +174,15 @@ def linear_row_objective(
         LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
     )
     if torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
-        return _objective_of(fn, aux, run(ROW_STATS, inputs, options), active)
-    objective = Objective(fn, several=ids.dim() == hidden.dim())
+        return _objective_of(fn, aux, run(ROW_STATS, inputs, options), inputs.active)
+    objective = Objective(fn, several=inputs.ids.dim() == hidden.dim())
     return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]
 
 
-def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Validate ``fn`` and ``aux``; return (ids, active, aux) with DTensors gathered."""
+def _checked_aux(fn: Any, x: Any, aux: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Validate ``fn`` and ``aux``; return ``aux`` with DTensors gathered."""
     if not callable(fn):
         raise TypeError(f"fn must be a function of the row statistics, got {_checks.type_name(fn)}")
-    ids, active = all_plain(*per_row)
     aux = all_plain(*aux)
     _checks.check_tensor(name, x)
     rows = tuple(x.shape[:-1])
@@ -195,7 +194,7 @@ def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) ->
             )
         _checks.check_same_device(name, x, **{f"aux[{i}]": t})
         _checks.check_constant(f"aux[{i}]", t)
-    return ids, active, aux
+    return aux
 
 
 def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._run import checked, run
@@ -97,7 +98,7 @@ def token_log_probs(
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     inputs = RowInputs(logits_or_hidden, ids, weight, bias, active=active)
     inputs, options = checked(names, inputs, options, extra=extra)
-    there = inputs.ids.long() != -100  # int64, because -100 equals 156 in uint8
+    there = inputs.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
     inputs = replaced(inputs, active=there if inputs.active is None else there & (inputs.active != 0))
     out = run(ROW_STATS, inputs, options)
     return TokenLogProbs(out.log_probs, out.entropy)

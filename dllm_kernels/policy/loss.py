@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dllm_kernels._backends._rows import IGNORE
+from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import Count, check_counts, divide
-from dllm_kernels.ops import linear_row_objective, linear_token_nll, token_log_probs
+from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.ops import RowStats, linear_row_objective
 from dllm_kernels.policy.objective import PolicyObjective, score_metrics
 from dllm_kernels.policy.views import PolicyViews, scored_once, supervised_tokens
 
@@ -51,50 +54,6 @@ class PolicyLossOutput(NamedTuple):
     entropy: Tensor | None = None
 
 
-class _Head(NamedTuple):
-    """Logits ``[K, B, L, V]``, or hidden states ``[K, B, L, D]`` with an LM head, and the options of their ops."""
-
-    names: _checks.Names
-    x: Tensor
-    options: dict[str, Any]
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    extra: _checks.Extra | None = None
-
-    def check(self, ids: Tensor, views: PolicyViews) -> None:
-        """Validate rows, head, ids, views and transform."""
-        names, x = self.names, self.x
-        V = _checks.check_rows(names, x, ids, self.weight, self.bias)
-        _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if self.weight is None else "[K, B, L, D]")
-        _checks.check_ndim("ids", ids, 2, "[B, L]")
-        if not isinstance(views, PolicyViews):
-            raise TypeError(f"views must be PolicyViews, got {_checks.type_name(views)}")
-        rows = tuple(views.scored.shape)
-        if len(rows) != 3 or rows[1:] != tuple(ids.shape):
-            raise ValueError(f"views must be [K, B, L] with [B, L] = {tuple(ids.shape)}, that of ids, got {rows}")
-        _checks.check_shape(names.rows, x, (*rows, x.shape[-1]), "that of the views, with one dimension more")
-        _checks.check_same_device(names.rows, x, views=views.scored)
-        if self.weight is not None:
-            _checks.checked_extra(names, x, self.weight, self.extra)
-        skip_id = self.options["skip_id"]
-        _checks.check_transform(self.options["softcap"], None, skip_id)
-        if skip_id is not None and skip_id >= V:
-            raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
-        if _checks.targets_checked(None):
-            targets = torch.where(views.scored.any(0), ids.long(), -100)
-            _checks.check_target_range(True, "ids", targets, V, skip_id=skip_id)
-
-    def log_probs(self, ids: Tensor, scored: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Compute the log-probability of each scored token, differentiable, and the entropies if requested."""
-        ids, options = ids.expand(scored.shape), {**self.options, "active": scored, "check_targets": False}
-        if self.weight is None or entropy:
-            of_head: dict[str, Any] = {"weight": self.weight, "bias": self.bias, "extra": self.extra}
-            out = token_log_probs(self.x, ids, temperature=temperature, with_entropy=entropy, **of_head, **options)
-            return out.log_probs, out.entropy
-        head: dict[str, Any] = {"bias": self.bias, "extra": self.extra, "scale": 1 / temperature}
-        return -linear_token_nll(self.x, self.weight, ids, **head, **options).nll, None
-
-
 class _Constants(NamedTuple):
     """Constants of the objective, ``[B, L]`` or ``[B]``, 0 for scores that do not count.
 
@@ -104,8 +63,8 @@ class _Constants(NamedTuple):
     counted: Tensor
     factors: Tensor
     advantages: Tensor
-    old: Tensor | None
-    ref: Tensor | None
+    old: Tensor | None = None
+    ref: Tensor | None = None
 
 
 class PolicyLoss(nn.Module):
@@ -212,8 +171,9 @@ class PolicyLoss(nn.Module):
             ValueError: shapes, dtypes or devices do not match, a value is out of range, ``old`` or ``ref`` is missing,
                 a constant requires a gradient, or ``num_tokens`` is given with another normalization.
         """
-        head = _Head(LOGITS, logits, {"softcap": softcap, "skip_id": skip_id, "backend": backend})
-        return self._loss(head, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
+        options = Options(Transform(softcap, skip_id=skip_id), check_targets=False, backend=backend)
+        rows = ModelOutput(LOGITS, options, logits)
+        return self._loss(rows, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
 
     def forward_fused(
         self,
@@ -262,30 +222,33 @@ class PolicyLoss(nn.Module):
             ValueError: as in :meth:`forward`, ``chunk_size`` < 1, or a ``num_active`` outside [0, number of rows].
             RuntimeError: a second backward pass, if the forward pass computed the gradients.
         """
-        options: dict[str, Any] = {"softcap": softcap, "skip_id": skip_id, "backend": backend}
-        options |= {"chunk_size": chunk_size, "num_active": num_active, "logits_dtype": logits_dtype}
-        head = _Head(HIDDEN, hidden, options, lm_head_weight, lm_head_bias, extra)
-        return self._loss(head, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
+        options = Options(
+            Transform(softcap, skip_id=skip_id), check_targets=False, backend=backend, chunk_size=chunk_size,
+            num_active=num_active, logits_dtype=logits_dtype,
+        )  # fmt: skip
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
+        return self._loss(rows, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
 
     def _loss(
-        self, head: _Head, ids: Tensor, views: PolicyViews, given: tuple[Tensor | None, ...], num_tokens: Count,
+        self, rows: ModelOutput, ids: Tensor, views: PolicyViews, given: tuple[Tensor | None, ...], num_tokens: Count,
         with_entropy: bool, temperature: float,
     ) -> PolicyLossOutput:  # fmt: skip
         self._check_settings()
         _checks.check_flags(with_entropy=with_entropy)
         temperature = _checks.checked_temperature(temperature)
-        head.check(ids, views)
+        _check_rows(rows, ids, views)
+        rows = rows.transformed(scale=1 / temperature)
         ids, *given = all_plain(ids, *given)  # type: ignore[assignment]
         self._check_constants(ids, *given)
         self._check_num_tokens(num_tokens)
-        scored = views.scored & (ids.long() != -100)  # int64, because -100 equals 156 in uint8
-        c = self._constants(views, scored, given, num_tokens, accum_dtype(head.x.dtype))
-        of_rows = self.level == "token" and scored_once(views) and head.weight is not None
+        scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
+        c = self._constants(views, scored, given, num_tokens, rows.accum_dtype)
+        of_rows = self.level == "token" and scored_once(views) and rows.weight is not None
         if of_rows and not torch.compiler.is_compiling():  # linear_row_objective would recompute the logits in a graph
-            loss, log_probs, entropy = self._of_rows(head, ids, views, scored, c, temperature, with_entropy)
+            loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
         else:
-            log_probs, entropy = head.log_probs(ids, scored, temperature, with_entropy)
+            log_probs, entropy = _log_probs(rows, ids, scored, with_entropy)
             by_token = self.level == "token"
             scores = views.token_scores(log_probs) if by_token else views.sequence_scores(log_probs, mean=True)
             value = self.objective(scores, c.old, c.advantages, c.ref)
@@ -296,23 +259,21 @@ class PolicyLoss(nn.Module):
         return PolicyLossOutput(loss, ratio, clip_fraction, kl, entropy)
 
     def _of_rows(
-        self, head: _Head, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, temperature: float,
-        with_entropy: bool,
+        self, rows: ModelOutput, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
         objective = self.objective
-        names, given = zip(*((name, t) for name, t in c._asdict().items() if t is not None), strict=True)
+        given = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
 
-        def value(stats: Any, weights: Tensor, *constants: Tensor) -> Tensor:
-            here: dict[str, Tensor] = dict(zip(names, constants, strict=True))
+        def value(stats: RowStats, weights: Tensor, *constants: Tensor) -> Tensor:
+            of_rows = _Constants(**dict(zip(given, constants, strict=True)))
             scores = weights * stats.log_probs
-            return here["factors"] * objective(scores, here.get("old"), here["advantages"], here.get("ref"))
+            return of_rows.factors * objective(scores, of_rows.old, of_rows.advantages, of_rows.ref)
 
-        assert head.weight is not None
+        assert rows.weight is not None
         out = linear_row_objective(
-            head.x, head.weight, ids.expand(scored.shape), value, views.weights,
-            *(t.expand(scored.shape) for t in given), bias=head.bias, extra=head.extra, entropy=with_entropy,
-            active=scored, scale=1 / temperature, check_targets=False, **head.options,
+            rows.x, rows.weight, ids.expand(scored.shape), value, views.weights, *given.values(), entropy=with_entropy,
+            active=scored, **rows.keywords(),
         )  # fmt: skip
         return out.loss, out.log_probs, out.entropy
 
@@ -337,7 +298,7 @@ class PolicyLoss(nn.Module):
         """Compute the factor of each score, of the shape of ``counted``."""
         factors, by_token = counted.to(dtype), self.level == "token"
         if self.normalize == "tokens":
-            return divide(factors if by_token else factors * n, n.sum() if num_tokens is None else num_tokens)
+            return divide(factors if by_token else factors * n, num_tokens, n)
         if self.normalize == "sequences":
             return (factors / n.clamp(min=1)[:, None] if by_token else factors) / max(len(n), 1)
         return factors
@@ -350,10 +311,7 @@ class PolicyLoss(nn.Module):
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
 
     def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
-        if old is None and self.objective.kind != "reinforce":
-            raise ValueError(f"old must be given for kind={self.objective.kind!r}, got None")
-        if ref is None and self.objective.kl is not None:
-            raise ValueError(f"ref must be given for kl={self.objective.kl!r}, got None")
+        self.objective._check_given(old, ref)
         of_tokens, of_rows = tuple(ids.shape), tuple(ids.shape[:1])
         scores = of_tokens if self.level == "token" else of_rows
         _check_constant("old", old, ids, (scores,), self.level)
@@ -364,6 +322,36 @@ class PolicyLoss(nn.Module):
         check_counts(num_tokens=num_tokens)
         if num_tokens is not None and self.normalize != "tokens":
             raise ValueError(f"num_tokens must be None unless normalize is 'tokens', got it with {self.normalize!r}")
+
+
+def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews) -> None:
+    """Validate rows ``[K, B, L, V]`` or ``[K, B, L, D]``, head, ids, views and transform."""
+    names, x = rows.names, rows.x
+    V = _checks.check_rows(names, x, ids, rows.weight, rows.bias)
+    _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if rows.weight is None else "[K, B, L, D]")
+    _checks.check_ndim("ids", ids, 2, "[B, L]")
+    if not isinstance(views, PolicyViews):
+        raise TypeError(f"views must be PolicyViews, got {_checks.type_name(views)}")
+    shape = tuple(views.scored.shape)
+    if len(shape) != 3 or shape[1:] != tuple(ids.shape):
+        raise ValueError(f"views must be [K, B, L] with [B, L] = {tuple(ids.shape)}, that of ids, got {shape}")
+    _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
+    _checks.check_same_device(names.rows, x, views=views.scored)
+    if rows.weight is not None:
+        _checks.checked_extra(names, x, rows.weight, rows.extra)
+    _checks.checked_transform(V, *rows.options.transform)
+    if _checks.targets_checked(None):
+        targets = torch.where(views.scored.any(0), ids.long(), IGNORE)
+        _checks.check_target_range(True, "ids", targets, V, skip_id=rows.options.transform.skip_id)
+
+
+def _log_probs(rows: ModelOutput, ids: Tensor, scored: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute the log-probability of each scored token, differentiable, and the entropies if requested."""
+    ids = ids.expand(scored.shape)
+    if rows.weight is None or entropy:
+        out = rows.stats(ids, scored, entropy=entropy)
+        return out.log_probs, out.entropy
+    return -rows.per_row(ids, scored).nll, None
 
 
 def _check_constant(name: str, value: Any, ids: Tensor, shapes: tuple[tuple[int, ...], ...], level: str) -> None:

@@ -83,8 +83,7 @@ class PolicyObjective:
             value = getattr(self, name)
             if value is not None or name in ("clip_low", "clip_high", "kl_coef"):
                 _checks.check_number(name, value)
-        if not 0 <= self.clip_low <= 1:
-            raise ValueError(f"clip_low must lie in [0, 1], got {self.clip_low}")
+        _checks.check_probability("clip_low", self.clip_low)
         if not self.clip_high >= 0:
             raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
         if self.dual_clip is not None and not self.dual_clip > 1:
@@ -123,15 +122,19 @@ class PolicyObjective:
         """
         s = scores.log_probs if isinstance(scores, RowStats) else scores
         _checks.check_float("scores", s)
-        if old is None and self.kind != "reinforce":
-            raise ValueError(f"old must be given for kind={self.kind!r}, got None")
-        if ref is None and self.kl is not None:
-            raise ValueError(f"ref must be given for kl={self.kl!r}, got None")
+        self._check_given(old, ref)
         for name, value in (("old", old), ("advantages", advantages), ("ref", ref)):
             if value is not None or name == "advantages":
                 _check_beside(name, value, s)
         loss = self._policy_term(s, old, advantages)  # type: ignore[arg-type]
         return loss if self.kl is None else loss + self.kl_coef * self._penalty(s - ref)  # type: ignore[operator]
+
+    def _check_given(self, old: Tensor | None, ref: Tensor | None) -> None:
+        """Raise ValueError if scores that the objective needs are missing."""
+        if old is None and self.kind != "reinforce":
+            raise ValueError(f"old must be given for kind={self.kind!r}, got None")
+        if ref is None and self.kl is not None:
+            raise ValueError(f"ref must be given for kl={self.kl!r}, got None")
 
     def _policy_term(self, s: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
         if self.kind == "reinforce":

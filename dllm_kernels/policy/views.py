@@ -13,9 +13,9 @@ rows. With a generator, one seed per call is drawn from it, and its child seed b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels.corruption import check_whole_tensor, checked_mask_id, corrupt_uniform, sample_level
 
-SCHEMES = ("full", "coupled", "elbo", "count", "quadrature", "trace")
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
 _EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)
 
@@ -201,19 +200,9 @@ def policy_views(
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, int(num), scheme)
     draws = scheme not in ("full", "trace") or prob > 0
-    rows = _Rows(ids, supervised, mask_id, int(num), *_seeds(ids, int(num), seeds, generator, draws), backend)
-    if scheme == "full":
-        made = _full(rows, prob)
-    elif scheme == "coupled":
-        made = _coupled(rows, levels)
-    elif scheme == "elbo":
-        made = _elbo(rows, levels)
-    elif scheme == "count":
-        made = _count(rows, levels)
-    elif scheme == "quadrature":
-        made = _quadrature(rows)
-    else:
-        made = _trace(rows, step_map)  # type: ignore[arg-type]
+    of_draws, of_call = _seeds(ids, int(num), seeds, generator, draws)
+    rows = _Rows(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map)
+    made = SCHEMES[scheme](rows)
     weights = torch.where(made.scored, made.weight[..., None], 0.0)
     noisy = torch.where(made.masked, mask_id, ids)
     return PolicyViews(noisy, made.scored, weights, supervised.sum(-1), scheme)
@@ -262,15 +251,21 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
 
 
 class _Rows(NamedTuple):
-    """Validated arguments. ``seeds``: int64 ``[num, B]``; ``call``: the seed of the call ``[1]``; None if not drawn."""
+    """Validated arguments. ``seeds``: int64 ``[num, B]``; ``call``: the seed of the call ``[1]``; None if not drawn.
+
+    ``level``: the given levels, float32 ``[num, B]``, or None. A field typed ``Any`` is a tensor where it is read.
+    """
 
     ids: Tensor
     supervised: Tensor
     mask_id: int
     num: int
-    seeds: Tensor | None
+    seeds: Any
     call: Tensor | None
     backend: str
+    level: Tensor | None
+    prompt_prob: float
+    step_map: Any
 
     @property
     def everywhere(self) -> Tensor:
@@ -280,7 +275,6 @@ class _Rows(NamedTuple):
     def masks(self, level: Tensor, *, exact: bool = False, among: Tensor | None = None) -> Tensor:
         """Draw one mask per draw and row, ``[num, B, L]``, at the levels ``[num, B]``."""
         shape = (self.num, *self.ids.shape)
-        assert self.seeds is not None
         noise = corrupt_uniform(
             self.ids.expand(shape).flatten(0, 1),
             (self.supervised if among is None else among).expand(shape).flatten(0, 1),
@@ -318,18 +312,16 @@ class _Made(NamedTuple):
     weight: Tensor
 
 
-def _full(rows: _Rows, prompt_prob: float) -> _Made:
+def _full(rows: _Rows) -> _Made:
     masked = scored = rows.everywhere
-    if prompt_prob > 0:
-        level = rows.filled(prompt_prob, len(rows.ids))
+    if rows.prompt_prob > 0:
+        level = rows.filled(rows.prompt_prob, len(rows.ids))
         masked = scored | rows.masks(level, among=~rows.supervised)
     return _Made(masked, scored.contiguous(), rows.filled(1.0 / rows.num, 1))
 
 
-def _coupled(rows: _Rows, level: Tensor | None) -> _Made:
-    if level is None:
-        assert rows.seeds is not None
-        level = rows.levels(rows.seeds, 0.2, 0.8)
+def _coupled(rows: _Rows) -> _Made:
+    level = rows.levels(rows.seeds, 0.2, 0.8) if rows.level is None else rows.level
     mask = rows.masks(level)
     scored = torch.stack([rows.everywhere, mask, rows.everywhere & ~mask], 1).flatten(0, 1)
     half = 0.5 / rows.num
@@ -337,18 +329,15 @@ def _coupled(rows: _Rows, level: Tensor | None) -> _Made:
     return _Made(scored, scored, weight)
 
 
-def _elbo(rows: _Rows, level: Tensor | None) -> _Made:
-    if level is None:
-        assert rows.seeds is not None
-        level = rows.stratified(rows.levels(rows.seeds[0]))
+def _elbo(rows: _Rows) -> _Made:
+    level = rows.stratified(rows.levels(rows.seeds[0])) if rows.level is None else rows.level
     scored = rows.masks(level)
     return _Made(scored, scored, 1.0 / (rows.num * level))
 
 
-def _count(rows: _Rows, level: Tensor | None) -> _Made:
-    n = rows.supervised.sum(-1)
+def _count(rows: _Rows) -> _Made:
+    n, level = rows.supervised.sum(-1), rows.level
     if level is None:
-        assert rows.seeds is not None
         B = len(rows.ids)
         if rows.call is None:
             u = rows.levels(rows.seeds[0])
@@ -374,8 +363,8 @@ def _quadrature(rows: _Rows) -> _Made:
     return _Made(scored, scored, weight)
 
 
-def _trace(rows: _Rows, step_map: Tensor) -> _Made:
-    step = step_map.to(torch.int64).clamp(min=-1)
+def _trace(rows: _Rows) -> _Made:
+    step = rows.step_map.to(torch.int64).clamp(min=-1)
     if step.numel() == 0:
         K = rows.num
     elif rows.num == 1:
@@ -387,6 +376,11 @@ def _trace(rows: _Rows, step_map: Tensor) -> _Made:
     view = torch.arange(K, device=step.device)[:, None, None]
     scored = (step == view) & rows.supervised
     return _Made(step >= view, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
+
+
+SCHEMES: dict[str, Callable[[_Rows], _Made]] = {
+    "full": _full, "coupled": _coupled, "elbo": _elbo, "count": _count, "quadrature": _quadrature, "trace": _trace,
+}  # fmt: skip
 
 
 def _gauss_legendre(num: int) -> tuple[list[float], list[float]]:
@@ -437,16 +431,13 @@ def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:
     _checks.check_ids("ids", ids)
     check_whole_tensor("ids", ids)
     _checks.check_ndim("ids", ids, 2, "[B, L]")
-    _checks.check_mask("loss_mask", loss_mask, ids.shape, "that of ids")
+    _checks.check_like("ids", ids, loss_mask=loss_mask)
     check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_same_device("ids", ids, loss_mask=loss_mask)
     return checked_mask_id(mask_token_id, ids, "ids")
 
 
 def _checked_prompt_prob(prompt_prob: float, scheme: str) -> float:
-    _checks.check_number("prompt_prob", prompt_prob, "a float")
-    if not 0 <= prompt_prob <= 1:
-        raise ValueError(f"prompt_prob must lie in [0, 1], got {prompt_prob}")
+    _checks.check_probability("prompt_prob", prompt_prob, "a float")
     if prompt_prob != 0 and scheme != "full":
         raise ValueError(f"prompt_prob must be 0 unless scheme is 'full', got {prompt_prob} with scheme={scheme!r}")
     return float(prompt_prob)
@@ -455,9 +446,7 @@ def _checked_prompt_prob(prompt_prob: float, scheme: str) -> float:
 def _check_step_map(step_map: Tensor | None, ids: Tensor) -> None:
     if step_map is None:
         raise ValueError("step_map must be given for scheme 'trace', got None")
-    _checks.check_ids("step_map", step_map)
-    _checks.check_shape("step_map", step_map, ids.shape, "that of ids")
-    _checks.check_same_device("ids", ids, step_map=step_map)
+    _checks.check_like("ids", ids, _checks.INT_DTYPES, step_map=step_map)
 
 
 def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: str) -> Tensor | None:
@@ -468,9 +457,7 @@ def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: 
         raise ValueError(f"level must be None unless scheme is 'coupled', 'elbo' or 'count', got it with {scheme!r}")
     shape = num, len(ids)
     if not isinstance(level, Tensor):
-        _checks.check_number("level", level, "a float or a tensor")
-        if not 0 <= level <= 1:
-            raise ValueError(f"level must lie in [0, 1], got {level}")
+        _checks.check_probability("level", level, "a float or a tensor")
         return torch.full(shape, float(level), dtype=torch.float32, device=ids.device)
     _checks.check_float("level", level)
     if tuple(level.shape) not in ((), shape[1:], shape):
