@@ -15,6 +15,7 @@ from dllm_kernels._backends.triton import _philox, _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
+from dllm_kernels._random._rules import MOST
 
 _WHAT = {"mask": 0, "tokens": 1, "all": 2}  # values of ``what`` with independent positions
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
@@ -25,8 +26,7 @@ SIZES = [
 ]  # fmt: skip
 # Specialised on being 1 (integers) or None (pointers), but not on alignment.
 ONES = ["blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr"]
-# Largest accepted sum of two probabilities; equals ``MOST`` of _random/_rules.py.
-_MOST = tl.constexpr(1.0 + 1e-5)
+_MOST = tl.constexpr(MOST)
 
 
 @triton.jit

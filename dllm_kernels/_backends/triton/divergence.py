@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, TIE, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
@@ -64,7 +64,7 @@ Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix")
 Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
 
 LN2 = tl.constexpr(0.6931471805599453)
-TIE = tl.constexpr(1 + 2.0**-18)
+_TIE = tl.constexpr(TIE)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
@@ -126,7 +126,7 @@ def _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FA
     overlap, below, kl, soft_ce, ratio, p_mix, q_mix = sums
     overlap = _math.lane_sum(overlap, tl.minimum(p, q), WIDE)
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
-        below = _math.lane_sum(below, tl.where(p <= q * TIE, p, 0.0), WIDE)
+        below = _math.lane_sum(below, tl.where(p <= q * _TIE, p, 0.0), WIDE)
     if _any(kinds.kl, kinds.lk):
         kl = _math.lane_sum(kl, _times(q, lq - lp), WIDE)
     if _any(kinds.soft_ce, kinds.lk_soft_ce):
@@ -214,7 +214,7 @@ def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
 def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
     """Compute the gradient in the transformed logits, without the one-hot terms."""
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
-        grad = p * tl.where(p <= q * TIE, c.below, c.plain)
+        grad = p * tl.where(p <= q * _TIE, c.below, c.plain)
     elif _any(kinds.jsd, kinds.teacher_ce, kinds.ce):
         grad = p * c.plain
     else:
