@@ -74,6 +74,16 @@ def wide_columns(row, start, end, WIDE: tl.constexpr):
 
 
 @triton.jit
+def output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES: tl.constexpr):
+    """Return the positions in the output of row n and of its ``first`` aligned column, given those in the input."""
+    if SAME_STRIDES:
+        return row, at
+    else:
+        out_row = row_offset(n, L, out_stride_b, out_stride_l)
+        return out_row, out_row + first
+
+
+@triton.jit
 def ragged_columns(start, end, first, wide, WIDE: tl.constexpr):
     """Return the columns [2 WIDE] of [start, end) before and after the ``wide`` aligned ones, and their mask."""
     i = tl.arange(0, 2 * WIDE)
