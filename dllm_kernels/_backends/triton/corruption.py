@@ -376,12 +376,12 @@ def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     return out
 
 
-def sample_level(B: int, method: str, low: float, high: float, seed: Tensor) -> Tensor:
+@on_its_device
+def sample_level(seed: Tensor, B: int, method: str, low: float, high: float) -> Tensor:
     """See ``_corrupt.sample_level``."""
-    with torch.cuda.device_of(seed):
-        out = torch.empty(B, dtype=torch.float32, device=seed.device)
-        _sample_level[(triton.cdiv(B, 128),)](
-            seed, out, B, low, high - low, high,
-            METHOD=method, SHARED_SEED=seed.dim() == 0, BLOCK=128, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    out = torch.empty(B, dtype=torch.float32, device=seed.device)
+    _sample_level[(triton.cdiv(B, 128),)](
+        seed, out, B, low, high - low, high,
+        METHOD=method, SHARED_SEED=seed.dim() == 0, BLOCK=128, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
