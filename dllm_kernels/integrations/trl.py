@@ -147,7 +147,7 @@ class ChunkedLogProbs:
             Float32 (float64 for float64 ``hidden``), ``is_top1`` bool. The first two are differentiable.
         """
         scale = logit_scale / temperature if temperature else math.nan
-        cap = None if final_logit_softcapping is None else final_logit_softcapping
+        cap = final_logit_softcapping
         if (
             "log_sum_sq_probs" in outputs
             or ("mean_logits" in outputs and cap is not None)
