@@ -67,7 +67,7 @@ def _mdlm(ids: torch.Tensor, backend: str) -> dict[str, Call]:
     weights = torch.where(noise, 1 / p_mask, 0.0) / count
     found: dict[str, Call] = {}
     losses = {"ours": MDLMCrossEntropyLoss(backend=backend)}
-    if (original := peers.module("nemo_automodel.components.loss.dllm_loss")) is not None:
+    if (original := peers.module(peers.DLLM_LOSS)) is not None:
         losses["original"] = original.MDLMCrossEntropyLoss()
     for name, loss in losses.items():
         found[name] = lambda x, loss=loss: (
@@ -83,12 +83,10 @@ def candidates(case: Case, options: argparse.Namespace) -> dict[str, measure.Can
     entropy = "entropy" in case.what
     calls = _mdlm(ids, options.backend) if case.what == "mdlm" else _policy(ids, entropy, options.backend)
 
-    def dropped(_: int) -> None:
-        logits.grad = None
-
     def both(call: Call) -> None:
         call(logits).sum().backward()  # type: ignore[attr-defined]
 
+    dropped = measure.without_gradients([logits])
     run = both if case.both else lambda call: call(logits)
     return {
         name: measure.Candidate(lambda _, call=call: run(call), dropped)  # type: ignore[misc]

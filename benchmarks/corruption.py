@@ -58,7 +58,7 @@ def _of_row(ids: torch.Tensor, probability: float) -> torch.Tensor:
 def implementations(shape: MaskShape, backend: str) -> dict[str, dict[str, Routine]]:
     """Return implementation -> routine -> callable, for the implementations available at this size."""
     found = {"ours": routines(corruption, shape.block_size, backend=backend)}
-    if (peer := peers.module("nemo_automodel.components.datasets.dllm.corruption")) is not None:
+    if (peer := peers.module(peers.DLLM_CORRUPTION)) is not None:
         found["original"] = routines(peer, shape.block_size)
     if shape.batch * shape.length <= LARGEST_PLAIN:
         found["plain"] = routines(reference.corruption, shape.block_size)

@@ -27,6 +27,7 @@ from benchmarks.measure import (
     compare,
     parse,
     relative_error,
+    without_gradients,
 )  # fmt: skip
 from benchmarks.record import report
 from benchmarks.shapes import LINEAR, Shape
@@ -124,15 +125,8 @@ def products(i: Inputs) -> torch.Tensor:
 
 
 def candidate(loss: Loss, i: Inputs) -> Candidate:
-    """Build forward and backward; the previous gradient is dropped before, untimed."""
-
-    def prepare(_: int) -> None:
-        i.hidden.grad = None
-
-    def run(_: None) -> None:
-        torch.autograd.backward(loss(i))
-
-    return Candidate(run, prepare)
+    """Build forward and backward."""
+    return Candidate(lambda _: torch.autograd.backward(loss(i)), without_gradients([i.hidden]))
 
 
 def errors(candidates: dict[str, Loss], inputs: Inputs) -> dict[str, float]:

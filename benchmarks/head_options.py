@@ -8,7 +8,6 @@ and ``plain, LoRA`` adds the adapter's output to the logits, as PEFT does. The f
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 
 from benchmarks import measure
 from benchmarks.record import report
-from benchmarks.shapes import LINEAR, POLICY, Shape
+from benchmarks.shapes import HEAD_OPTIONS
 from dllm_kernels import ops
 
 RANK = 16
@@ -45,13 +44,8 @@ def candidates(hidden: torch.Tensor, head: torch.Tensor, options: Any) -> dict[s
         calls["plain, float32 logits"] = lambda: plain(F.linear(hidden.float(), head.float()))
         calls["plain, LoRA"] = lambda: plain(F.linear(hidden, head) + F.linear(F.linear(hidden, down), up))
 
-    def dropped(_: int) -> None:
-        hidden.grad = down.grad = up.grad = None
-
-    def candidate(call: Callable[[], None]) -> measure.Candidate:
-        return measure.Candidate(lambda _: call(), dropped)
-
-    return {name: candidate(call) for name, call in calls.items()}
+    dropped = measure.without_gradients([hidden, down, up])
+    return {name: measure.Candidate(lambda _, call=call: call(), dropped) for name, call in calls.items()}  # type: ignore[misc]
 
 
 def main(argv: list[str]) -> int:
@@ -62,11 +56,8 @@ def main(argv: list[str]) -> int:
     parser.set_defaults(dtype="bfloat16")
     options = measure.parse(parser, argv)
     measured = measure.ceilings(options.device, options.dtype, options.size)
-    shapes = LINEAR[options.size] if options.size == "toy" else (POLICY,)
-    if options.size == "small":
-        shapes = (Shape("CPU 2x512", 2, 512, 32_000, 512),)
     results = []
-    for shape in measure.chosen(shapes, options):
+    for shape in measure.chosen(HEAD_OPTIONS[options.size], options):
         hidden = torch.randn(shape.rows, shape.hidden, device=options.device).to(options.dtype).requires_grad_()
         head = (torch.randn(shape.vocab, shape.hidden, device=options.device) / shape.hidden**0.5).to(options.dtype)
         case = {"shape": shape.name, "rows": shape.rows, "V": shape.vocab, "D": shape.hidden}

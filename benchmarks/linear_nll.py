@@ -58,23 +58,18 @@ def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
     return {"ours": ours(options), **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
 
 
-def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) -> measure.Candidate:
-    """Build one loss in one phase. The previous gradients are dropped before, untimed, to allocate new ones."""
+def candidate(loss: peers.Loss, inputs: Inputs, shape: Shape, phase: str) -> measure.Candidate:
+    """Build one loss in one phase."""
+    hidden, head, targets, weights, upstream = inputs
 
-    def dropped(index: int) -> int:
-        inputs[index][0].grad = inputs[index][1].grad = None
-        return index
-
-    def both(index: int) -> None:
-        hidden, head, targets, weights, upstream = inputs[index]
+    def both(_: None) -> None:
         torch.autograd.backward(loss(hidden, head, targets, weights, shape.chunk), upstream)
 
-    def evaluate(index: int) -> torch.Tensor:
-        hidden, head, targets, weights, _ = inputs[index]
+    def evaluate(_: None) -> torch.Tensor:
         with torch.no_grad():
             return loss(hidden, head, targets, weights, shape.chunk)
 
-    return measure.Candidate(both if phase == "both" else evaluate, dropped)
+    return measure.Candidate(both if phase == "both" else evaluate, measure.without_gradients([hidden, head]))
 
 
 def bare_products(inputs: Inputs, shape: Shape, phase: str) -> measure.Candidate:
@@ -154,9 +149,9 @@ def run(
         candidates = losses(options, options.weighted, dense)
         base = peers.baseline(candidates)
         for share in shares:
-            inputs = [make_inputs(shape, share, options.dtype, options.device, options.weighted)]
-            active = int((inputs[0][3] != 0).sum())
-            off, allowed = errors(candidates, inputs[0], shape)
+            inputs = make_inputs(shape, share, options.dtype, options.device, options.weighted)
+            active = int((inputs[3] != 0).sum())
+            off, allowed = errors(candidates, inputs, shape)
             case = {
                 "shape": shape.name, "rows": shape.rows, "V": shape.vocab, "D": shape.hidden,
                 "head": "frozen" if shape.frozen else "trainable", "active": f"{share:.0%}",
@@ -167,7 +162,7 @@ def run(
                     case,
                     phase,
                     {name: candidate(loss, inputs, shape, phase) for name, loss in candidates.items()}
-                    | {BARE: bare_products(inputs[0], shape, phase)},
+                    | {BARE: bare_products(inputs, shape, phase)},
                     options,
                     errors=off,
                     allowed_error=allowed,

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from benchmarks import measure
 from benchmarks.record import report
-from benchmarks.shapes import LINEAR, POLICY, Shape
+from benchmarks.shapes import SAMPLES
 from dllm_kernels import ops
 
 CHUNK = 512
@@ -48,11 +48,8 @@ def main(argv: list[str]) -> int:
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
     measured = measure.ceilings(options.device, options.dtype, options.size)
-    shapes = LINEAR[options.size] if options.size == "toy" else (POLICY,)
-    if options.size == "small":
-        shapes = (Shape("CPU 8x512", 8, 512, 32_000, 512),)
     results = []
-    for shape in measure.chosen(shapes, options):
+    for shape in measure.chosen(SAMPLES[options.size], options):
         hidden = torch.randn(shape.rows, shape.hidden, device=options.device, dtype=options.dtype)
         head = torch.randn(shape.vocab, shape.hidden, device=options.device, dtype=options.dtype) / shape.hidden**0.5
         case = {"shape": shape.name, "rows": shape.rows, "V": shape.vocab, "D": shape.hidden}

@@ -71,7 +71,7 @@ class Draw:
         from dllm_kernels import losses
 
         found = {"ours": getattr(losses, name)(*args, **kwargs, backend=self.options.backend)}
-        if (original := peers.module("nemo_automodel.components.loss.dllm_loss")) is not None:
+        if (original := peers.module(peers.DLLM_LOSS)) is not None:
             found["original"] = getattr(original, name)(*args, **kwargs)
         return found
 
@@ -208,7 +208,7 @@ def encoder_ar(draw: Draw) -> Case:
     from dllm_kernels.losses import encoder_ar_loss
 
     losses["ours"] = lambda x: encoder_ar_loss(x[0], ids, valid, backend=draw.options.backend)
-    if (original := peers.module("nemo_automodel.components.loss.dllm_loss")) is not None:
+    if (original := peers.module(peers.DLLM_LOSS)) is not None:
         losses["original"] = lambda x: original.encoder_ar_loss(x[0], ids, valid)
     return Case((draw.logits(),), losses)
 
@@ -266,11 +266,8 @@ SUBJECTS: dict[str, tuple[Callable[[Draw], Case], dict[str, Shape]]] = {
 
 
 def candidate(case: Case, loss: Loss, phase: str) -> measure.Candidate:
-    """Build one loss in one phase. The previous gradients are dropped before, untimed, to allocate new ones."""
-
-    def dropped(_: int) -> None:
-        for leaf in case.leaves:
-            leaf.grad = None
+    """Build one loss in one phase."""
+    dropped = measure.without_gradients(case.leaves)
 
     def forward(_: object) -> torch.Tensor:
         return loss(case.leaves)

@@ -26,7 +26,7 @@ import gc
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,6 +69,17 @@ class Candidate:
 
 
 CandidateLike = Candidate | Callable[[int], object]
+
+
+def without_gradients(leaves: Iterable[torch.Tensor | None]) -> Callable[[Any], None]:
+    """Return a ``prepare`` that drops the gradients of the leaves, untimed, so that new ones are allocated."""
+
+    def prepare(_: Any) -> None:
+        for leaf in leaves:
+            if leaf is not None:
+                leaf.grad = None
+
+    return prepare
 
 
 def arguments(subject: str, description: str | None = None) -> argparse.ArgumentParser:

@@ -33,10 +33,6 @@ class Inputs(NamedTuple):
     active: torch.Tensor
     upstream: tuple[torch.Tensor, torch.Tensor]
 
-    def leaves(self) -> list[torch.Tensor]:
-        """Return the tensors with a gradient."""
-        return [t for t in (self.rows, self.head) if t is not None and t.requires_grad]
-
     def first(self, N: int, dtype: torch.dtype) -> Inputs:
         """Return new leaves in another dtype, for the first rows only."""
         rows, ids, active = self.rows[:N].detach().to(dtype).requires_grad_(), self.ids[:N], self.active[:N]
@@ -108,11 +104,7 @@ def _backward(out: Outputs, i: Inputs) -> None:
 
 
 def candidate(function: Statistics, i: Inputs, phase: str) -> measure.Candidate:
-    """Build one candidate in one phase. The previous gradients are dropped before, untimed, to allocate new ones."""
-
-    def prepare(_: int) -> None:
-        for leaf in i.leaves():
-            leaf.grad = None
+    """Build one candidate in one phase."""
 
     def forward(_: None) -> Outputs:
         with torch.no_grad():
@@ -121,7 +113,7 @@ def candidate(function: Statistics, i: Inputs, phase: str) -> measure.Candidate:
     def both(_: None) -> None:
         _backward(function(i), i)
 
-    return measure.Candidate(forward if phase == "forward" else both, prepare)
+    return measure.Candidate(forward if phase == "forward" else both, measure.without_gradients((i.rows, i.head)))
 
 
 def errors(candidates: dict[str, Statistics], inputs: Inputs) -> tuple[dict[str, float], float]:

@@ -1,6 +1,7 @@
 """Sizes of real training recipes, and small sizes for a CPU and for CI.
 
-``LOGITS``, ``LINEAR`` and ``MASKS`` map ``--size`` to shapes. N = batch * length rows, V vocabulary, D width.
+``LOGITS``, ``LINEAR``, ``HEAD_OPTIONS``, ``SAMPLES``, ``UPDATES`` and ``MASKS`` map ``--size`` to shapes. N = batch *
+length rows, V vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ MTP = Shape("MTP 2 depths", 2, 8192, 131_072, 4096, depths=2)
 CPU_LOGITS = Shape("CPU 2x960", 2, 960, 32_000, 512)
 CPU_FROZEN = Shape("CPU 2x960 frozen", 2, 960, 32_000, 512, frozen=True, block_size=16, chunk=256)
 CPU_TRAINABLE = Shape("CPU 2x960 trainable", 2, 960, 32_000, 512, block_size=16, chunk=256)
+CPU_HEAD_OPTIONS = Shape("CPU 2x512", 2, 512, 32_000, 512)
+CPU_SAMPLES = Shape("CPU 8x512", 8, 512, 32_000, 512)
 CPU_UPDATE = Shape("CPU 8x256", 8, 256, 32_000, 512, frozen=True)
 CPU_MTP = Shape("CPU MTP 2x480", 2, 480, 32_000, 256, depths=2, chunk=256)
 
@@ -83,6 +86,8 @@ LINEAR = {
     "full": (DFLASH_4B, DFLASH_8B_SHORT, DFLASH_8B, TRAINED, LLADA_SHORT, MTP),
 }
 
+HEAD_OPTIONS = {"toy": LINEAR["toy"], "small": (CPU_HEAD_OPTIONS,), "full": (POLICY,)}
+SAMPLES = {"toy": LINEAR["toy"], "small": (CPU_SAMPLES,), "full": (POLICY,)}
 UPDATES = {"toy": (TOY_UPDATE,), "small": (CPU_UPDATE,), "full": (UPDATE,)}
 
 

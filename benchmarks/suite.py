@@ -62,45 +62,28 @@ def run_subject(command: Sequence[str], folder: Path) -> bool:
     return done.returncode == 0
 
 
-def _rows(centre: Shape, rows: int) -> Shape:
-    return replace(centre, name=f"{rows} rows", length=rows)
-
-
-def _vocab(centre: Shape, vocab: int) -> Shape:
-    return replace(centre, name=f"V {vocab}", vocab=vocab)
-
-
 def sweep_cases(size: str) -> dict[str, list[tuple[Shape, tuple[float, ...]]]]:
     """Return name of the sweep -> its shapes, each with its active shares."""
     centre = CENTRES[size]
     return {
-        "rows": [(_rows(centre, rows), (0.5,)) for rows in shapes.ROWS[size]],
-        "vocabulary": [(_vocab(centre, vocab), (0.5,)) for vocab in shapes.VOCABULARIES[size]],
+        "rows": [(replace(centre, name=f"{N} rows", length=N), (0.5,)) for N in shapes.ROWS[size]],
+        "vocabulary": [(replace(centre, name=f"V {V}", vocab=V), (0.5,)) for V in shapes.VOCABULARIES[size]],
         "active share": [(centre, SHARES)],
     }
-
-
-def _kernel_sweep(
-    module: Any, options: argparse.Namespace
-) -> Callable[[Shape, tuple[float, ...]], list[measure.Result]]:
-    def run(shape: Shape, shares: tuple[float, ...]) -> list[measure.Result]:
-        results: list[measure.Result] = module.run(options, (shape,), shares)[0]
-        return results
-
-    return run
 
 
 def sweep(options: argparse.Namespace, folder: Path) -> list[Record]:
     """Run the sweeps of the two primitives, the linear one with a frozen and with a trainable head."""
     options.compiled, options.input_sets, options.phase = False, 1, None
     options.weighted, options.recipe_chunk, options.dense_limit, options.alone = False, False, 24e9, False
-    logits, linear = (_kernel_sweep(module, options) for module in (token_nll, linear_nll))
     found: list[Record] = []
     for name, cases in sweep_cases(options.size).items():
         for shape, shares in cases:
-            runs = {"token_nll": logits(shape, shares)}
-            runs["linear_nll frozen"] = linear(replace(shape, frozen=True), shares)
-            runs["linear_nll trainable"] = linear(shape, shares)
+            runs = {
+                "token_nll": token_nll.run(options, (shape,), shares)[0],
+                "linear_nll frozen": linear_nll.run(options, (replace(shape, frozen=True),), shares)[0],
+                "linear_nll trainable": linear_nll.run(options, (shape,), shares)[0],
+            }
             for subject, results in runs.items():
                 found += [{**result.to_json(), "sweep": name, "subject": subject} for result in results]
     record.write_json(folder / "sweeps.json", [], options, sweeps=found)

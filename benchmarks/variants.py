@@ -80,8 +80,8 @@ def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
 
 def chunk_sizes(shape: Shape, share: float, options: argparse.Namespace) -> list[measure.Result]:
     """Measure the public call from hidden states with its default chunk size and with others."""
-    inputs = [linear_nll.make_inputs(shape, share, options.dtype, options.device, False)]
-    active = int((inputs[0][3] != 0).sum())
+    inputs = linear_nll.make_inputs(shape, share, options.dtype, options.device, False)
+    active = int((inputs[3] != 0).sum())
     case = {"what": "chunk size", "shape": shape.name, "active": f"{share:.0%}"}
     candidates = {}
     for chunk in (None, *(c for c in CHUNKS[options.size] if c < active), active):

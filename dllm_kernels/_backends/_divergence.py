@@ -48,11 +48,12 @@ The row primitives of a backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
+from dllm_kernels._utils import _changing
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 # p <= TIE q counts as p <= q.
@@ -85,6 +86,15 @@ class Part(NamedTuple):
     hyper: Hyper = NO_HYPER
 
 
+def _settled(part: Part) -> Part:
+    """Return kl or rkl for a ``jsd`` with beta 0 or 1, unless beta is symbolic while a graph is traced."""
+    if part.kind == "jsd":
+        for end, beta in (("kl", 0), ("rkl", 1)):
+            if _changing.equals(part.hyper[0], beta):
+                return Part(end, part.coefficient)
+    return part
+
+
 class DivergenceSpec(NamedTuple):
     """A weighted sum of kinds.
 
@@ -96,25 +106,18 @@ class DivergenceSpec(NamedTuple):
     parts: tuple[Part, ...]
     mean_alpha: bool = False
 
+    @classmethod
+    def of(cls, parts: Iterable[Part], mean_alpha: bool) -> DivergenceSpec:
+        """Make a spec; add the coefficients of parts with the same kind and options."""
+        total: dict[tuple[str, Hyper], float] = {}
+        for kind, coefficient, hyper in map(_settled, parts):
+            total[kind, hyper] = total.get((kind, hyper), 0.0) + coefficient
+        return cls(tuple(Part(kind, c, hyper) for (kind, hyper), c in total.items()), mean_alpha)
+
     @property
     def wants_targets(self) -> bool:
         """True if a part needs the targets."""
         return any(part.kind == "ce" for part in self.parts)
-
-    @property
-    def settled(self) -> DivergenceSpec:
-        """The spec for known numbers, in which a ``jsd`` with beta 0 or 1 is kl or rkl.
-
-        :func:`checked_spec` cannot replace it if beta is symbolic while a graph is traced.
-        """
-        if not any(part.kind == "jsd" and part.hyper[0] in (0, 1) for part in self.parts):
-            return self
-        parts: dict[tuple[str, Hyper], float] = {}
-        for kind, coefficient, hyper in self.parts:
-            end = kind == "jsd" and hyper[0] in (0, 1)
-            own = (("kl", "rkl")[int(hyper[0])], NO_HYPER) if end else (kind, hyper)
-            parts[own] = parts.get(own, 0.0) + coefficient
-        return self._replace(parts=tuple(Part(kind, c, hyper) for (kind, hyper), c in parts.items()))
 
 
 class DivergenceRequest(NamedTuple):

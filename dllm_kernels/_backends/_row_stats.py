@@ -167,13 +167,8 @@ def nll_of_stats(
         # log p is at most 0, and the negative of 0 would be -0.
         return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct
 
-    def weighted_nll(
-        logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool,
-        transform: Transform = NO_TRANSFORM, with_lse: bool = True,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        result = nll(
-            logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse, weights=weights
-        )
+    def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Any, ...]:
+        result = nll(logits, targets, weights=weights, **options)
         return result[0] * weights, *result
 
     def nll_grad(

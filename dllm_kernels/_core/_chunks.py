@@ -99,17 +99,15 @@ class Chunks:
 
         ``scale [N]`` is the factor of each row's gradient. With None only the logits and the statistics are computed.
         """
-        rows, acc, options = self.rows, self.plan.accum_dtype, self.plan.options
-        primitive_options: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
-        device = self.logits.device
-        correct = rows.empty(dtype=torch.bool, device=device) if options.with_correct else None
+        rows, acc, options, device = self.rows, self.plan.accum_dtype, self.plan.nll_options, self.logits.device
+        correct = rows.empty(dtype=torch.bool, device=device) if options["with_correct"] else None
         out = [*(rows.empty(dtype=acc, device=device) for _ in range(3)), correct]
         for chunk, h, y, logits in self:
             if scale is None:
-                stats = self.primitives.nll(logits[None], y, **primitive_options)
+                stats = self.primitives.nll(logits[None], y, **options)
             else:
                 s = rows.take(scale, chunk)
-                stats = self.primitives.nll_and_grad_(logits, y, s, **primitive_options)
+                stats = self.primitives.nll_and_grad_(logits, y, s, **options)
                 self.add_gradients(chunk, h, y, logits, s)
             rows.put_each(out, chunk, stats)
         return rows.finished(out)

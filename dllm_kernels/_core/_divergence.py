@@ -124,7 +124,7 @@ def _request(plan: Plan, mean: Tensor | None) -> Callable[..., DivergenceRequest
     """Return a function that makes the request of some rows from (teacher, weights, teacher_rows, targets)."""
     config = plan.divergence
     return partial(
-        DivergenceRequest, config.spec.settled, mean_alpha=mean, transform=plan.options.transform,
+        DivergenceRequest, config.spec, mean_alpha=mean, transform=plan.options.transform,
         teacher_transform=config.teacher_transform,
     )  # fmt: skip
 

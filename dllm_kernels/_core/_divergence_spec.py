@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._divergence import NO_HYPER, DivergenceSpec, Hyper, Option, Part
+from dllm_kernels._backends._divergence import DivergenceSpec, Option, Part
 from dllm_kernels._backends.torch._divergence import KINDS
 from dllm_kernels._utils import _changing
 from dllm_kernels._utils._checks import check_choice, check_finite, check_number, type_name
@@ -48,28 +48,21 @@ def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: A
             owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
             raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
     numbers = {name: _checked_option(name, options.get(name), option) for name, option in _OPTIONS.items()}
-    parts: dict[tuple[str, Hyper], float] = {}
-    for name, coefficient in coefficients.items():
-        resolved, factor, hyper = _resolved(name, base, numbers)
-        parts[resolved, hyper] = parts.get((resolved, hyper), 0.0) + factor * coefficient
-    return DivergenceSpec(tuple(Part(k, c, hyper) for (k, hyper), c in parts.items()), alpha == "mean")
+    parts = [_part(name, coefficient, base, numbers) for name, coefficient in coefficients.items()]
+    return DivergenceSpec.of(parts, alpha == "mean")
 
 
 def _options_of(kind: str) -> Collection[str]:
     return KINDS[kind].options if kind in KINDS else ()
 
 
-def _resolved(name: str, base: str | None, options: dict[str, float]) -> tuple[str, float, Hyper]:
-    """Return (kind, factor of its coefficient, hyperparameters) of a name."""
+def _part(name: str, coefficient: float, base: str | None, options: dict[str, float]) -> Part:
+    """Return the part of a spec for a name."""
     if name == "l1":
-        return "tv", 2.0, NO_HYPER
-    if name == "jsd" and _changing.equals(options["beta"], 0):
-        return "kl", 1.0, NO_HYPER
-    if name == "jsd" and _changing.equals(options["beta"], 1):
-        return "rkl", 1.0, NO_HYPER
+        return Part("tv", 2.0 * coefficient)
     kind = "lk_soft_ce" if name == "lk" and base == "soft_ce" else name
     first, second = (*(options[o] for o in _options_of(kind)), 0.0, 0.0)[:2]
-    return kind, 1.0, (first, second)
+    return Part(kind, coefficient, (first, second))
 
 
 def _coefficients(kind: Any) -> dict[str, float]:
@@ -137,4 +130,4 @@ class DivergencePlan(NamedTuple):
         triples = zip(*[iter(of_parts)] * 3, strict=True)
         parts = (Part(_ORDER[k], c, (first, second)) for k, (c, first, second) in zip(kinds, triples, strict=True))
         transform = Transform.of((softcap, scale), None if skip < 0 else skip)
-        return cls(DivergenceSpec(tuple(parts), bool(mean_alpha)), transform, value_scale, bool(per_row))
+        return cls(DivergenceSpec.of(parts, bool(mean_alpha)), transform, value_scale, bool(per_row))

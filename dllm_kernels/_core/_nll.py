@@ -23,7 +23,7 @@ _NLL_OUTPUTS = (
     _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse)),
     _op.Output("correct", _op.per_row(lambda plan: plan.options.with_correct, dtype=torch.bool)),
 )
-_STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
+STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
 
 
 def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -62,13 +62,8 @@ def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> _o
     return {"nll": nll, "lse": lse, "correct": correct, "row_max": row_max, "log_sum": log_sum}
 
 
-def _primitive_options(plan: Plan) -> dict[str, Any]:
-    options: dict[str, Any] = {"with_correct": plan.options.with_correct, "transform": plan.options.transform}
-    return options if plan.keeps_lse else {**options, "with_lse": False}
-
-
 def _nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    return _named(plan, *plan.primitives().nll(as_blv(inputs.x), inputs.targets, **_primitive_options(plan)))
+    return _named(plan, *plan.primitives().nll(as_blv(inputs.x), inputs.targets, **plan.nll_options))
 
 
 def _logits_gradient(
@@ -89,7 +84,7 @@ def _logits_gradient(
 TOKEN_NLL = _op.RowOp(
     name="token_nll",
     rows=row_targets,
-    outputs=(*_NLL_OUTPUTS, *_STATS_OUTPUTS),
+    outputs=(*_NLL_OUTPUTS, *STATS_OUTPUTS),
     forward=_nll_forward,
     saved=lambda _: (("x", "targets"), STATS),
     backward=lambda inputs, outputs, upstream, plan: _logits_gradient(inputs, outputs, plan, upstream["nll"], None),
@@ -103,7 +98,7 @@ def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 
     On a GPU each torch op on ``[N]`` is a kernel launch, so that only the sum is left to torch.
     """
-    logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
+    logits, primitives, options = as_blv(inputs.x), plan.primitives(), plan.nll_options
     results: Any
     if plan.mask_zero_weight:
         results = primitives.nll(logits, inputs.targets, **options)
@@ -121,7 +116,7 @@ _WEIGHTED_OUTPUTS = (_LOSS, _NLL_OUTPUTS[0]._replace(differentiable=False), *_NL
 WEIGHTED_NLL = _op.RowOp(
     name="weighted_nll",
     rows=row_targets,
-    outputs=(*_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS),
+    outputs=(*_WEIGHTED_OUTPUTS, *STATS_OUTPUTS),
     forward=_weighted_nll_forward,
     saved=lambda _: (("x", "targets", "weights"), STATS),
     backward=lambda inputs, outputs, upstream, plan: _logits_gradient(
@@ -191,7 +186,7 @@ WEIGHTED_LINEAR_NLL = _op.RowOp(
     name="weighted_linear_nll",
     rows=weighted_targets,
     outputs=(
-        *_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
+        *_WEIGHTED_OUTPUTS, *STATS_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
         _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
     ),
     forward=_weighted_linear_forward,
@@ -235,7 +230,7 @@ LINEAR_TOKEN_NLL = _op.RowOp(
     name="linear_token_nll",
     rows=row_targets,
     outputs=(
-        *_NLL_OUTPUTS, *_STATS_OUTPUTS,
+        *_NLL_OUTPUTS, *STATS_OUTPUTS,
         *_op.gradient_outputs(lambda plan: plan.needs.frozen_head, ("x", "extra_x")),
     ),
     forward=_linear_forward,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -26,6 +26,10 @@ Names = tuple[str, ...]
 SpecOf = Callable[[RowInputs, Plan], Spec | None]
 
 LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
+
+
+def _no_gradient(*_: object) -> NoReturn:
+    raise AssertionError("the op takes constants only")
 
 
 class Output(NamedTuple):
@@ -54,9 +58,10 @@ class RowOp(NamedTuple):
         rows: (inputs of the caller, plan) -> flattened (ids, targets).
         outputs: the output table, in the order of the compiled op's results.
         forward: (inputs, plan) -> outputs by name.
-        saved: plan -> names of the inputs and of the outputs that backward reads.
-        backward: (saved inputs, saved outputs, upstream gradients by name, plan) -> gradients, None if not needed.
         result: builds the caller's result from the public outputs, by name.
+        saved: plan -> names of the inputs and of the outputs that backward reads.
+        backward: (saved inputs, saved outputs, upstream gradients by name, plan) -> gradients, None if not needed. By
+            default the op takes constants only.
         instead: functions with a second derivative, from logits and from hidden states.
         inline_backward: plan -> backward made of plain torch ops, traced by torch.compile instead of hidden in the
             custom op; or None.
@@ -67,10 +72,10 @@ class RowOp(NamedTuple):
     rows: Callable[[RowInputs, Plan], tuple[Tensor, Tensor]]
     outputs: tuple[Output, ...]
     forward: Callable[[RowInputs, Plan], Outputs]
-    saved: Callable[[Plan], tuple[Names, Names]]
-    backward: Backward
     result: Callable[..., Any]
-    instead: tuple[str, str]
+    saved: Callable[[Plan], tuple[Names, Names]] = lambda _: ((), ())
+    backward: Backward = _no_gradient
+    instead: tuple[str, str] = ("", "")
     inline_backward: Callable[[Plan], Backward | None] = lambda _: None
     before_backward: Callable[[RowInputs, Plan], Callable[[], None] | None] | None = None
 

@@ -156,6 +156,12 @@ class Plan(NamedTuple):
             return True
         return self.options.entropy and any(self.needs)
 
+    @property
+    def nll_options(self) -> dict[str, Any]:
+        """Keywords of the primitives of the NLL."""
+        options = {"with_correct": self.options.with_correct, "transform": self.options.transform}
+        return options if self.keeps_lse else {**options, "with_lse": False}
+
     def primitives(self) -> RowPrimitives:
         """Return the row primitives to call."""
         return row_primitives(self.triton) if self.rows is None else self.rows

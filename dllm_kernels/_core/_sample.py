@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 
 from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
@@ -46,10 +44,6 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     return outputs
 
 
-def _no_gradient(*_: object) -> NoReturn:
-    raise AssertionError("linear_sample takes constants only")
-
-
 def _top(dtype: torch.dtype | None) -> _op.SpecOf:
     """Make the spec of an output ``[N, top_k]``."""
 
@@ -69,8 +63,5 @@ LINEAR_SAMPLE = _op.RowOp(
         _op.Output("top_ids", _top(torch.int64)), _op.Output("top_log_probs", _top(None)),
     ),
     forward=_forward,
-    saved=lambda _: ((), ()),
-    backward=_no_gradient,
     result=LinearSample,
-    instead=("", ""),
 )  # fmt: skip

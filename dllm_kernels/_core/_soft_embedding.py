@@ -14,7 +14,6 @@ probability p_0, at most that of any other column, so that S is the rest of the 
 from __future__ import annotations
 
 import math
-from typing import NoReturn
 
 import torch
 
@@ -91,17 +90,10 @@ def _coefficients(request: StatsRequest, result: StatsResult, bumped: torch.Tens
     return Coefficients(of_ids, torch.where(in_range, share, 1.0).squeeze(1), None, None)
 
 
-def _no_gradient(*_: object) -> NoReturn:
-    raise AssertionError("soft_embedding takes constants only")
-
-
 SOFT_EMBEDDING = RowOp(
-    "soft_embedding",
-    row_ids,
-    (Output("out", lambda inputs, plan: ((inputs.x.shape[0], inputs.embedding.shape[1]), plan.dtype)),),
-    _forward,
-    lambda _: ((), ()),
-    _no_gradient,
-    lambda out: out,
-    ("", ""),
+    name="soft_embedding",
+    rows=row_ids,
+    outputs=(Output("out", lambda inputs, plan: ((inputs.x.shape[0], inputs.embedding.shape[1]), plan.dtype)),),
+    forward=_forward,
+    result=lambda out: out,
 )

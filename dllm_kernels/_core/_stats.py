@@ -17,7 +17,7 @@ from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
-from dllm_kernels._core._nll import scale_in_place, scales_loss
+from dllm_kernels._core._nll import STATS_OUTPUTS, scale_in_place, scales_loss
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import RowObjective, RowStats
 from dllm_kernels._utils._checks import type_name
@@ -125,9 +125,7 @@ ROW_STATS = _op.RowOp(
     outputs=(
         _LOG_PROBS, _LSE, _ENTROPY,
         _op.Output("mix", _op.per_row(lambda plan: plan.with_mix), differentiable=True),
-        _CORRECT,
-        _op.Output("row_max", _op.per_row(lambda plan: plan.keeps_lse), public=False),
-        _op.Output("log_sum", _op.per_row(lambda plan: plan.keeps_lse), public=False),
+        _CORRECT, *STATS_OUTPUTS,
         _op.Output("mix_weight", _op.per_row(lambda plan: plan.with_mix and any(plan.needs)), public=False),
     ),
     forward=_forward,

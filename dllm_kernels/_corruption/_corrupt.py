@@ -199,7 +199,7 @@ def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, bac
     if use_triton(backend, seed):
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
-        return kernel(B, method, low, high, seed)
+        return kernel(seed, B, method, low, high)
     host, layout = on_host(seed), Layout(1, 0)
     draws: Array = (_philox.bits_on_host(seed, range(B), layout) if host else _philox.random_bits(seed, B, layout))[0]
     row: Array = np.arange(B) if host else torch.arange(B, device=seed.device)

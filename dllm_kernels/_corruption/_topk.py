@@ -68,9 +68,14 @@ def _gumbel_topk_torch(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: T
 def select_exact(log_w: Tensor, uniform: Tensor, k: Tensor) -> Tensor:
     """Select the k largest scores of each row ``[N, D]``, see the module docstring; ``uniform`` in (0, 1), no NaN."""
     score: Tensor = _gumbel.score(log_w, uniform)
-    order = torch.sort(score, dim=1, descending=True, stable=True).indices
-    first = torch.arange(score.shape[1], device=score.device) < k[:, None]
-    return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)
+    return _largest(score, k) & (score > -torch.inf)
+
+
+def _largest(keys: Tensor, k: Tensor) -> Tensor:
+    """Select the k largest keys of each row, the lower index first among equals."""
+    order = torch.sort(keys, dim=1, descending=True, stable=True).indices
+    first = torch.arange(keys.shape[1], device=keys.device) < k[:, None]
+    return torch.zeros_like(first).scatter_(1, order, first)
 
 
 def _gumbel_topk_host(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None) -> Tensor:
@@ -107,10 +112,7 @@ def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
     """
     N, D = draws.shape
     if isinstance(draws, Tensor):
-        key = draws.masked_fill(~choosable, -1)
-        order = torch.sort(key, dim=1, descending=True, stable=True).indices
-        first = torch.arange(D, device=draws.device) < k[:, None]
-        return torch.zeros_like(first).scatter_(1, order, first)
+        return _largest(draws.masked_fill(~choosable, -1), k)
     key = draws.astype(np.int64)
     key *= D
     key += np.arange(D - 1, -1, -1)  # no two keys are equal

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from dllm_kernels._random._rules import Array, float64
 
-_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
+SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 # ln 2 in two parts: the first has 32 significant bits, so that its product with an exponent is exact.
-_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
-_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+LN2_HIGH = float.fromhex("0x1.62e42feep-1")
+LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 # The coefficients of fdlibm's e_log.c (Sun Microsystems, 1993), for x^2 <= 0.0295.
-_COEFFICIENTS = tuple(map(float.fromhex, (
+COEFFICIENTS = tuple(map(float.fromhex, (
     "0x1.2f112df3e5244p-3", "0x1.39a09d078c69fp-3", "0x1.7466496cb03dep-3", "0x1.c71c51d8e78afp-3",
     "0x1.2492494229359p-2", "0x1.999999997fa04p-2", "0x1.5555555555593p-1",
 )))  # fmt: skip
@@ -43,12 +43,12 @@ def exact_log(x: Array) -> Array:
     """
     integer, floating = (torch.int64, torch.float64) if isinstance(x, Tensor) else (np.int64, np.float64)
     bits = x.view(integer)
-    e = (bits - _SQRT_HALF_BITS) >> 52
+    e = (bits - SQRT_HALF_BITS) >> 52
     f = (bits - (e << 52)).view(floating) - 1.0
     s = f / (f + 2.0)
     z = s * s
-    poly = _COEFFICIENTS[0] * z + _COEFFICIENTS[1]
-    for c in _COEFFICIENTS[2:]:
+    poly = COEFFICIENTS[0] * z + COEFFICIENTS[1]
+    for c in COEFFICIENTS[2:]:
         poly = poly * z + c
     exponent = float64(e)
-    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + (f - s * (f - z * poly)))
+    return exponent * LN2_HIGH + (exponent * LN2_LOW + (f - s * (f - z * poly)))

@@ -69,9 +69,9 @@ COIN_BITS, TOKEN_BITS = 23, 41
 # Counter of draw 0 of row 0. The levels of row 0, up to 2^35 of them, have smaller counters.
 ZERO = 1 << 32
 MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
-_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
-_ROUNDS = 10
+MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+ROUNDS = 10
 _CHILDREN = 1  # second key word of child seeds
 _Array = npt.NDArray[Any]
 Words = tuple[Any, Any, Any, Any]
@@ -99,11 +99,11 @@ def philox4x64(counter: Words, key: tuple[Any, Any]) -> Words:
     """Compute Philox 4x64-10 of four counter words and two key words, broadcastable int64 tensors or arrays."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
-        high0, low0 = _product(c0, _MULTIPLIERS[0])
-        high1, low1 = _product(c2, _MULTIPLIERS[1])
+    for _ in range(ROUNDS):
+        high0, low0 = _product(c0, MULTIPLIERS[0])
+        high1, low1 = _product(c2, MULTIPLIERS[1])
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + _signed(_WEYL[0]), k1 + _signed(_WEYL[1])
+        k0, k1 = k0 + _signed(WEYL[0]), k1 + _signed(WEYL[1])
     return c0, c1, c2, c3
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._head import check_hooks, check_plain_head
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
+
+Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
 
 
 class Head(NamedTuple):
@@ -104,6 +106,16 @@ def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> H
             bias = own if bias is None else gathered_once(bias, first) + own
     u = rows[0] if isinstance(hidden, torch.Tensor) else torch.stack(rows)
     return Head(base.weight, None if bias is None else bias.to(first.dtype), (u, columns))
+
+
+def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:
+    """Cast a gathered part of the head, or None, from its storage dtype to the compute dtype, unless autocast does."""
+    return t if t is None or torch.is_autocast_enabled(hidden.device.type) else t.to(hidden.dtype)
+
+
+def dtype_of_logits(hidden: torch.Tensor, logits_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype to keep the logits in; those of float64 operands are not narrowed."""
+    return None if hidden.dtype == torch.float64 else logits_dtype
 
 
 def _adapters(head: Any) -> list[Adapter]:

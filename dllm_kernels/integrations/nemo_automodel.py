@@ -39,7 +39,7 @@ from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
-from dllm_kernels.integrations._lora import Head, check_head, is_adapted, of_rows
+from dllm_kernels.integrations._lora import Head, check_head, dtype_of_logits, in_dtype_of, is_adapted, of_rows
 from dllm_kernels.losses._base import DiffusionLoss
 from dllm_kernels.mtp.cross_entropy import required
 from dllm_kernels.mtp.head import FROM_LOGITS, head_module, unwrapped
@@ -250,7 +250,8 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self
-        return _in_dtype_of(hidden, host.materialize_lm_weight(weight, grad_reduce_group=group))
+        gathered: torch.Tensor = host.materialize_lm_weight(weight, grad_reduce_group=group)
+        return in_dtype_of(hidden, gathered)
 
 
 def _fused_linear_cross_entropy(original: type, logits_dtype: torch.dtype | None) -> type:
@@ -258,11 +259,6 @@ def _fused_linear_cross_entropy(original: type, logits_dtype: torch.dtype | None
     ours = _derived(_FusedLinearCrossEntropy, of_host=True)(original)
     ours.logits_dtype = logits_dtype  # type: ignore[attr-defined]
     return ours
-
-
-def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Cast a gathered head from its storage dtype to the compute dtype, unless autocast does."""
-    return weight if torch.is_autocast_enabled(hidden.device.type) else weight.to(hidden.dtype)
 
 
 def _calculate_loss(original: Any) -> Any:
@@ -285,7 +281,7 @@ def _calculate_mtp_loss(original: Any) -> Any:
         hidden = kwargs.get("mtp_per_depth_h")
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
             kwargs |= _head_of_host(loss_fn, hidden, **_given_head(kwargs))
-            kwargs["lm_weight"] = _in_dtype_of(hidden[0], kwargs["lm_weight"])
+            kwargs["lm_weight"] = in_dtype_of(hidden[0], kwargs["lm_weight"])
         return mtp.calculate_mtp_loss(loss_fn, **kwargs)
 
     return calculate_mtp_loss
@@ -366,7 +362,7 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
     def _head(self, hidden: torch.Tensor | list[torch.Tensor], lm_weight: torch.Tensor | None = None) -> dict[str, Any]:
         head = _head_of_host(self.loss_fn, hidden, self.model, self.grad_reduce_group, lm_weight)
         first = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
-        return head | {"lm_weight": _in_dtype_of(first, head["lm_weight"])}
+        return head | {"lm_weight": in_dtype_of(first, head["lm_weight"])}
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
@@ -399,7 +395,7 @@ def _of_deferred_logits(forward: Any, logits_dtype: torch.dtype | None) -> Any:
         if extra is not None and len(rows) > 1:  # with a low-rank part, the loss takes both branches as one tensor
             rows = {"hidden": torch.cat(list(rows.values()), 1)}
         head = {"lm_head_weight": weight, "lm_head_bias": bias, "extra": extra}
-        given["logits_dtype"] = _wide(logits["logits"], logits_dtype)
+        given["logits_dtype"] = dtype_of_logits(logits["logits"].hidden, logits_dtype)
         return _capped(self, logits["logits"].softcap).forward_fused(**rows, **head, **given)
 
     return wrapped
@@ -418,15 +414,11 @@ def _encoder_ar_loss(logits_dtype: torch.dtype | None) -> Any:
         if encoder_logits.softcap is not None:
             kwargs["softcap"] = encoder_logits.softcap
         weight, bias, extra = _head_of(encoder_logits)
-        kwargs |= {"lm_head_bias": bias, "extra": extra, "logits_dtype": _wide(encoder_logits, logits_dtype)}
+        kwargs |= {"lm_head_bias": bias, "extra": extra}
+        kwargs["logits_dtype"] = dtype_of_logits(encoder_logits.hidden, logits_dtype)
         return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, **kwargs)
 
     return encoder_ar_loss
-
-
-def _wide(logits: DeferredLogits, logits_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to keep deferred logits in; those of float64 operands are not narrowed."""
-    return None if logits.hidden.dtype == torch.float64 else logits_dtype
 
 
 def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
@@ -445,10 +437,8 @@ def _head_of(*logits: DeferredLogits) -> Head:
     """
     hidden = [z.hidden for z in logits]
     weight, bias, extra = of_rows(logits[0].head.module, hidden)
-    if not is_dtensor(weight):
-        weight = _in_dtype_of(hidden[0], weight)
-    if bias is not None and not is_dtensor(bias):
-        bias = _in_dtype_of(hidden[0], bias)
+    weight = weight if is_dtensor(weight) else in_dtype_of(hidden[0], weight)
+    bias = bias if is_dtensor(bias) else in_dtype_of(hidden[0], bias)
     return Head(weight, bias, extra and (torch.cat(list(extra[0]), 1), extra[1]))
 
 

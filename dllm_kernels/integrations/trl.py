@@ -44,6 +44,7 @@ from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels.integrations._deferred import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
+from dllm_kernels.integrations._lora import dtype_of_logits, in_dtype_of
 from dllm_kernels.integrations.transformers import HeadOutput, loss_in_head, refuse_output
 from dllm_kernels.policy import PolicyViews, policy_views
 
@@ -146,7 +147,7 @@ class ChunkedLogProbs:
             Float32 (float64 for float64 ``hidden``), ``is_top1`` bool. The first two are differentiable.
         """
         scale = logit_scale / temperature if temperature else math.nan
-        cap = None if final_logit_softcapping is None else final_logit_softcapping
+        cap = final_logit_softcapping
         if (
             "log_sum_sq_probs" in outputs
             or ("mean_logits" in outputs and cap is not None)
@@ -208,10 +209,8 @@ def _log_probs(
         logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; ignored for float64 operands.
         options: options of the linear ops.
     """
-    options["logits_dtype"] = None if hidden.dtype == torch.float64 else logits_dtype
-    if not torch.is_autocast_enabled(hidden.device.type):
-        weight = weight.to(hidden.dtype)
-        bias = None if bias is None else bias.to(hidden.dtype)
+    options["logits_dtype"] = dtype_of_logits(hidden, logits_dtype)
+    weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
     trained = any(t is not None and t.requires_grad for t in (weight, bias, *(extra or ())))
     if torch.is_grad_enabled() and hidden.requires_grad and not trained and not torch.compiler.is_compiling():
         asked = {"extra": extra, "with_correct": with_correct, **options}
@@ -221,7 +220,7 @@ def _log_probs(
     return _or_outside(out, outside), out.entropy, out.correct
 
 
-def _or_outside(stats: Any, outside: Tensor | None) -> Tensor:
+def _or_outside(stats: Any, outside: Tensor | None = None) -> Tensor:
     """Return the log-probability of the target, or of a logit of 0 for targets outside the vocabulary."""
     log_probs: Tensor = stats.log_probs
     return log_probs if outside is None else torch.where(outside, -stats.lse, log_probs)
@@ -244,13 +243,9 @@ class _FrozenHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.call_state = {"bias": bias, **options}, CallState.now(hidden)
         known = () if outside is None else (outside,)
-
-        def log_probs(stats: Any, *outside: Tensor) -> Tensor:
-            return _or_outside(stats, *(outside or (None,)))
-
         with torch.enable_grad():
             h = hidden.detach().requires_grad_()
-            out = ops.linear_row_objective(h, weight, targets, log_probs, *known, entropy=entropy, **ctx.options)
+            out = ops.linear_row_objective(h, weight, targets, _or_outside, *known, entropy=entropy, **ctx.options)
             (grad,) = torch.autograd.grad(out.loss, h)
         ctx.save_for_backward(hidden, weight, targets, outside, grad)
         if out.correct is not None:
@@ -268,8 +263,7 @@ class _FrozenHead(torch.autograd.Function):
             upstream = torch.zeros_like(of_entropy) if of_log_probs is None else of_log_probs
 
             def both(stats: Any, a: Tensor, b: Tensor, *outside: Tensor) -> Tensor:
-                log_probs = _or_outside(stats, *(outside or (None,)))
-                return torch.addcmul(a * log_probs, b, stats.entropy)
+                return torch.addcmul(a * _or_outside(stats, *outside), b, stats.entropy)
 
             options = {**ctx.options, "with_correct": False, "entropy": True}
             with ctx.call_state.restored(hidden), torch.enable_grad():
@@ -663,9 +657,8 @@ def _sampled(
     logits_dtype: torch.dtype | None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Sample tokens; return ids and log-probabilities ``[B, L, 2]``, float64, which represents every id exactly."""
-    if not torch.is_autocast_enabled(hidden.device.type):
-        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-    options["logits_dtype"] = None if hidden.dtype == torch.float64 else logits_dtype
+    weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
+    options["logits_dtype"] = dtype_of_logits(hidden, logits_dtype)
     out = ops.linear_sample(hidden, weight, bias=bias, extra=extra, **options)
     return torch.stack([out.ids.double(), out.log_probs.double()], -1)
 

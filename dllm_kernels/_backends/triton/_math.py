@@ -29,11 +29,12 @@ every probability computed from it, whereas exp((x - M) - log S) is exact to rou
 import triton
 import triton.language as tl
 
+from dllm_kernels._backends._row_stats import FARTHEST as _FARTHEST
+from dllm_kernels._backends._rows import IGNORE as _IGNORE
 from dllm_kernels._backends.triton._transform import number, through, transformed
 
-IGNORE = tl.constexpr(-100)  # target of an inactive row
+IGNORE, FARTHEST = tl.constexpr(_IGNORE), tl.constexpr(_FARTHEST)
 LOG2E = tl.constexpr(1.4426950408889634)
-FARTHEST = tl.constexpr(-1e4)  # lower clamp of d in products with e^d, which is 0 there, because 0 * -inf is NaN
 LOWEST_F32 = tl.constexpr(-3.4028234663852886e38)
 LOWEST_F64 = tl.constexpr(-1.7976931348623157e308)
 
@@ -70,6 +71,16 @@ def wide_columns(row, start, end, WIDE: tl.constexpr):
     at = up // WIDE * WIDE
     first = start + (WIDE - 1) - (up % WIDE).to(tl.int32)
     return at, first, tl.maximum(end - first, 0) // WIDE * WIDE
+
+
+@triton.jit
+def output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES: tl.constexpr):
+    """Return the positions in the output of row n and of its ``first`` aligned column, given those in the input."""
+    if SAME_STRIDES:
+        return row, at
+    else:
+        out_row = row_offset(n, L, out_stride_b, out_stride_l)
+        return out_row, out_row + first
 
 
 @triton.jit

@@ -3,11 +3,11 @@
 import triton
 import triton.language as tl
 
-_ZERO = tl.constexpr(1 << 32)
-_M0 = tl.constexpr(0xD2E7470EE14C6C93)
-_M1 = tl.constexpr(0xCA5A826395121157)
-_W0 = tl.constexpr(0x9E3779B97F4A7C15)
-_W1 = tl.constexpr(0xBB67AE8584CAA73B)
+from dllm_kernels._random._philox import MULTIPLIERS, ROUNDS, WEYL, ZERO
+
+_ZERO, _ROUNDS = tl.constexpr(ZERO), tl.constexpr(ROUNDS)
+_M0, _M1 = (tl.constexpr(multiplier) for multiplier in MULTIPLIERS)
+_W0, _W1 = (tl.constexpr(increment) for increment in WEYL)
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def philox4x64(c0, c1, c2, c3, k0, k1):
     """Run ten rounds on uint64 counters of one shape, with keys of a broadcastable shape."""
     m0 = tl.full(c0.shape, _M0, tl.uint64)
     m1 = tl.full(c0.shape, _M1, tl.uint64)
-    for _ in tl.static_range(10):
+    for _ in tl.static_range(_ROUNDS):
         high0 = tl.umulhi(c0, m0)
         high1 = tl.umulhi(c2, m1)
         low0 = c0 * m0

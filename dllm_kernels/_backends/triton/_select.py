@@ -20,19 +20,14 @@ Kernels that use them must be launched with ``enable_fp_fusion=False``.
 import triton
 import triton.language as tl
 
+from dllm_kernels._random import _gumbel
+
 NEVER = tl.constexpr(-(2**63))
 SORTED = tl.constexpr(128)
 
-_SQRT_HALF_BITS = tl.constexpr(0x3FE6A09E667F3BCD)
-_LN2_HIGH = tl.constexpr(float.fromhex("0x1.62e42feep-1"))
-_LN2_LOW = tl.constexpr(float.fromhex("0x1.a39ef35793c76p-33"))
-_L7 = tl.constexpr(float.fromhex("0x1.2f112df3e5244p-3"))
-_L6 = tl.constexpr(float.fromhex("0x1.39a09d078c69fp-3"))
-_L5 = tl.constexpr(float.fromhex("0x1.7466496cb03dep-3"))
-_L4 = tl.constexpr(float.fromhex("0x1.c71c51d8e78afp-3"))
-_L3 = tl.constexpr(float.fromhex("0x1.2492494229359p-2"))
-_L2 = tl.constexpr(float.fromhex("0x1.999999997fa04p-2"))
-_L1 = tl.constexpr(float.fromhex("0x1.5555555555593p-1"))
+_SQRT_HALF_BITS = tl.constexpr(_gumbel.SQRT_HALF_BITS)
+_LN2_HIGH, _LN2_LOW = tl.constexpr(_gumbel.LN2_HIGH), tl.constexpr(_gumbel.LN2_LOW)
+_L7, _L6, _L5, _L4, _L3, _L2, _L1 = (tl.constexpr(c) for c in _gumbel.COEFFICIENTS)
 
 
 @triton.jit

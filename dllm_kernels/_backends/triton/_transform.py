@@ -22,10 +22,10 @@ import struct
 import triton
 import triton.language as tl
 
+from dllm_kernels._utils._transform import Transform
+
 MINUS_2_LOG2E = tl.constexpr(-2.8853900817779268)
-Transform = tuple[float | None, float | None, int | None]  # (softcap, scale, skip_id)
 Arguments = tuple[int | None, int | None, int | None]
-NO_TRANSFORM: Transform = (None, None, None)
 
 
 def arguments(transform: Transform) -> Arguments:

@@ -15,6 +15,7 @@ from dllm_kernels._backends.triton import _philox, _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
+from dllm_kernels._random._rules import MOST
 
 _WHAT = {"mask": 0, "tokens": 1, "all": 2}  # values of ``what`` with independent positions
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
@@ -25,8 +26,7 @@ SIZES = [
 ]  # fmt: skip
 # Specialised on being 1 (integers) or None (pointers), but not on alignment.
 ONES = ["blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr"]
-# Largest accepted sum of two probabilities; equals ``MOST`` of _random/_rules.py.
-_MOST = tl.constexpr(1.0 + 1e-5)
+_MOST = tl.constexpr(MOST)
 
 
 @triton.jit
@@ -376,12 +376,12 @@ def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     return out
 
 
-def sample_level(B: int, method: str, low: float, high: float, seed: Tensor) -> Tensor:
+@on_its_device
+def sample_level(seed: Tensor, B: int, method: str, low: float, high: float) -> Tensor:
     """See ``_corrupt.sample_level``."""
-    with torch.cuda.device_of(seed):
-        out = torch.empty(B, dtype=torch.float32, device=seed.device)
-        _sample_level[(triton.cdiv(B, 128),)](
-            seed, out, B, low, high - low, high,
-            METHOD=method, SHARED_SEED=seed.dim() == 0, BLOCK=128, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+    out = torch.empty(B, dtype=torch.float32, device=seed.device)
+    _sample_level[(triton.cdiv(B, 128),)](
+        seed, out, B, low, high - low, high,
+        METHOD=method, SHARED_SEED=seed.dim() == 0, BLOCK=128, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out

@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, TIE, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
@@ -64,7 +64,7 @@ Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix")
 Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
 
 LN2 = tl.constexpr(0.6931471805599453)
-TIE = tl.constexpr(1 + 2.0**-18)
+_TIE = tl.constexpr(TIE)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
@@ -126,7 +126,7 @@ def _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FA
     overlap, below, kl, soft_ce, ratio, p_mix, q_mix = sums
     overlap = _math.lane_sum(overlap, tl.minimum(p, q), WIDE)
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
-        below = _math.lane_sum(below, tl.where(p <= q * TIE, p, 0.0), WIDE)
+        below = _math.lane_sum(below, tl.where(p <= q * _TIE, p, 0.0), WIDE)
     if _any(kinds.kl, kinds.lk):
         kl = _math.lane_sum(kl, _times(q, lq - lp), WIDE)
     if _any(kinds.soft_ce, kinds.lk_soft_ce):
@@ -214,7 +214,7 @@ def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
 def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
     """Compute the gradient in the transformed logits, without the one-hot terms."""
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
-        grad = p * tl.where(p <= q * TIE, c.below, c.plain)
+        grad = p * tl.where(p <= q * _TIE, c.below, c.plain)
     elif _any(kinds.jsd, kinds.teacher_ce, kinds.ce):
         grad = p * c.plain
     else:
@@ -309,13 +309,16 @@ def _tail(row_ptr, wide, V, WIDE: tl.constexpr):
 
 @triton.jit
 def _first_pass(
-    z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, WITH_MOMENT: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    rows, tails, transforms, WITH_MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Return ((M_z, log2 S_z, M_t, log2 S_t), sum p d if WITH_MOMENT, student's argmax, teacher's argmax).
 
-    The tails must have been transformed.
+    ``rows``, ``tails`` and ``transforms`` as in :func:`_pass`.
     """
+    z_ptr, t_ptr, _, wide, _ = rows
+    _, z_tail, t_tail = tails
+    transform, teacher_transform = transforms
     WIDE: tl.constexpr = z_tail.shape[0]
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     i = tl.arange(0, BLOCK_V)
@@ -377,11 +380,11 @@ def _less(grad, v, column, less, first):
 
 @triton.jit
 def _columns(
-    z, x, y, i, first, mask, out_ptr, sums, of_rows, c, hots, kinds, beta, transform,
-    SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
-    ACC: tl.constexpr,
+    z, x, y, i, first, mask, out_ptr, sums, of_rows, gradient, spec, SUM: tl.constexpr, STORE: tl.constexpr,
+    WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Update the sums (if SUM) with one more tile, whose masked columns are -inf, and store its gradient (if STORE)."""
+    kinds, beta = spec
     max_z, log_z, max_t, log_t = of_rows
     dz = x - max_z
     dt = y - max_t
@@ -391,28 +394,36 @@ def _columns(
     if SUM:
         sums = _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO, FAST, WIDE)
     if STORE:
+        c, hots, slope = gradient
         grad = _gradient(p, q, lp, lq, d, c, kinds, beta, FAST)
         argmax_t, of_argmax, target, of_target = hots
         if of_argmax is not None:
             grad = _less(grad, i, argmax_t, of_argmax, first)
         if of_target is not None:
             grad = _less(grad, i, target, of_target, first)
-        grad = _transform.through(grad, z, i, transform, ACC, first)
+        grad = _transform.through(grad, z, i, slope, ACC, first)
         tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     return sums
 
 
 @triton.jit
 def _pass(
-    z_ptr, t_ptr, out_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, beta, transform, teacher_transform,
-    slope, REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr,
-    ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    rows, tails, of_rows, gradient, spec, transforms, REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr,
+    WITH_RATIO: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr,
+    ACC: tl.constexpr,
 ):  # fmt: skip
     """Run one pass over both rows, in either direction; return the sums of the row.
 
-    Each tile is loaded while the previous one is processed. ``z_few`` are the logits of the tail as given, before the
-    transform. A pass that stores is the last one.
+    Each tile is loaded while the previous one is processed. A pass that stores is the last one.
+
+    ``rows``: pointers to student, teacher and gradient, number of columns before the tail, and V. ``tails``: the last
+    columns of the student as given, of the student transformed, of the teacher transformed. ``gradient``: coefficients,
+    one-hot terms, and the transform to backpropagate through; None if the pass does not store. ``spec``: kinds and
+    beta.
     """
+    z_ptr, t_ptr, out_ptr, wide, V = rows
+    z_few, z_tail, t_tail = tails
+    transform, teacher_transform = transforms
     EVICT: tl.constexpr = "evict_first" if STORE else ""
     WIDE: tl.constexpr = z_tail.shape[0]
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
@@ -420,7 +431,7 @@ def _pass(
     few = tl.zeros([1], ACC)
     v = wide + tl.arange(0, WIDE)
     tails = _columns(
-        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _of_all(few), of_rows, c, hots, kinds, beta, slope,
+        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _of_all(few), of_rows, gradient, spec,
         SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
     )  # fmt: skip
     sums = _of_all(tl.zeros([LANES], ACC))
@@ -432,7 +443,7 @@ def _pass(
         x = _math.masked_tile(z, i, there, transform, ACC, whole)
         y = _math.masked_tile(t, i, there, teacher_transform, ACC, whole)
         sums = _columns(
-            z, x, y, i, whole, there, out_ptr + whole, sums, of_rows, c, hots, kinds, beta, slope,
+            z, x, y, i, whole, there, out_ptr + whole, sums, of_rows, gradient, spec,
             SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
         )  # fmt: skip
     if whole > 0:
@@ -446,7 +457,7 @@ def _pass(
             x = transformed(z, i, transform, ACC, tile)
             y = transformed(t, i, teacher_transform, ACC, tile)
             sums = _columns(
-                z, x, y, i, tile, None, out_ptr + tile, sums, of_rows, c, hots, kinds, beta, slope,
+                z, x, y, i, tile, None, out_ptr + tile, sums, of_rows, gradient, spec,
                 SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
             )  # fmt: skip
             z, t, tile = z_ahead, t_ahead, ahead
@@ -507,14 +518,15 @@ def _divergence_rows(
         z_few = _tail(z_ptr, wide, V, WIDE)
         z_tail = _math.masked_tile(z_few, v, v < V, transform, ACC)
         t_tail = _math.masked_tile(_tail(t_ptr, wide, V, WIDE), v, v < V, teacher_transform, ACC)
+        rows, tails = (z_ptr, t_ptr, grad_ptr, wide, V), (z_few, z_tail, t_tail)
+        transforms = transform, teacher_transform
         if HAS_KEPT:
             of_rows, sums, ratio = _kept(numbers_ptr + n.to(tl.int64) * NUMBERS)
             hot = tl.load(hot_ptr + n).to(tl.int32)
         else:
             of_rows, ratio, argmax, hot = _first_pass(
-                z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, rkl is not None and not SUMS_FIRST,
-                ALIGNED, BLOCK_V, THREADS, ACC,
-            )  # fmt: skip
+                rows, tails, transforms, rkl is not None and not SUMS_FIRST, ALIGNED, BLOCK_V, THREADS, ACC
+            )
         max_z, log_z, _, log_t = of_rows
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
         b = poison
@@ -534,8 +546,8 @@ def _divergence_rows(
             sums = _of_all(poison)
         if SUMS_FIRST and not HAS_KEPT:
             sums = _pass(
-                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, None, None, kinds, b, transform,
-                teacher_transform, None, True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+                rows, tails, of_rows, None, (kinds, b), transforms,
+                True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             ratio = sums.ratio
         lam = poison
@@ -559,9 +571,8 @@ def _divergence_rows(
             hots = (hot, of_hot, y, of_y)
             tl.debug_barrier()  # all threads must finish their loads of the row before the first store
             found = _pass(
-                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, b, transform,
-                teacher_transform, slope, not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED,
-                FAST, BLOCK_V, THREADS, ACC,
+                rows, tails, of_rows, (c, hots, slope), (kinds, b), transforms,
+                not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             if not SUMS_FIRST and not HAS_KEPT:
                 sums = found

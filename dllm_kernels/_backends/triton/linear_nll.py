@@ -19,13 +19,15 @@ rows, then needs no kernel that a warm-up on the active rows has not loaded.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE
-from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels._backends.triton.token_nll import NLL, Tensor
+from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 
 @triton.jit
@@ -109,12 +111,12 @@ def row_nll_grad_(
     """See ``nll_and_grad_`` in ``_backends._rows``; the gradient overwrites the chunk ``logits [C, V]``."""
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
-    if acc == torch.float64 and transform[0] is not None:  # one kernel with the tanh of both passes spills
+    if acc == torch.float64 and transform.softcap is not None:  # one kernel with the tanh of both passes spills
         stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
         token_nll.row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
     out = token_nll.new_rows(C, acc, logits.device, with_correct)
-    bound_by_issue = (transform[0], transform[2]) != (None, None)
+    bound_by_issue = (transform.softcap, transform.skip_id) != (None, None)
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
         logits, targets, scale, *out, logits.stride(0), V, *arguments(transform),

@@ -293,12 +293,7 @@ def _row_stats_bwd(
     transform = (gain, rate, skip)
     row = _math.row_offset(n, L, stride_b, stride_l)
     at, first, wide = _math.wide_columns(row, 0, V, WIDE)
-    if SAME_STRIDES:
-        out_row = row
-        out_at = at
-    else:
-        out_row = _math.row_offset(n, L, out_stride_b, out_stride_l)
-        out_at = out_row + first
+    out_row, out_at = _math.output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES)
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)

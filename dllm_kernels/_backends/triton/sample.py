@@ -14,9 +14,10 @@ from dllm_kernels._backends.triton import _launch, _tiles
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._philox import counter_words, halves
 from dllm_kernels._backends.triton._select import score
-from dllm_kernels._backends.triton._transform import Transform, arguments, transformed
+from dllm_kernels._backends.triton._transform import arguments, transformed
 from dllm_kernels._random._noise import HIGH, LOW, Noise
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import Transform
 
 ROWS = [*PER_ROW, "seed_ptr", "counter_ptr"]
 COLUMNS = [*SIZES, "stride_n", "before"]

@@ -18,14 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
+from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E
-from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
+from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 Tensor = torch.Tensor
-NLL = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 @triton.jit
@@ -153,12 +154,7 @@ def _token_nll_bwd(
     transform = (gain, rate, skip)
     row = _math.row_offset(n, L, stride_b, stride_l)
     at, first, wide = _math.wide_columns(row, 0, V, WIDE)
-    if SAME_STRIDES:
-        out_row = row
-        out_at = at
-    else:
-        out_row = _math.row_offset(n, L, out_stride_b, out_stride_l)
-        out_at = out_row + first
+    out_row, out_at = _math.output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES)
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
@@ -237,7 +233,7 @@ def row_grad(
     tiles, splits = _launch.share(V, tile)
     rows, same = _launch.strides_of_both(logits, out)
     # Half the columns per thread for tanh in float64, because otherwise Triton 3.6 spills 8 bytes on sm_80.
-    many = logits.dtype == torch.float64 and transform[0] is not None
+    many = logits.dtype == torch.float64 and transform.softcap is not None
     _token_nll_bwd[(B * L * splits,)](
         logits, targets, scale, factor, row_max, log_sum, out, *rows, V, *arguments(transform), tiles, splits,
         SAME_STRIDES=same, BLOCK_V=tile.block_v, ACC=_launch.acc(scale.dtype),
