@@ -69,26 +69,26 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)
-    nll, row_max, log_sum, _ = token_nll.row_stats(logits, targets, with_correct=False)
+    nll, row_max, log_sum, _ = token_nll.nll(logits, targets, with_correct=False)
     scale = torch.rand_like(nll)
     out = torch.empty_like(logits)
     chunk = logits[0, :2048].clone()  # in place: its content after a launch is equally valid input
     y, s = targets[: chunk.shape[0]], scale[: chunk.shape[0]]
 
     def backward() -> None:
-        token_nll.row_grad(logits, targets, scale, row_max, log_sum, out)
+        token_nll.nll_grad(logits, targets, scale, row_max, log_sum, out)
 
     found = {"backward": Launch("token_nll_bwd", backward, 2 * logits.nbytes)}
     for label, correct in {"": False, ", argmax-match": True}.items():
         found |= {
             f"forward{label}": Launch(
                 "token_nll_fwd",
-                functools.partial(token_nll.row_stats, logits, targets, with_correct=correct),
+                functools.partial(token_nll.nll, logits, targets, with_correct=correct),
                 logits.nbytes,
             ),
             f"chunk{label}": Launch(
                 "linear_nll_rows",
-                functools.partial(linear_nll.row_nll_grad_, chunk, y, s, with_correct=correct),
+                functools.partial(linear_nll.nll_and_grad_, chunk, y, s, with_correct=correct),
                 2 * chunk.nbytes,
             ),
         }

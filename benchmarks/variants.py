@@ -93,8 +93,8 @@ def chunk_sizes(shape: Shape, share: float, options: argparse.Namespace) -> list
 def _launch(module: Callable[[str], Any], kernel: str, logits: torch.Tensor, y: torch.Tensor, s: torch.Tensor) -> Any:
     """Launch once: on a chunk, which is overwritten, or forward on a batch."""
     if kernel == "chunk":
-        return module("linear_nll").row_nll_grad_(logits, y, s, with_correct=False)
-    return module("token_nll").row_stats(logits[None], y, with_correct=False)
+        return module("linear_nll").nll_and_grad_(logits, y, s, with_correct=False)
+    return module("token_nll").nll(logits[None], y, with_correct=False)
 
 
 def of_kernel(kernel: str, shape: Shape, options: argparse.Namespace) -> list[measure.Result]:

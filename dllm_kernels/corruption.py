@@ -179,8 +179,8 @@ def corrupt_uniform(
     mask_id = checked_mask_id(mask_token_id, input_ids)
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be a bool, got {type_name(exact)}")
-    what = "exact" if exact else "mask"
-    return _corrupted(Routine(what, mask_id, eps=eps), input_ids, loss_mask, level, generator, seeds, backend)
+    kind = "exact" if exact else "mask"
+    return _corrupted(Routine(kind, mask_id, eps=eps), input_ids, loss_mask, level, generator, seeds, backend)
 
 
 def corrupt_blockwise(

@@ -9,19 +9,19 @@ A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. 
 
 The row primitives of a backend:
 
-``divergence(logits, request, *, with_grad) -> DivergenceResult(value, alpha, agree, kept)``
+``divergence(logits, request, *, with_grad) -> DivergenceResult(value, acceptance_rate, agree, kept)``
 
     ``request`` is a :class:`DivergenceRequest`. ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the
     same dtype. Both may have any batch and position strides; columns are adjacent. N = B L. All other tensors are
     contiguous ``[N]``, one entry per row. Row n is compared with row ``teacher_rows[n]`` of the B' L' rows of the
     teacher (int64, in any order, repetitions allowed; None: n). A number out of range is never read. It makes value,
-    alpha and gradient of row n NaN, and agree False.
+    acceptance rate and gradient of row n NaN, and agree False.
 
     ``weights`` has the accumulation dtype acc (float32, float64 for float64 logits). For rows of weight 0 neither the
     student's nor the teacher's logits are read. All their results and gradients are 0.
 
-    ``value``, acc: the sum over the parts of the spec of coefficient times kind, without the weight. ``alpha``, acc:
-    a. ``agree``, bool: True if both rows have the same argmax; False if the row is NaN.
+    ``value``, acc: the sum over the parts of the spec of coefficient times kind, without the weight.
+    ``acceptance_rate``, acc: a. ``agree``, bool: True if both rows have the same argmax; False if the row is NaN.
 
     With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``kept`` is None.
     The gradient is with respect to the logits as given, before ``transform``. Otherwise the logits are not written, and
@@ -31,12 +31,12 @@ The row primitives of a backend:
     other out-of-range target makes the value and the gradient of its row NaN. No target equals ``skip_id`` of the
     transform.
 
-    ``mean_alpha``, acc, 0-d, on the device of the logits: the acceptance rate in lam if ``spec.mean_alpha``. None: the
-    row's own rate, as in the preceding pass that computes the mean.
+    ``mean_acceptance``, acc, 0-d, on the device of the logits: the acceptance rate in lam if ``spec.lam_of_mean``.
+    None: the row's own rate, as in the preceding pass that computes the mean.
 
-    A NaN logit, or a row of nothing but -inf, on either side makes value, alpha and gradient of its row NaN. A logit of
-    -inf is a probability of 0. ``skip_id`` of each transform is a column of -inf on its side. The gradient of that
-    column of the student is 0.
+    A NaN logit, or a row of nothing but -inf, on either side makes value, acceptance rate and gradient of its row NaN.
+    A logit of -inf is a probability of 0. ``skip_id`` of each transform is a column of -inf on its side. The gradient
+    of that column of the student is 0.
 
 ``divergence_grad(logits, request, kept, out) -> None``
 
@@ -58,8 +58,8 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 # p <= TIE q counts as p <= q.
 TIE = 1 + 2.0**-18
-# Columns of :attr:`Kept.numbers`.
-KEPT_NUMBERS = 8
+# Columns of :attr:`Kept.stats`.
+KEPT_STATS = 8
 Hyper = tuple[float, float]
 NO_HYPER = (0.0, 0.0)
 
@@ -100,19 +100,19 @@ class DivergenceSpec(NamedTuple):
 
     Attributes:
         parts: the terms; no two have the same kind and options.
-        mean_alpha: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
+        lam_of_mean: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
     """
 
     parts: tuple[Part, ...]
-    mean_alpha: bool = False
+    lam_of_mean: bool = False
 
     @classmethod
-    def of(cls, parts: Iterable[Part], mean_alpha: bool) -> DivergenceSpec:
+    def of(cls, parts: Iterable[Part], lam_of_mean: bool) -> DivergenceSpec:
         """Make a spec; add the coefficients of parts with the same kind and options."""
         total: dict[tuple[str, Hyper], float] = {}
         for kind, coefficient, hyper in map(_settled, parts):
             total[kind, hyper] = total.get((kind, hyper), 0.0) + coefficient
-        return cls(tuple(Part(kind, c, hyper) for (kind, hyper), c in total.items()), mean_alpha)
+        return cls(tuple(Part(kind, c, hyper) for (kind, hyper), c in total.items()), lam_of_mean)
 
     @property
     def wants_targets(self) -> bool:
@@ -128,7 +128,7 @@ class DivergenceRequest(NamedTuple):
     weights: torch.Tensor
     teacher_rows: torch.Tensor | None = None
     targets: torch.Tensor | None = None
-    mean_alpha: torch.Tensor | None = None
+    mean_acceptance: torch.Tensor | None = None
     transform: Transform = NO_TRANSFORM
     teacher_transform: Transform = NO_TRANSFORM
 
@@ -137,12 +137,12 @@ class Kept(NamedTuple):
     """Statistics of N rows from which the gradient needs one pass.
 
     Attributes:
-        numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
+        stats: acc ``[N, KEPT_STATS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
             the gradient of the spec reads. Their order and units depend on the backend.
         teacher_argmax: int64 ``[N]``, the teacher's argmax.
     """
 
-    numbers: torch.Tensor
+    stats: torch.Tensor
     teacher_argmax: torch.Tensor
 
 
@@ -151,13 +151,13 @@ class DivergenceResult(NamedTuple):
 
     Attributes:
         value: acc ``[N]``.
-        alpha: acc ``[N]``.
+        acceptance_rate: acc ``[N]``.
         agree: bool ``[N]``.
         kept: input of ``divergence_grad``; None if the gradient has been written.
     """
 
     value: torch.Tensor
-    alpha: torch.Tensor
+    acceptance_rate: torch.Tensor
     agree: torch.Tensor
     kept: Kept | None = None
 

@@ -18,7 +18,7 @@ def row_primitives(triton: bool) -> RowPrimitives:
 
         stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward)
         return RowPrimitives(
-            stats, token_nll.row_stats, token_nll.weighted_row_stats, token_nll.row_grad, linear_nll.row_nll_grad_,
+            stats, token_nll.nll, token_nll.weighted_nll, token_nll.nll_grad, linear_nll.nll_and_grad_,
             linear_nll.scale_, divergence.divergence, divergence.divergence_grad, sample.sample, _sample.largest,
         )  # fmt: skip
     from dllm_kernels._backends.torch import _divergence, _nll, _stats

@@ -48,7 +48,7 @@ class StatsRequest(NamedTuple):
 
     Attributes:
         ids: int64 ``[N, K]``. ``IGNORE`` marks a missing id. Any other out-of-range id gives NaN.
-        active: int64 ``[N]``, ``IGNORE`` in inactive rows.
+        targets: int64 ``[N]``, ``IGNORE`` in inactive rows; other values are not read.
         a: coefficient of the mixture, ``[N]`` in the accumulation dtype, or None.
         b: see ``a``.
         transform: transform of the logits.
@@ -63,7 +63,7 @@ class StatsRequest(NamedTuple):
     """
 
     ids: Tensor
-    active: Tensor
+    targets: Tensor
     a: Tensor | None = None
     b: Tensor | None = None
     transform: Transform = NO_TRANSFORM
@@ -155,8 +155,10 @@ def nll_of_stats(
     """
 
     def requested(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
-        active = targets if V is None or weights is None else targets.masked_fill(weights == 0, IGNORE)
-        return StatsRequest(targets.unsqueeze(1), active, weights=weights if V is None else None, **options)
+        ids = targets.unsqueeze(1)
+        if V is not None and weights is not None:
+            targets = targets.masked_fill(weights == 0, IGNORE)
+        return StatsRequest(ids, targets, weights=weights if V is None else None, **options)
 
     def nll(
         logits: Tensor, targets: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._core._divergence import DIVERGENCE
-from dllm_kernels._core._eager import dtypes, first_order, handle, in_dtypes, restored, upstream_of
+from dllm_kernels._core._eager import dtypes, first_order, in_dtypes, link_to, restored, upstream_of
 from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._op import Outputs, RowOp
@@ -45,7 +45,7 @@ def _rows(op: str, *arguments: Any) -> list[Tensor]:
     inputs = RowInputs(*tensors)
     outputs = ROW_OPS[op].forward(inputs, Plan.unpack(packed, factors, changing))
     requested = [outputs[out.name] for out in ROW_OPS[op].outputs if outputs.get(out.name) is not None]
-    return [*requested, handle(inputs.x)]
+    return [*requested, link_to(inputs.x)]
 
 
 @_rows.register_fake
@@ -53,7 +53,7 @@ def _(op: str, *arguments: Any) -> list[Tensor]:
     *tensors, packed, factors, _ = arguments
     inputs = RowInputs(*tensors)
     requested = ROW_OPS[op].requested(inputs, Plan.unpack(packed, factors))
-    return [*(inputs.x.new_empty(shape, dtype=dtype) for _, (shape, dtype) in requested), handle(inputs.x)]
+    return [*(inputs.x.new_empty(shape, dtype=dtype) for _, (shape, dtype) in requested), link_to(inputs.x)]
 
 
 @torch.library.custom_op("dllm_kernels::rows_backward", mutates_args=())
@@ -99,7 +99,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     op, upstream, plan = ctx.op, upstream_of(ctx.differentiable, grads), Plan.unpack(*ctx.packed)
     if upstream is None or not any(plan.needs):
         return (None,) * (len(TENSORS) + 4)
-    *saved, changing, hook = ctx.saved_tensors
+    *saved, changing, link = ctx.saved_tensors
     names, n = tuple(upstream), len(saved)
 
     def gradients(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -112,7 +112,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         needed = zip(inputs.grad_inputs, plan.needs, strict=True)
         return tuple(next(computed) if need and t is not None else None for t, need in needed)
 
-    input_grads = first_order(gradients, (*saved, *upstream.values(), changing, hook), ctx.instead)
+    input_grads = first_order(gradients, (*saved, *upstream.values(), changing, link), ctx.instead)
     by_name = dict(zip(GRAD_INPUTS, input_grads, strict=True))
     return None, *(by_name.get(name) for name in TENSORS), None, None, None
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, aligned_rows, head_product, no_autocast, unit_scale
@@ -63,17 +63,17 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             chunks = Chunks(_with_teacher_head(inputs, plan), plan, needs, factors)
             rows_of = partial(_rows_of_head, chunks, scale)
         mean = None
-        if config.spec.mean_alpha:
-            rate, all_reduce = rows_of(None, with_grad=False).alpha, config.all_reduce or (lambda t: t)
+        if config.spec.lam_of_mean:
+            rate, all_reduce = rows_of(None, with_grad=False).acceptance_rate, config.all_reduce or (lambda t: t)
             mean = all_reduce(torch.where(weights != 0, weights * rate, 0.0).sum()) / all_reduce(weights.sum())
         value, acceptance_rate, agree, kept = rows_of(mean, with_grad=any(needs))
         grads = chunks.gradients(wide=loss_scale is not None) if any(needs) else Gradients()
         value = value * config.value_scale
         weighted = torch.where(weights != 0, weights * value, 0.0)
-        numbers, argmax = (kept.numbers, kept.teacher_argmax) if kept is not None and any(plan.needs) else (None, None)
+        stats, argmax = (kept.stats, kept.teacher_argmax) if kept is not None and any(plan.needs) else (None, None)
         return {
             "loss": weighted if config.per_row else weighted.sum(), "value": value, "acceptance_rate": acceptance_rate,
-            "agree": agree, "mean_acceptance": mean, "kept_numbers": numbers, "kept_argmax": argmax,
+            "agree": agree, "mean_acceptance": mean, "kept_stats": stats, "kept_argmax": argmax,
             "loss_scale": loss_scale, "row_size": size, **_op.as_outputs(grads),
         }  # fmt: skip
 
@@ -86,7 +86,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
     with no_autocast(inputs):
         scale = torch.where(grad_loss != 0, inputs.weights * grad_loss * plan.divergence.value_scale, 0.0)
         if not plan.from_hidden:
-            kept = Kept(outputs["kept_numbers"], outputs["kept_argmax"])
+            kept = Kept(outputs["kept_stats"], outputs["kept_argmax"])
             return Gradients(_grad_of_logits(inputs, plan, scale, mean, kept))
         scale, factors, loss_scale = unit_scale(scale, plan)
         rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, IGNORE))
@@ -124,7 +124,7 @@ def _request(plan: Plan, mean: Tensor | None) -> Callable[..., DivergenceRequest
     """Return a function that makes the request of some rows from (teacher, weights, teacher_rows, targets)."""
     config = plan.divergence
     return partial(
-        DivergenceRequest, config.spec, mean_alpha=mean, transform=plan.options.transform,
+        DivergenceRequest, config.spec, mean_acceptance=mean, transform=plan.options.transform,
         teacher_transform=config.teacher_transform,
     )  # fmt: skip
 
@@ -181,17 +181,17 @@ def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_
     if inputs.teacher_columns is None:
         ((_, _, request),) = pairs
         return compare(logits, request, with_grad=with_grad)
-    value, alpha = (weights.new_empty(weights.shape) for _ in range(2))
-    numbers = weights.new_empty(*weights.shape, KEPT_NUMBERS)
+    value, acceptance = (weights.new_empty(weights.shape) for _ in range(2))
+    stats = weights.new_empty(*weights.shape, KEPT_STATS)
     agree, teacher_argmax = (
         torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64)
     )
     for here, place, request in pairs:
         *results, kept = compare(logits[place], request, with_grad=with_grad)
         assert kept is not None
-        for whole, part in zip((value, alpha, agree, numbers, teacher_argmax), (*results, *kept), strict=True):
+        for whole, part in zip((value, acceptance, agree, stats, teacher_argmax), (*results, *kept), strict=True):
             whole[here] = part
-    return DivergenceResult(value, alpha, agree, Kept(numbers, teacher_argmax))
+    return DivergenceResult(value, acceptance, agree, Kept(stats, teacher_argmax))
 
 
 def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept) -> Tensor:
@@ -263,18 +263,18 @@ DIVERGENCE = _op.RowOp(
         _op.Output("value", _op.per_row()),
         _op.Output("acceptance_rate", _op.per_row()),
         _op.Output("agree", _op.per_row(dtype=torch.bool)),
-        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.divergence.spec.mean_alpha), public=False),
+        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.divergence.spec.lam_of_mean), public=False),
         *_op.gradient_outputs(computes_gradients, scaled=_scales_loss),
         _op.Output("loss_scale", _op.scalar(_scales_loss), public=False),
         _op.Output("row_size", _op.per_row(computes_gradients), public=False),
-        _op.Output("kept_numbers", _op.per_row(_keeps, (KEPT_NUMBERS,)), public=False),
+        _op.Output("kept_stats", _op.per_row(_keeps, (KEPT_STATS,)), public=False),
         _op.Output("kept_argmax", _op.per_row(_keeps, dtype=torch.int64), public=False),
     ),
     forward=_forward,
     saved=lambda plan: (
         ((), (*_op.GRADS, "loss_scale", "row_size"))
         if computes_gradients(plan)
-        else ((*_INPUTS, *_TEACHER), ("mean_acceptance", "kept_numbers", "kept_argmax"))
+        else ((*_INPUTS, *_TEACHER), ("mean_acceptance", "kept_stats", "kept_argmax"))
     ),
     backward=_backward,
     result=Divergence,

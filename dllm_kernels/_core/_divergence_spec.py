@@ -114,7 +114,7 @@ class DivergencePlan(NamedTuple):
         """All fields except floats, encoded for :meth:`unpacked`."""
         skip, spec = self.teacher_transform.skip_id, self.spec
         kinds = [_ORDER.index(part.kind) for part in spec.parts]
-        return [int(self.per_row), -1 if skip is None else skip, int(spec.mean_alpha), *kinds]
+        return [int(self.per_row), -1 if skip is None else skip, int(spec.lam_of_mean), *kinds]
 
     @property
     def floats(self) -> list[float]:
@@ -125,9 +125,9 @@ class DivergencePlan(NamedTuple):
     @classmethod
     def unpacked(cls, integers: Sequence[int], numbers: Sequence[float]) -> DivergencePlan:
         """Rebuild from :attr:`integers` and :attr:`floats`."""
-        per_row, skip, mean_alpha, *kinds = integers
+        per_row, skip, lam_of_mean, *kinds = integers
         value_scale, softcap, scale, *of_parts = numbers
         triples = zip(*[iter(of_parts)] * 3, strict=True)
         parts = (Part(_ORDER[k], c, (first, second)) for k, (c, first, second) in zip(kinds, triples, strict=True))
         transform = Transform.of((softcap, scale), None if skip < 0 else skip)
-        return cls(DivergenceSpec.of(parts, bool(mean_alpha)), transform, value_scale, bool(per_row))
+        return cls(DivergenceSpec.of(parts, bool(lam_of_mean)), transform, value_scale, bool(per_row))

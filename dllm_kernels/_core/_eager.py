@@ -8,7 +8,7 @@ on it would silently have no gradient.
 The node that raises must be on every path from the gradient to the inputs of the Function and to the upstream
 gradients, because ``backward(inputs=[weight])`` visits no other nodes. If the Function has saved its gradients instead
 of its inputs, backward has no access to the inputs. An output of the Function leads to all of them, and an empty output
-(:func:`handle`) takes no memory to save.
+(:func:`link_to`) takes no memory to save.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
 
 
 def _by_name(op: RowOp, output: Sequence[Tensor | None]) -> Outputs:
-    """Name the outputs of :func:`_forward`, without the handle."""
+    """Name the outputs of :func:`_forward`, without the link."""
     return {out.name: t for out, t in zip(op.outputs, output[:-1], strict=True)}
 
 
 def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: Tensor | None) -> Tensors:
-    """Compute all outputs and the handle. The last arguments are ``inputs.grad_inputs``, which autograd tracks."""
+    """Compute all outputs and the link. The last arguments are ``inputs.grad_inputs``, which autograd tracks."""
     outputs = op.forward(inputs, plan)
-    return *(outputs.get(out.name) for out in op.outputs), handle(inputs.x)
+    return *(outputs.get(out.name) for out in op.outputs), link_to(inputs.x)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -64,7 +64,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def handle(like: Tensor) -> Tensor:
+def link_to(like: Tensor) -> Tensor:
     """Make an empty output that leads from a backward pass to the inputs; save it and return it."""
     return like.new_empty(0)
 
@@ -75,7 +75,7 @@ def first_order(make: Callable[..., Tensors], tensors: Sequence[Tensor | None], 
     Args:
         make: computes the gradients from its arguments only, which a transform of ``torch.func`` unwraps.
         tensors: the upstream gradients, the saved tensors, and a tensor that leads to all inputs that require a
-            gradient: a :func:`handle`, or the only such input.
+            gradient: a :func:`link_to`, or the only such input.
         instead: function with a second derivative, for the error message.
     """
     if not torch.is_grad_enabled() and not transforms_active():
@@ -127,14 +127,14 @@ class _Rows(torch.autograd.Function):
             return (None,) * (3 + len(GRAD_INPUTS))
         if ctx.check is not None:
             ctx.check()
-        *saved, hook = ctx.saved_tensors  # read once, because an activation checkpoint recomputes and frees them
+        *saved, link = ctx.saved_tensors  # read once, because an activation checkpoint recomputes and frees them
         names, n = tuple(upstream), len(saved)
 
         def gradients(*tensors: Tensor | None) -> Tensors:
             given = dict(zip(names, tensors[n:-1], strict=True))
             return tuple(in_dtypes(op.backward(*restored(op, plan, tensors[:n]), given, plan), dtypes_))
 
-        return None, None, None, *first_order(gradients, (*saved, *upstream.values(), hook), ctx.instead)
+        return None, None, None, *first_order(gradients, (*saved, *upstream.values(), link), ctx.instead)
 
 
 class _TransformedRows(FirstOrder, _Rows):

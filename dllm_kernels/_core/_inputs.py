@@ -79,7 +79,7 @@ class RowInputs(NamedTuple):
         bump: ``[...]``, added to the logit of the row's id (soft embedding), or None.
         embedding: ``[V, E]``, averaged under each row's distribution (soft embedding), or None.
         seeds: int64 ``[...]``, seed of each row's noise (samples), or None.
-        numbers: int64 ``[...]``, number of each row under its seed, or None.
+        row_numbers: int64 ``[...]``, number of each row under its seed, or None.
         teacher_x: teacher logits ``[..., V']`` or hidden states ``[..., D']``, or None. Flattened: hidden states
             ``[R, D']``.
         teacher_weight: LM head of the teacher ``[V', D']``; None for logits, and if it shares the student's.
@@ -105,7 +105,7 @@ class RowInputs(NamedTuple):
     bump: Tensor | None = None
     embedding: Any = None
     seeds: Tensor | None = None
-    numbers: Tensor | None = None
+    row_numbers: Tensor | None = None
     teacher_x: Any = None
     teacher_weight: Tensor | None = None
     teacher_bias: Tensor | None = None
@@ -140,7 +140,7 @@ class RowInputs(NamedTuple):
 GRAD_INPUTS = Gradients._fields
 TENSORS = RowInputs._fields[:-1]
 # Inputs with one entry per row, which are sliced if rows are split over ranks.
-PER_ROW = ("ids", "active", "weights", "mix_a", "mix_b", "bump", "seeds", "numbers")
+PER_ROW = ("ids", "active", "weights", "mix_a", "mix_b", "bump", "seeds", "row_numbers")
 _EMPTY: dict[str, Any] = dict.fromkeys(TENSORS)
 
 
@@ -153,7 +153,7 @@ def flattened(inputs: RowInputs, dtype: torch.dtype, ids: Tensor, targets: Tenso
     for name in ("x", "extra_x", "teacher_x", "teacher_extra_x") if inputs.weight is not None else ():
         if (t := fields[name]) is not None:
             fields[name] = t.reshape(-1, t.shape[-1])
-    for name in ("teacher_rows", "seeds", "numbers"):
+    for name in ("teacher_rows", "seeds", "row_numbers"):
         if (t := fields[name]) is not None:
             fields[name] = t.reshape(-1).to(torch.int64).contiguous()
     if inputs.teacher_columns is not None:

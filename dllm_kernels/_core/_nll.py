@@ -23,7 +23,7 @@ _NLL_OUTPUTS = (
     _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse)),
     _op.Output("correct", _op.per_row(lambda plan: plan.options.with_correct, dtype=torch.bool)),
 )
-STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
+STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_normalizer), public=False) for name in STATS)
 
 
 def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:

@@ -59,32 +59,30 @@ class Options(NamedTuple):
     inplace_backward: bool = False
     top_k: int | None = None
 
-    def checked(self, V: int, rows: int) -> Options:
-        """Validate the options for ``rows`` rows of V logits, and convert them to Python types.
+    def checked(self, V: int, num_rows: int) -> Options:
+        """Validate the options for ``num_rows`` rows of V logits, and convert them to Python types.
 
         Raises:
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
-        (softcap, scale, skip_id), ignore_index, _, _, chunk_size, num_active, logits_dtype, *flags, top_k = self
-        given = (softcap, scale, skip_id, chunk_size, num_active, logits_dtype, top_k)
-        if type(ignore_index) is int and all(g is None for g in given) and all(type(flag) is bool for flag in flags):
-            return self
         _checks.check_flags(
             with_lse=self.with_lse, with_correct=self.with_correct, entropy=self.entropy, round_nll=self.round_nll,
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
         _checks.check_int("ignore_index", self.ignore_index)
-        _checks.check_logits_dtype(logits_dtype)
-        if top_k is not None:
-            _checks.check_int("top_k", top_k)
-            if not 1 <= top_k <= V:
-                raise ValueError(f"top_k must lie in [1, {V}], the size of the vocabulary, or be None, got {top_k}")
+        _checks.check_logits_dtype(self.logits_dtype)
+        if self.top_k is not None:
+            _checks.check_int("top_k", self.top_k)
+            if not 1 <= self.top_k <= V:
+                raise ValueError(
+                    f"top_k must lie in [1, {V}], the size of the vocabulary, or be None, got {self.top_k}"
+                )
         return replaced(
             self,
             transform=_checks.checked_transform(V, *self.transform),
             chunk_size=_checks.checked_chunk_size(self.chunk_size),
-            num_active=_checks.checked_num_active(self.num_active, rows),
+            num_active=_checks.checked_num_active(self.num_active, num_rows),
         )
 
 
@@ -150,7 +148,7 @@ class Plan(NamedTuple):
         return self.dtype == torch.float16
 
     @property
-    def keeps_lse(self) -> bool:
+    def keeps_normalizer(self) -> bool:
         """True if (row_max, log_sum) are computed, for the requested logsumexp or for backward."""
         if self.options.with_lse or self.triton or self.rows is not None or self.from_hidden or self.with_mix:
             return True
@@ -160,7 +158,7 @@ class Plan(NamedTuple):
     def nll_options(self) -> dict[str, Any]:
         """Keywords of the primitives of the NLL."""
         options = {"with_correct": self.options.with_correct, "transform": self.options.transform}
-        return options if self.keeps_lse else {**options, "with_lse": False}
+        return options if self.keeps_normalizer else {**options, "with_lse": False}
 
     def primitives(self) -> RowPrimitives:
         """Return the row primitives to call."""

@@ -26,8 +26,8 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         entropy = rows.empty(dtype=plan.accum_dtype, device=device)
         for chunk, _, targets, logits in chunks:
             noise = None
-            if inputs.seeds is not None and inputs.numbers is not None:
-                noise = Noise(rows.take(inputs.seeds, chunk), rows.take(inputs.numbers, chunk), 0, logits.shape[1])
+            if inputs.seeds is not None and inputs.row_numbers is not None:
+                noise = Noise(rows.take(inputs.seeds, chunk), rows.take(inputs.row_numbers, chunk), 0, logits.shape[1])
             chosen = primitives.sample(logits, transform, noise)[1].unsqueeze(1)
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)

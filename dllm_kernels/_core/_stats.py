@@ -72,7 +72,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
         if plan.needs_loss_scaling:
             c = c.over(torch.where(size == 0, 1.0, size))
         size, factors, loss_scale = unit_scale(size, plan)
-        chunks = Chunks(inputs._replace(targets=request.active), plan, plan.needs, factors)
+        chunks = Chunks(inputs._replace(targets=request.targets), plan, plan.needs, factors)
         take = chunks.rows.take
         for chunk, h, targets, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
@@ -88,18 +88,18 @@ def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
     o = plan.options
     return StatsRequest(
         inputs.ids, inputs.targets, inputs.mix_a, inputs.mix_b, o.transform, o.entropy, o.with_correct, any(plan.needs),
-        lse=plan.keeps_lse,
+        lse=plan.keeps_normalizer,
     )  # fmt: skip
 
 
 def _with_gradient(request: StatsRequest, size: Tensor) -> StatsRequest:
     """Make rows without an upstream gradient inactive, so that their gradient is 0 even if the row has NaN."""
-    return request._replace(active=request.active.masked_fill(size == 0, IGNORE))
+    return request._replace(targets=request.targets.masked_fill(size == 0, IGNORE))
 
 
 def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) -> StatsRequest:
     a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
-    return request._replace(ids=chunks.rows.take(request.ids, chunk), active=targets, a=a, b=b)
+    return request._replace(ids=chunks.rows.take(request.ids, chunk), targets=targets, a=a, b=b)
 
 
 def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype) -> list[Tensor | None]:
@@ -147,7 +147,7 @@ class Objective(NamedTuple):
     fn: Callable[..., Tensor]
     several: bool
 
-    def of(self, result: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
+    def of(self, result: StatsResult, targets: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
         """Return (value per row, gradients of the sum of values with respect to the statistics).
 
         The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
@@ -157,7 +157,7 @@ class Objective(NamedTuple):
         log_probs, lse, entropy = leaves
         with torch.set_grad_enabled(needed):
             stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, result.correct)
-            value = torch.where(active != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
+            value = torch.where(targets != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
             upstream = _gradients(value.sum(), leaves) if needed else [None] * len(leaves)
         return value.detach(), Upstream._make([*upstream, None])
 
@@ -235,7 +235,7 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
                     factors = Factors(None, factor)
                 here = _with_gradient(here, size)
                 chunks.primitives.stats.backward(logits[None], here, c, result.row_max, result.log_sum, logits[None])
-                chunks.add_gradients(chunk, h, here.active, logits, size, factors)
+                chunks.add_gradients(chunk, h, here.targets, logits, size, factors)
         value, *whole = rows.finished([value, *out])
         stats = StatsResult(*whole)
         grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()

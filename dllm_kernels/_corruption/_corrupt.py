@@ -104,17 +104,19 @@ class Routine(NamedTuple):
     """A routine of :mod:`dllm_kernels.corruption` and its parameters.
 
     ======  =================================================  ===========================================
-    name    public function                                    chosen positions
+    kind    public function                                    chosen positions
     ======  =================================================  ===========================================
     mask    ``corrupt_uniform``                                each with the probability of its row
     exact   ``corrupt_uniform`` with ``exact``                 an exact number per row
     topk    ``corrupt_blockwise``                              an exact number per block, biased by position
-    tokens  ``corrupt_uniform_random``, with ``token`` tokens  each with the probability of its block
+    tokens  ``corrupt_uniform_random``                         each with the probability of its block
     all     ``corrupt_all_masked``                             all; takes no seed
     ======  =================================================  ===========================================
+
+    ``token`` is the id of MASK; for ``tokens``, the number of tokens from which the replacements are drawn.
     """
 
-    name: str
+    kind: str
     token: int
     block_size: int | None = None
     eps: float = 0.0
@@ -126,13 +128,13 @@ def corrupt(
     backend: str,
 ) -> Corrupted:  # fmt: skip
     """Corrupt supervised positions."""
-    what, token, block_size, eps, half_life_ratio = routine
+    kind, token, block_size, eps, half_life_ratio = routine
     if input_ids.numel() == 0:
         return _empty_result(input_ids, backend)
     check_level(level)
     grid = Grid.of(input_ids, block_size)
     rate, at_least = 0.0, 0
-    if what == "topk":
+    if kind == "topk":
         # Difference of the log-weights of adjacent positions at m = 0. The largest log-weight, rate * size, must be
         # finite in float32, because infinite ones would be ordered by index only.
         size, at_least = block_size or grid.L, int(block_size is None)
@@ -143,21 +145,21 @@ def corrupt(
         return kernel(input_ids, loss_mask, level, seed, routine, grid.blocks, grid.size, rate, at_least)
 
     def body(rows: Rows) -> Change:
-        if what == "all":
+        if kind == "all":
             return Change(rows.supervised, token, None)
         m = _rules.level(rows.levels, eps) if level is None else rows_of(level, rows)
-        if what == "exact":  # the round(m * supervised) supervised positions with the largest draws
+        if kind == "exact":  # the round(m * supervised) supervised positions with the largest draws
             k = _rules.number_to_mask(m[:, 0], rows.supervised.sum(1), (m[:, 0] > 0) * 1)
             return Change(select_largest(rows.draws, rows.supervised, k), token, m)
-        if what == "topk":
+        if kind == "topk":
             return Change(_topk_of_blocks(grid, rows.draws, m, rate, at_least), token, m)
         coins = _rules.below(grid.fold(rows.draws), grid.beside(m)).reshape(-1, grid.L)
-        if what == "tokens":
+        if kind == "tokens":
             return Change(coins, _rules.token(rows.words, token), None if level is None else m)
         return Change(coins, token, m)
 
-    layout = Layout(grid.blocks, grid.L, whole_words=what == "tokens")
-    return _corrupt(input_ids, loss_mask, seed, grid, layout, body, {"mask": 4, "topk": 2}.get(what, 1))
+    layout = Layout(grid.blocks, grid.L, whole_words=kind == "tokens")
+    return _corrupt(input_ids, loss_mask, seed, grid, layout, body, {"mask": 4, "topk": 2}.get(kind, 1))
 
 
 def mix_tokens(

@@ -20,26 +20,26 @@ class Noise(NamedTuple):
 
     Attributes:
         seeds: int64 ``[R]``.
-        rows: int64 ``[R]``, number of the row under its seed.
+        row_numbers: int64 ``[R]``, number of the row under its seed.
         first: the first column of the range.
         total: number of columns of a whole row.
     """
 
     seeds: Tensor
-    rows: Tensor
+    row_numbers: Tensor
     first: int
     total: int
 
     @property
     def first_counter(self) -> Tensor:
         """Counter of the high bits of the first column, counted from ``_philox.ZERO``, int64 ``[R]``."""
-        return self.rows * -(-self.total // 16) + self.first // 16
+        return self.row_numbers * -(-self.total // 16) + self.first // 16
 
 
 def high_on_host(noise: Noise, count: int) -> Array:
     """Compute :func:`high` with NumPy, uint16."""
     skip = noise.first % 16
-    words = np.empty((len(noise.rows), 4 * -(-(skip + count) // 16)), np.uint64)
+    words = np.empty((len(noise.row_numbers), 4 * -(-(skip + count) // 16)), np.uint64)
     for to, seed, counter in zip(words, noise.seeds.tolist(), noise.first_counter.tolist(), strict=True):
         to[:] = words_from(seed, ZERO + counter, HIGH).random_raw(len(to))
     return words.view(np.uint16)[:, skip : skip + count]

@@ -33,21 +33,21 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
     if shard.size:
         columns = (None if t is None else shard.local_ids(t) for t in (teacher_argmax, y))
         pairs.for_each_block(partial(_sum, program), (sums, *columns, *norms))
-    alpha, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
+    acceptance, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
     if pairs.out_of_range is not None:
-        alpha = alpha.masked_fill(pairs.out_of_range, math.nan)
-    target_flag = _target_flags(shard, y, alpha.dtype)
+        acceptance = acceptance.masked_fill(pairs.out_of_range, math.nan)
+    target_flag = _target_flags(shard, y, acceptance.dtype)
     if target_flag is not None:
         at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
-    n = _local.Numbers(alpha, program.lam_alpha(alpha), at_best, at_target, target_flag)
+    n = _local.RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, target_flag)
     value = program.rows(of_features, n, weight)[0]
-    numbers = program.numbers(norms, alpha, of_features)
+    stats = program.kept_stats(norms, acceptance, of_features)
     result = DivergenceResult(
-        pairs.put(value), pairs.put(alpha), pairs.put((student_argmax == teacher_argmax) & ~alpha.isnan())
+        pairs.put(value), pairs.put(acceptance), pairs.put((student_argmax == teacher_argmax) & ~acceptance.isnan())
     )
     if not with_grad:
-        return result._replace(kept=Kept(pairs.put(numbers), pairs.put(teacher_argmax)))
-    _write_gradient(shard, _local.Program(request, known=True), pairs, request, Kept(numbers, teacher_argmax), logits)
+        return result._replace(kept=Kept(pairs.put(stats), pairs.put(teacher_argmax)))
+    _write_gradient(shard, _local.Program(request, known=True), pairs, request, Kept(stats, teacher_argmax), logits)
     return result
 
 
@@ -72,9 +72,9 @@ def _write_gradient(
     if not shard.size:
         return
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
-    c = program.coefficients(kept.numbers, _target_flags(shard, y, kept.numbers.dtype), weight)
+    c = program.coefficients(kept.stats, _target_flags(shard, y, kept.stats.dtype), weight)
     teacher_argmax, y = shard.local_ids(kept.teacher_argmax), None if y is None else shard.local_ids(y)
-    per_row = (kept.numbers, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.of))
+    per_row = (kept.stats, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.of))
     pairs.for_each_block(partial(_gradient, program), per_row, out=out)
 
 
@@ -113,8 +113,8 @@ def _local_stats(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
 def _combine(shard: VocabShard, pairs: _local.Pairs, local_stats: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
     """Combine the results of all ranks into (normalisers of whole rows, student's argmax, teacher's argmax)."""
     norms, columns = [], []
-    numbers = shard.gather(local_stats).unsqueeze(3).unbind(2)
-    for row_max, log_sum, column in (numbers[:3], numbers[3:]):
+    gathered = shard.gather(local_stats).unsqueeze(3).unbind(2)
+    for row_max, log_sum, column in (gathered[:3], gathered[3:]):
         whole = row_max.amax(0)
         norms += [whole, torch.logsumexp(log_sum + (row_max - whole), 0)]
         first = torch.where((row_max == whole) & (log_sum > -math.inf), column, math.inf).amin(0)
@@ -135,16 +135,16 @@ def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, 
     part, teacher_argmax, y, *of_norms = row
     norms = _local.Norms(*of_norms)
     columns, room = _columns(block, norms)
-    alpha, *sums = program.summed(columns, room)
-    nothing = torch.zeros_like(alpha)
+    acceptance, *sums = program.summed(columns, room)
+    nothing = torch.zeros_like(acceptance)
     picked = [
         nothing if c is None else _local.at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)
     ]
-    part.copy_(torch.cat([alpha, *picked, *sums], 1))
+    part.copy_(torch.cat([acceptance, *picked, *sums], 1))
 
 
 def _gradient(program: _local.Program, block: _local.Block, out: Tensor, row: tuple[Any, ...]) -> Tensor:
-    numbers, teacher_argmax, y, best, target, *features = row
-    columns, room = _columns(block, _local.Norms.of(numbers))
+    stats, teacher_argmax, y, best, target, *features = row
+    columns, room = _columns(block, _local.Norms.of(stats))
     c = _local.Coefficients(features, best, target)
     return _local.with_single_columns(program.write_gradient(columns, room, c, out), teacher_argmax, y, c)

@@ -118,7 +118,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    inactive, entropy = request.active == IGNORE, None
+    inactive, entropy = request.targets == IGNORE, None
     if request.entropy:
         entropy = (
             torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(inactive, 0)
@@ -138,7 +138,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
 def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     """Return the neutral result of a shard without columns."""
     acc = accum_dtype(dtype)
-    zero = torch.zeros(request.active.shape, dtype=acc, device=request.active.device)
+    zero = torch.zeros(request.targets.shape, dtype=acc, device=request.targets.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf
     entropy, correct = zero if request.entropy else None, zero != 0 if request.correct else None
     return StatsResult(zero.new_zeros(request.ids.shape), lowest, none, entropy, correct=correct)
@@ -168,7 +168,7 @@ def _mix(
     if shard.size:
         parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
     else:
-        parts = sums[0].new_zeros(1 + request.gradients, request.active.shape[0])
+        parts = sums[0].new_zeros(1 + request.gradients, request.targets.shape[0])
     F, *W = shard.add_parts(parts).unbind()
     return F, W[0] if W else None
 

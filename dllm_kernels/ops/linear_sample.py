@@ -138,5 +138,6 @@ def _seeds_and_numbers(
             )
         _checks.check_same_device("hidden", hidden, seeds=seeds)
     rest = rows[seeds.dim() :]
-    numbers = torch.arange(rest.numel(), device=hidden.device).view(rest)
-    return {"seeds": seeds.reshape(seeds.shape + (1,) * len(rest)).expand(rows), "numbers": numbers.expand(rows)}
+    row_numbers = torch.arange(rest.numel(), device=hidden.device).view(rest)
+    seeds = seeds.reshape(seeds.shape + (1,) * len(rest)).expand(rows)
+    return {"seeds": seeds, "row_numbers": row_numbers.expand(rows)}

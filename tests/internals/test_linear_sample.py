@@ -81,9 +81,9 @@ def test_opcheck_linear_sample():
     active = torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
     numbers = torch.arange(B * L, device=DEVICE)
     inputs = RowInputs(
-        h.view(-1, D), torch.zeros_like(numbers)[:, None], w, b, targets=active, seeds=numbers % 3, numbers=numbers
+        h.view(-1, D), torch.zeros_like(numbers)[:, None], w, b, targets=active, seeds=numbers % 3, row_numbers=numbers
     )
     options = Options(chunk_size=5, top_k=2)
     opcheck(LINEAR_SAMPLE, inputs, Plan(torch.float32, False, options, from_hidden=True))
-    greedy = inputs._replace(seeds=None, numbers=None)
+    greedy = inputs._replace(seeds=None, row_numbers=None)
     opcheck(LINEAR_SAMPLE, greedy, Plan(torch.float32, False, options, from_hidden=True))

@@ -74,7 +74,7 @@ def launched(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, r
     request = DivergenceRequest(
         spec, t, rest["weights"], rest["teacher_rows"] if rows else None,
         (y if skip is None else y.masked_fill(y == skip, -1)) if spec.wants_targets else None,
-        rest.get("mean_alpha"), *(Transform(**step) for step in steps),
+        rest.get("mean_acceptance"), *(Transform(**step) for step in steps),
     )  # fmt: skip
     in_place = with_grad and out is None
     into = z.clone() if in_place else z
@@ -325,10 +325,10 @@ def test_lambda_uses_the_mean_if_given():
     exact, plain = (of_oracle(z, t, rest, options, ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
     on = rest["weights"] * (rest["weights"] != 0)
     mean = (on * exact[1]).sum() / on.sum()
-    ours = launched(z, t, rest | {"mean_alpha": mean.float()}, options)
+    ours = launched(z, t, rest | {"mean_acceptance": mean.float()}, options)
     for o, e, p, label in zip(ours, exact, plain, LABELS, strict=False):
         assert_as_good_as_plain([o], [e], largest_error([p], [e]), label, sizes={TILE, N})
-    other = launched(z, t, rest | {"mean_alpha": mean.float()}, options | {"alpha": "row"})
+    other = launched(z, t, rest | {"mean_acceptance": mean.float()}, options | {"alpha": "row"})
     assert not torch.equal(other[0], ours[0])
 
 

@@ -112,7 +112,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
     }  # fmt: skip
     nothing_drawn = {r["kernel"] for r in records} - set(slots)
     assert {kernel for kernel in nothing_drawn if "uniform" not in kernel} == {
-        "corrupt_independent[i64, blocks=1, WHAT=2]"
+        "corrupt_independent[i64, blocks=1, KIND=2]"
     }
     assert len(nothing_drawn) > 1
 

@@ -108,14 +108,14 @@ def in_rows_of_their_own(logits, offset):
 
 
 def forward_and_backward(logits, targets, scale):
-    nll, row_max, log_sum, correct = token_nll_kernels.row_stats(logits[None], targets, with_correct=True)
+    nll, row_max, log_sum, correct = token_nll_kernels.nll(logits[None], targets, with_correct=True)
     grad = torch.empty_like(logits)
-    token_nll_kernels.row_grad(logits[None], targets, scale, row_max, log_sum, grad[None])
+    token_nll_kernels.nll_grad(logits[None], targets, scale, row_max, log_sum, grad[None])
     return nll, grad, correct, torch.ones_like(scale).unsqueeze(1)
 
 
 def over_a_chunk(logits, targets, scale):
-    nll, _, _, correct = linear_nll_kernels.row_nll_grad_(logits, targets, scale, with_correct=True)
+    nll, _, _, correct = linear_nll_kernels.nll_and_grad_(logits, targets, scale, with_correct=True)
     return nll, logits, correct, torch.ones_like(scale).unsqueeze(1)
 
 

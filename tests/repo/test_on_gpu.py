@@ -376,14 +376,14 @@ import sys
 from benchmarks import verify
 from dllm_kernels._backends.triton import linear_nll
 
-right = linear_nll.row_nll_grad_
+right = linear_nll.nll_and_grad_
 
 def wrong(logits, *arguments, **options):
     found = right(logits, *arguments, **options)
     logits[-1] *= 1.1
     return found
 
-linear_nll.row_nll_grad_ = wrong
+linear_nll.nll_and_grad_ = wrong
 every = verify.checks
 verify.checks = lambda options: {name: every(options)[name] for name in ("trained head", "corruption")}
 sys.exit(verify.main(sys.argv[1:]))

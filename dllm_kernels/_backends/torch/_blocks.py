@@ -53,10 +53,10 @@ class Buffers(NamedTuple):
 
 
 class RowIndex(NamedTuple):
-    """Numbers of the rows that a call processes.
+    """Indices of the rows that a call processes.
 
     Attributes:
-        numbers: int64 ``[n]``.
+        indices: int64 ``[n]``.
         total: number of rows from which they are chosen.
         n: number of chosen rows.
         first: number of the first row if the rows are adjacent and ascending. None otherwise, or if the host does not
@@ -64,7 +64,7 @@ class RowIndex(NamedTuple):
         whole: True if these are all rows in order.
     """
 
-    numbers: Tensor
+    indices: Tensor
     total: int
     n: int
     first: int | None
@@ -101,11 +101,11 @@ class RowIndex(NamedTuple):
 
     def take(self, t: Tensor) -> Tensor:
         """Take the entries of these rows from a tensor with one entry per row; ``t`` itself if these are all rows."""
-        return t if self.whole else t.index_select(0, self.numbers)
+        return t if self.whole else t.index_select(0, self.indices)
 
     def put(self, t: Tensor) -> Tensor:
         """Inverse of :meth:`take`: one entry per row of the call, 0 in all other rows."""
-        return t if self.whole else t.new_zeros(self.total, *t.shape[1:]).index_copy_(0, self.numbers, t)
+        return t if self.whole else t.new_zeros(self.total, *t.shape[1:]).index_copy_(0, self.indices, t)
 
 
 def split(t: Tensor, size: int) -> tuple[Tensor, ...]:
@@ -141,7 +141,7 @@ class RowGather:
         dense = (batch, position) == (L, 1)
         self.dense = dense and step == V
         self.rows = rows
-        self.index = rows.numbers if dense else rows.numbers // L * batch + rows.numbers % L * position
+        self.index = rows.indices if dense else rows.indices // L * batch + rows.indices % L * position
         self.in_place = dense and rows.first is not None
 
     def blocks(self, size: int) -> tuple[Tensor, ...]:
@@ -193,7 +193,7 @@ class RowScatter:
     in_place = False
 
     def __init__(self, flat: Tensor, rows: RowIndex, size: int) -> None:
-        index, source = rows.numbers.numpy(), np.full(rows.total, size)
+        index, source = rows.indices.numpy(), np.full(rows.total, size)
         source[index] = np.arange(rows.n) if rows.n <= size else np.arange(rows.n) % size
         self.flat, self.source = flat, torch.from_numpy(source)
         self.bounds = [0, *index[size::size].tolist(), rows.total]
@@ -229,7 +229,7 @@ def with_zeros_between(out: Tensor, rows: RowIndex, size: int) -> RowGather | Ro
         return target
     if target.dense and not target.in_place and out.is_cpu:
         return RowScatter(target.flat, rows, size)
-    inactive = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.numbers, False)
+    inactive = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.indices, False)
     if out.is_cpu:
         others = RowGather(out, RowIndex.of(inactive, 0))
         others.flat.index_fill_(0, others.index, 0)
@@ -241,7 +241,7 @@ def with_zeros_between(out: Tensor, rows: RowIndex, size: int) -> RowGather | Ro
 def zero_rows_(t: Tensor, inactive: Tensor) -> None:
     """Zero the rows of ``t [..., V]`` for which ``inactive [N]`` is True."""
     if t.is_cpu:
-        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(inactive, 0).numbers, 0)
+        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(inactive, 0).indices, 0)
     else:  # a list of row numbers would be a sync
         t.masked_fill_(inactive.view(*t.shape[:-1], 1), 0)
 

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from dllm_kernels._backends._divergence import (
-    KEPT_NUMBERS,
+    KEPT_STATS,
     NO_HYPER,
     TIE,
     DivergenceRequest,
@@ -78,19 +78,19 @@ class Columns(NamedTuple):
         return x.masked_fill_(e == 0, 0) if self.guard_zeros else x
 
 
-class Numbers(NamedTuple):
+class RowValues(NamedTuple):
     """Per-row values of a block, ``[R, 1]``.
 
     Attributes:
-        alpha: a.
-        lam_alpha: the acceptance rate that lam is computed from.
+        acceptance: the acceptance rate a.
+        lam_acceptance: the acceptance rate that lam is computed from.
         at_best: -log p at the teacher's argmax.
         at_target: -log p at the target, 0 without a target.
         target_flag: 1 with a target, 0 without, NaN if the target is out of range.
     """
 
-    alpha: Tensor
-    lam_alpha: Tensor
+    acceptance: Tensor
+    lam_acceptance: Tensor
     at_best: Tensor | None = None
     at_target: Tensor | None = None
     target_flag: Tensor | None = None
@@ -127,22 +127,22 @@ TEACHER_TO_MEAN = Feature(
 )
 
 
-def _jsd(X: Sequence[Tensor], n: Numbers, h: Hyper) -> OfRow:
+def _jsd(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
     of_p, of_q = X
     rest = 1 - h[0]
     return h[0] * of_q + rest * of_p, (rest, -rest * of_p)
 
 
-def _nla(X: Sequence[Tensor], n: Numbers, h: Hyper) -> OfRow:
-    over = torch.where(n.alpha < h[0], 0.0, 1 / n.alpha)
-    value = torch.where(n.alpha < h[0], h[0], n.alpha).log().neg()  # a maximum would hide a NaN
+def _nla(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
+    over = torch.where(n.acceptance < h[0], 0.0, 1 / n.acceptance)
+    value = torch.where(n.acceptance < h[0], h[0], n.acceptance).log().neg()  # a maximum would hide a NaN
     return value, (X[0] * over, -over)
 
 
-def _lk(X: Sequence[Tensor], n: Numbers, h: Hyper) -> OfRow:
+def _lk(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
     base, below = X
-    lam = h[1] * torch.exp(-h[0] * n.lam_alpha)
-    return lam * base + (1 - lam) * (1 - n.alpha), (lam, (1 - lam) * below, lam - 1)
+    lam = h[1] * torch.exp(-h[0] * n.lam_acceptance)
+    return lam * base + (1 - lam) * (1 - n.acceptance), (lam, (1 - lam) * below, lam - 1)
 
 
 class Kind(NamedTuple):
@@ -151,14 +151,14 @@ class Kind(NamedTuple):
     Attributes:
         sums: column functions to sum over a row.
         gradient: column functions whose weighted sum is the gradient.
-        row: (sums, numbers, hyper) -> value, and the factor of each term of the gradient.
+        row: (sums, values of the row, hyper) -> value, and the factor of each term of the gradient.
         minus: "best" or "target": column whose gradient has an additional -1.
         options: hyperparameters ``hyper``, at most two: keywords of the public functions.
     """
 
     sums: tuple[Feature, ...]
     gradient: tuple[Feature, ...]
-    row: Callable[[Sequence[Tensor], Numbers, Hyper], OfRow]
+    row: Callable[[Sequence[Tensor], RowValues, Hyper], OfRow]
     minus: str = ""
     options: Mapping[str, Option] = MappingProxyType({})
 
@@ -171,7 +171,7 @@ KINDS = {
     "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, h: (X[0], (1.0, -X[0]))),
     "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
-    "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, h: (1 - n.alpha, (X[0], -1.0))),
+    "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, h: (1 - n.acceptance, (X[0], -1.0))),
     "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, options=FLOOR),
     "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
     "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
@@ -200,7 +200,7 @@ class Program:
 
     def __init__(self, request: DivergenceRequest, *, known: bool = False) -> None:
         self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in request.spec.parts]
-        self.mean_alpha = request.mean_alpha if request.spec.mean_alpha else None
+        self.mean_acceptance = request.mean_acceptance if request.spec.lam_of_mean else None
         self.sums = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.sums))
         self.gradient = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.gradient))
         self.both = [key for key in self.sums if key in self.gradient]
@@ -222,10 +222,10 @@ class Program:
             sums.append(_blocks.sum_rows(feature.of(c, hyper or NO_HYPER, out)))
         return sums
 
-    def rows(self, sums: Sequence[Tensor], n: Numbers, w: Tensor) -> tuple[Tensor, Coefficients]:
+    def rows(self, sums: Sequence[Tensor], n: RowValues, w: Tensor) -> tuple[Tensor, Coefficients]:
         """Return (value, coefficients times the weight w) of rows, ``[R, 1]``."""
         of_key = dict(zip(self.sums, sums, strict=True))
-        value = n.alpha * 0  # propagates NaN, which the comparisons below would hide
+        value = n.acceptance * 0  # propagates NaN, which the comparisons below would hide
         w = w + value
         of: dict[Key, Tensor] = {}
         minus: dict[str, Tensor] = {}
@@ -240,23 +240,23 @@ class Program:
                 minus[kind.minus] = here[0]
         return value, Coefficients([of[key] for key in self.gradient], minus.get("best"), minus.get("target"))
 
-    def numbers(self, norms: Norms, alpha: Tensor, sums: Sequence[Tensor]) -> Tensor:
-        """Return the statistics ``[R, KEPT_NUMBERS]`` of rows, from the sums of :attr:`sums`."""
+    def kept_stats(self, norms: Norms, acceptance: Tensor, sums: Sequence[Tensor]) -> Tensor:
+        """Return the statistics ``[R, KEPT_STATS]`` of rows, from the sums of :attr:`sums`."""
         of_key = dict(zip(self.sums, sums, strict=True))
-        columns = [*norms, alpha, *(of_key[key] for key in self.both)]
-        return torch.cat(columns + [torch.zeros_like(alpha)] * (KEPT_NUMBERS - len(columns)), 1)
+        columns = [*norms, acceptance, *(of_key[key] for key in self.both)]
+        return torch.cat(columns + [torch.zeros_like(acceptance)] * (KEPT_STATS - len(columns)), 1)
 
-    def coefficients(self, numbers: Tensor, target_flag: Tensor | None, w: Tensor) -> Coefficients:
+    def coefficients(self, stats: Tensor, target_flag: Tensor | None, w: Tensor) -> Coefficients:
         """Return the coefficients of :meth:`rows`, from the statistics of rows."""
-        alpha, *known = numbers[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
+        acceptance, *known = stats[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
         of_key = dict(zip(self.both, known, strict=False))
-        unread = torch.zeros_like(alpha)
-        n = Numbers(alpha, self.lam_alpha(alpha), unread, unread, target_flag)
+        unread = torch.zeros_like(acceptance)
+        n = RowValues(acceptance, self.lam_acceptance(acceptance), unread, unread, target_flag)
         return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
 
-    def lam_alpha(self, alpha: Tensor) -> Tensor:
+    def lam_acceptance(self, acceptance: Tensor) -> Tensor:
         """Return the acceptance rate that lam is computed from."""
-        return alpha if self.mean_alpha is None else self.mean_alpha
+        return acceptance if self.mean_acceptance is None else self.mean_acceptance
 
     def write_gradient(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
         """Write the gradient with respect to the transformed logits, without the one-hot terms, to ``out``.
@@ -295,9 +295,9 @@ class Norms(NamedTuple):
     teacher_log_sum: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor) -> Norms:
+    def of(cls, stats: Tensor) -> Norms:
         """Extract them from the statistics of rows."""
-        return cls(*numbers[:, : len(cls._fields)].unsqueeze(2).unbind(1))
+        return cls(*stats[:, : len(cls._fields)].unsqueeze(2).unbind(1))
 
 
 class Pairs:
@@ -383,18 +383,18 @@ class Pairs:
 
 
 class Results(NamedTuple):
-    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``numbers [R, KEPT_NUMBERS]``.
+    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``stats [R, KEPT_STATS]``.
 
-    ``numbers`` and ``teacher_argmax`` are the fields of :class:`Kept`, None if the gradient is computed at once.
+    ``stats`` and ``teacher_argmax`` are the fields of :class:`Kept`, None if the gradient is computed at once.
     """
 
     weight: Tensor
     out_of_range: Tensor | None
     target: Tensor | None
     value: Tensor
-    alpha: Tensor
+    acceptance: Tensor
     agree: Tensor
-    numbers: Any = None
+    stats: Any = None
     teacher_argmax: Any = None
 
 
@@ -405,17 +405,17 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     given = pairs.take(request.weights), pairs.out_of_range, pairs.take(request.targets)
     rows = Results(*given, pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool))
     if not with_grad:
-        rows = rows._replace(numbers=pairs.empty(KEPT_NUMBERS), teacher_argmax=pairs.empty(dtype=torch.int64))
+        rows = rows._replace(stats=pairs.empty(KEPT_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
     pairs.for_each_block(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
-    kept = None if with_grad else Kept(pairs.put(rows.numbers), pairs.put(rows.teacher_argmax))
-    return DivergenceResult(pairs.put(rows.value), pairs.put(rows.alpha), pairs.put(rows.agree), kept)
+    kept = None if with_grad else Kept(pairs.put(rows.stats), pairs.put(rows.teacher_argmax))
+    return DivergenceResult(pairs.put(rows.value), pairs.put(rows.acceptance), pairs.put(rows.agree), kept)
 
 
 def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
     """See ``_backends/_divergence.py``."""
     program = Program(request, known=True)
     pairs = Pairs(logits, request, program.work_blocks)
-    per_row = tuple(pairs.take(t) for t in (request.weights, request.targets, kept.numbers, kept.teacher_argmax))
+    per_row = tuple(pairs.take(t) for t in (request.weights, request.targets, kept.stats, kept.teacher_argmax))
     pairs.for_each_block(partial(_gradient, program, request), per_row, out=out)
 
 
@@ -450,18 +450,18 @@ def _whole_rows(
     at_target, target_flag = (None, None) if row.target is None else at(z, row.target, row_max, log_sum)
     # On a CPU, repeat with ``guard_zeros`` if a sum is not finite. Elsewhere the test would be a host sync per block.
     for guard_zeros in (False, True) if z.is_cpu else (True,):
-        alpha, *sums = program.summed(columns._replace(guard_zeros=guard_zeros), work)
+        acceptance, *sums = program.summed(columns._replace(guard_zeros=guard_zeros), work)
         if row.out_of_range is not None:
-            alpha = alpha.masked_fill_(row.out_of_range, math.nan)
-        n = Numbers(alpha, program.lam_alpha(alpha), at_best, at_target, target_flag)
+            acceptance = acceptance.masked_fill_(row.out_of_range, math.nan)
+        n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, target_flag)
         value, c = program.rows(sums, n, row.weight)
         if guard_zeros or not program.logs or math.isfinite(value.sum().item()):
             break
     row.value.copy_(value)
-    row.alpha.copy_(alpha)
-    torch.logical_and(student_argmax == teacher_argmax, ~alpha.isnan(), out=row.agree)
-    if row.numbers is not None:
-        row.numbers.copy_(program.numbers(norms, alpha, sums))
+    row.acceptance.copy_(acceptance)
+    torch.logical_and(student_argmax == teacher_argmax, ~acceptance.isnan(), out=row.agree)
+    if row.stats is not None:
+        row.stats.copy_(program.kept_stats(norms, acceptance, sums))
         row.teacher_argmax.copy_(teacher_argmax)
     return (
         None
@@ -474,12 +474,12 @@ def _gradient(
     program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: tuple[Tensor, ...]
 ) -> Tensor:
     """Compute the gradient of a block from the statistics of its rows."""
-    weight, y, numbers, teacher_argmax = row
+    weight, y, stats, teacher_argmax = row
     _softmaxes(block)
-    norms = Norms.of(numbers)
+    norms = Norms.of(stats)
     columns, work = _columns(program, request, block, norms)
     target_flag = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
-    c = program.coefficients(numbers, target_flag, weight)
+    c = program.coefficients(stats, target_flag, weight)
     return with_single_columns(
         program.write_gradient(columns._replace(guard_zeros=True), work, c, out), teacher_argmax, y, c
     )

@@ -131,7 +131,7 @@ def _reduce(
 def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     """See ``_backends/_row_stats.py``."""
     V, acc, with_mix = logits.shape[-1], accum_dtype(logits.dtype), request.a is not None
-    rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
+    rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
     sums, ids = Sums.empty(rows.n, logits, request), rows.take(request.ids)
     column, out_of_range = column_of(ids, V)
     if rows.n:
@@ -156,7 +156,7 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
 def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
+    rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
     sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
     if rows.n:
         source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
@@ -244,7 +244,7 @@ def backward(
 ) -> None:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
+    rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
     if not rows.n:
         out.zero_()
         return

@@ -3,7 +3,7 @@
 The compiler emits wide accesses if it can prove that positions and the ends of masks are multiples of 16. If the
 launcher specialised the kernel on that, training with variable lengths would wait for a second compilation. Therefore a
 kernel contains each load and store twice. At run time ``all_multiples`` tests the sizes and strides. It selects the
-version with WIDE, which uses a :func:`multiple` of each, or the version without.
+version with ALIGNED, which uses a :func:`multiple` of each, or the version without.
 """
 
 import triton
@@ -17,9 +17,9 @@ def all_multiples(a, b, c, d):
 
 
 @triton.jit
-def multiple(number, WIDE: tl.constexpr):
-    """Return the number, a multiple of 16 if WIDE, in a form that the compiler recognises."""
-    if WIDE:
+def multiple(number, ALIGNED: tl.constexpr):
+    """Return the number, a multiple of 16 if ALIGNED, in a form that the compiler recognises."""
+    if ALIGNED:
         return number // 16 * 16
     else:
         return number

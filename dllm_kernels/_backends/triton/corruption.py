@@ -17,8 +17,8 @@ from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 from dllm_kernels._random._rules import MOST
 
-_WHAT = {"mask": 0, "tokens": 1, "all": 2}  # values of ``what`` with independent positions
-_MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
+_KINDS = {"mask": 0, "tokens": 1, "all": 2}  # kinds with independent positions
+_MASK, _TOKENS, _ALL = (tl.constexpr(kind) for kind in _KINDS.values())
 # Not specialised on, because compiling a kernel per class of lengths would stall training with variable lengths.
 SIZES = [
     "B", "L", "size", "stride", "token", "vocab_size", "stride_b", "mask_stride_b", "level_stride_b", "level_stride_n",
@@ -40,22 +40,22 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def _places(b, block, i, sizes, WIDE: tl.constexpr):
-    """Return the positions i of the blocks within the rows b, and their mask; ``WIDE`` as in ``multiple``."""
+def _places(b, block, i, sizes, ALIGNED: tl.constexpr):
+    """Return the positions i of the blocks within the rows b, and their mask; ``ALIGNED`` as in ``multiple``."""
     B, L, size = sizes
-    at = block * multiple(size, WIDE) + i
-    return at, (b < B) & (i < multiple(size, WIDE)) & (at < multiple(L, WIDE))
+    at = block * multiple(size, ALIGNED) + i
+    return at, (b < B) & (i < multiple(size, ALIGNED)) & (at < multiple(L, ALIGNED))
 
 
 @triton.jit
-def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, WIDE: tl.constexpr):
+def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, ALIGNED: tl.constexpr):
     ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l = batch
-    at, inside = _places(b, block, i, sizes, WIDE)
+    at, inside = _places(b, block, i, sizes, ALIGNED)
     b = b.to(tl.int64)  # b * L exceeds int32 if the batch has 2**31 positions
     at = at.to(tl.int64)
-    ids = tl.load(ids_ptr + b * multiple(stride_b, WIDE) + at * stride_l, mask=inside, other=0)
+    ids = tl.load(ids_ptr + b * multiple(stride_b, ALIGNED) + at * stride_l, mask=inside, other=0)
     if HAS_MASK:
-        places = loss_mask_ptr + b * multiple(mask_stride_b, WIDE) + at * mask_stride_l
+        places = loss_mask_ptr + b * multiple(mask_stride_b, ALIGNED) + at * mask_stride_l
         inside = inside & (tl.load(places, mask=inside, other=0) != 0)
     return ids, inside
 
@@ -71,10 +71,10 @@ def _read(batch, b, block, i, sizes, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def _write_as(outputs, b, block, i, sizes, noisy, noise, p, WIDE: tl.constexpr):
+def _write_as(outputs, b, block, i, sizes, noisy, noise, p, ALIGNED: tl.constexpr):
     noisy_ptr, noise_ptr, p_ptr = outputs
-    at, inside = _places(b, block, i, sizes, WIDE)
-    out = b.to(tl.int64) * multiple(sizes[1], WIDE) + at.to(tl.int64)
+    at, inside = _places(b, block, i, sizes, ALIGNED)
+    out = b.to(tl.int64) * multiple(sizes[1], ALIGNED) + at.to(tl.int64)
     tl.store(noisy_ptr + out, noisy, mask=inside)
     tl.store(noise_ptr + out, noise, mask=inside)
     if p_ptr is not None:
@@ -96,7 +96,7 @@ def _corrupt_independent(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
     eps, one_minus_eps,
-    WHAT: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr, SHARE: tl.constexpr,
+    KIND: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr, SHARE: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
@@ -109,17 +109,17 @@ def _corrupt_independent(
     i = (first + tl.arange(0, BLOCK))[None, :]
     ids, noise = _read(batch, b, block, i, (B, L, size), True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
-    if WHAT != _ALL:
+    if KIND != _ALL:
         seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
         level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
         start = block * size + first
-        if WHAT == _TOKENS:
+        if KIND == _TOKENS:
             word = _philox.words(seed, row, stride, start, SHARE, BLOCK)
             noise = noise & (_philox.uniform(word >> 41) < level)
             token = _philox.token_of(word, token)
         else:
             noise = noise & (_philox.uniform(_philox.draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
-        if (WHAT == _MASK) | HAS_LEVEL:
+        if (KIND == _MASK) | HAS_LEVEL:
             p = tl.broadcast_to(level, [R, BLOCK])
     _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, (B, L, size), ids, noise, token, p)
 
@@ -255,10 +255,10 @@ def _corrupt_topk_long(
 
 
 @triton.jit
-def _complement_as(batch, out_ptr, b, i, sizes, WIDE: tl.constexpr):
-    noise, supervised = _read_as(batch, b, b * 0, i, sizes, True, WIDE)
-    at, inside = _places(b, b * 0, i, sizes, WIDE)
-    tl.store(out_ptr + b * multiple(sizes[1], WIDE) + at, supervised & (noise == 0), mask=inside)
+def _complement_as(batch, out_ptr, b, i, sizes, ALIGNED: tl.constexpr):
+    noise, supervised = _read_as(batch, b, b * 0, i, sizes, True, ALIGNED)
+    at, inside = _places(b, b * 0, i, sizes, ALIGNED)
+    tl.store(out_ptr + b * multiple(sizes[1], ALIGNED) + at, supervised & (noise == 0), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
@@ -310,7 +310,7 @@ def corrupt(
     size: int, rate: float, at_least: int,
 ) -> Corrupted:  # fmt: skip
     """Launch the kernel of a ``_corrupt.Routine``; only "topk" uses ``rate`` and ``at_least``."""
-    what, token, _, eps, _ = routine
+    kind, token, _, eps, _ = routine
     B, L = input_ids.shape
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
@@ -320,20 +320,20 @@ def corrupt(
     level_strides = (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
     pointers = (input_ids, loss_mask, seed, level, *out)
     numbers = (
-        B, L, blocks, size, _stride(blocks, L, what == "tokens"), token, *input_ids.stride(), *mask_strides,
+        B, L, blocks, size, _stride(blocks, L, kind == "tokens"), token, *input_ids.stride(), *mask_strides,
         *level_strides, eps, 1.0 - eps,
     )  # fmt: skip
     flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
     flags |= {"enable_fp_fusion": False}
-    if what in _WHAT:
-        R, block, share, num_warps = _tiles.independent(blocks, size, 4 if what == "tokens" else 8)
+    if kind in _KINDS:
+        R, block, share, num_warps = _tiles.independent(blocks, size, 4 if kind == "tokens" else 8)
         grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
-        flags |= {"WHAT": _WHAT[what], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
+        flags |= {"KIND": _KINDS[kind], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
         _corrupt_independent[grid](*pointers, *numbers, **flags)
         return out
     tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY)
     share = _tiles.share(blocks, size, tile.block, 8)
-    flags |= {"EXACT": what == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
+    flags |= {"EXACT": kind == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor() if tile.num_warps == 16 else {})
     if tile.in_memory:
         scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)

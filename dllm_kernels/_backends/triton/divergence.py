@@ -44,7 +44,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, TIE, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._divergence import KEPT_STATS, TIE, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
@@ -68,7 +68,7 @@ _TIE = tl.constexpr(TIE)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
-NUMBERS = tl.constexpr(KEPT_NUMBERS)
+STATS = tl.constexpr(KEPT_STATS)
 
 
 @triton.constexpr_function
@@ -141,19 +141,19 @@ def _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FA
 
 
 @triton.jit
-def _keep(numbers_ptr, of_rows, sums, ratio):
+def _keep(stats_ptr, of_rows, sums, ratio):
     """Store the statistics of a row that :func:`_kept` loads."""
-    numbers = (of_rows[0], of_rows[1], of_rows[2], of_rows[3], sums.overlap, sums.below, ratio, sums.p_mix)
-    for i in tl.static_range(len(numbers)):
-        tl.store(numbers_ptr + i, numbers[i])
+    stats = (of_rows[0], of_rows[1], of_rows[2], of_rows[3], sums.overlap, sums.below, ratio, sums.p_mix)
+    for i in tl.static_range(len(stats)):
+        tl.store(stats_ptr + i, stats[i])
 
 
 @triton.jit
-def _kept(numbers_ptr):
+def _kept(stats_ptr):
     """Load (M_z, log2 S_z, M_t, log2 S_t), the sums that the gradient reads, and sum p d of a row."""
-    of_rows = (tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3))
-    overlap, below = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
-    ratio, p_mix = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
+    of_rows = (tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 2), tl.load(stats_ptr + 3))
+    overlap, below = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5)
+    ratio, p_mix = tl.load(stats_ptr + 6), tl.load(stats_ptr + 7)
     return of_rows, Sums(overlap, below, overlap, overlap, ratio, p_mix, overlap), ratio
 
 
@@ -475,8 +475,8 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=[*SIZES, *Kinds._fields, *Hyper._fields])
 def _divergence_rows(
-    logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_alpha_ptr, value_ptr, alpha_ptr, agree_ptr,
-    numbers_ptr, hot_ptr,
+    logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_acceptance_ptr,
+    value_ptr, acceptance_ptr, agree_ptr, stats_ptr, hot_ptr,
     L, stride_b, stride_l, teacher_L, teacher_stride_b, teacher_stride_l, out_stride_b, out_stride_l, V, R,
     gain, rate, skip, teacher_gain, teacher_rate, teacher_skip,
     kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce, beta, floor, eta, kl_scale,
@@ -486,7 +486,7 @@ def _divergence_rows(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
     SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
-    HAS_KEPT: tl.constexpr = WITH_GRAD and numbers_ptr is not None
+    HAS_KEPT: tl.constexpr = WITH_GRAD and stats_ptr is not None
     hyper = Hyper(beta, floor, eta, kl_scale)
     transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
     n = tl.program_id(0)
@@ -499,12 +499,12 @@ def _divergence_rows(
     if w == 0:
         if not HAS_KEPT:
             tl.store(value_ptr + n, 0.0)
-            tl.store(alpha_ptr + n, 0.0)
+            tl.store(acceptance_ptr + n, 0.0)
             tl.store(agree_ptr + n, False)
         if WITH_GRAD:
             _zero_row(grad_ptr, wide, V, WIDE, BLOCK_V)
-        elif numbers_ptr is not None:
-            tl.store(numbers_ptr + n.to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS), tl.zeros([NUMBERS], ACC))
+        elif stats_ptr is not None:
+            tl.store(stats_ptr + n.to(tl.int64) * STATS + tl.arange(0, STATS), tl.zeros([STATS], ACC))
             tl.store(hot_ptr + n, 0)
     else:
         r = n.to(tl.int64)
@@ -521,7 +521,7 @@ def _divergence_rows(
         rows, tails = (z_ptr, t_ptr, grad_ptr, wide, V), (z_few, z_tail, t_tail)
         transforms = transform, teacher_transform
         if HAS_KEPT:
-            of_rows, sums, ratio = _kept(numbers_ptr + n.to(tl.int64) * NUMBERS)
+            of_rows, sums, ratio = _kept(stats_ptr + n.to(tl.int64) * STATS)
             hot = tl.load(hot_ptr + n).to(tl.int32)
         else:
             of_rows, ratio, argmax, hot = _first_pass(
@@ -553,8 +553,8 @@ def _divergence_rows(
         lam = poison
         if _any(lk, lk_soft_ce):  # lam: the weight of the first kind in lk
             a = sums.overlap
-            if mean_alpha_ptr is not None:
-                a = tl.load(mean_alpha_ptr).to(ACC)
+            if mean_acceptance_ptr is not None:
+                a = tl.load(mean_acceptance_ptr).to(ACC)
             lam = number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
         if WITH_GRAD or not SUMS_FIRST:
             scale, slope = w, transform
@@ -579,10 +579,10 @@ def _divergence_rows(
         if not HAS_KEPT:
             value = _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
             tl.store(value_ptr + n, value + poison)
-            tl.store(alpha_ptr + n, sums.overlap + poison)
+            tl.store(acceptance_ptr + n, sums.overlap + poison)
             tl.store(agree_ptr + n, (argmax == hot) & (poison == 0))
-            if numbers_ptr is not None:
-                _keep(numbers_ptr + n.to(tl.int64) * NUMBERS, of_rows, sums, ratio)
+            if stats_ptr is not None:
+                _keep(stats_ptr + n.to(tl.int64) * STATS, of_rows, sums, ratio)
                 tl.store(hot_ptr + n, hot)
 
 
@@ -590,12 +590,12 @@ def _divergence_rows(
 def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
     """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
-    value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
+    value, acceptance = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
     agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
     if not with_grad:
-        numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
-        kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
-    result = DivergenceResult(value, alpha, agree, kept)
+        stats = torch.empty(N, KEPT_STATS, dtype=acc, device=device)
+        kept = Kept(stats, torch.empty(N, dtype=torch.int64, device=device))
+    result = DivergenceResult(value, acceptance, agree, kept)
     _launch_rows(logits, request, kept, logits if with_grad else None, result[:3])
     return result
 
@@ -610,8 +610,8 @@ def _launch_rows(
     logits: Tensor, request: DivergenceRequest, kept: Kept | None, out: Tensor | None,
     results: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
-    """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results`` are value, alpha and agree."""
-    spec, teacher, weights, teacher_rows, targets, mean_alpha, transform, teacher_transform = request
+    """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results``: value, acceptance rate, agree."""
+    spec, teacher, weights, teacher_rows, targets, mean_acceptance, transform, teacher_transform = request
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
     if N == 0:
@@ -627,12 +627,12 @@ def _launch_rows(
     beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
     of_lk = parts.get("lk") or parts.get("lk_soft_ce")
     given |= Hyper(beta, floor, *(of_lk.hyper if of_lk else (None, None)))._asdict()
-    numbers = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}
+    bits = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}
     _divergence_rows[(N,)](
         logits, teacher, None if out is logits else out, weights, teacher_rows, targets,
-        mean_alpha if spec.mean_alpha else None, *results, *(kept or (None, None)),
+        mean_acceptance if spec.lam_of_mean else None, *results, *(kept or (None, None)),
         *rows[:3], *_launch.strides(teacher), *rows[3:], V, R,
-        *_transform.arguments(transform), *_transform.arguments(teacher_transform), **numbers,
+        *_transform.arguments(transform), *_transform.arguments(teacher_transform), **bits,
         WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
         FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
         **_launch.alone_on_a_multiprocessor(),

@@ -23,10 +23,10 @@ ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr"]
 
 
 @triton.jit
-def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, WIDE: tl.constexpr):
+def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, ALIGNED: tl.constexpr):
     N, D = sizes
-    inside = (n < N) & (d < multiple(D, WIDE))
-    return tl.load(ptr + n * multiple(stride_n, WIDE) + d * stride_d, mask=inside, other=OTHER)
+    inside = (n < N) & (d < multiple(D, ALIGNED))
+    return tl.load(ptr + n * multiple(stride_n, ALIGNED) + d * stride_d, mask=inside, other=OTHER)
 
 
 @triton.jit
@@ -40,9 +40,9 @@ def _load(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr):
 
 
 @triton.jit
-def _store_as(out_ptr, n, d, sizes, chosen, WIDE: tl.constexpr):
+def _store_as(out_ptr, n, d, sizes, chosen, ALIGNED: tl.constexpr):
     N, D = sizes
-    columns = multiple(D, WIDE)
+    columns = multiple(D, ALIGNED)
     tl.store(out_ptr + n * columns + d, chosen, mask=(n < N) & (d < columns))
 
 

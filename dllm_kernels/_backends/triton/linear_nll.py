@@ -105,15 +105,15 @@ def scale_(t: Tensor, factor: Tensor) -> None:
 
 
 @on_its_device
-def row_nll_grad_(
+def nll_and_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:
     """See ``nll_and_grad_`` in ``_backends._rows``; the gradient overwrites the chunk ``logits [C, V]``."""
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
     if acc == torch.float64 and transform.softcap is not None:  # one kernel with the tanh of both passes spills
-        stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
-        token_nll.row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
+        stats = token_nll.nll(logits[None], targets, with_correct=with_correct, transform=transform)
+        token_nll.nll_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
     out = token_nll.new_rows(C, acc, logits.device, with_correct)
     bound_by_issue = (transform.softcap, transform.skip_id) != (None, None)

@@ -359,7 +359,7 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
         tiles, splits = _launch.share(V, tile)
         of_part = new(N, splits, requested=request.entropy)
         beaten = new(N, splits, requested=request.correct, dtype=torch.bool)
-        inputs = (logits, request.ids, request.active, new(N, splits), new(N, splits), of_part, beaten)
+        inputs = (logits, request.ids, request.targets, new(N, splits), new(N, splits), of_part, beaten)
         sizes = (*_launch.strides(logits), V, K, *arguments(request.transform))
         flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _launch.acc(acc)}
         options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
@@ -384,7 +384,7 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
     W = torch.empty_like(F) if request.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
-            logits, request.active, row_max, log_sum, request.a, request.b, F, W,
+            logits, request.targets, row_max, log_sum, request.a, request.b, F, W,
             *_launch.strides(logits), V, *arguments(request.transform), tiles, splits,
             WITH_WEIGHT=request.gradients, ALIGNED=_launch.aligned(logits), ACC=_launch.acc(request.a.dtype),
             **_launch.of_tile(tile),
@@ -406,7 +406,7 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
     # their masks. For float64 ptxas spills with twice the warps.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     _row_stats_bwd[(N * splits,)](
-        logits, request.ids, request.active, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b,
+        logits, request.ids, request.targets, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b,
         row_max, log_sum, out, *rows, V, K, *arguments(request.transform), tiles, splits,
         SAME_STRIDES=same, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, THROUGH=request.through,
         BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K), ACC=_launch.acc(c.plain.dtype),

@@ -186,14 +186,14 @@ def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: boo
     return nll, row_max, log_sum, correct
 
 
-def weighted_row_stats(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-    """See ``weighted_nll`` in ``_backends._rows``: :func:`row_stats` with one weight per row."""
+def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
+    """See ``weighted_nll`` in ``_backends._rows``: :func:`nll` with one weight per row."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-    return weighted, *row_stats(logits, targets, weights, weighted, **options)
+    return weighted, *nll(logits, targets, weights, weighted, **options)
 
 
 @on_its_device
-def row_stats(
+def nll(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
     with_correct: bool, transform: Transform = NO_TRANSFORM,
 ) -> NLL:  # fmt: skip
@@ -221,7 +221,7 @@ def row_stats(
 
 
 @on_its_device
-def row_grad(
+def nll_grad(
     logits: Tensor, targets: Tensor, scale: Tensor, row_max: Tensor, log_sum: Tensor, out: Tensor, *,
     factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
 ) -> None:  # fmt: skip
