@@ -75,14 +75,13 @@ def weighted_linear_nll(
         hidden: {hidden}
         weight: {weight}
         targets: {targets}
-        weights: ``[...]``, bool or numeric constants; must not require a gradient.
+        weights: {weights}
         bias: ``[V]`` or None.
         extra: {extra}
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: rows of nonzero weight.
         ignore_index: {ignore_index}
         with_lse: {with_lse}
-        with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
-            compute dtype.
+        with_correct: {linear_correct}
         round_nll: round the value of each NLL to the compute dtype before it is weighted; gradients are not rounded.
         chunk_size: {chunk_size}
         num_active: {num_active}
@@ -149,8 +148,7 @@ def linear_token_nll(
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
         ignore_index: {ignore_index}
         with_lse: {with_lse}
-        with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
-            compute dtype.
+        with_correct: {linear_correct}
         chunk_size: {chunk_size}
         num_active: {num_active}
         logits_dtype: {logits_dtype}

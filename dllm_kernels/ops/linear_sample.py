@@ -67,7 +67,7 @@ def linear_sample(
 
     Args:
         hidden: {hidden}
-        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
+        head: {weight}
         temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
             wins a tie; log-probabilities and entropy are then computed with T = 1.
         seeds: int64, of the shape of some leading dimensions of ``hidden``. With all of them, such as ``[B, L]`` for

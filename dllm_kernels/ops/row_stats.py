@@ -59,8 +59,7 @@ def row_stats(
         logits: {logits}
         ids: {ids}
         entropy: also return H.
-        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
-            legal; F is -inf if one of its logarithms is.
+        mix: {mix}
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax.
         softcap: {softcap}
@@ -118,8 +117,7 @@ def linear_row_stats(
         bias: ``[V]`` or None.
         extra: {extra}
         entropy: also return the entropy.
-        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
-            legal; F is -inf if one of its logarithms is.
+        mix: {mix}
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
             compute dtype.
