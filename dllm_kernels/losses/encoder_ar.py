@@ -144,6 +144,8 @@ def encoder_ar_loss_fused(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows], or
             ``reduction`` is unknown.
+
+    Source: :func:`encoder_ar_loss` of the projected hidden states.
     """
     options = Options(
         Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size, num_active=num_active,

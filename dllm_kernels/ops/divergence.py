@@ -228,6 +228,8 @@ def linear_divergence(
         ValueError: as in :func:`divergence`, and ``chunk_size`` < 1.
         IndexError: as in :func:`divergence`.
         RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
+
+    Source: as in :func:`divergence`, of the projected hidden states.
     """
     spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("hidden", hidden)

@@ -62,6 +62,8 @@ def weighted_linear_nll(
     The forward pass computes the gradients, for rows of nonzero weight and for inputs that require a gradient. Backward
     scales them in place by the upstream gradient, so it can run only once.
 
+    Source: :func:`weighted_nll` of the projected hidden states.
+
     Examples:
         >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head
         >>> targets = torch.tensor([[1, 2, -100], [4, 5, 6]])  # -100: inactive row
@@ -138,6 +140,8 @@ def linear_token_nll(
     With a frozen head nothing is recomputed. With a trainable head, bias or ``extra[1]``, backward recomputes the
     logits, because the gradient is a sum over rows, each scaled by its upstream gradient. Use
     :func:`weighted_linear_nll` if the row weights are known in advance.
+
+    Source: :func:`token_nll` of the projected hidden states.
 
     Args:
         hidden: {hidden}

@@ -75,6 +75,8 @@ def row_stats(
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
+
+    Source: the definitions. The bound of :class:`SCDDLoss` uses F, the sum of log-mixtures.
     """
     a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
@@ -138,6 +140,8 @@ def linear_row_stats(
         ValueError: shapes, dtypes or devices do not match, ``chunk_size`` < 1, a number is out of range, or the backend
             is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
+
+    Source: :func:`row_stats` of the projected hidden states.
     """
     a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(

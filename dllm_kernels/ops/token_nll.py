@@ -95,6 +95,8 @@ def weighted_nll(
 
     Rows of weight 0 are not read, so a NaN or inf in them affects neither the loss nor the gradient.
 
+    Source: the weighted sum of :func:`token_nll`, the common form of most losses before the denominator.
+
     Args:
         logits: {logits}
         targets: {targets}
