@@ -1,7 +1,8 @@
 """Descriptions of arguments that many public functions share.
 
-A docstring refers to a description as ``name: {name}``, which more text may follow. :func:`describe_arguments` inserts
-the description when the package is imported, so that ``help`` shows it.
+A docstring refers to a description as ``name: {key}``, which more text may follow. The key is the name of the argument,
+unless other functions have an argument of that name with another meaning. :func:`describe_arguments` inserts the
+description when the package is imported, so that ``help`` shows it.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ _REFERENCE = re.compile(r"^( +)(\w+): \{(\w+)\}(.*(?:\n\1 +\S.*)*)", re.MULTILIN
 
 
 def filled(docstring: str) -> str:
-    """Replace each ``name: {name}`` by the shared description, wrapped at 120 columns."""
+    """Replace each ``name: {key}`` by the shared description, wrapped at 120 columns."""
 
     def described(match: re.Match[str]) -> str:
         indent, name, shared, more = match.groups()
