@@ -74,7 +74,7 @@ def gumbel_topk(
         log_w: log-weights ``[D]``, floating; positions with log-weight -inf or NaN are never chosen.
         k: number of positions to choose, an int or a 0-d tensor. If it exceeds the number of positions that can be
             chosen, all of them are chosen.
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        generator: {generator}
         uniform: uniform numbers u ``[D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
         backend: "auto", "triton" or "torch".
 
@@ -115,7 +115,7 @@ def batched_gumbel_topk(
         log_w: log-weights ``[N, D]``, floating; positions with log-weight -inf or NaN are never chosen.
         k: number of positions to choose per row, an integer tensor ``[N]``, or an int for all rows; 0 gives a row of
             False.
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        generator: {generator}
         seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
         uniform: uniform numbers u ``[N, D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
         backend: "auto", "triton" or "torch".
@@ -155,14 +155,14 @@ def corrupt_uniform(
     half to even. It is at least one if n and p_b are not 0. All subsets of this size are equally likely.
 
     Args:
-        input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        input_ids: {input_ids}
+        loss_mask: {loss_mask}
         mask_token_id: id of the MASK token.
         eps: smallest probability, in [0, 1).
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
-        level: p_b, used instead of drawn values, floating ``[B]`` or ``[B, 1]``, in [0, 1]; see the module docstring.
+        generator: {generator}
+        level: {level} Here p_b, of shape ``[B]`` or ``[B, 1]``.
         exact: True to mask a fixed number of positions instead of drawing each position independently.
-        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
+        seeds: {seeds}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -210,16 +210,15 @@ def corrupt_blockwise(
         (True, torch.Size([1, 12]))
 
     Args:
-        input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; None: all positions.
+        input_ids: {input_ids}
+        loss_mask: {loss_mask} None: all positions.
         mask_token_id: id of the MASK token.
         block_size: positions per block; None: the full sequence is one block.
         eps: smallest fraction of masked tokens, in [0, 1).
         half_life_ratio: distance over which a weight doubles in the limit m = 0, as a fraction of ``size``; above 0.
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
-        level: m, used instead of drawn values, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1]; see the
-            module docstring.
-        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
+        generator: {generator}
+        level: {level} Here m, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
+        seeds: {seeds}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -260,15 +259,14 @@ def corrupt_uniform_random(
     possibly the clean token.
 
     Args:
-        input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        input_ids: {input_ids}
+        loss_mask: {loss_mask}
         vocab_size: number of tokens to draw from, at most 2^31.
         block_size: positions per block; None: the full sequence is one block.
         eps: smallest probability, in [0, 1).
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
-        level: t, used instead of drawn values, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1]; see the
-            module docstring.
-        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
+        generator: {generator}
+        level: {level} Here t, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
+        seeds: {seeds}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -300,8 +298,8 @@ def corrupt_all_masked(
     """Mask every supervised position: ``noise = supervised``, ``p = 1``. Deterministic.
 
     Args:
-        input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        input_ids: {input_ids}
+        loss_mask: {loss_mask}
         mask_token_id: id of the MASK token.
         generator: not used; accepted so that all routines take the same arguments.
         seeds: not used.
@@ -341,16 +339,16 @@ def corrupt_mix(
     that are neither MASK nor the clean token. A clean MASK is not replaced by another token.
 
     Args:
-        input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        input_ids: {input_ids}
+        loss_mask: {loss_mask}
         mask_token_id: id of the MASK token.
         vocab_size: number of tokens including MASK, from 3 to 2^31. If MASK was appended to the vocabulary of a
             tokenizer, this is one more than the tokenizer's ``vocab_size``: the ``num_embeddings`` of the embedding.
         mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
         uniform_prob: probability of another token, of the shape of ``mask_prob``. Both probabilities and their sum must
             lie in [0, 1], up to 1e-5 for the sum.
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
-        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
+        generator: {generator}
+        seeds: {seeds}
         check: True to check the probabilities on a GPU too, which costs a host sync. Otherwise, on a GPU, a row whose
             sum is too large is left unchanged, and a negative probability counts as 0. On CPU the probabilities are
             always checked.
@@ -398,7 +396,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
     Args:
         noise_mask: ``[B, L]``, bool or numeric, nonzero for masked positions.
-        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        loss_mask: {loss_mask}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -451,7 +449,7 @@ def sample_level(
         method: "uniform", "antithetic" or "stratified".
         low: lower bound, at least 0.
         high: upper bound, at most 1.
-        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        generator: {generator}
         seeds: int64 ``[B]``, instead of a generator. With "uniform", a level depends only on the seed of its row, and
             equals the u that ``corrupt_uniform`` draws with this seed. The other methods couple the rows, so their
             levels depend on ``seeds[0]``, b and B.

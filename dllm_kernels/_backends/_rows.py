@@ -4,8 +4,9 @@
 ``[N]``, one entry per row, N = B * L. ``acc`` is float32, or float64 for float64 logits. A row whose int64 target is
 ``IGNORE`` is inactive, and its logits are never read. Any other out-of-range target gives NaN.
 
-All take ``transform`` (``_utils/_transform.py``). Statistics and softmax are those of the transformed logits; gradients
-are with respect to the logits as given. No target equals ``skip_id``, because callers replace such targets by -1.
+All that read logits take their transform (``_utils/_transform.py``). Statistics and softmax are those of the
+transformed logits; gradients are with respect to the logits as given. No target equals ``skip_id``, because callers
+replace such targets by -1.
 
 ``stats``
     The row statistics, forward and backward (``_backends/_row_stats.py``). The NLL is minus the log-probability of one

@@ -1,7 +1,8 @@
 """Descriptions of arguments that many public functions share.
 
-A docstring refers to a description as ``name: {name}``, which more text may follow. :func:`describe_arguments` inserts
-the description when the package is imported, so that ``help`` shows it.
+A docstring refers to a description as ``name: {key}``, which more text may follow. The key is the name of the argument,
+unless other functions have an argument of that name with another meaning. :func:`describe_arguments` inserts the
+description when the package is imported, so that ``help`` shows it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ SHARED = {
         "Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the "
         "gradient of its row is NaN too."
     ),
+    "weights": "``[...]``, bool or numeric constants; must not require a gradient.",
     "ignore_index": "target of inactive rows.",
     "with_lse": "also return the logsumexp of each row.",
     "chunk_size": "rows per chunk of logits; None: chosen from the sizes.",
@@ -46,12 +48,71 @@ SHARED = {
         "True to raise an IndexError for the first out-of-range target or id, which costs a host sync. None: True if "
         "the environment variable ``DLLM_KERNELS_CHECK`` is 1."
     ),
+    "linear_correct": (
+        "also return the argmax match: True if the target is the argmax of the logits rounded to the compute dtype."
+    ),
+    "inplace_backward": (
+        "write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and nothing else may "
+        "read the logits afterwards. Autograd raises an error if another backward pass reads them."
+    ),
+    "mix": (
+        "(a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are "
+        "legal; F is -inf if one of its logarithms is."
+    ),
+    "divergence_targets": (
+        "``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value gives NaN in "
+        "that row."
+    ),
+    "divergence_temperature": (
+        "T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared."
+    ),
+    "divergence_reduction": (
+        '"sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary upstream '
+        "gradient per row."
+    ),
+    "jsd_beta": "option of ``jsd``, in [0, 1]; None: 0.5.",
+    "nla_floor": "option of ``nla``; None: 1e-5.",
+    "lk_eta": "option of ``lk``, any number; None: 3.",
+    "lk_kl_scale": "option of ``lk``, in [0, 1]; None: 1.",
+    "lk_alpha": (
+        'option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted mean '
+        'of a over the call, which takes one more pass over the logits. None: "row".'
+    ),
+    "lk_base": 'option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".',
+    "teacher_transform": (
+        '``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher\'s logits, ``{}`` for no transform. Its '
+        "``skip_id`` is a column after ``draft_to_target``. None: ``softcap``, ``scale`` and ``skip_id`` apply to the "
+        "teacher's logits too."
+    ),
+    "input_ids": "clean tokens ``[B, L]``, integer.",
+    "loss_mask": "``[B, L]``, bool or numeric, nonzero for supervised positions.",
+    "generator": (
+        "source of one seed per call, which each row uses with its index. A CPU generator can be used for tensors on "
+        "any device and gives the same result on all of them. None: the default generator of the device."
+    ),
+    "seeds": (
+        "int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, L and the "
+        "options, in any batch and on any device."
+    ),
+    "level": (
+        "levels to use instead of drawn ones, unchanged, without ``eps``; floating, in [0, 1]. A level outside [0, 1] "
+        "raises ValueError on CPU. On a GPU it corrupts nothing or everything, because a check would cost a host sync."
+    ),
+    "fp32_upcast": (
+        "the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL to the "
+        "dtype of the logits, like a cross-entropy computed in that dtype."
+    ),
+    "position_weights": (
+        '"decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S / C. The names '
+        "used by trainers are accepted too."
+    ),
+    "dpace_alpha": "alpha of :func:`dpace_weights`, in [0, 1].",
 }
 _REFERENCE = re.compile(r"^( +)(\w+): \{(\w+)\}(.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 
 
 def filled(docstring: str) -> str:
-    """Replace each ``name: {name}`` by the shared description, wrapped at 120 columns."""
+    """Replace each ``name: {key}`` by the shared description, wrapped at 120 columns."""
 
     def described(match: re.Match[str]) -> str:
         indent, name, shared, more = match.groups()

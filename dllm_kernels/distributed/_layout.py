@@ -191,7 +191,7 @@ def check_local_shape(name: str, t: DTensor, expected: Sequence[int]) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce (sum) over ``groups`` in forward and over ``of_gradient`` in backward; the identity if empty."""
+    """All-reduce (sum) over ``groups`` in forward and over ``grad_groups`` in backward; the identity if empty."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, groups: Groups, grad_groups: Groups) -> torch.Tensor:

@@ -74,7 +74,7 @@ class DeferredLogits:
     Attributes:
         hidden: input of the head, ``[..., D]``.
         head: the LM head.
-        moment: autograd and autocast state at the head call.
+        call_state: autograd and autocast state at the head call.
         dtype: dtype of the logits.
         steps: operations recorded since the head call, in order.
         cap: the soft cap among ``steps``, or None.

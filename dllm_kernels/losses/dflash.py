@@ -56,14 +56,14 @@ class DFlashDecayLoss(DraftLoss):
             with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences with a
             valid row. "sequence_blocks": the sum of each sequence is divided by its number of blocks with a valid row.
             The total is divided by the number of sequences with a valid row.
-        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
-            C. The names used by trainers are accepted too.
-        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
+        position_weights: {position_weights}
+        dpace_alpha: {dpace_alpha}
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token
             after it. The k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1``
             rows.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
-            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".

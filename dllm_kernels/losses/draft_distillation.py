@@ -93,9 +93,8 @@ class DraftDistillationLoss(DraftLoss):
             "sequences": the number of sequences with a valid row. "sequence_blocks": the sum of each sequence is
             divided by its number of blocks with a valid row. The total is divided by the number of sequences with a
             valid row.
-        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
-            C. The names used by trainers are accepted too.
-        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
+        position_weights: {position_weights}
+        dpace_alpha: {dpace_alpha}
         confidence: the confidence from which D-PACE computes its weights. "target": the draft's probability of the
             target token. "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden
             states with a frozen head they cost one more matrix product, two more (none if ``kind`` is "teacher_ce") and
@@ -112,11 +111,10 @@ class DraftDistillationLoss(DraftLoss):
         eta, kl_scale, alpha, base: options of :func:`divergence`, of the kind "lk"; alpha is "row" or "mean", base "kl"
             or "soft_ce". With D-PACE all valid rows have equal weight in the mean.
         chunk_size: rows per chunk of logits in :meth:`forward_fused`; None: chosen from the sizes.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
-            ``skip_id`` becomes -inf. A step whose argument is None is omitted. They apply to the draft's logits, and to
-            the teacher's unless ``teacher_transform`` is given.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the
-            draft's.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
+        teacher_transform: {teacher_transform}
         reduction: "total", or "none" to also return the loss of each row. From hidden states with a trainable head
             "none" takes two more products.
         backend: "auto", "triton" or "torch".

@@ -81,7 +81,9 @@ def encoder_ar_loss(
         valid_mask: ``[B, S]``, nonzero if a position is not padding; None: all are valid.
         num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions of this
             call.
-        softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
         reduction: "total", the loss; or "none", the NLL per row, 0 for rows that are not scored, for a custom
             denominator. Row i predicts token i + 1. The rows are not divided by ``num_tokens``, which is still checked.
         backend: "auto", "triton" or "torch".
@@ -129,7 +131,9 @@ def encoder_ar_loss_fused(
         num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
             if the bound is too small.
         logits_dtype: {logits_dtype}
-        softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
         reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
         backend: "auto", "triton" or "torch".
 
@@ -140,6 +144,8 @@ def encoder_ar_loss_fused(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows], or
             ``reduction`` is unknown.
+
+    Source: :func:`encoder_ar_loss` of the projected hidden states.
     """
     options = Options(
         Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size, num_active=num_active,

@@ -51,10 +51,10 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     Args:
         alpha: weight of the diffusion part, a finite constant.
-        fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in
-            any case.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
-            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
+        fp32_upcast: {fp32_upcast}
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
         reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the diffusion part,
             with ``alpha`` in their weights, followed by the rows of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".

@@ -34,8 +34,9 @@ class IDLMLoss(TransformedLoss):
         auto_balance: True to use the constant alpha ``CE(noisy) / max(CE(clean), 1e-6)`` instead, so that both terms
             have equal weight. It is known only after the forward pass, so from hidden states with a trainable head the
             logits are computed twice.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
-            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: {skip_id}
         reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the masked copy
             followed by the rows of the clean copy, with alpha in their weights.
         backend: "auto", "triton" or "torch".

@@ -38,8 +38,7 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         True
 
     Args:
-        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
-            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        fp32_upcast: {fp32_upcast}
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}

@@ -123,8 +123,8 @@ class SCDDLoss(DiffusionLoss):
         max_ratio, gamma_shape, t_peak: settings of :func:`scdd_schedule`.
         chunk_size: rows per chunk of logits in :meth:`forward_fused`, unless overridden there; None: chosen from the
             sizes. Not used from logits.
-        softcap, scale: each logit z becomes ``scale * softcap * tanh(z / softcap)``. A step whose argument is None is
-            omitted.
+        softcap: {softcap}
+        scale: {scale}
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is T times the term of
             each position, and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".

@@ -65,13 +65,12 @@ class MaskedCrossEntropy(CrossEntropy):
     Source: cross-entropy with one-hot targets, -log softmax(z)[y].
 
     Args:
-        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
-            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        fp32_upcast: {fp32_upcast}
         ignore_index: label to ignore; -100 is ignored too.
         reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
-            ``skip_id`` becomes -inf. A step whose argument is None is omitted. Use no ``softcap`` if the model already
-            caps its logits.
+        softcap: {softcap} Use no ``softcap`` if the model already caps its logits.
+        scale: {scale}
+        skip_id: {skip_id}
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -144,8 +143,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             effect.
         reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
         impl: ignored; accepted so that a configuration written for another implementation still loads.
-        scale, skip_id: each logit is then multiplied by ``scale``, and the logit of column ``skip_id`` becomes -inf.
-            None: the step is omitted.
+        scale: {scale}
+        skip_id: {skip_id}
         chunk_size: {chunk_size}
         backend: "auto", "triton" or "torch".
 

@@ -89,37 +89,31 @@ def divergence(
     models once and can run more than once.
 
     Args:
-        logits: student logits ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        logits: {logits} The student's logits.
         teacher_logits: ``[..., V]``, of the dtype of ``logits``. Its leading dimensions must be the leading dimensions
             of ``logits`` unless ``teacher_rows`` is given.
-        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
+        weights: {weights} None: ones.
         kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass.
             A kind with coefficient 0 is omitted.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value gives NaN
-            in that row.
+        targets: {divergence_targets}
         teacher_rows: ``[...]`` integers: for each student row, the index of its teacher row. The index runs over the
             flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
             NaN in that row. None: student and teacher have the same layout.
         draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
             teacher's column. The teacher's softmax is over these columns only. None: both have the same vocabulary.
-        temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
-            upstream gradient per row.
-        beta: option of ``jsd``, in [0, 1]; None: 0.5.
-        floor: option of ``nla``; None: 1e-5.
-        eta: option of ``lk``, any number; None: 3.
-        kl_scale: option of ``lk``, in [0, 1]; None: 1.
-        alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
-            mean of a over the call, which takes one more pass over the logits. None: "row".
-        base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
-        softcap: c > 0 replaces each student logit by ``c tanh(z / c)``; None: no cap.
-        scale: s > 0 multiplies each student logit, after the cap and before the division by T; None: 1.
-        skip_id: student column that is never predicted, such as the MASK column; its logit is -inf. None: every column
-            can be predicted.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
-            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: the student's transform.
-        check_targets: True to raise an IndexError for the first out-of-range target, row or column, which costs a host
-            sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        temperature: {divergence_temperature}
+        reduction: {divergence_reduction}
+        beta: {jsd_beta}
+        floor: {nla_floor}
+        eta: {lk_eta}
+        kl_scale: {lk_kl_scale}
+        alpha: {lk_alpha}
+        base: {lk_base}
+        softcap: {softcap}
+        scale: {scale} The division by ``temperature`` follows.
+        skip_id: {skip_id} It is a column of the student.
+        teacher_transform: {teacher_transform}
+        check_targets: {check_targets} ``teacher_rows`` and ``draft_to_target`` are checked too.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -189,49 +183,41 @@ def linear_divergence(
     logits.
 
     Args:
-        hidden: student hidden states ``[..., D]``, float16, bfloat16, float32 or float64.
-        weight: ``[V, D]``, the student's LM head, of the dtype of ``hidden`` unless autocast is on.
+        hidden: {hidden} The student's hidden states.
+        weight: {weight} It is the student's.
         teacher_hidden: ``[..., D']``, of the dtype of ``hidden``, a constant. Its leading dimensions must be the
             leading dimensions of ``hidden`` unless ``teacher_rows`` is given.
-        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
+        weights: {weights} None: ones.
         bias: ``[V]``, the bias of ``weight``, or None.
-        extra: low-rank second part of the student's head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or
-            None. ``U u`` is added to the student's logits.
+        extra: {extra} It is part of the student's head.
         teacher_weight: ``[V', D']``, the teacher's LM head. None: the teacher shares ``weight`` and ``bias``, but not
             ``extra``.
         teacher_bias: ``[V']``, the bias of ``teacher_weight``, or None.
         teacher_extra: low-rank second part of the teacher's head, (u, one row per row of ``teacher_hidden``; U
             ``[V', r]``), a constant, or None.
         kind: a name in the table of :func:`divergence`, or a dict of names and coefficients, all computed in one pass.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value gives NaN
-            in that row.
+        targets: {divergence_targets}
         teacher_rows: ``[...]`` integers: for each student row, the index of its row of ``teacher_hidden``. The rows are
             copied one chunk at a time. None: student and teacher have the same layout.
         draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
             teacher's column. These rows of the teacher's head are copied once per call, and only they are multiplied.
             None: both have the same vocabulary.
-        temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
-            upstream gradient per row.
-        beta: option of ``jsd``, in [0, 1]; None: 0.5.
-        floor: option of ``nla``; None: 1e-5.
-        eta: option of ``lk``, any number; None: 3.
-        kl_scale: option of ``lk``, in [0, 1]; None: 1.
-        alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
-            mean of a over the call, which takes one more pass over the logits. None: "row".
-        base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
-        chunk_size: rows per chunk of logits, for each of the two models; None: chosen from the sizes.
-        num_active: upper bound on the number of rows of nonzero weight; None: read back from a GPU, a host sync.
-            Results are NaN if the bound is too small.
+        temperature: {divergence_temperature}
+        reduction: {divergence_reduction}
+        beta: {jsd_beta}
+        floor: {nla_floor}
+        eta: {lk_eta}
+        kl_scale: {lk_kl_scale}
+        alpha: {lk_alpha}
+        base: {lk_base}
+        chunk_size: {chunk_size} It applies to each of the two models.
+        num_active: {num_active} A row is active if its weight is not 0.
         logits_dtype: {logits_dtype}
-        softcap: c > 0 replaces each student logit by ``c tanh(z / c)``; None: no cap.
-        scale: s > 0 multiplies each student logit, after the cap and before the division by T; None: 1.
-        skip_id: student column that is never predicted, such as the MASK column; its logit is -inf. None: every column
-            can be predicted.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
-            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: the student's transform.
-        check_targets: True to raise an IndexError for the first out-of-range target, row or column, which costs a host
-            sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        softcap: {softcap}
+        scale: {scale} The division by ``temperature`` follows.
+        skip_id: {skip_id} It is a column of the student.
+        teacher_transform: {teacher_transform}
+        check_targets: {check_targets} ``teacher_rows`` and ``draft_to_target`` are checked too.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -242,6 +228,8 @@ def linear_divergence(
         ValueError: as in :func:`divergence`, and ``chunk_size`` < 1.
         IndexError: as in :func:`divergence`.
         RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
+
+    Source: as in :func:`divergence`, of the projected hidden states.
     """
     spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("hidden", hidden)

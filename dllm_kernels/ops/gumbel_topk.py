@@ -36,8 +36,7 @@ def gumbel_topk_mask(
             that can be chosen, all of them are chosen.
         uniform: uniform numbers u ``[N, D]``, float32 or float64, strictly inside (0, 1); values outside are clamped to
             the nearest value inside. None: drawn.
-        generator: source of the uniform numbers; None: the default generator of the device. A CPU generator can be used
-            for tensors on any device and gives the same mask on all of them.
+        generator: {generator}
         seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
         backend: "auto", "triton" or "torch".
 

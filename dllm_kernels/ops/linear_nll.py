@@ -62,6 +62,8 @@ def weighted_linear_nll(
     The forward pass computes the gradients, for rows of nonzero weight and for inputs that require a gradient. Backward
     scales them in place by the upstream gradient, so it can run only once.
 
+    Source: :func:`weighted_nll` of the projected hidden states.
+
     Examples:
         >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head
         >>> targets = torch.tensor([[1, 2, -100], [4, 5, 6]])  # -100: inactive row
@@ -75,14 +77,13 @@ def weighted_linear_nll(
         hidden: {hidden}
         weight: {weight}
         targets: {targets}
-        weights: ``[...]``, bool or numeric constants; must not require a gradient.
+        weights: {weights}
         bias: ``[V]`` or None.
         extra: {extra}
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: rows of nonzero weight.
         ignore_index: {ignore_index}
         with_lse: {with_lse}
-        with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
-            compute dtype.
+        with_correct: {linear_correct}
         round_nll: round the value of each NLL to the compute dtype before it is weighted; gradients are not rounded.
         chunk_size: {chunk_size}
         num_active: {num_active}
@@ -140,6 +141,8 @@ def linear_token_nll(
     logits, because the gradient is a sum over rows, each scaled by its upstream gradient. Use
     :func:`weighted_linear_nll` if the row weights are known in advance.
 
+    Source: :func:`token_nll` of the projected hidden states.
+
     Args:
         hidden: {hidden}
         weight: {weight}
@@ -149,8 +152,7 @@ def linear_token_nll(
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
         ignore_index: {ignore_index}
         with_lse: {with_lse}
-        with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
-            compute dtype.
+        with_correct: {linear_correct}
         chunk_size: {chunk_size}
         num_active: {num_active}
         logits_dtype: {logits_dtype}

@@ -67,7 +67,7 @@ def linear_sample(
 
     Args:
         hidden: {hidden}
-        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
+        head: {weight}
         temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
             wins a tie; log-probabilities and entropy are then computed with T = 1.
         seeds: int64, of the shape of some leading dimensions of ``hidden``. With all of them, such as ``[B, L]`` for
@@ -97,6 +97,8 @@ def linear_sample(
         ValueError: shapes, dtypes or devices do not match, a number is out of range, the backend is unknown, or both
             ``seeds`` and ``generator`` are given. Also if both are None and an input is a DTensor, because the ranks
             would draw different noise.
+
+    Source: the Gumbel-max trick, Gumbel 1954; Maddison, Tarlow, Minka 2014, arXiv 1411.0030, section 2.
     """
     _checks.check_float("hidden", hidden)
     _checks.check_number("temperature", temperature)

@@ -164,6 +164,8 @@ def linear_row_objective(
         ValueError: as in :func:`row_objective`, and ``chunk_size`` < 1.
         IndexError: as in :func:`row_objective`.
         RuntimeError: a second backward pass through the same loss.
+
+    Source: :func:`row_objective` of the projected hidden states.
     """
     aux = _checked_aux(fn, hidden, aux, LINEAR.rows)
     options = Options(

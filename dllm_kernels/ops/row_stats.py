@@ -59,8 +59,7 @@ def row_stats(
         logits: {logits}
         ids: {ids}
         entropy: also return H.
-        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
-            legal; F is -inf if one of its logarithms is.
+        mix: {mix}
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax.
         softcap: {softcap}
@@ -76,6 +75,8 @@ def row_stats(
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
+
+    Source: the definitions. The bound of :class:`SCDDLoss` uses F, the sum of log-mixtures.
     """
     a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
@@ -118,8 +119,7 @@ def linear_row_stats(
         bias: ``[V]`` or None.
         extra: {extra}
         entropy: also return the entropy.
-        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
-            legal; F is -inf if one of its logarithms is.
+        mix: {mix}
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
             compute dtype.
@@ -140,6 +140,8 @@ def linear_row_stats(
         ValueError: shapes, dtypes or devices do not match, ``chunk_size`` < 1, a number is out of range, or the backend
             is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
+
+    Source: :func:`row_stats` of the projected hidden states.
     """
     a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(

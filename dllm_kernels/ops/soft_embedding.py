@@ -56,11 +56,11 @@ def soft_embedding(
 
     Args:
         hidden: {hidden}
-        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
+        head: {weight}
         embedding: ``[V, E]``, of the dtype of ``hidden`` unless autocast is on. If embedding and head are tied, pass
             the head. The caller must apply any factor by which the model scales its embeddings.
         bias: ``[V]`` or None.
-        extra: as in :func:`weighted_linear_nll`.
+        extra: {extra}
         bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for example the logit of
             a token that is already decided. -inf in a tensor excludes the token from its row. A large bump causes no
             loss of precision.
@@ -72,9 +72,10 @@ def soft_embedding(
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The probabilities are
             rounded once, to the dtype of the operands, before they multiply the embedding. None: the dtype of the
             operands.
-        softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`; 1 / T for a temperature T.
-        skip_id: as in :func:`token_nll`.
+        softcap: {softcap}
+        scale: {scale}
+        skip_id: column that is never predicted, such as the MASK column; its probability is 0. None: every column can
+            be predicted.
         check_targets: True to raise an IndexError for the first out-of-range entry of ``bump_ids``, which costs a host
             sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".

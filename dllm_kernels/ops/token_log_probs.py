@@ -84,6 +84,8 @@ def token_log_probs(
         ValueError: shapes, dtypes or devices do not match, a number is out of range, an argument that needs ``weight``
             is given without it, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
+
+    Source: the definition, :func:`row_stats` and :func:`linear_row_stats` with ``scale=1 / temperature``.
     """
     _checks.check_flags(with_entropy=with_entropy)
     of_head = {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}

@@ -50,8 +50,7 @@ def token_nll(
         ignore_index: {ignore_index}
         with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
-        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
-            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        inplace_backward: {inplace_backward}
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}
@@ -96,10 +95,12 @@ def weighted_nll(
 
     Rows of weight 0 are not read, so a NaN or inf in them affects neither the loss nor the gradient.
 
+    Source: the weighted sum of :func:`token_nll`, the common form of most losses before the denominator.
+
     Args:
         logits: {logits}
         targets: {targets}
-        weights: ``[...]``, bool or numeric constants; must not require a gradient.
+        weights: {weights}
         active: ``[...]``, bool or numeric, nonzero for the rows to read; None: rows of nonzero weight. Pass it to
             compute the NLL and argmax match of rows of weight 0 too.
         ignore_index: {ignore_index}
@@ -107,8 +108,7 @@ def weighted_nll(
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
         round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
             computed in that dtype.
-        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
-            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        inplace_backward: {inplace_backward}
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}

@@ -210,8 +210,7 @@ class PolicyLoss(nn.Module):
             chunk_size: {chunk_size}
             num_active: upper bound on the number of scored rows of all views; None: read back from a GPU, a host sync.
                 The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The gradient of
-                the logits is rounded once, before its matrix products. None: the dtype of the operands.
+            logits_dtype: {logits_dtype}
             temperature, softcap, skip_id, backend: as in :meth:`forward`.
 
         Returns:
