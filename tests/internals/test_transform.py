@@ -1,4 +1,4 @@
-"""Normalisation of the steps of a transform by the checks."""
+"""Normalisation of the steps of a transform by the validation."""
 
 import pytest
 
@@ -14,5 +14,5 @@ def test_a_scale_of_one_is_omitted():
     assert _checks.checked_transform(V, 3, 1.0, 0) == Transform(3.0, None, 0)
 
 
-def test_the_smallest_and_the_largest_factor_are_factors():
+def test_the_smallest_and_the_largest_factor_are_accepted():
     assert _checks.checked_transform(V, 1e-18, 1e18) == Transform(1e-18, 1e18, None)
