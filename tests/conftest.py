@@ -193,7 +193,7 @@ def overflow(request):
 
 
 @pytest.fixture
-def nothing_is_left_unwritten(monkeypatch):
+def poisoned_memory(monkeypatch):
     """Fill new memory with NaN and the largest integers; modules of tests about rows request it by ``usefixtures``."""
     from tests.support.parity import poison_empty
 
@@ -206,7 +206,7 @@ def device():
 
 
 @pytest.fixture
-def last_program_first(monkeypatch):
+def reverse_program_order(monkeypatch):
     """Run the programs of a launch in reverse order, so that a write into another program's output persists."""
     if DEVICE != "cpu":
         pytest.skip("only Triton's interpreter has a defined order of programs")

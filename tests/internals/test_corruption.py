@@ -159,7 +159,7 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
 
 
 @some_routines
-def test_kernel_programs_run_in_any_order(routine, last_program_first, monkeypatch):
+def test_kernel_programs_run_in_any_order(routine, reverse_program_order, monkeypatch):
     tiles = kernels._tiles
     independent = tiles.independent
     monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # one program per block

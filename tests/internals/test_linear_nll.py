@@ -16,7 +16,7 @@ from tests.ops.test_linear_nll import NAN, inputs, oracle
 from tests.support.parity import value_and_grads
 from tests.support.rows import HEAD_PATHS, on_head_path
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)

@@ -18,7 +18,7 @@ from tests.ops.test_linear_sample import B, D, L, draw
 from tests.support.opcheck import opcheck
 from tests.support.uniforms import uniforms
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SEEDS, ROWS = torch.tensor([3, -5, 2**62]), torch.tensor([0, 7, 1 << 20])
 
 

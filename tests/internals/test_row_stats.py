@@ -9,7 +9,7 @@ from dllm_kernels.ops import row_stats
 from tests.conftest import DEVICE
 from tests.ops.test_row_stats import differentiable, options
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")

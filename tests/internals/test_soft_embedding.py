@@ -13,7 +13,7 @@ from tests.conftest import DEVICE
 from tests.ops.test_soft_embedding import B, D, L, draw
 from tests.support.opcheck import opcheck
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")

@@ -10,7 +10,7 @@ from dllm_kernels.ops import token_nll
 from tests.conftest import DEVICE
 from tests.ops.test_token_nll import inputs
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_a_slice_of_a_batch_is_not_copied(backend):
@@ -46,7 +46,7 @@ def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
 
 
 def test_the_forward_pass_reads_only_active_rows(monkeypatch):
-    """On the torch path. For Triton's kernels, only NaN in inactive rows tests this."""
+    """This tests the torch path. For Triton's kernels, only NaN in inactive rows tests it."""
     logits, targets = inputs((2, 4))
     seen = []
     load = _blocks.RowGather.load

@@ -6,7 +6,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from tests.ops.test_transform import V
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_a_scale_of_one_is_omitted():

@@ -357,5 +357,5 @@ def test_products_may_be_fused(kind, fused_products, monkeypatch):
     test_tiles_of_16_columns(kind, 1, monkeypatch)
 
 
-def test_programs_run_in_any_order(last_program_first):
+def test_programs_run_in_any_order(reverse_program_order):
     test_every_kind("0.1 ce + 0.9 l1", torch.float32, TILE + 203, "as they are")

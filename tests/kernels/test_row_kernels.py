@@ -179,7 +179,7 @@ def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_programs_run_in_any_order(path, last_program_first, monkeypatch):
+def test_programs_run_in_any_order(path, reverse_program_order, monkeypatch):
     test_every_kind_of_row(path, TILE + 13, torch.float32, monkeypatch)
     test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(PATHS[path], TILE, 0)
 

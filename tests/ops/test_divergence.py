@@ -412,7 +412,7 @@ def test_a_second_backward():
         torch.testing.assert_close(first, second)
 
 
-def test_logits_are_left_alone(backend):
+def test_logits_are_not_modified(backend):
     z, t = torch.randn(2, 5, V, device=DEVICE, requires_grad=True), torch.randn(2, 5, V, device=DEVICE)
     before = [x.detach().clone() for x in (z, t)]
     divergence(z, t, kind=MANY, backend=backend).loss.backward()

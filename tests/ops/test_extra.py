@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # All cases with a form from hidden states, except the one whose second branch is a separate tensor.
 CASES = [case for case in FEWER if case.name not in ("hybrid", "hybrid, softcap skip_id")]
 OPS = ("token_nll", "weighted_nll", "row_stats", "row_objective")
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)

@@ -52,7 +52,7 @@ def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
 
 
 @pytest.mark.parametrize("choose", [gumbel_topk_mask, corruption.batched_gumbel_topk, corruption.gumbel_topk])
-def test_the_backend_that_was_asked_for_runs(choose, monkeypatch, device):
+def test_the_requested_backend_runs(choose, monkeypatch, device):
     log_w = torch.zeros(*[2, 5][choose is corruption.gumbel_topk :], device=device)
     monkeypatch.setitem(sys.modules, "dllm_kernels._backends.triton.gumbel_topk", None)
     assert choose(log_w, 2, backend="torch").sum(-1).eq(2).all()

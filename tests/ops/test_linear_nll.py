@@ -25,7 +25,7 @@ from tests.support.parity import (
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)

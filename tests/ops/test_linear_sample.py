@@ -22,7 +22,7 @@ B, L, V, D = 2, 6, 70, 5
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.5}, {"skip_id": 3}, {"softcap": 8.0, "scale": 0.5, "skip_id": 3})
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)

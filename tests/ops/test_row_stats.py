@@ -23,7 +23,7 @@ from tests.support.rows import (
     SHAPES,
     SPREAD,
     around_a_transform,
-    between_tame_ones,
+    between_ordinary_rows,
     extreme_rows,
     laid_out,
     on_path,
@@ -32,7 +32,7 @@ from tests.support.rows import (
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OUTPUTS = ("log_probs", "lse", "entropy", "mix")
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=PATHS)
@@ -260,7 +260,7 @@ def stats_and_gradient(function, logits, ids, mix, steps):
 
 def judge_special_rows(rows, dtype, path, **steps):
     """Compare special rows, which lie between ordinary rows. NaN must stay in its own row."""
-    names, logits, targets = between_tame_ones(rows, dtype)
+    names, logits, targets = between_ordinary_rows(rows, dtype)
     ids = torch.stack([targets, torch.zeros_like(targets)], 1)
     mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
 
@@ -400,7 +400,7 @@ def test_backward_twice(backend):
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
-def test_nothing_keeps_the_logits_alive(with_grad, backend):
+def test_the_logits_are_freed(with_grad, backend):
     gc.collect()
     gc.disable()
     try:

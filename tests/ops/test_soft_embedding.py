@@ -17,7 +17,7 @@ B, L, V, D, E = 2, 6, 37, 5, 4
 NAN = math.nan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 2.0, "scale": 0.6, "skip_id": 3})
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=PATHS)

@@ -25,7 +25,7 @@ from tests.support.rows import (
     SHAPES,
     SHARED,
     SPREAD,
-    between_tame_ones,
+    between_ordinary_rows,
     extreme_rows,
     laid_out,
     on_path,
@@ -33,7 +33,7 @@ from tests.support.rows import (
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=PATHS)
@@ -97,7 +97,7 @@ def test_extreme_rows(dtype, path):
 
     Its logits repeat, so that it spans tiles and splits.
     """
-    _, logits, targets = between_tame_ones(extreme_rows(40), dtype)
+    _, logits, targets = between_ordinary_rows(extreme_rows(40), dtype)
     out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
     exact, lse = reference.token_nll(logits.double(), targets), reference.token_lse(logits)
     assert_same_specials(out.nll, exact)

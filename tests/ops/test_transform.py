@@ -31,7 +31,7 @@ from tests.support.rows import (
     PATHS,
     SPREAD,
     around_a_transform,
-    between_tame_ones,
+    between_ordinary_rows,
     extreme_rows,
     laid_out,
     on_path,
@@ -47,7 +47,7 @@ STEPS = (
     {"softcap": 2.5, "scale": 1.9, "skip_id": 0},
     {"softcap": 1e4, "scale": 0.3, "skip_id": V - 1},
 )
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=[path for path in PATHS if "threads" not in path])  # without effect on the formula
@@ -141,7 +141,7 @@ def test_gradcheck():
 @pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}, STEPS[0]], ids=names)
 def test_special_rows(steps, dtype, path):
     rows = extreme_rows(V) | around_a_transform(V, 17, 200.0 if "softcap" in steps else 4.0)
-    names, logits, targets = between_tame_ones(rows, dtype)
+    names, logits, targets = between_ordinary_rows(rows, dtype)
     x = logits.clone().requires_grad_()
     out = token_nll(x, targets, with_lse=True, with_correct=True, backend=path, **steps)
     (grad,) = torch.autograd.grad(out.nll.sum(), x)

@@ -491,7 +491,7 @@ def test_ids_keep_their_dtype_and_masks_may_be_numbers(dtype):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_are_float32_whatever_the_default_dtype(scheme):
+def test_weights_are_float32_for_any_default_dtype(scheme):
     ids, loss_mask, steps = batch()
     make = lambda **more: policy_views(ids, loss_mask, MASK, scheme, num=2, **more, **options(scheme, steps))  # noqa: E731
     expected = make(seeds=SEEDS)
