@@ -49,7 +49,7 @@ def run_divergence(logits, row, **options):
 
 
 OPS_UNDER_TEST = (run_token_nll, run_weighted_nll, run_token_log_probs, run_row_stats, run_divergence)
-OPS = {f.__name__.removeprefix("of_"): f for f in OPS_UNDER_TEST}
+OPS = {f.__name__.removeprefix("run_"): f for f in OPS_UNDER_TEST}
 
 
 def drawn(V, dtype):
