@@ -67,16 +67,16 @@ def drawn(everyday=8, exhaustive=32, **strategies):
     def decorated(test):
         fixtures = [name for name in inspect.signature(test).parameters if name not in strategies]
 
-        def of_examples(examples, **values):
+        def run_examples(examples, **values):
             profile = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
             profile(hypothesis.given(**strategies)(lambda **example: test(**values, **example)))()
 
-        functools.update_wrapper(of_examples, test)
+        functools.update_wrapper(run_examples, test)
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*fixtures, "examples")]
-        of_examples.__signature__ = inspect.Signature(parameters)
+        run_examples.__signature__ = inspect.Signature(parameters)
         if exhaustive is None:
-            return of_examples
-        return pytest.mark.parametrize("examples", every_time([everyday], [everyday, exhaustive]))(of_examples)
+            return run_examples
+        return pytest.mark.parametrize("examples", every_time([everyday], [everyday, exhaustive]))(run_examples)
 
     return decorated
 
@@ -140,7 +140,7 @@ def once(tmp_path_factory):
     if os.environ.get("PYTEST_XDIST_WORKER"):
         folder = folder.parent
 
-    def made(name, make):
+    def create_once(name, make):
         path = folder / name
         with Path(folder, name + ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -148,7 +148,7 @@ def once(tmp_path_factory):
                 make(path)
         return path
 
-    return made
+    return create_once
 
 
 DEADLINE = 900  # seconds for all checks in several processes, while other tests run; the timeout of a group is 30
@@ -156,11 +156,11 @@ DEADLINE = 900  # seconds for all checks in several processes, while other tests
 
 def run_in_several_processes(items, folder):
     """Run the checks that the tests of a session request by ``ranks``, in one start of the workers."""
-    asked = defaultdict(list)
+    requested = defaultdict(list)
     for group, name in (mark.args for item in items for mark in item.iter_markers("ranks")):
-        asked[group].append(name)
+        requested[group].append(name)
     folder.mkdir()
-    Path(folder, "asked.json").write_text(json.dumps(asked))
+    Path(folder, "asked.json").write_text(json.dumps(requested))
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1", "STARTED_BY": str(os.getpid())}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
@@ -193,7 +193,7 @@ def overflow(request):
 
 
 @pytest.fixture
-def nothing_is_left_unwritten(monkeypatch):
+def poisoned_memory(monkeypatch):
     """Fill new memory with NaN and the largest integers; modules of tests about rows request it by ``usefixtures``."""
     from tests.support.parity import poison_empty
 
@@ -206,7 +206,7 @@ def device():
 
 
 @pytest.fixture
-def last_program_first(monkeypatch):
+def reverse_program_order(monkeypatch):
     """Run the programs of a launch in reverse order, so that a write into another program's output persists."""
     if DEVICE != "cpu":
         pytest.skip("only Triton's interpreter has a defined order of programs")

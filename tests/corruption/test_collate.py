@@ -18,7 +18,7 @@ def sample(n, loss_mask=None, start=1):
 
 
 def as_kind(values, kind):
-    """The same values in another container."""
+    """Return the same values in another type of container."""
     if kind == "tensor":
         return torch.tensor(values)
     return {"list": list, "tuple": tuple, "array": np.array}[kind](values)
@@ -86,7 +86,7 @@ def test_equals_the_original(case):
     original = pytest.importorskip("nemo_automodel.components.datasets.dllm.collate").DLLMCollator
     batch, options = case
     for s in batch:
-        s["loss_mask"] = [int(v > 0) for v in s["loss_mask"]]  # it cuts fractions off
+        s["loss_mask"] = [int(v > 0) for v in s["loss_mask"]]  # the reference truncates fractions
     ours, expected = DLLMCollator(**options)(batch), original(**options)(batch)
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -358,7 +358,7 @@ def test_a_divisor_below_2_does_not_round_the_length(divisor):
 @pytest.mark.parametrize("response_window", [False, True])
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_length_limit_below_1_leaves_one_position(limit, response_window):
-    """As the original does, whose rows have at least one position."""
+    """Match the original, whose rows have at least one position."""
     samples = [sample(5), sample(2)]
     options = {"eos_token_id": 8, "block_size": 4, "response_window": response_window}
     out = DLLMCollator(max_seq_len=limit, **options)(samples)
@@ -381,7 +381,7 @@ def test_tokens_are_checked(name, value):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_pinned_memory_needs_an_accelerator():
-    with pytest.raises(RuntimeError, match=r"pin_memory|Found no NVIDIA driver"):  # as the build of torch says it
+    with pytest.raises(RuntimeError, match=r"pin_memory|Found no NVIDIA driver"):  # depends on the build
         DLLMCollator(pin_memory=True)([sample(3)])
 
 

@@ -1,4 +1,4 @@
-"""The corruption routines: parity with the reference from the same draws, the same bits from every path, edges."""
+"""Corruption routines: equality with the reference for equal draws, equal bits on every path, and edge cases."""
 
 import inspect
 import os
@@ -25,11 +25,11 @@ def batch(B, L, device="cpu", seed=0):
     return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
 
 
-def levels_of(ids, block_size=None):
-    """Some levels, 0 and 1 among them where there is room, of rows, or of blocks; a row's own, whatever its batch.
+def make_levels(ids, block_size=None):
+    """Return levels per row, or per block, including 0 and 1 if there are enough of them.
 
-    Made on the CPU: a GPU divides by a number by multiplying with its reciprocal, which is another level in the last
-        bit.
+    The levels of a row do not depend on its batch. They are computed on the CPU, because a GPU replaces a division by a
+    constant by a product with its reciprocal, which changes the last bit.
     """
     n = 1 if block_size is None else max(-(-ids.shape[1] // block_size), 1)
     first = ((ids.cpu().sum(1, keepdim=True) + 4) % 11).float() / 10
@@ -39,19 +39,19 @@ def levels_of(ids, block_size=None):
 class Routine:
     """A routine of the package with its options, called as ``(ids, mask, **source of the draws)``.
 
-    ``given`` makes the tensors that it takes besides, from the ids and on the CPU; a third output of ones is added
-    where there are two, for what is said of all routines.
+    ``inputs`` computes the further tensor arguments from the ids, on the CPU. A routine with two outputs gets a
+    third one, of ones, so that tests can treat all routines alike.
     """
 
-    def __init__(self, launch, given=lambda ids: {}):
-        self.launch, self.given = launch, given
+    def __init__(self, launch, inputs=lambda ids: {}):
+        self.launch, self.inputs = launch, inputs
 
     def __call__(self, ids, mask, **kw):
-        out = self.launch(ids, mask, **self.given_on(ids), **kw)
+        out = self.launch(ids, mask, **self.inputs_on(ids), **kw)
         return out if len(out) == 3 else (*out, torch.ones(out[0].shape, device=out[0].device))
 
-    def given_on(self, ids):
-        return {name: t.to(ids.device) for name, t in self.given(ids).items()}
+    def inputs_on(self, ids):
+        return {name: t.to(ids.device) for name, t in self.inputs(ids).items()}
 
 
 def uniform(*args, **options):
@@ -70,16 +70,16 @@ def mix(ids, mask, **kw):
     return corruption.corrupt_mix(ids, mask, MASK, V, **kw)
 
 
-def of_rows(ids):
-    return {"level": levels_of(ids)}
+def row_levels(ids):
+    return {"level": make_levels(ids)}
 
 
-def of_blocks(ids):
-    return {"level": levels_of(ids, 6)}
+def block_levels(ids):
+    return {"level": make_levels(ids, 6)}
 
 
-def of_mix(ids):
-    return {"mask_prob": levels_of(ids)[:, 0] / 2, "uniform_prob": 0.5 - levels_of(ids) / 3}
+def mix_probabilities(ids):
+    return {"mask_prob": make_levels(ids)[:, 0] / 2, "uniform_prob": 0.5 - make_levels(ids) / 3}
 
 
 ROUTINES = {
@@ -93,14 +93,14 @@ ROUTINES = {
     "tokens, block 1": Routine(tokens(1)),
     "tokens, block 6": Routine(tokens(6, 0.2)),
     "exact": Routine(uniform(exact=True)),
-    "levels": Routine(uniform(), of_rows),
-    "exact levels": Routine(uniform(exact=True), of_rows),
-    "sequence levels": Routine(blockwise(), of_rows),
-    "block levels": Routine(blockwise(6), of_blocks),
-    "token levels": Routine(tokens(6), of_blocks),
-    "mix": Routine(mix, of_mix),
+    "levels": Routine(uniform(), row_levels),
+    "exact levels": Routine(uniform(exact=True), row_levels),
+    "sequence levels": Routine(blockwise(), row_levels),
+    "block levels": Routine(blockwise(6), block_levels),
+    "token levels": Routine(tokens(6), block_levels),
+    "mix": Routine(mix, mix_probabilities),
 }
-# Enough of them where what is tested does not depend on the block size.
+# Enough for tests whose result does not depend on the block size.
 FEW = [ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")]
 some_routines = pytest.mark.parametrize("routine", FEW, ids=["uniform", "block 5", "tokens, block 6"])
 every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTINES.keys())
@@ -121,7 +121,7 @@ def test_kernel_and_torch_draw_the_same(routine, L, device):
 
 
 def test_kernel_and_torch_draw_the_same_on_long_rows(device):
-    ids, loss_mask, seeds = batch(2, 4100, device)  # past what a program holds in registers
+    ids, loss_mask, seeds = batch(2, 4100, device)  # more than a program holds in registers
     by_kernel, by_torch = (
         corruption.corrupt_blockwise(ids, loss_mask, MASK, seeds=seeds, backend=b) for b in ("triton", "torch")
     )
@@ -150,7 +150,7 @@ def test_only_supervised_positions_change(routine, backend, device):
     assert torch.equal(noisy[~noise], ids[~noise])
     assert same((ids, loss_mask, seeds), copies)
     everywhere = routine(ids, torch.ones_like(loss_mask), seeds=seeds, backend=backend)
-    assert torch.equal(noise, everywhere[1] & loss_mask)  # supervision takes no part in the choice
+    assert torch.equal(noise, everywhere[1] & loss_mask)  # the choice does not depend on supervision
 
 
 @some_routines
@@ -187,7 +187,7 @@ def test_a_resumed_generator_goes_on_as_if_never_stopped(routine, backend, devic
 
 @every_routine
 def test_a_stored_seed_keeps_its_mask(routine):
-    # Frozen: a change here breaks every run that stored a seed. The mask as bits, the first position highest.
+    # Frozen: a change here breaks every run that stored a seed. The mask is stored as bits, the first position highest.
     _, noise, _ = routine(torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32), seeds=torch.tensor([12345]))
     value = int("".join(str(int(n)) for n in noise[0]), 2)
     name = next(name for name, r in ROUTINES.items() if r is routine)
@@ -305,7 +305,8 @@ for name, specimen in found.items():
 
 @pytest.mark.exhaustive
 def test_a_product_and_a_sum_are_rounded_separately():
-    # The masks agree between devices only if the compiler rounds every step; kernels here may be interpreted.
+    # The masks agree between devices only if the compiler rounds every step. Kernels in this process may be
+    # interpreted.
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=Path(__file__).parents[2])
 
@@ -313,15 +314,15 @@ def test_a_product_and_a_sum_are_rounded_separately():
 @pytest.mark.gpu
 @every_routine
 def test_one_launch_and_no_host_sync(routine):
-    """``tests/support/mock_gpu_checks.py`` counts the same on a mock GPU."""
+    """``tests/support/mock_gpu_checks.py`` counts launches and syncs on a mock GPU, too."""
     ids, loss_mask, seeds = batch(8, 512, "cuda")
-    given = routine.given_on(ids)
-    routine.launch(ids, loss_mask, **given, seeds=seeds)
+    inputs = routine.inputs_on(ids)
+    routine.launch(ids, loss_mask, **inputs, seeds=seeds)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            routine.launch(ids, loss_mask, **given, seeds=seeds)
+            routine.launch(ids, loss_mask, **inputs, seeds=seeds)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
@@ -352,7 +353,7 @@ def test_signatures_are_those_documented(name):
 
 
 IDS, LOSS, SEEDS = batch(2, 6)
-# Arguments on top of good ones; the routines that have such an argument; what is said.
+# Arguments that replace valid ones; the routines with such an argument; the error message.
 BAD = [
     ({"input_ids": [[1]]}, "mask", TypeError, "input_ids must be a torch.Tensor, got list"),
     ({"input_ids": IDS.float()}, "mask", ValueError, "input_ids must have dtype int64, .* got float32"),
@@ -426,20 +427,20 @@ def test_all_masked_is_called_like_the_others():
     expected = corruption.corrupt_all_masked(ids, mask, MASK)
     generator = torch.Generator().manual_seed(0)
     state = generator.get_state()
-    for given in ({"seeds": seeds}, {"generator": generator}):
-        got = corruption.corrupt_all_masked(ids, mask, MASK, **given)
+    for inputs in ({"seeds": seeds}, {"generator": generator}):
+        got = corruption.corrupt_all_masked(ids, mask, MASK, **inputs)
         assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
     assert torch.equal(generator.get_state(), state)
 
 
 def test_numbers_may_come_from_numpy():
     ids, mask, seeds = batch(2, 9)
-    given = corruption.corrupt_blockwise(ids, mask, MASK, np.int64(4), np.float32(0.25), np.float64(0.5), seeds=seeds)
+    inputs = corruption.corrupt_blockwise(ids, mask, MASK, np.int64(4), np.float32(0.25), np.float64(0.5), seeds=seeds)
     expected = corruption.corrupt_blockwise(ids, mask, MASK, 4, 0.25, 0.5, seeds=seeds)
-    assert all(torch.equal(x, y) for x, y in zip(expected, given, strict=True))
-    given = corruption.corrupt_uniform_random(ids, mask, np.int64(7), np.int32(4), seeds=seeds)
+    assert all(torch.equal(x, y) for x, y in zip(expected, inputs, strict=True))
+    inputs = corruption.corrupt_uniform_random(ids, mask, np.int64(7), np.int32(4), seeds=seeds)
     expected = corruption.corrupt_uniform_random(ids, mask, 7, 4, seeds=seeds)
-    assert all(torch.equal(x, y) for x, y in zip(expected, given, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(expected, inputs, strict=True))
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0)])

@@ -1,4 +1,7 @@
-"""Compiled corruption routines give the bits of eager mode. Inductor writes its own code for all that is not an op."""
+"""Compiled corruption routines return the bits of eager mode.
+
+Inductor generates its own code for everything outside the ops.
+"""
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ V, MASK = 1_000, 999
 
 
 def every_routine(ids, loss_mask, seeds, block_size):
-    """All outputs of all routines, traced as one graph."""
+    """Return all outputs of all routines, traced as one graph."""
     log_w = torch.linspace(-2, 2, ids.shape[1], device=ids.device).expand(ids.shape)
     k = torch.arange(len(ids), device=ids.device)
     p = torch.linspace(0, 0.5, len(ids), device=ids.device)
@@ -35,9 +38,9 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-# Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks. A graph of them all
-# takes long.
-@pytest.mark.exhaustive  # that of every seed, below, is one such
+# Short last blocks, a full last block, a block longer than the row, blocks of one position, and no blocks. Compiling a
+# graph of all routines takes long.
+@pytest.mark.exhaustive  # test_one_graph_serves_every_seed runs one such case every day
 @pytest.mark.parametrize(
     ("B", "L", "block_size"),
     [(1, 100, 32), (3, 41, None), (2, 7, 3), (2, 64, 32), (2, 9, 40), (2, 5, 1)],
@@ -56,7 +59,7 @@ def test_inductor_gives_the_eager_result(B, L, block_size):
 
 @pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
 def test_one_graph_serves_every_seed(backend):
-    """Nothing of the draws is baked into a graph."""
+    """No draw is a constant of the graph."""
     ids, loss_mask = torch.arange(30).view(2, 15), torch.arange(30).view(2, 15) % 4 != 0
     compiled = torch.compile(every_routine, backend=backend, fullgraph=True)
     for first in (0, 7, -3):
@@ -81,7 +84,7 @@ SHARES = {
 
 @pytest.mark.parametrize("name", SHARES)
 def test_a_number_that_changes_from_step_to_step(name):
-    """One graph of the first value, and one for any other."""
+    """One graph serves the first value, and a second one serves all others."""
     if name == "levels" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("torch 2.11 makes a graph of each value of x / 2 by itself")
     ids, loss_mask, seeds = torch.arange(60).view(2, 30), torch.ones(2, 30, dtype=torch.bool), torch.tensor([5, 6])

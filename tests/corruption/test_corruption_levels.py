@@ -27,7 +27,7 @@ def same(a, b):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 @pytest.mark.parametrize("routine", ["uniform", "exact", "blockwise", "blocks"])
-def test_giving_the_level_that_would_be_drawn_changes_nothing(routine, source, backend, device):
+def test_passing_the_level_that_would_be_drawn_changes_nothing(routine, source, backend, device):
     ids, loss_mask, seeds = batch(5, 40, device)
     block_size = 7 if routine == "blocks" else None
 
@@ -43,12 +43,12 @@ def test_giving_the_level_that_would_be_drawn_changes_nothing(routine, source, b
     assert same(run(level=level), drawn_ones)
 
 
-def test_giving_random_tokens_the_level_that_would_be_drawn(backend, device):
-    """Their levels are not returned, but equal those of the other routine with blocks."""
+def test_passing_random_tokens_the_level_that_would_be_drawn(backend, device):
+    """``corrupt_uniform_random`` does not return its levels, but they equal those of ``corrupt_blockwise``."""
     ids, loss_mask, seeds = batch(5, 40, device)
     levels = corrupt_blockwise(ids, loss_mask, MASK, 7, seeds=seeds)[2]
-    given = {"level": levels[:, ::7].contiguous(), "seeds": seeds, "backend": backend}
-    got = corruption.corrupt_uniform_random(ids, loss_mask, V, 7, **given)
+    inputs = {"level": levels[:, ::7].contiguous(), "seeds": seeds, "backend": backend}
+    got = corruption.corrupt_uniform_random(ids, loss_mask, V, 7, **inputs)
     assert same(got[:2], corruption.corrupt_uniform_random(ids, loss_mask, V, 7, seeds=seeds, backend=backend)[:2])
     assert torch.equal(got[2], levels)
 
@@ -84,7 +84,7 @@ def test_levels_of_0_and_1(block_size, backend, device):
         assert not noise[0].any()
         assert torch.equal(noise[1], loss_mask[1])
     whole = corrupt_blockwise(ids, None, MASK, level=level, seeds=seeds, backend=backend)[1]
-    assert whole.sum(1).tolist() == [1, 30]  # a sequence masks one at least
+    assert whole.sum(1).tolist() == [1, 30]  # each sequence masks at least one position
 
 
 def test_a_level_gets_no_gradient(device):
@@ -111,7 +111,7 @@ def test_exact_on_rows_longer_than_the_registers(device):
     assert by_torch[1].sum(1).tolist() == torch.round(level.cpu() * loss_mask.sum(1).cpu().float()).long().tolist()
 
 
-# (supervised, level, masked): halves to even, at least one, none where none is supervised or the level is 0
+# (supervised, level, masked): rounded half to even, at least 1; 0 if nothing is supervised or the level is 0
 @pytest.mark.parametrize(
     ("supervised", "level", "masked"),
     [(10, 0.25, 2), (10, 0.35, 4), (6, 0.75, 4), (10, 0.01, 1), (1, 0.3, 1), (0, 1.0, 0), (7, 0.0, 0), (9, 1.0, 9)],
@@ -120,8 +120,8 @@ def test_the_exact_count(supervised, level, masked, backend, device):
     ids = torch.zeros(3, 20, dtype=torch.int64, device=device)
     loss_mask = torch.arange(20, device=device).expand(3, -1) >= 20 - supervised
     seeds = torch.arange(3, device=device)
-    given = torch.full((3,), level, device=device)
-    noise = corrupt_uniform(ids, loss_mask, MASK, level=given, exact=True, seeds=seeds, backend=backend)[1]
+    inputs = torch.full((3,), level, device=device)
+    noise = corrupt_uniform(ids, loss_mask, MASK, level=inputs, exact=True, seeds=seeds, backend=backend)[1]
     assert noise.sum(1).tolist() == [masked] * 3
     assert not (noise & ~loss_mask).any()
 
@@ -134,7 +134,7 @@ def test_each_stratum_holds_one_level(B):
     for seed in range(20):
         level = sample_level(B, method="stratified", generator=torch.Generator().manual_seed(seed)).double()
         assert ((level >= 0) & (level < 1)).all()
-        # as float32 holds them: a level may be rounded across the edge of its stratum
+        # in float32: rounding may move a level across the edge of its stratum
         ordered = level.sort().values * B
         places = torch.arange(B)
         assert (ordered > places - B * 2.0**-24).all()
@@ -218,7 +218,7 @@ def test_mix_at_the_ends_of_vocabularies(vocab_size, backend, device):
 
 
 def test_mix_takes_a_clean_mask_by_the_first_channel_only(backend, device):
-    """As in the original: an absorbed position counts as noise, although its id does not change."""
+    """Match the original: an absorbed position counts as noise, although its id does not change."""
     ids = torch.full((1, 400), MASK, device=device)
     half = torch.tensor([0.5], device=device)
     seeds = torch.tensor([1], device=device)
@@ -227,7 +227,7 @@ def test_mix_takes_a_clean_mask_by_the_first_channel_only(backend, device):
     assert 100 < int(noise.sum()) < 300
 
 
-def test_mix_forgives_rounding(backend, device):
+def test_mix_accepts_rounding_errors(backend, device):
     """Sums slightly above 1 and probabilities slightly below 0 are accepted, as float32 schedules produce them."""
     ids, loss_mask, seeds = batch(2, 50, device)
     p, q = torch.tensor([-6e-8, 1.0], device=device), torch.tensor([1.0, 9e-6], device=device)
@@ -238,7 +238,7 @@ def test_mix_forgives_rounding(backend, device):
     assert (noisy[1][noise[1]] == MASK).all()
 
 
-def test_mix_refuses_a_sum_over_1_on_the_cpu():
+def test_mix_rejects_a_sum_above_1_on_the_cpu():
     ids, loss_mask, seeds = batch(2, 5)
     sums = r"mask_prob \+ uniform_prob must be at most 1, got up to 1.1"
     for p, message in ((0.6, sums), (float("nan"), r"mask_prob must lie in \[0, 1\], got values from nan")):

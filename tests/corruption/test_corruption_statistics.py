@@ -1,8 +1,8 @@
-"""The routines against the distributions they claim, computed exactly.
+"""The corruption routines compared with their distributions, which are computed exactly.
 
-Every comparison passes a correct implementation with probability above 1 - 1e-8 (a normal score beyond 6.5, or a
-chi-square tail below 1e-9), so the file as a whole raises a false alarm with probability under 1e-6; and the seeds are
-fixed, so it raises the same one every time.
+A correct implementation passes each comparison with probability above 1 - 1e-8 (the failing tail is a normal score
+beyond 6.5, or a chi-square tail below 1e-9). The whole file therefore raises a false alarm with probability under 1e-6.
+The seeds are fixed, so the outcome is the same in every run.
 """
 
 import itertools
@@ -19,13 +19,13 @@ P = 1e-9
 
 
 def chi_square_p(counts, expected):
-    """Probability of a statistic at least this large."""
+    """Return the probability of a statistic at least this large."""
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2), statistic / 2))
 
 
 def plackett_luce(log_w, k):
-    """Probability of each set of k chosen one after another without replacement, by enumeration."""
+    """Compute the probability of each set of k chosen one after another without replacement, by enumeration."""
     weights = [math.exp(w) for w in log_w]
     sets = {}
     for order in itertools.permutations(range(len(weights)), k):
@@ -48,7 +48,7 @@ def test_sets_have_their_plackett_luce_probabilities(log_w, k):
     seen = torch.tensor([float((code == sum(2**i for i in s)).sum()) for s in expected], dtype=torch.float64)
     assert seen.sum() == N
     theory = N * torch.tensor(list(expected.values()), dtype=torch.float64)
-    often = theory > 50  # where the statistic is chi-square; the rare sets together are one more cell
+    often = theory > 50  # where the statistic is chi-square; the rare sets are merged into one more cell
     cells = [torch.cat([x[often], x[~often].sum()[None]]) for x in (seen, theory)]
     keep = cells[1] > 50
     assert chi_square_p(cells[0][keep], cells[1][keep]) > P
@@ -66,7 +66,7 @@ def test_seeds_give_the_same_distribution_as_one_generator():
 
 
 def test_the_first_positions_of_a_long_row_win_no_more_than_the_last():
-    # One of 5,000 equals; the quarter of the row in which it lies is uniform.
+    # One of 5,000 equal positions wins; the quarter of the row in which it lies is uniform.
     chosen = gumbel_topk_mask(torch.zeros(400, 5000), 1, generator=torch.Generator().manual_seed(1))
     counts = chosen.view(400, 4, -1).any(2).sum(0).double()
     assert chi_square_p(counts, torch.full((4,), 100.0, dtype=torch.float64)) > P
@@ -86,8 +86,8 @@ def test_levels_are_uniform_and_coins_land_at_their_rate():
     p = p.double()
     score = (noise.double() - p).sum() / (p * (1 - p)).sum().sqrt()
     assert abs(float(score)) < Z
-    # and the coins do not know each other: the variance of a row's count is that of independent coins
-    p, noise = p[p[:, 0] < 0.9], noise[p[:, 0] < 0.9]  # near 1 a single miss would weigh as much as a thousand rows
+    # coins are independent: the variance of a row's count is that of independent coins
+    p, noise = p[p[:, 0] < 0.9], noise[p[:, 0] < 0.9]  # near 1, a single miss would weigh as much as a thousand rows
     rest = ((noise.double() - p).sum(1) ** 2) / (64 * p[:, 0] * (1 - p[:, 0]))
     assert abs(float(rest.mean()) - 1) < Z * (2.1 / len(p)) ** 0.5
 
@@ -110,8 +110,8 @@ def test_counts_have_the_distribution_of_the_rounded_level(block_size):
     )
     k = noise.view(-1, length).sum(1)
     share = torch.full((length + 1,), 1 / length, dtype=torch.float64)
-    share[0] = share[-1] = 0.5 / length  # [0, 1/2) rounds to 0, half as wide as what rounds to 1
-    if block_size is None:  # a sequence masks at least one
+    share[0] = share[-1] = 0.5 / length  # [0, 1/2) rounds to 0; it is half as wide as the interval that rounds to 1
+    if block_size is None:  # each sequence masks at least one position
         share[1] += share[0]
         share[0] = 0
     counts = torch.bincount(k, minlength=length + 1).double()
@@ -120,7 +120,7 @@ def test_counts_have_the_distribution_of_the_rounded_level(block_size):
 
 
 def test_positions_are_chosen_with_the_documented_bias():
-    # Blocks of three, each with its own m: the inclusion probabilities are summed over the m that were drawn.
+    # Blocks of three, each with its own m: the inclusion probabilities are summed over the drawn m.
     ids, everywhere = uniform_batch(3000, 30)
     options = {"block_size": 3, "half_life_ratio": 0.25, "generator": torch.Generator().manual_seed(5)}
     _, noise, p = corruption.corrupt_blockwise(ids, everywhere, 1, **options)
@@ -139,7 +139,7 @@ def test_positions_are_chosen_with_the_documented_bias():
     spread = (inclusion * (1 - inclusion)).sum(0).sqrt()
     score = (noise.view(-1, 3).double() - inclusion).sum(0) / spread
     assert score.abs().max() < Z
-    assert (inclusion.mean(0).diff() > 0.02).all()  # there was a bias to find
+    assert (inclusion.mean(0).diff() > 0.02).all()  # the test has a bias to detect
 
 
 @pytest.mark.parametrize("vocab_size", [3, 100])
@@ -159,7 +159,7 @@ def test_replacement_tokens_are_uniform_and_independent_of_the_coins(vocab_size)
 
 
 def test_random_tokens_are_placed_at_the_rate_of_their_block():
-    # t is not returned; its blocks' counts of 16 coins have the mixture's distribution: uniform, like their mean.
+    # t is not returned. The blocks' counts of 16 coins have the distribution of the mixture: uniform, like their mean.
     ids = torch.full((2000, 128), 7777)
     noise = corruption.corrupt_uniform_random(
         ids, torch.ones_like(ids), 1000, 16, 0.0, torch.Generator().manual_seed(7)
@@ -171,7 +171,7 @@ def test_random_tokens_are_placed_at_the_rate_of_their_block():
 
 
 def test_exact_sets_are_equally_likely():
-    """Two of the six supervised positions: each of the 15 pairs as often."""
+    """Each of the 15 pairs of the six supervised positions is masked equally often."""
     N = 30_000
     ids = torch.zeros(N, 8, dtype=torch.int64)
     loss_mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1], dtype=torch.bool).expand(N, -1)
@@ -208,10 +208,10 @@ def test_mix_splits_at_its_rates_and_other_tokens_are_uniform(vocab_size):
 
 @pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])
 def test_each_sampled_level_is_uniform(method):
-    """Whatever couples the rows of a batch, a row alone has the uniform distribution."""
+    """A single row has the uniform distribution, whatever couples the rows of a batch."""
     seeds = range(3000)
     batches = [corruption.sample_level(4, method=method, seeds=torch.full((4,), seed)) for seed in seeds]
-    if method == "uniform":  # four equal seeds would be four equal levels
+    if method == "uniform":  # four equal seeds would give four equal levels
         batches = [corruption.sample_level(4, seeds=4 * seed + torch.arange(4)) for seed in seeds]
     for row in torch.stack(batches).double().unbind(1):
         counts = torch.histc(row, 20, 0, 1)
@@ -219,7 +219,10 @@ def test_each_sampled_level_is_uniform(method):
 
 
 def test_stratified_levels_have_a_mean_that_hardly_varies():
-    """The mean of B uniform levels has variance 1 / (12 B); of stratified ones 1 / (12 B^2), u being the only draw."""
+    """The mean of B uniform levels has variance 1 / (12 B).
+
+    For stratified levels it is 1 / (12 B^2), because u is the only draw.
+    """
     B = 8
 
     def variance(method):
@@ -229,6 +232,6 @@ def test_stratified_levels_have_a_mean_that_hardly_varies():
         ]
         return float(torch.stack(means).var())
 
-    # The relative standard deviation of a variance of 2,000 means is at most 0.04 here: 6.5 of them are 0.26.
+    # The relative standard deviation of a variance of 2,000 means is at most 0.04 here; 6.5 of them are 0.26.
     assert abs(variance("uniform") * 12 * B - 1) < 0.26
     assert abs(variance("stratified") * 12 * B**2 - 1) < 0.26

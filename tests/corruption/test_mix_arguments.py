@@ -42,7 +42,7 @@ def test_mask_is_one_of_the_tokens(mask_token_id, vocab_size):
 
 def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
-        device_mesh = None  # by which DTensors are known
+        device_mesh = None  # the attribute by which DTensors are recognised
 
     advice = "must be a plain torch.Tensor, got DTensor"
     raises(TypeError, f"input_ids {advice}", corrupt_uniform, IDS.clone().as_subclass(Split), ON, 6)

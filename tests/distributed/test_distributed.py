@@ -27,7 +27,7 @@ def _read(folder, rank):
 
 
 def _log(folder, rank):
-    """The output of the rank, and of what started it where that did not come so far."""
+    """Return the output of the rank and, if the rank did not start, of the process that started it."""
     return "".join(path.read_text() for path in (folder.parent / "log", folder / f"{rank}.log") if path.exists())
 
 
@@ -58,7 +58,7 @@ def test_in_four_processes(several_processes, name):
 
 @pytest.mark.parametrize("how", [pytest.param(h, marks=pytest.mark.ranks("lost", h)) for h in ("killed", "missing")])
 def test_a_lost_peer_ends_in_an_error_within_the_timeout(several_processes, how):
-    """The timeout of the group is 5 s; the last rank exits, or sleeps for a minute. Judged by the error of rank 0."""
+    """The last rank exits, or sleeps for a minute; the error of rank 0 is checked. The timeout of the group is 5 s."""
     folder = several_processes / how
     seen = _read(folder, 0)
     assert seen, _log(folder, 0)[-2000:]
@@ -67,7 +67,7 @@ def test_a_lost_peer_ends_in_an_error_within_the_timeout(several_processes, how)
 
 
 def start_and_sleep(folder):
-    """Stands for pytest: starts the parent of the ranks, and is killed."""
+    """Stand in for pytest: start the parent of the ranks, then sleep until killed."""
     arguments = folder, {"lost": ["asleep"]}, os.getpid()
     multiprocessing.get_context("fork").Process(target=distributed_workers.main, args=arguments).start()
     time.sleep(60)
@@ -90,7 +90,7 @@ def within(seconds, condition):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_ranks_end_when_who_started_them_is_killed(tmp_path, sent):
+def test_ranks_end_when_their_parent_is_killed(tmp_path, sent):
     parent = multiprocessing.get_context("fork").Process(target=start_and_sleep, args=(tmp_path,))
     parent.start()
     joined = [tmp_path / "asleep" / f"{rank}.joined" for rank in range(2)]
@@ -110,8 +110,8 @@ def table_in_docs():
     return {name: cells for name, *cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in table)}
 
 
-def test_docs_claim_what_is_tested():
-    """Every row is in ``TABLE``. A "yes" has checks, which exist and are tests above; a "no" has none."""
+def test_every_claim_in_docs_has_checks():
+    """Every row is in ``TABLE``. A "yes" has checks that exist and are tested above; a "no" has none."""
     registered = {name for checks in CHECKS.values() for name in checks}
     registered |= {name.split("[")[0] for name in registered}
     table = table_in_docs()
@@ -124,7 +124,7 @@ def test_docs_claim_what_is_tested():
 
 
 def test_loss_head_in_one_graph():
-    """Without FSDP2, a step with it compiles to one graph; value and gradients equal the eager ones."""
+    """Without FSDP2, a training step with it compiles to one graph; value and gradients equal eager mode."""
     torch.manual_seed(0)
     head, y = LossHead.of(torch.nn.Linear(8, 19)), torch.randint(0, 19, (2, 6))
     hidden = torch.randn(2, 6, 8)

@@ -1,4 +1,4 @@
-"""nemo_automodel patched and unpatched: its recipe and strategies give equal results, and unpatching restores all."""
+"""nemo_automodel patched and unpatched: recipe and strategies give equal results, and unpatching restores all."""
 
 import collections
 import dataclasses
@@ -39,7 +39,7 @@ def module(name):
 
 @pytest.fixture
 def strategy():
-    """The host's strategies, unpatched; all patches of the test are restored."""
+    """Provide the host's strategies, unpatched; all patches of the test are undone afterwards."""
     for home in integration.HOMES:
         module(home)
     yield module("recipes.dllm.strategy")
@@ -51,7 +51,7 @@ def patched(strategy):
     return integration.patch()
 
 
-def held():
+def host_attributes():
     """Return every attribute of every loaded module of the host."""
     modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "nemo_automodel"}
     return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
@@ -80,14 +80,14 @@ RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
 
 
 @pytest.mark.parametrize(
-    ("mode", "who"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
+    ("mode", "variant"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
 )
-def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, who):
-    """Also if the model passes hidden states to the loss."""
+def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, variant):
+    """This also holds if the model passes hidden states to the loss."""
     case = steps["cases"][mode]
-    assert len(case[who][0]["results"]) > 2
-    for place in range(len(case[who][0]["results"])):
-        ours, host, exact = ([run["results"][place] for run in case[one]] for one in (who, "host", "exact"))
+    assert len(case[variant][0]["results"]) > 2
+    for place in range(len(case[variant][0]["results"])):
+        ours, host, exact = ([run["results"][place] for run in case[one]] for one in (variant, "host", "exact"))
         assert all(o.dtype == h.dtype for o, h in zip(ours, host, strict=True))
         assert_as_good_as_plain(ours, exact, largest_error(host, exact), f"{mode}, result {place}", steps["sizes"])
 
@@ -102,21 +102,21 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
 
 
 @pytest.mark.parametrize("mode", RECIPES)
-def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
-    """One call of a linear op per step, two if the encoder also has a loss; soft caps are passed on."""
+def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
+    """A step calls one linear op, or two if the encoder also has a loss. Soft caps are passed on."""
     calls = steps["cases"][mode]["calls"]
     op = "row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 
-@pytest.mark.parametrize("who", ["excluded", "built before", "of this package"])
-def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, who):
-    """A loss of the host receives logits, a loss of this package hidden states."""
+@pytest.mark.parametrize("variant", ["excluded", "built before", "of this package"])
+def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, variant):
+    """A loss of the host receives logits; a loss of this package receives hidden states."""
     case = steps["cases"]["mdlm"]
-    runs, calls = case[who]["runs"], case[who]["calls"]
+    runs, calls = case[variant]["runs"], case[variant]["calls"]
     for run, host in zip(runs, case["host"], strict=True):
         torch.testing.assert_close(run["results"], host["results"])
-    if who == "of this package":
+    if variant == "of this package":
         assert calls == {"weighted_linear_nll of hidden states": len(runs)}
     else:
         assert calls["made"] >= len(runs)
@@ -153,8 +153,8 @@ def test_names_in_imported_recipes_are_replaced(steps):
     } <= steps["held"].keys()
 
 
-def test_the_two_channel_corruption_of_a_strategy_is_ours(strategy):
-    """Called as by SCDD's strategy; the original rejects the same sums."""
+def test_the_two_channel_corruption_of_a_strategy_is_replaced(strategy):
+    """It is called as by SCDD's strategy. The original rejects the same sums."""
     original = strategy.corrupt_mix
     integration.patch()
     assert strategy.corrupt_mix is dllm_kernels.corrupt_mix
@@ -173,23 +173,23 @@ def test_the_two_channel_corruption_of_a_strategy_is_ours(strategy):
 
 
 def test_everything_offered_is_replaced_and_restored(strategy):
-    before = held()
+    before = host_attributes()
     report = integration.patch()
     assert {name for _, name in report.replaced} == {name for names in integration.HOMES.values() for name in names}
     assert ("nemo_automodel.recipes.dllm.strategy", "MDLMCrossEntropyLoss") in report.replaced
     assert strategy.MDLMCrossEntropyLoss is dllm_kernels.MDLMCrossEntropyLoss
     assert isinstance(strategy.MDLMStrategy().create_loss_fn({}), dllm_kernels.MDLMCrossEntropyLoss)
-    after = held()
+    after = host_attributes()
     assert {key for key in before if before[key] is not after[key]} == set(report.replaced)
     assert integration.unpatch() == report.replaced
-    assert_identical(before, held())
+    assert_identical(before, host_attributes())
     assert integration.unpatch() == ()
 
 
 def test_a_second_patch_does_nothing(patched):
-    before = held()
+    before = host_attributes()
     again = integration.patch()
-    assert_identical(before, held())
+    assert_identical(before, host_attributes())
     assert again.already
     assert not patched.already
     assert again.replaced == patched.replaced
@@ -204,15 +204,15 @@ def test_the_report_reads_well(patched):
     assert "was patched already" in str(integration.patch())
 
 
-def test_the_report_names_what_still_runs_the_original(patched):
-    """Losses and functions beside them, with those left alone; none that is ours, and nothing that is borrowed."""
+def test_the_report_lists_code_that_still_runs_the_original(patched):
+    """The report lists losses and related functions, with excluded ones, but none that is replaced or only imported."""
     names = {name for _, name in patched.original}
     assert {"ChunkedCrossEntropy", "LinearCrossEntropy", "prepare_lm_weight", "build_loss_module"} <= names
     assert not names & {name for home in integration.HOMES.values() for name in home}
     assert all(getattr(sys.modules[m], name).__module__ == m for m, name in patched.original)
     integration.unpatch()
-    alone = integration.patch(exclude=["SCDDLoss"])
-    assert {name for _, name in alone.original} == names | {"SCDDLoss"}
+    with_exclusion = integration.patch(exclude=["SCDDLoss"])
+    assert {name for _, name in with_exclusion.original} == names | {"SCDDLoss"}
 
 
 FUSED_STEPS = {
@@ -250,16 +250,16 @@ def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatc
     assert torch.is_tensor(step._forward_backward_step())
     assert [dict(vars(owner)) for owner in owners] == before
     del DiffusionGemmaSFTRecipe._forward_backward_step
-    unpatched = held()
+    unpatched = host_attributes()
     with pytest.raises(
         RuntimeError, match=r"recipes\.dllm\.train_ft has no DiffusionGemmaSFTRecipe\._forward_backward_step"
     ):
         integration.patch(fuse_head=True)
-    assert_identical(unpatched, held())
+    assert_identical(unpatched, host_attributes())
     assert integration.patch().fused == ()
 
 
-def of_deferred(logits):
+def deferred_from(logits):
     """Return the placeholder for these logits, with a separate head."""
     head = nn.Linear(V, V, bias=False)
     head.weight.data = 2 * torch.eye(V)
@@ -275,8 +275,11 @@ def fused(strategy, monkeypatch):
     return module("components.loss.dllm_loss")
 
 
-def test_fused_losses_take_logits_and_what_stands_for_them(fused):
-    """By position and by name; two caps, two heads and half of a cap are left to the logits."""
+def test_fused_losses_take_logits_and_deferred_logits(fused):
+    """Arguments are passed by position and by name.
+
+    With two caps, two heads or half of a cap, the logits themselves are used.
+    """
     ids, on = torch.randint(0, V, (2, 6)), torch.ones(2, 6)
     x, y = torch.randn(2, 6, V), torch.randn(2, 6, V)
     loss = fused.HybridDiffusionLLMLoss(0.5)
@@ -290,22 +293,22 @@ def test_fused_losses_take_logits_and_what_stands_for_them(fused):
     torch.testing.assert_close(loss(one, *masks, other).total_loss, expected)
     torch.testing.assert_close(loss(one, *masks, causal_logits=other).total_loss, expected)
     assert one.usable
-    torch.testing.assert_close(loss(one, *masks, of_deferred(y)).total_loss, expected)  # another head
-    torch.testing.assert_close(loss(of_deferred(x), *masks, y).total_loss, expected)
+    torch.testing.assert_close(loss(one, *masks, deferred_from(y)).total_loss, expected)  # another head
+    torch.testing.assert_close(loss(deferred_from(x), *masks, y).total_loss, expected)
     capped = torch.tanh(x / 3.0) * 3.0
     mdlm = fused.MDLMCrossEntropyLoss(softcap=2.0)
-    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    z = torch.tanh(deferred_from(x) / 3.0) * 3.0
     torch.testing.assert_close(mdlm(z, *masks[:4]).total_loss, mdlm(capped, *masks[:4]).total_loss)
     assert not z.usable
-    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    z = torch.tanh(deferred_from(x) / 3.0) * 3.0
     plain = fused.MDLMCrossEntropyLoss()
     torch.testing.assert_close(plain(z, *masks[:4]).total_loss, plain(capped, *masks[:4]).total_loss)
     assert z.usable
     assert plain.softcap is None
-    half = of_deferred(x) / 3.0
+    half = deferred_from(x) / 3.0
     torch.testing.assert_close(plain(half, *masks[:4]).total_loss, plain(x / 3.0, *masks[:4]).total_loss)
-    torch.testing.assert_close(fused.encoder_ar_loss(of_deferred(x), ids), fused.encoder_ar_loss(x, ids))
-    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    torch.testing.assert_close(fused.encoder_ar_loss(deferred_from(x), ids), fused.encoder_ar_loss(x, ids))
+    z = torch.tanh(deferred_from(x) / 3.0) * 3.0
     torch.testing.assert_close(fused.encoder_ar_loss(z, ids, on), fused.encoder_ar_loss(capped, ids, on))
 
 
@@ -320,19 +323,22 @@ ASKED_ONCE = [
 @pytest.mark.parametrize(
     ("way", "loss"),
     [
-        *(("patch", loss) for loss in nemo_lora.LOSSES if loss != "calculate_mtp_loss, one call"),  # a loss of ours
+        *(("patch", loss) for loss in nemo_lora.LOSSES if loss != "calculate_mtp_loss, one call"),  # not the host's
         *(("call", loss) for loss in ASKED_ONCE),
     ],
 )
 def test_float32_logits_of_16_bit_operands(strategy, way, loss):
-    """By the option of ``patch`` everywhere, or by the host's own argument in a call; without it they are rounded."""
+    """The option of ``patch`` applies everywhere, the host's own argument to one call.
+
+    Without either, logits are rounded.
+    """
     torch.manual_seed(0)
     model, (hidden, *rest) = nemo_lora.Model().bfloat16(), nemo_lora.batch(torch.bfloat16)
     from_hidden_states, from_logits = nemo_lora.LOSSES[loss]
-    asked = {"logits_dtype": torch.float32}
-    of_patch, of_call = (asked, {}) if way == "patch" else ({}, asked)
-    with nemo_lora.fused(**of_patch):
-        found = from_hidden_states(model, hidden, *rest, **of_call)
+    option = {"logits_dtype": torch.float32}
+    patch_options, call_options = (option, {}) if way == "patch" else ({}, option)
+    with nemo_lora.fused(**patch_options):
+        found = from_hidden_states(model, hidden, *rest, **call_options)
     with nemo_lora.fused():
         rounded = from_hidden_states(model, hidden, *rest)
         exact = from_logits(model.double(), hidden.double(), *rest)
@@ -350,13 +356,13 @@ def test_float64_operands_keep_their_logits(strategy):
             )
 
 
-def test_another_dtype_of_the_logits_is_refused(strategy):
-    for given, error, said in (
+def test_another_dtype_of_the_logits_is_rejected(strategy):
+    for dtype_option, error, message in (
         (torch.bfloat16, ValueError, "torch.float32 or None, got torch.bfloat16"),
         ("float32", TypeError, "a torch.dtype or None, got str"),
     ):
-        with pytest.raises(error, match=f"^logits_dtype must be {said}$"):
-            integration.patch(logits_dtype=given)
+        with pytest.raises(error, match=f"^logits_dtype must be {message}$"):
+            integration.patch(logits_dtype=dtype_option)
     integration.patch()
     with pytest.raises(RuntimeError, match=r"patched already, with .* and logits_dtype=None; unpatch"):
         integration.patch(logits_dtype=torch.float32)
@@ -371,14 +377,14 @@ def excluded(name):
     return getattr(module("components.loss.dllm_loss"), name)
 
 
-def of_this_package(name):
+def from_this_package(name):
     return getattr(dllm_kernels, name)
 
 
-@pytest.mark.parametrize("source", [built_before, excluded, of_this_package])
+@pytest.mark.parametrize("source", [built_before, excluded, from_this_package])
 @pytest.mark.parametrize("name", ["MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss"])
 def test_a_loss_that_is_not_replaced_takes_deferred_logits(strategy, monkeypatch, name, source):
-    """A loss of the host gets the logits themselves, a loss of this package the hidden states."""
+    """A loss of the host gets the logits themselves; a loss of this package gets the hidden states."""
     monkeypatch.setattr(integration, "STEPS", {})
     x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
     masks = (ids, on.bool(), on / 2, on, on, 5, 4)
@@ -387,19 +393,19 @@ def test_a_loss_that_is_not_replaced_takes_deferred_logits(strategy, monkeypatch
     if source is not excluded:
         integration.patch(fuse_head=True)
     for causal in (None, x):
-        z = of_deferred(x)
+        z = deferred_from(x)
         out = loss(z, *masks, causal_logits=causal if causal is None else z)
-        assert z.usable == (source is of_this_package)
+        assert z.usable == (source is from_this_package)
         if causal is not None:
             torch.testing.assert_close(out.total_loss, expected)
     integration.unpatch()
     torch.testing.assert_close(loss(x, *masks, causal_logits=x).total_loss, expected)
-    if source is of_this_package:
+    if source is from_this_package:
         with pytest.raises(
             TypeError,
             match=r"^logits must be a torch\.Tensor, got dllm_kernels\.integrations\._deferred\.DeferredLogits",
         ):
-            loss(of_deferred(x), *masks)
+            loss(deferred_from(x), *masks)
 
 
 def test_a_subclass_of_a_loss_takes_deferred_logits(fused):
@@ -409,7 +415,7 @@ def test_a_subclass_of_a_loss_takes_deferred_logits(fused):
             return out._replace(total_loss=2 * out.total_loss)
 
     x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
-    z = of_deferred(x)
+    z = deferred_from(x)
     loss = Doubled()(z, ids, on, on / 2, on).total_loss
     assert z.usable
     torch.testing.assert_close(loss, 2 * dllm_kernels.MDLMCrossEntropyLoss()(x, ids, on, on / 2, on).total_loss)
@@ -418,7 +424,7 @@ def test_a_subclass_of_a_loss_takes_deferred_logits(fused):
 @pytest.mark.parametrize("gamma", [-2.0, -0.5, -math.inf, math.inf])
 @pytest.mark.parametrize("normalize", ["tokens", "mean"])
 def test_every_gamma_of_dflash(strategy, gamma, normalize):
-    """Also a negative one, under which the weights grow."""
+    """A negative gamma, with which the weights grow, is included."""
     x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
     host = module("components.loss.dllm_loss").DFlashDecayLoss(gamma, normalize=normalize)
     ours = dllm_kernels.DFlashDecayLoss(gamma, normalize=normalize)
@@ -445,7 +451,7 @@ def test_every_shape_of_the_schedule(strategy, gamma_shape):
 @pytest.mark.parametrize("max_ratio", [0.0, 0.1, 0.6])
 @pytest.mark.parametrize("chunk_size", [1024, 5, None])
 def test_scdd_equals_the_host(strategy, max_ratio, chunk_size):
-    """Value and gradient, as near as the host's schedule in float32 comes to the exact one; few steps."""
+    """Value and gradient are as close as the host's float32 schedule is to the exact one; there are few steps."""
     torch.manual_seed(0)
     home, mask = module("components.loss.dllm_loss"), 5
     x0 = torch.randint(0, V - 1, (3, 8))
@@ -507,7 +513,7 @@ def test_modules_imported_after_patch_are_restored_too(patched, monkeypatch):
     assert later.Loss.__module__ == "nemo_automodel.components.loss.dllm_loss"
 
 
-def test_names_can_be_left_alone(strategy):
+def test_names_can_be_excluded(strategy):
     original = strategy.corrupt_uniform
     report = integration.patch(exclude=["corrupt_uniform", "corrupt_blockwise"])
     assert strategy.corrupt_uniform is original
@@ -556,19 +562,19 @@ def fewer_arguments(self, logits, target_ids, noise_mask, p_mask, loss_mask, los
         (new_argument, ["MDLMCrossEntropyLoss.forward: takes temperature, which ours does not"]),
     ],
 )
-def test_other_signatures_are_refused_before_anything_is_replaced(strategy, monkeypatch, forward, problems):
+def test_other_signatures_are_rejected_before_anything_is_replaced(strategy, monkeypatch, forward, problems):
     loss = module("components.loss.dllm_loss")
     other = type(
         "MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": forward, "new_method": constructor}
     )
     monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", other)
     monkeypatch.delattr(module("components.datasets.dllm.corruption"), "gumbel_topk")
-    before = held()
+    before = host_attributes()
     with pytest.raises(
         RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected signatures; nothing was replaced:"
     ) as error:
         integration.patch()
-    assert_identical(before, held())
+    assert_identical(before, host_attributes())
     listed = str(error.value).splitlines()
     missing = "nemo_automodel.components.datasets.dllm.corruption has no gumbel_topk"
     for problem in [*problems, "MDLMCrossEntropyLoss.new_method: not offered here", missing]:
@@ -576,7 +582,7 @@ def test_other_signatures_are_refused_before_anything_is_replaced(strategy, monk
     assert integration.unpatch() == ()
 
 
-def test_a_version_that_passes_fewer_arguments_is_served(strategy, monkeypatch):
+def test_a_version_that_passes_fewer_arguments_is_supported(strategy, monkeypatch):
     other = type("MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": fewer_arguments})
     monkeypatch.setattr(module("components.loss.dllm_loss"), "MDLMCrossEntropyLoss", other)
     assert integration.patch().replaced
@@ -619,21 +625,21 @@ def test_losses_pass_the_checks_of_the_host(patched):
 @pytest.mark.parametrize("name", ["MaskedCrossEntropy", "FusedLinearCrossEntropy"])
 @pytest.mark.parametrize("seq_idx", [None, torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32).expand(2, 9)])
 def test_the_pipeline_loss_with_mtp_equals_the_host_from_logits(strategy, name, seq_idx):
-    """The host's own linear loss needs a GPU, so its loss from logits is what both of ours are held to."""
+    """The host's own linear loss needs a GPU, so both losses of this package are compared with its loss from logits."""
     hidden, depths, labels = batch()
     host_mtp, losses = module("components.loss.mtp"), module("components.loss.loss")
     model = Model().double().train()
 
     def run(loss_fn):
         model.zero_grad()
-        loss_of = host_mtp.MTPLossConfig(scaling_factor=0.3).build(loss_fn, model)
+        pipeline_loss = host_mtp.MTPLossConfig(scaling_factor=0.3).build(loss_fn, model)
         h, d = hidden.double(), [x.double() for x in depths]
         if name.startswith("Fused") and loss_fn is not plain:
             output = SimpleNamespace(hidden_states=h, logits=None, mtp_per_depth_h=d)
-            loss_of.cu_seqlens = None if seq_idx is None else torch.tensor([0, 4, 9])
+            pipeline_loss.cu_seqlens = None if seq_idx is None else torch.tensor([0, 4, 9])
         else:
             output = (model.lm_head(h), *d, *(() if seq_idx is None else (seq_idx,)))
-        loss = loss_of(output, labels)
+        loss = pipeline_loss(output, labels)
         loss.backward()
         return loss.detach(), model.lm_head.weight.grad
 
@@ -651,14 +657,14 @@ TAKEN = (
 
 
 @pytest.mark.parametrize("name", TAKEN.split())
-def test_our_own_take_what_the_host_s_take(strategy, name):
-    """Without the switch too: every argument, in its order, with its default."""
+def test_the_package_accepts_all_arguments_of_the_host(strategy, name):
+    """Every argument is accepted without ``fuse_head``, too, in the same order and with the same default."""
     original = next(getattr(m, name) for m in map(module, integration.HOMES) if hasattr(m, name))
     assert original.__module__.startswith("nemo_automodel")
     assert integration._host.differences(name, original, getattr(dllm_kernels, name)) == []
 
 
-def test_weights_of_the_tokens_mean_what_they_do_in_the_host(strategy):
+def test_token_weights_mean_the_same_as_in_the_host(strategy):
     hidden, _, labels = batch()
     logits, weights = Model().lm_head(hidden).detach(), torch.rand(labels.shape)
     for options in ({"loss_weights": weights}, {"loss_weights": weights, "num_label_tokens": 11}, {}):
@@ -669,7 +675,7 @@ def test_weights_of_the_tokens_mean_what_they_do_in_the_host(strategy):
 
 
 @pytest.mark.parametrize("index", [-100, -1])
-def test_no_ignore_index_is_that_of_the_loss(strategy, index):
+def test_without_an_ignore_index_that_of_the_loss_is_used(strategy, index):
     hidden, depths, labels = batch()
     labels, model = labels.masked_fill(labels == -100, index), Model().train()
     output = (model.lm_head(hidden), *depths)
@@ -693,7 +699,7 @@ def test_no_ignore_index_is_that_of_the_loss(strategy, index):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_the_functions_take_what_the_recipes_pass(patched):
+def test_the_functions_accept_the_arguments_of_the_recipes(patched):
     hidden, depths, labels = batch()
     model, utils = Model(), module("components.loss.utils")
     loss_fn = module("components.loss.linear_ce").FusedLinearCrossEntropy()
@@ -715,8 +721,8 @@ def test_the_functions_take_what_the_recipes_pass(patched):
 
 
 @pytest.mark.parametrize("name", ["calculate_loss", "calculate_mtp_loss"])
-def test_the_group_reaches_what_gathers_the_head(name, patched, monkeypatch):
-    """Where the recipe hands no head over, the host makes it, and reduces its gradient over the recipe's group."""
+def test_the_group_reaches_the_function_that_gathers_the_head(name, patched, monkeypatch):
+    """If the recipe passes no head, the host gathers it, and reduces its gradient over the recipe's group."""
     hidden, depths, labels = batch()
     model, group, seen = Model(), object(), []
     utils = module("components.loss.utils")
@@ -733,7 +739,7 @@ def test_the_group_reaches_what_gathers_the_head(name, patched, monkeypatch):
 
 
 def test_masked_cross_entropy_takes_the_layouts_of_the_host(strategy):
-    """Packed sequences bring logits ``[1, T, V]`` and labels ``[T]``; a mask may be of any shape."""
+    """Packed sequences have logits ``[1, T, V]`` and labels ``[T]``. A mask may have any shape."""
     logits, labels = torch.randn(1, 10, V), torch.randint(0, V, (10,))
     mask, weights = torch.arange(10).reshape(2, 5) % 3, torch.rand(10)
     home = module("components.loss.masked_ce")
@@ -775,7 +781,7 @@ def test_a_biased_head_keeps_its_bias(patched):
 
 
 class ForeignLinear(nn.Module):
-    """A linear layer of another library, whose weight the host takes, whatever its class is."""
+    """A linear layer of another library. The host takes its weight, whatever its class."""
 
     def __init__(self, linear):
         super().__init__()
@@ -786,7 +792,7 @@ class ForeignLinear(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """An adapter of another library, of which the host's fused loss takes the weight all the same."""
+    """An adapter of another library. The host's fused loss takes only its weight."""
 
     def __init__(self):
         super().__init__(D, V, bias=False)
@@ -797,7 +803,7 @@ class AdaptedLinear(nn.Linear):
 
 
 class CappedModel(nn.Module):
-    """Its logits are capped after the head, as its configuration says."""
+    """A model that caps its logits after the head, as its configuration says."""
 
     def __init__(self, cap):
         super().__init__()
@@ -809,7 +815,7 @@ class CappedModel(nn.Module):
         return self.cap * torch.tanh(self.lm_head(hidden) / self.cap)
 
 
-def test_a_model_with_a_cap_of_its_own_has_it_in_the_loss_from_hidden_states_too(patched):
+def test_the_cap_of_a_model_applies_to_the_loss_from_hidden_states(patched):
     torch.manual_seed(0)
     model, hidden, labels = CappedModel(0.5), torch.randn(2, 9, 8), torch.randint(0, 33, (2, 9))
     calculate_loss = module("components.loss.utils").calculate_loss
@@ -831,7 +837,7 @@ def test_a_model_with_a_cap_of_its_own_has_it_in_the_loss_from_hidden_states_too
 
 
 def fused_losses(model):
-    """What each replaced function makes of the model's head."""
+    """Return calls of each replaced function with the model's head."""
     hidden, depths, labels = batch()
     fused, utils = module("components.loss.linear_ce").FusedLinearCrossEntropy(), module("components.loss.utils")
     host_mtp, output = module("components.loss.mtp"), SimpleNamespace(hidden_states=hidden, logits=None)
@@ -881,8 +887,8 @@ def test_a_parametrized_head_trains(patched, function):
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_losses_that_are_left_alone_use_the_replaced_parts(strategy):
-    """I-DLM's loss is then the host's, on our per-token NLL and our output type."""
+def test_excluded_losses_use_the_replaced_parts(strategy):
+    """I-DLM's loss is then the host's, but uses the package's per-token NLL and output type."""
     integration.patch(exclude=["IDLMLoss"])
     loss = module("components.loss.dllm_loss")
     assert loss.IDLMLoss.__module__ == "nemo_automodel.components.loss.dllm_loss"

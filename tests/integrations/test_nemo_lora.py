@@ -1,4 +1,4 @@
-"""Losses of NeMo AutoModel from hidden states with LoRA on the LM head: equal to the losses of the model's logits."""
+"""Losses of NeMo AutoModel from hidden states with LoRA on the LM head equal the losses of the model's logits."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ SHARDED, UNITS = ("LinearLoRA", "patched", "PEFT"), ("a unit of its own", "in th
 
 @pytest.fixture(autouse=True, scope="module")
 def fused():
-    """The host, patched as with ``fuse_head=True``."""
+    """Patch the host as with ``fuse_head=True``."""
     with host.fused():
         yield
 
@@ -57,7 +57,7 @@ def test_a_head_with_lora_trains_as_from_logits(loss, kind):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["LinearLoRA", "patched", "plain autograd", "Triton"])
 @pytest.mark.parametrize("loss", every_time(["calculate_loss", "PipelineCausalLMLoss", "hybrid"], LOSSES))
-def test_dropout_before_the_adapter_draws_as_from_logits(loss, kind):
+def test_dropout_before_the_adapter_draws_the_same_as_from_logits(loss, kind):
     model = adapted(kind, dropout=0.4, dropout_position="pre")
     kept = results(LOSSES[loss][0], model, batch())["loss"]
     assert_same(loss, model, batch(), trained_names(model))
@@ -71,10 +71,10 @@ REFUSED = {
 TAKE_WEIGHTS = [loss for loss in LOSSES if "loss" in loss.lower() and loss != "encoder_ar_loss"]
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("message", REFUSED)
 @pytest.mark.parametrize("loss", TAKE_WEIGHTS)
-def test_what_is_more_than_low_rank_is_refused_by_name(loss, what):
-    options, reason = REFUSED[what]
+def test_adapters_beyond_low_rank_are_rejected_by_name(loss, message):
+    options, reason = REFUSED[message]
     for kind in ("LinearLoRA", "patched"):
         name = rf"nemo_automodel\.components\._peft\.lora\.{'Linear' if kind == 'LinearLoRA' else 'PatchedLinear'}LoRA"
         with pytest.raises(
@@ -83,16 +83,16 @@ def test_what_is_more_than_low_rank_is_refused_by_name(loss, what):
             results(LOSSES[loss][0], adapted(kind, **options), batch())
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_deferred_logits_of_what_is_refused_are_logits(what):
-    model = adapted(**REFUSED[what][0])
+@pytest.mark.parametrize("message", REFUSED)
+def test_logits_of_rejected_adapters_are_not_deferred(message):
+    model = adapted(**REFUSED[message][0])
     with deferred_logits(model) as defers:
         assert not defers
         assert torch.is_tensor(model(batch()[0]))
 
 
 def quantized(model):
-    """Marks a head as the host marks a base layer of bitsandbytes, whose forward it then calls."""
+    """Mark a head as the host marks a base layer of bitsandbytes, whose forward the head then calls."""
     model.lm_head.super_fwd = lambda hidden: hidden
 
 
@@ -122,7 +122,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_head_that_computes_something_else_is_refused(change):
+def test_a_head_that_computes_something_else_is_rejected(change):
     model = adapted()
     change(model)
     with pytest.raises(ValueError, match=rf"^the LM head must .*{CHANGES[change]}"):
@@ -132,7 +132,7 @@ def test_a_head_that_computes_something_else_is_refused(change):
 
 
 @pytest.mark.parametrize("part", ["base_layer", "lora_B", "all of it"])
-def test_hooks_of_a_head_of_peft_are_refused(part):
+def test_hooks_of_a_head_of_peft_are_rejected(part):
     model = adapted("PEFT")
     head = model.get_output_embeddings()
     hooked = {"base_layer": head.base_layer, "lora_B": head.lora_B["default"], "all of it": head}[part]
@@ -142,8 +142,11 @@ def test_hooks_of_a_head_of_peft_are_refused(part):
 
 
 @pytest.mark.parametrize(("kind", "part"), [("PEFT", "base_layer"), ("PEFT, trained copy", "original_module")])
-def test_quantized_weights_in_plain_layers_are_refused_by_name(kind, part):
-    """torchao's weights are tensor subclasses in an nn.Linear, and PEFT's LoRA of one has the forward of the plain."""
+def test_quantized_weights_in_plain_layers_are_rejected_by_name(kind, part):
+    """torchao's weights are tensor subclasses in an nn.Linear.
+
+    PEFT's LoRA of such a layer has the forward of a plain one.
+    """
     model = adapted(kind)
     model.base_model.disable_adapter_layers()
     linear = getattr(model.get_output_embeddings(), part)
@@ -155,7 +158,7 @@ def test_quantized_weights_in_plain_layers_are_refused_by_name(kind, part):
 
 
 def test_a_merged_adapter_that_is_then_disabled():
-    """PEFT takes it out of the weight at the next call of the head."""
+    """PEFT unmerges it from the weight at the next call of the head."""
     model, inputs = adapted("PEFT", lora_bias=False), batch()
     plain = model.get_output_embeddings().base_layer.weight.detach().clone()
     model.base_model.merge_adapter()
@@ -168,9 +171,9 @@ def test_a_merged_adapter_that_is_then_disabled():
 
 @pytest.mark.parametrize("loss", every_time(["calculate_loss"], LOSSES))
 @pytest.mark.parametrize("position", ["pre", "post"])
-def test_dropout_that_is_off(loss, position):
+def test_inactive_dropout(loss, position):
     model = adapted(dropout=0.4, dropout_position=position).eval()
-    if loss == "PipelineCausalLMLoss":  # MTP in training mode only
+    if loss == "PipelineCausalLMLoss":  # MTP runs in training mode only
         model.training = True
     assert_same(loss, model, batch(), trained_names(model))
     model = adapted(dropout=0.0, dropout_position=position)
@@ -204,7 +207,7 @@ def test_a_trained_base_layer_gets_its_gradient_too(loss):
 
 @pytest.mark.parametrize("loss", every_time(["PipelineCausalLMLoss", "MDLM"], LOSSES))
 def test_float32_adapters_of_a_bfloat16_head(loss):
-    """Under autocast, which the host needs to compute these logits. Ours are as close to float64 as the host's."""
+    """The host needs autocast to compute these logits. The package's are as close to float64 as the host's."""
     model = adapted(dtype=torch.bfloat16, lora_dtype="float32", dropout_position="pre")
     exact_model = adapted(lora_dtype=torch.float64, dropout_position="pre")
     exact_model.load_state_dict(model.state_dict())
@@ -215,8 +218,8 @@ def test_float32_adapters_of_a_bfloat16_head(loss):
         ours, plain = (results(one, model, inputs) for one in LOSSES[loss])
     for name in ("loss", "hidden", "lora_A.weight", "lora_B.weight"):
         assert ours[name].dtype == (torch.bfloat16 if name == "hidden" else torch.float32), name
-        error, of_plain = ((got[name].double() - exact[name]).norm() for got in (ours, plain))
-        assert error <= 2 * of_plain + 2**-8 * exact[name].norm(), name
+        error, plain_error = ((got[name].double() - exact[name]).norm() for got in (ours, plain))
+        assert error <= 2 * plain_error + 2**-8 * exact[name].norm(), name
     cast = results(LOSSES[loss][0], model, inputs)  # the adapters are cast to bfloat16 like the head
     torch.testing.assert_close(cast["loss"], ours["loss"], rtol=2**-6, atol=0)
 
@@ -241,7 +244,7 @@ def run_ranks(out):
 
 @pytest.fixture(scope="module")
 def ranks(once):
-    """What the two ranks found, see ``nemo_lora_ranks``."""
+    """Return the results of the two ranks of ``nemo_lora_ranks.py``."""
     return torch.load(once("nemo_lora_ranks.pt", run_ranks), weights_only=False)
 
 
@@ -261,7 +264,7 @@ def test_a_sharded_head_with_lora_trains_as_from_logits(ranks, loss, kind, unit)
 
 
 @pytest.mark.exhaustive
-def test_adapters_that_tensor_parallelism_splits_are_refused(ranks):
+def test_adapters_split_by_tensor_parallelism_are_rejected(ranks):
     for found in ranks:
         for error, placement in zip(found["tensor parallel"], ("Replicate()", "Shard(dim=0)"), strict=True):
             assert error.startswith("the adapter of the LM head must not be split by tensor parallelism for hidden")

@@ -1,4 +1,4 @@
-"""speculators patched and unpatched: its losses are ours with equal results, and so are metrics from hidden states."""
+"""speculators patched and unpatched: the package's losses, and its metrics from hidden states, give equal results."""
 
 import importlib
 import inspect
@@ -25,7 +25,7 @@ NAMES = sorted(integration.OURS)
 
 @pytest.fixture
 def host():
-    """Its losses and metrics, unpatched; all patches of the test are restored."""
+    """Provide its losses and metrics, unpatched; all patches of the test are undone afterwards."""
     with trainers.loaded(trainers.SPECULATORS, "losses.utils", "losses.eager") as modules:
         metrics = "dflash.metrics", "dspark.metrics"
         dflash, dspark = (importlib.import_module(f"speculators.models.{name}") for name in metrics)
@@ -33,8 +33,8 @@ def host():
         integration.unpatch()
 
 
-def held():
-    """Every attribute, entry of a table and default of a function of the host's loaded modules."""
+def host_attributes():
+    """Return every attribute, table entry and function default of the host's loaded modules."""
     found = {}
     for name, module in sys.modules.items():
         if name.split(".")[0] != "speculators":
@@ -50,8 +50,8 @@ def held():
     return found
 
 
-def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(host):
-    before = held()
+def test_patching_replaces_every_reference_and_unpatching_restores_them(host):
+    before = host_attributes()
     report = integration.patch()
     places = set(report.replaced)
     for name in NAMES:
@@ -66,7 +66,7 @@ def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(h
         ("speculators.models.dspark.metrics", "compute_metrics.__defaults__"),
     ):
         assert place in places
-    after = held()
+    after = host_attributes()
     originals = {id(before["speculators." + home, name]) for home in integration.TABLES for name in NAMES}
     assert not [place for place, value in after.items() if id(value) in originals]
     assert report.version == "0.9.0"
@@ -77,12 +77,12 @@ def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(h
     assert "was patched already" in str(again)
     assert set(integration.unpatch()) == places
     assert integration.unpatch() == ()
-    restored = held()
+    restored = host_attributes()
     assert restored.keys() == before.keys()
     assert not [place for place in before if before[place] is not restored[place] and before[place] != restored[place]]
 
 
-def test_a_module_that_is_imported_later_takes_ours_and_gives_it_back(host):
+def test_a_module_imported_after_patch_is_patched_and_restored(host):
     del sys.modules["speculators.models.dspark.metrics"]
     integration.patch()
     late = importlib.import_module("speculators.models.dspark.metrics")
@@ -93,7 +93,7 @@ def test_a_module_that_is_imported_later_takes_ours_and_gives_it_back(host):
     assert inspect.signature(late.compute_metrics).parameters["tv_loss_fn"].default is late.tv_loss
 
 
-def test_names_can_be_left_alone(host):
+def test_names_can_be_excluded(host):
     original = host.utils.tv_loss
     report = integration.patch(exclude=["tv_loss"])
     assert host.utils.tv_loss is original
@@ -107,8 +107,8 @@ def test_names_can_be_left_alone(host):
         integration.patch(exclude="mse_loss")
 
 
-def test_another_signature_is_refused_and_nothing_replaced(host):
-    """All differences are listed."""
+def test_another_signature_is_rejected_and_nothing_replaced(host):
+    """The error lists all differences."""
 
     def tv_loss(logits, targets, mask): ...
 
@@ -116,7 +116,7 @@ def test_another_signature_is_refused_and_nothing_replaced(host):
 
     host.utils.tv_loss, host.eager.lk_hybrid_loss = tv_loss, lk_hybrid_loss
     del host.utils.ce_loss
-    before = held()
+    before = host_attributes()
     message = (
         "speculators 0.9.0 has unexpected signatures; nothing was replaced:\n"
         "  speculators.losses.eager.lk_hybrid_loss: eta defaults to 2.0, ours to 3.0\n"
@@ -125,7 +125,7 @@ def test_another_signature_is_refused_and_nothing_replaced(host):
     )
     with pytest.raises(RuntimeError, match="^" + re.escape(message)):
         integration.patch()
-    assert held() == before
+    assert host_attributes() == before
     assert integration.unpatch() == ()
 
 
@@ -136,8 +136,8 @@ def drawn(seed, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("key", integration.KINDS)
-def test_a_loss_of_either_table_is_the_eager_one_of_the_host(host, key, dtype):
-    """Also through the fused table, whose original losses need a GPU. The host computes in float32 for every dtype."""
+def test_losses_of_both_tables_equal_the_eager_ones_of_the_host(host, key, dtype):
+    """The fused table is included; its original losses need a GPU. The host computes in float32 for every dtype."""
     original = host.utils._EAGER_LOSS_FN_MAP[key]
     upstream = torch.randn(1, T, device=DEVICE)
     draws = [drawn(seed, dtype) for seed in range(4)]
@@ -175,7 +175,7 @@ def test_eta_of_lk(host):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("eta", [0, 1e4, 1e6, 1e30, math.inf, -1.5, np.float32(2e4)], ids=str)
 def test_every_eta_of_the_host(host, eta, dtype):
-    """Value and gradient, and a large eta is tv."""
+    """Value and gradient are equal. With a large eta, the loss is tv."""
     z, t = drawn(0, dtype)
     upstream = torch.randn(1, T, device=DEVICE)
     theirs = value_and_grads(lambda z: host.eager.lk_hybrid_loss(z, t, eta=eta), [z], upstream)
@@ -193,7 +193,7 @@ def test_every_eta_of_the_host(host, eta, dtype):
 
 @pytest.mark.parametrize("shape", [(), (1, T), (1,)])
 def test_an_eta_that_is_a_tensor(host, shape):
-    """One for each row too, with a gradient."""
+    """It may have one value per row, and a gradient."""
     z, t = drawn(0, torch.float32)
     eta, upstream = 3 * torch.rand(shape, device=DEVICE), torch.randn(1, T, device=DEVICE)
     theirs = value_and_grads(lambda z, eta: host.eager.lk_hybrid_loss(z, t, eta), [z, eta], upstream)
@@ -224,8 +224,8 @@ def test_only_eager_losses_give_targets_a_gradient(host):
         torch.testing.assert_close(host.eager.kl_div_loss(z, t), original(z, t))
 
 
-def test_the_metrics_of_the_host_run_on_ours(host):
-    """Its default configuration too, and on a CPU its fused losses."""
+def test_the_metrics_of_the_host_run_on_the_packages_losses(host):
+    """This includes its default configuration and, on a CPU, its fused losses."""
     z, t = drawn(0, torch.float32)
     mask = torch.rand(1, T, device=DEVICE) < 0.8
     config = host.utils.resolve_loss_config('{"ce": 0.5, "lk_hybrid": 0.5}', "eager")
@@ -259,18 +259,18 @@ def sequence(seed=0, masked_anchor=True):
 CONFIGS = ['{"kl_div": 1.0}', '{"ce": 0.1, "tv": 0.9}', '{"kl_div": 0.5, "rkl": 0.2, "nla": 0.1, "jsd": 0.3}']
 
 
-def weights_of(config):
+def config_weights(config):
     return {name: weight for name, (_, weight) in config.items()}
 
 
 def assert_same(ours, theirs, leaves):
-    """Loss, gradients and metrics."""
+    """Compare loss, gradients and metrics."""
     metrics = []
 
     def loss(function):
         def run(*leaves):
-            value, of_call = function(*leaves)
-            metrics.append(of_call)
+            value, call_metrics = function(*leaves)
+            metrics.append(call_metrics)
             return value
 
         return run
@@ -288,13 +288,13 @@ def assert_same(ours, theirs, leaves):
 @pytest.mark.parametrize("spec", CONFIGS)
 def test_metrics_of_dflash(host, spec, from_anchor):
     i, config = sequence(masked_anchor=not from_anchor), host.utils.resolve_loss_config(spec, "eager")
-    given = {"gamma": 3.0, "sample_from_anchor": from_anchor}
+    arguments = {"gamma": 3.0, "sample_from_anchor": from_anchor}
     assert_same(
         lambda h, w: integration.speculators_metrics(
-            h, w, i.teacher, i.mask, BLOCK, loss_config=weights_of(config), **given
+            h, w, i.teacher, i.mask, BLOCK, loss_config=config_weights(config), **arguments
         ),
         lambda h, w: host.dflash.compute_metrics(
-            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, loss_config=config, **given
+            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, loss_config=config, **arguments
         ),
         [i.hidden, i.head],
     )
@@ -306,7 +306,7 @@ def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):
     i, config = sequence(), host.utils.resolve_loss_config(spec, "eager")
     assert_same(
         lambda h, w: integration.speculators_metrics(
-            h, w, i.teacher, i.mask, BLOCK, gamma=gamma, loss_config=weights_of(config)
+            h, w, i.teacher, i.mask, BLOCK, gamma=gamma, loss_config=config_weights(config)
         ),
         lambda h, w: host.dflash.compute_metrics(
             F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, gamma=gamma, loss_config=config
@@ -318,11 +318,11 @@ def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):
 @pytest.mark.parametrize("key", ["ce", "kl_div"])
 def test_metrics_of_dflash_by_dpace(host, key):
     i, config = sequence(), host.utils.resolve_loss_config(key, "eager")
-    given = {"loss_config": config, "per_position_loss_weight": "dpace", "dpace_alpha": 0.3}
+    arguments = {"loss_config": config, "per_position_loss_weight": "dpace", "dpace_alpha": 0.3}
     assert_same(
-        lambda h, w: integration.speculators_metrics(h, w, i.teacher, i.mask, BLOCK, **given),
+        lambda h, w: integration.speculators_metrics(h, w, i.teacher, i.mask, BLOCK, **arguments),
         lambda h, w: host.dflash.compute_metrics(
-            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, **given
+            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, **arguments
         ),
         [i.hidden, i.head],
     )
@@ -333,22 +333,22 @@ def test_metrics_of_dflash_by_dpace(host, key):
 def test_metrics_of_dspark(host, weighting, confident):
     """The confidence term keeps the decay, whichever weights the other terms use."""
     i, config = sequence(masked_anchor=False), host.utils.resolve_loss_config("kl_div", "eager")
-    given = {"per_position_loss_weight": weighting, "confidence_head_alpha": 0.7, "sample_from_anchor": True}
+    arguments = {"per_position_loss_weight": weighting, "confidence_head_alpha": 0.7, "sample_from_anchor": True}
 
     def ours(h, w, s=None):
         return integration.speculators_metrics(
-            h, w, i.teacher, i.mask, BLOCK, acceptance=True, confidence_logits=s, **given
+            h, w, i.teacher, i.mask, BLOCK, acceptance=True, confidence_logits=s, **arguments
         )
 
     def theirs(h, w, s=None):
         z, t = F.linear(h, w), F.linear(i.teacher, w).detach()
-        return host.dspark.compute_metrics(z, t, s, i.mask, BLOCK, config, tv_loss_fn=host.eager.tv_loss, **given)
+        return host.dspark.compute_metrics(z, t, s, i.mask, BLOCK, config, tv_loss_fn=host.eager.tv_loss, **arguments)
 
     assert_same(ours, theirs, [i.hidden, i.head, *([i.confidence] if confident else [])])
 
 
 @pytest.mark.parametrize("weighting", integration.WEIGHTS)
-def test_an_anchor_that_predicts_nothing_counts_in_no_rate_whether_it_is_masked_or_not(weighting):
+def test_an_anchor_that_predicts_nothing_is_not_counted_masked_or_not(weighting):
     masked, unmasked = sequence(), sequence()
     unmasked.mask[:, ::BLOCK] = True
     rates = [
@@ -371,14 +371,19 @@ def test_an_anchor_that_predicts_nothing_counts_in_no_rate_whether_it_is_masked_
 @pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-9])
 def test_the_logged_loss_of_a_term_does_not_depend_on_its_coefficient(weight):
     i = sequence()
-    _, alone = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config={"kl_div": 1})
+    _, single_term = integration.speculators_metrics(
+        i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config={"kl_div": 1}
+    )
     config = {"nla": 1, "ce": 2, "kl_div": weight}
     _, metrics = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config=config)
-    torch.testing.assert_close(metrics["kl_div_loss_sum"], alone["loss_sum"])
+    torch.testing.assert_close(metrics["kl_div_loss_sum"], single_term["loss_sum"])
 
 
 def test_metrics_without_the_host():
-    """The verifier's rows where they lie, its own head, a Markov head's correction; beside the same from all logits."""
+    """The teacher's rows are read in place, with a separate head and a Markov head.
+
+    The result equals that of full logits.
+    """
     i, columns = sequence(), torch.randperm(V + 3, device=DEVICE)[:V]
     hidden, own = (
         torch.randn(1, 40, 5, device=DEVICE),
@@ -388,7 +393,7 @@ def test_metrics_without_the_host():
         torch.randint(0, 40, (1, T), device=DEVICE),
         (torch.randn(1, T, 2, device=DEVICE), torch.randn(V, 2, device=DEVICE)),
     )
-    given = {"teacher_weight": own[0], "teacher_bias": own[1], "teacher_rows": rows, "draft_to_target": columns}
+    arguments = {"teacher_weight": own[0], "teacher_bias": own[1], "teacher_rows": rows, "draft_to_target": columns}
     loss, metrics = integration.speculators_metrics(
         i.hidden,
         i.head,
@@ -399,7 +404,7 @@ def test_metrics_without_the_host():
         acceptance=True,
         extra=extra,
         chunk_size=5,
-        **given,
+        **arguments,
     )
     z, t = F.linear(i.hidden, i.head) + F.linear(*extra), F.linear(hidden, *own)[:, rows[0]][..., columns]
     k = torch.arange(T, device=DEVICE) % BLOCK
@@ -414,7 +419,7 @@ def test_metrics_without_the_host():
 
 
 def test_float32_logits_of_16_bit_operands():
-    """Loss and metrics of the widened hidden states and head."""
+    """Loss and metrics are those of the hidden states and head cast to float32."""
     i = sequence()
     narrow = [t.bfloat16() for t in (i.hidden, i.head, i.teacher)]
     found = [
@@ -459,11 +464,11 @@ def test_float32_logits_of_16_bit_operands():
     ],
     ids=str,
 )  # fmt: skip
-def test_wrong_arguments_of_the_metrics(error, message, changes):
+def test_bad_arguments_of_the_metrics(error, message, changes):
     i = sequence()
-    given = {
+    arguments = {
         "hidden": i.hidden.cpu(), "weight": i.head.cpu(), "teacher_hidden": i.teacher.cpu(), "loss_mask": i.mask.cpu(),
         "block_size": BLOCK,
     }  # fmt: skip
     with pytest.raises(error, match="^" + re.escape(message)):
-        integration.speculators_metrics(**given | changes)
+        integration.speculators_metrics(**arguments | changes)

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer with the loss inside the LM head trains like one with the same loss from logits."""
+"""A Hugging Face Trainer with the loss inside the LM head trains like one with that loss from logits."""
 
 import copy
 import functools
@@ -41,7 +41,7 @@ def needs_trainer(test):
 
 @pytest.fixture
 def ranks():
-    """What the two ranks run; imported late, since it needs transformers."""
+    """Import the code of the two ranks late, because it needs transformers."""
     from tests.support import trainer_ranks
 
     return trainer_ranks
@@ -92,7 +92,7 @@ def sample(length, seed=0):
     }
 
 
-def test_a_batch_is_what_the_models_take():
+def test_a_batch_has_the_arguments_of_the_models():
     collator = MaskedDiffusionCollator(99, dllm_kernels.DLLMCollator(pad_token_id=50), eps=0.5)
     batch = collator([sample(5), sample(9)])
     assert batch.keys() == {"input_ids", "attention_mask", "labels"}
@@ -107,7 +107,7 @@ def test_a_batch_is_what_the_models_take():
 
 
 def test_a_batch_carries_its_counts_until_it_changes(monkeypatch):
-    """A DataLoader and accelerate keep the counts of a batch; a batch with other entries has none."""
+    """A DataLoader and accelerate keep the counts of a batch. A batch with changed entries has none."""
     batch = MaskedDiffusionCollator(9)([sample(5), sample(7, seed=1)])
     _, noise, _, supervised = unpack_labels(batch["labels"])
     expected = int(noise.sum()), int(supervised.sum())
@@ -133,7 +133,7 @@ def test_noise_of_a_seed_does_not_depend_on_the_batch():
     assert not torch.equal(together["labels"][0], together["labels"][1])
 
 
-def test_a_level_sampler_gives_the_levels():
+def test_a_level_sampler_determines_the_levels():
     sampler = functools.partial(dllm_kernels.sample_level, method="stratified", low=0.2)
     for options in ({"seed_field": "seed"}, {}, {"generator": torch.Generator().manual_seed(3)}):
         collator = MaskedDiffusionCollator(99, level=sampler, **options)
@@ -143,7 +143,7 @@ def test_a_level_sampler_gives_the_levels():
         strata = (levels - 0.2) / 0.8 * 4
         assert sorted(strata.floor().tolist()) == [0, 1, 2, 3]
         assert levels.min() >= 0.2
-    # and under seeds they are the sampler's own
+    # under seeds, they are the sampler's own
     fixed = MaskedDiffusionCollator(99, level=sampler, seed_field="seed")([sample(200, seed) for seed in range(4)])
     expected = sampler(4, seeds=torch.arange(4))
     _, noise, p, _ = unpack_labels(fixed["labels"])
@@ -152,12 +152,12 @@ def test_a_level_sampler_gives_the_levels():
 
 # Noise ----------------------------------------------------------------------------------------------------------------
 
-DRAWING = MaskedDiffusionCollator(99, eps=0.3)  # one row with none masked: p >= 0.3, 63 times in a row, never
+DRAWING = MaskedDiffusionCollator(99, eps=0.3)  # one row has no masked token: p >= 0.3, 63 times in a row, never
 SEEDED = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
 
 
 def rows(batches):
-    """Every row of labels, which hold the noise and its probability."""
+    """Return every row of labels, which hold the noise and its probability."""
     return [tuple(row) for batch in batches for row in batch["labels"].tolist()]
 
 
@@ -166,32 +166,32 @@ def all_differ(*runs):
     return len(set(every)) == len(every)
 
 
-def two_of_the_same(collator):
+def two_equal_batches(collator):
     """Return two batches of two equal samples, from a fixed state of the default generator."""
     torch.manual_seed(3)
     return rows(collator([sample(64), sample(64)]) for _ in range(2))
 
 
-def test_without_seeds_the_default_generator_is_drawn_from():
-    assert two_of_the_same(DRAWING) == two_of_the_same(DRAWING)
-    assert all_differ(two_of_the_same(DRAWING))
+def test_without_seeds_the_default_generator_is_used():
+    assert two_equal_batches(DRAWING) == two_equal_batches(DRAWING)
+    assert all_differ(two_equal_batches(DRAWING))
     state = torch.get_rng_state()
     following = rows([DRAWING([sample(64)])])
     torch.set_rng_state(state)
     assert rows([DRAWING([sample(64)])]) == following
 
 
-def test_ranks_draw_differently_from_generators_that_are_alike(monkeypatch):
+def test_ranks_draw_differently_from_equal_generators(monkeypatch):
     runs = []
     for rank in range(3):
         monkeypatch.setenv("RANK", str(rank))
-        runs.append(two_of_the_same(DRAWING))
-        given = MaskedDiffusionCollator(99, eps=0.3, rank=rank)
+        runs.append(two_equal_batches(DRAWING))
+        passed = MaskedDiffusionCollator(99, eps=0.3, rank=rank)
         monkeypatch.setenv("RANK", "7")
-        assert two_of_the_same(given) == runs[rank]  # as tensor-parallel peers of this rank must
+        assert two_equal_batches(passed) == runs[rank]  # as tensor-parallel peers of this rank must
     assert all_differ(*runs)
     monkeypatch.delenv("RANK")
-    assert two_of_the_same(DRAWING) == runs[0]
+    assert two_equal_batches(DRAWING) == runs[0]
 
 
 @pytest.mark.parametrize("rank", [True, "0", 1.0])
@@ -226,7 +226,7 @@ def test_numbers_are_whole(number):
         SEEDED([sample(4, number), sample(4)])
 
 
-def test_a_corruption_that_does_not_mask_is_refused():
+def test_a_corruption_that_does_not_mask_is_rejected():
     for random in (
         dllm_kernels.corrupt_uniform_random,
         functools.partial(dllm_kernels.corrupt_uniform_random, eps=0.1),
@@ -249,7 +249,7 @@ def test_a_corruption_that_does_not_mask_is_refused():
     )
 
 
-def test_labels_of_something_else_are_refused():
+def test_other_labels_are_rejected():
     ids, loss_mask, _, noise, p = noised()
     for wrong, message in (
         ((ids.float(), loss_mask, noise, p), "input_ids must have dtype int64, .* got float32"),
@@ -275,7 +275,7 @@ def test_epochs_differ_and_each_is_reproducible():
     assert rows([collator(samples)]) == runs[1]
 
 
-def test_a_generator_of_the_callers_own_is_drawn_from_as_it_is():
+def test_a_generator_of_the_caller_is_used_unchanged():
     ids, ones = torch.arange(1, 65)[None], torch.tensor([[0.0] + [1.0] * 63])
     collator = MaskedDiffusionCollator(99, generator=torch.Generator().manual_seed(8))
     expected = dllm_kernels.corrupt_uniform(ids, ones, 99, generator=torch.Generator().manual_seed(8))
@@ -285,7 +285,7 @@ def test_a_generator_of_the_callers_own_is_drawn_from_as_it_is():
         both([sample(64)])
 
 
-def test_another_default_device_does_not_matter():
+def test_another_default_device_has_no_effect():
     batches = []
     for device in ("cpu", "meta"):
         torch.manual_seed(3)
@@ -295,7 +295,7 @@ def test_another_default_device_does_not_matter():
 
 
 def loaded(collator, samples, **options):
-    """The rows of two epochs, from a fixed state of the default generator."""
+    """Return the rows of two epochs, from a fixed state of the default generator."""
     torch.manual_seed(3)
     loader = torch.utils.data.DataLoader(
         samples, batch_size=2, collate_fn=collator, worker_init_fn=seeded_alike, **options
@@ -310,8 +310,8 @@ def loaded(collator, samples, **options):
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("collator", [DRAWING, SEEDED])
-def test_workers_and_epochs_differ_and_come_again(collator, persistent):
-    """Also if the epoch is set while the workers run, and if a ``worker_init_fn`` gives them equal seeds."""
+def test_workers_and_epochs_differ_reproducibly(collator, persistent):
+    """The epoch may be set while the workers run, and a ``worker_init_fn`` may give them equal seeds."""
     samples = [sample(64, 0 if collator is DRAWING else seed) for seed in range(8)]
     options = {"num_workers": 2, "persistent_workers": persistent, "multiprocessing_context": "fork"}
     runs = [loaded(collator, samples, **options) for _ in range(2)]
@@ -320,7 +320,7 @@ def test_workers_and_epochs_differ_and_come_again(collator, persistent):
 
 
 @pytest.mark.exhaustive
-def test_workers_that_are_spawned_see_the_epoch_too():
+def test_spawned_workers_receive_the_epoch():
     samples = [sample(64, seed) for seed in range(2)]
     spawned = loaded(SEEDED, samples, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
     assert spawned == loaded(SEEDED, samples)
@@ -331,7 +331,7 @@ def seeded_alike(worker):
 
 
 class EachOf:
-    """Collates the same samples with every one of several collators."""
+    """Collate the same samples with each of several collators."""
 
     def __init__(self, collators):
         self.collators = collators
@@ -343,7 +343,7 @@ class EachOf:
 @pytest.mark.parametrize(
     ("context", "persistent"), every_time([("fork", True)], itertools.product(["fork", "spawn"], [True, False]))
 )
-def test_copies_have_an_epoch_of_their_own_that_workers_see(context, persistent):
+def test_copies_have_a_separate_epoch_that_workers_receive(context, persistent):
     samples, expected = [sample(64, seed) for seed in range(2)], []
     for epoch in range(2):
         fresh = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
@@ -365,15 +365,15 @@ def test_copies_have_an_epoch_of_their_own_that_workers_see(context, persistent)
     assert [rows([batch]) for batch in batches] == [expected[1]] * 3
 
 
-def test_a_copy_begins_in_the_epoch_of_its_original():
+def test_a_copy_starts_in_the_epoch_of_its_original():
     samples, original = [sample(64, 5)], MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
     original.set_epoch(3)
-    for made in (copy.copy(original), copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
-        assert rows([made(samples)]) == rows([original(samples)])
+    for created in (copy.copy(original), copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        assert rows([created(samples)]) == rows([original(samples)])
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])
-def test_a_field_that_a_trainer_dropped_is_named(field):
+def test_a_field_removed_by_a_trainer_is_named(field):
     samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
     with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'; .*remove_unused_columns=False"):
         MaskedDiffusionCollator(99, seed_field="seed")(samples)
@@ -392,7 +392,7 @@ def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
 
 
 def test_a_uniform_prediction_has_a_loss_of_log_v():
-    """On average over the noise. This holds only with the number of supervised tokens as the denominator."""
+    """The average over the noise is log V only if the number of supervised tokens is the denominator."""
     V, n = 16, 400
     torch.manual_seed(4)
     collator = MaskedDiffusionCollator(V, eps=0.1)
@@ -416,11 +416,11 @@ def cosine_weights(target_ids, noise_mask, p_mask, loss_mask):
 
 
 def flat(target_ids, noise_mask, p_mask, loss_mask):
-    return loss_mask  # bool, and of every token
+    return loss_mask  # a bool, for every token
 
 
 def mdlm_of_a_function(target_ids, noise_mask, p_mask, loss_mask):
-    return (1 / p_mask.double()).masked_fill(~noise_mask & loss_mask, 0.0)  # infinite where it is not supervised
+    return (1 / p_mask.double()).masked_fill(~noise_mask & loss_mask, 0.0)  # infinite at unsupervised positions
 
 
 FUNCTIONS = {
@@ -437,15 +437,15 @@ def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss
     hidden = torch.randn(*ids.shape, 4, dtype=torch.float64)
     logits = model(hidden).detach()
     expected = loss(logits, *unpack_labels(labels), num_diffusion_tokens=loss_mask.sum() if count is None else 11)
-    for given in (function, loss):
-        torch.testing.assert_close(mdlm_loss_func((logits,), labels, count, loss=given), expected.total_loss)
-        trainer = BareTrainer(loss=given)
+    for passed in (function, loss):
+        torch.testing.assert_close(mdlm_loss_func((logits,), labels, count, loss=passed), expected.total_loss)
+        trainer = BareTrainer(loss=passed)
         inputs = {"hidden": hidden, "labels": labels}
         torch.testing.assert_close(trainer.compute_loss(model, inputs, num_items_in_batch=count), expected.total_loss)
 
 
 def test_the_weights_of_a_schedule_that_is_not_linear():
-    """A uniform prediction also has a loss of log V with this schedule, because weights and levels match."""
+    """A uniform prediction has a loss of log V with this schedule, too, because weights and levels match."""
     V, n = 16, 400
     torch.manual_seed(4)
     collator = MaskedDiffusionCollator(V, level=cosine_level)
@@ -458,7 +458,7 @@ def test_the_weights_of_a_schedule_that_is_not_linear():
 
 
 def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):
-    """Masked and wrong tokens at a time for each sequence, as a collator's ``corrupt``."""
+    """Corrupt with masked and wrong tokens, at one time per sequence, as a collator's ``corrupt``."""
     t = dllm_kernels.sample_level(len(input_ids), seeds=seeds, low=0.1, high=0.9)[:, None]
     at = dllm_kernels.scdd_schedule(t, max_ratio=0.4, gamma_shape=1.0, t_peak=0.5)
     probabilities = {"mask_prob": at.absorbed_mass, "uniform_prob": at.uniform_mass}
@@ -468,8 +468,8 @@ def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):
     return noisy, noise, t.expand(input_ids.shape).contiguous()
 
 
-def test_scdd_sees_what_the_model_saw():
-    """Its time is known even if the first token is not supervised, although it is read from the first column."""
+def test_scdd_receives_the_noisy_tokens_of_the_model():
+    """Its time is read from the first column, and known even if the first token is not supervised."""
     collator = MaskedDiffusionCollator(12, corrupt=scdd_noise, seed_field="seed")
     samples = [{**sample(11, seed), "loss_mask": [0] * 2 + [1] * (9 - seed) + [0] * seed} for seed in range(3)]
     batch = collator(samples)
@@ -529,7 +529,7 @@ def test_invalid_weights_are_rejected():
 
 @needs_trainer
 def test_training_by_random_tokens_equals_that_from_logits(ranks, tmp_path):
-    """Block diffusion, whose corruption takes the size of the vocabulary."""
+    """The loss is block diffusion. Its corruption takes the size of the vocabulary."""
     from transformers import Trainer
 
     def random_tokens(input_ids, loss_mask, mask_token_id, **seeds):
@@ -572,7 +572,7 @@ def test_the_head_is_restored_afterwards():
 
 
 class Linear(nn.Module):
-    """A layer of another library that is called as torch's is."""
+    """A layer of another library with the same class name as torch's."""
 
     def forward(self, hidden):
         return hidden
@@ -587,7 +587,7 @@ class Linear(nn.Module):
     ],
     ids=str,
 )
-def test_a_head_that_is_not_linear_is_refused(head, name):
+def test_a_head_that_is_not_linear_is_rejected(head, name):
     message = f"must be an nn.Linear for the loss to run inside it, got {name};"
     with pytest.raises(ValueError, match=re.escape(message)), loss_in_head(Model(head), lambda *_: None):
         pass
@@ -636,32 +636,32 @@ def test_position_0_of_a_causal_model_counts(ranks, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=ranks.V, num_key_value_heads=2, **sizes)).double()
-    made = ranks.trainer(model, tmp_path, 4, 2)
-    counts, compute = [], made.compute_loss
-    made.compute_loss = lambda *a, **k: counts.append(k["num_items_in_batch"]) or compute(*a, **k)
-    made.train()
+    created = ranks.trainer(model, tmp_path, 4, 2)
+    counts, compute = [], created.compute_loss
+    created.compute_loss = lambda *a, **k: counts.append(k["num_items_in_batch"]) or compute(*a, **k)
+    created.train()
     supervised = sum(len(s["input_ids"]) for s in ranks.samples())
     assert [int(c) for c in counts] == [supervised] * 4
 
 
 @needs_trainer
-def test_the_logits_are_not_made_unless_asked_for(ranks, tmp_path):
+def test_logits_are_computed_only_on_request(ranks, tmp_path):
     net = ranks.model()
-    made = ranks.trainer(net, tmp_path, 4, 1, eval_dataset=ranks.samples())
+    created = ranks.trainer(net, tmp_path, 4, 1, eval_dataset=ranks.samples())
     shapes = []
     net.register_forward_hook(lambda module, args, outputs: shapes.append(tuple(outputs.logits.shape)))
-    loss = made.evaluate()["eval_loss"]
+    loss = created.evaluate()["eval_loss"]
     assert shapes == [()] * 2
-    predicted = made.predict(ranks.samples())
+    predicted = created.predict(ranks.samples())
     assert shapes[2:] == [(4, 16, ranks.V)] * 2
     assert predicted.predictions.shape == (8, 16, ranks.V)
     assert predicted.metrics["test_loss"] == pytest.approx(loss)
-    made.evaluate()
-    assert shapes[4:] == [()] * 2  # and no longer
+    created.evaluate()
+    assert shapes[4:] == [()] * 2  # omitted again
 
 
 @needs_trainer
-def test_a_model_that_changes_its_logits_is_refused(ranks, tmp_path):
+def test_a_model_that_changes_its_logits_is_rejected(ranks, tmp_path):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
@@ -684,7 +684,7 @@ class Adapted(nn.Linear):
 
 
 @needs_trainer
-def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_path):
+def test_an_adapter_of_the_head_is_rejected_and_trains_from_logits(ranks, tmp_path):
     from transformers import Trainer
 
     model = ranks.model(tied=False)
@@ -700,7 +700,7 @@ def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_pat
 
 
 def adapted(ranks, kind):
-    """A model whose head has adapters of PEFT."""
+    """Return a model whose head has adapters of PEFT."""
     peft = pytest.importorskip("peft")
     model = ranks.model(tied=False)
     options = {"target_modules": ["decoder", "Wqkv"], "r": 3, "lora_alpha": 5, "lora_dropout": 0.0}
@@ -712,7 +712,7 @@ def adapted(ranks, kind):
         model.add_adapter("other", peft.LoraConfig(**options | {"r": 2, "lora_alpha": 7}))
         model.base_model.set_adapter(["default", "other"])
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # zeros at first, with which A has no gradient
+        if "lora_B" in name:  # B is zero at first, so A would have no gradient
             torch.nn.init.normal_(parameter, std=0.1)
     return model.double()
 
@@ -771,7 +771,7 @@ def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
 
 @needs_trainer
 def test_float32_adapters_of_a_bfloat16_head(ranks):
-    """As PEFT makes them by default; the head computes in bfloat16, and the adapters get float32 gradients."""
+    """PEFT creates such adapters by default. The head computes in bfloat16, and the adapters get float32 gradients."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(5)
     options = {"target_modules": ["decoder"], "r": 3, "lora_bias": True, "init_lora_weights": False}
@@ -795,7 +795,7 @@ def test_float32_adapters_of_a_bfloat16_head(ranks):
 @needs_trainer
 @pytest.mark.parametrize("loss", [None, lambda target_ids, noise_mask, p_mask, loss_mask: noise_mask / p_mask])
 def test_the_logits_of_16_bit_operands_can_be_float32(ranks, tmp_path, loss):
-    """Of a loss of this package and of a function of row weights, from the hidden states that the model computes."""
+    """The loss is one of this package, or a function of row weights. The hidden states are computed by the model."""
     model, batch = ranks.model().bfloat16(), ranks.COLLATOR(ranks.samples()[:4])
     wide, rounded = (
         ranks.trainer(model, tmp_path, 4, 1, loss=loss, logits_dtype=dtype).compute_loss(model, dict(batch))
@@ -813,13 +813,13 @@ def test_the_logits_of_16_bit_operands_can_be_float32(ranks, tmp_path, loss):
 
 
 @needs_trainer
-def test_an_adapter_that_is_more_than_low_rank_is_refused_by_name(ranks, tmp_path):
+def test_an_adapter_beyond_low_rank_is_rejected_by_name(ranks, tmp_path):
     with pytest.raises(ValueError, match=r"got peft\.tuners\.lora\.variants\.DoraLinearVariant; a plain Trainer with"):
         ranks.trained(adapted(ranks, "dora"), tmp_path, 4, 1)
 
 
 @needs_trainer
-def test_a_hook_on_a_head_with_adapters_is_refused(ranks, tmp_path):
+def test_a_hook_on_a_head_with_adapters_is_rejected(ranks, tmp_path):
     model = adapted(ranks, "an adapter")
     model.get_output_embeddings().register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="must have no hooks for a loss to run inside it, got a hook, "):
@@ -827,7 +827,7 @@ def test_a_hook_on_a_head_with_adapters_is_refused(ranks, tmp_path):
 
 
 @needs_trainer
-def test_a_second_loss_function_is_refused(ranks, tmp_path):
+def test_a_second_loss_function_is_rejected(ranks, tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func must be None"):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
 
@@ -851,13 +851,13 @@ class BareTrainer(MaskedDiffusionTrainerMixin, Bare):
     pass
 
 
-def test_data_parallel_is_refused():
+def test_data_parallel_is_rejected():
     with pytest.raises(ValueError, match="one process must see one GPU, got 2: start it with torchrun"):
         BareTrainer(n_gpu=2)
 
 
 class ChangingModel(nn.Module):
-    """Returns given hidden states; the logits, or the loss in their place, pass through a function."""
+    """Return given hidden states. A function is applied to the logits, or to the loss in their place."""
 
     def __init__(self, after=lambda x: x):
         super().__init__()
@@ -892,7 +892,7 @@ KEEPS = {
 
 
 class Detaches(torch.autograd.Function):
-    """As DeepSpeed returns the outputs of a module."""
+    """Detach the outputs of a module, as DeepSpeed does."""
 
     @staticmethod
     def forward(ctx, x):
@@ -904,7 +904,7 @@ class Detaches(torch.autograd.Function):
 
 
 def assert_scales(loss):
-    """In place, as a Trainer on several ranks does."""
+    """Check gradients that are scaled in place, as by a Trainer on several ranks."""
     value = loss.item()
     loss *= 2
     assert loss.item() == 2 * value
@@ -961,7 +961,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("name", "after"), CHANGES.values(), ids=CHANGES)
-def test_a_model_that_changes_its_logits_is_found_whatever_their_value(name, after, training):
+def test_a_model_that_changes_its_logits_is_detected_for_any_values(name, after, training):
     """Detection is repeated in every step, also after a step that passed."""
     trainer, model = BareTrainer(), ChangingModel()
     message = f"^the model must call its LM head once and return its output unchanged, .*, got a call of {name} on it; "
@@ -974,21 +974,21 @@ def test_a_model_that_changes_its_logits_is_found_whatever_their_value(name, aft
 
 
 @pytest.mark.parametrize("after", [lambda x: torch.ones(()), lambda x: torch.tensor(x.tolist())])
-def test_another_tensor_in_place_of_logits_is_refused(after):
+def test_another_tensor_in_place_of_logits_is_rejected(after):
     with pytest.raises(ValueError, match="got another tensor; a plain Trainer with compute_loss_func=mdlm_loss_func"):
         step(BareTrainer(), ChangingModel(after))
 
 
 @pytest.mark.parametrize("calls", [0, 2])
-def test_a_head_that_is_not_called_once_is_refused(calls):
+def test_a_head_that_is_not_called_once_is_rejected(calls):
     model = ChangingModel()
     model.forward = lambda hidden: [hidden, *(model.lm_head(hidden) for _ in range(calls))][-1]
     with pytest.raises(ValueError, match=f"must call its LM head once .*, got {calls} calls of the head; "):
         step(BareTrainer(), model)
 
 
-def test_the_loss_is_not_read_on_the_way():
-    """Reading it would be a host sync; a tensor on the meta device cannot be read."""
+def test_the_loss_is_not_read_back():
+    """Reading it would be a host sync. A tensor on the meta device cannot be read."""
     trainer, model = BareTrainer(), ChangingModel(KEEPS["a cast"]).to("meta")
     assert step(trainer, model, device="meta", num_items_in_batch=11).device.type == "meta"
     with pytest.raises(ValueError, match="got a call of mul on it"):
@@ -997,7 +997,7 @@ def test_the_loss_is_not_read_on_the_way():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
-def test_a_compiled_model_is_looked_at_while_it_is_traced(training):
+def test_a_compiled_model_is_checked_while_it_is_traced(training):
     model, changing = ChangingModel(KEEPS["a cast"]), ChangingModel(CHANGES["a trained scale"][1])
     with torch.set_grad_enabled(training):
         loss = step(BareTrainer(), torch.compile(model, backend="aot_eager", fullgraph=True))
@@ -1008,7 +1008,7 @@ def test_a_compiled_model_is_looked_at_while_it_is_traced(training):
 
 
 @needs_trainer
-def test_label_smoothing_is_refused(ranks, tmp_path):
+def test_label_smoothing_is_rejected(ranks, tmp_path):
     with pytest.raises(
         ValueError,
         match=r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has no label smoothing",
@@ -1017,7 +1017,7 @@ def test_label_smoothing_is_refused(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(("cp_size", "sp_size"), [(2, 1), (1, 4)])
-def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
+def test_sequences_split_by_the_trainer_are_rejected(cp_size, sp_size):
     class Split(BareTrainer):
         parallelism_config = SimpleNamespace(cp_size=cp_size, sp_size=sp_size)
 
@@ -1032,7 +1032,7 @@ def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
 @needs_trainer
 @pytest.mark.ranks("trainer", "")
 def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
-    """DDP over micro-batches, and FSDP2 with the head as its own unit, against one process with the whole batch."""
+    """DDP over micro-batches, and FSDP2 with the head as a separate unit, equal one process with the whole batch."""
     assert_same_training(two_ranks["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
     whole = ranks.COLLATOR(ranks.samples())
     single = ranks.head_gradients(ranks.model(tied=False), tmp_path, whole, int((whole["labels"] != -100).sum()))
@@ -1043,7 +1043,7 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
 
 @pytest.fixture(scope="module")
 def two_ranks(several_processes):
-    """What the two ranks found, see ``trainer_ranks.main``."""
+    """Return the results of the two ranks, see ``trainer_ranks.main``."""
     folder = several_processes / "trainer"
     logs = [path.read_text()[-3000:] for path in sorted(folder.glob("*.log"))]
     assert Path(folder, "found.pt").exists(), "\n".join(logs)
@@ -1051,15 +1051,15 @@ def two_ranks(several_processes):
 
 
 def kinds(first, *others):
-    """Kinds of noise, each of which takes two trainings."""
+    """Return kinds of noise, each of which takes two trainings."""
     params = every_time([first], [first, *others])
     return [pytest.param(*p.values, marks=[*p.marks, pytest.mark.ranks("trainer", *p.values)]) for p in params]
 
 
 @needs_trainer
 @pytest.mark.parametrize("kind", kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers"))
-def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind):
-    """Samples with equal tokens, 2 ranks, 2 epochs of 4 batches; and a repetition of the same training."""
+def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
+    """Samples have equal tokens. There are 2 ranks, 2 epochs of 4 batches, and a repetition of the training."""
     first, again = two_ranks["noise"][kind]
     assert [len(run) for run in first] == [16, 16]
     assert all_differ(*first)
@@ -1069,7 +1069,7 @@ def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind)
 @needs_trainer
 @pytest.mark.parametrize("kind", kinds("tensor parallel", "tensor parallel, by workers"))
 def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
-    """The two ranks make one data-parallel rank."""
+    """The two ranks form one data-parallel rank."""
     (one, other), _ = two_ranks["noise"][kind]
     assert all_differ(one)
     assert one == other
@@ -1078,14 +1078,14 @@ def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
 @needs_trainer
 @pytest.mark.parametrize("seed_field", every_time(["seed"], ["seed", None]))
 def test_training_resumed_within_an_epoch(ranks, tmp_path, seed_field):
-    """With seeds, it equals uninterrupted training; without, the noise differs but training continues."""
+    """With seeds, it equals uninterrupted training. Without seeds, the noise differs but training continues."""
     collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, eps=0.2, seed_field=seed_field)
     saving = {"save_strategy": "steps", "save_steps": 3}
 
-    def made():
+    def created():
         return ranks.trainer(ranks.model(), tmp_path, 2, 2, 6, arguments=saving, data_collator=collator)
 
-    whole, resumed = made(), made()
+    whole, resumed = created(), created()
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert resumed.state.epoch == 3.0
@@ -1095,24 +1095,24 @@ def test_training_resumed_within_an_epoch(ranks, tmp_path, seed_field):
 
 
 @needs_trainer
-def test_evaluation_sees_the_same_noise_whenever(ranks, tmp_path):
-    made = ranks.trainer(ranks.model(), tmp_path, 4, 1, 4, eval_dataset=ranks.samples())
-    before, seen = rows(made.get_eval_dataloader()), []
-    made.add_callback(ranks.AtEpochs(lambda _: seen.append(rows(made.get_eval_dataloader()))))
-    made.train()
+def test_evaluation_sees_the_same_noise_at_any_time(ranks, tmp_path):
+    created = ranks.trainer(ranks.model(), tmp_path, 4, 1, 4, eval_dataset=ranks.samples())
+    before, seen = rows(created.get_eval_dataloader()), []
+    created.add_callback(ranks.AtEpochs(lambda _: seen.append(rows(created.get_eval_dataloader()))))
+    created.train()
     assert seen == [before, before]
-    assert rows(made.get_test_dataloader(ranks.samples())) == before
-    assert made.data_collator is ranks.COLLATOR  # the training's again
-    assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # and the caller's own is as it was
+    assert rows(created.get_test_dataloader(ranks.samples())) == before
+    assert created.data_collator is ranks.COLLATOR  # the noise of training again
+    assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # the caller's collator is unchanged
 
 
 @needs_trainer
-def test_a_collator_of_another_kind_is_left_alone(ranks, tmp_path):
-    made = ranks.trainer(ranks.model(), tmp_path, 4, 1, 1, eval_dataset=ranks.samples())
-    made.data_collator = other = lambda samples: ranks.COLLATOR(samples)
-    made.train()
-    assert made.evaluate()["eval_loss"] > 0
-    assert made.data_collator is other
+def test_a_collator_of_another_kind_is_not_modified(ranks, tmp_path):
+    created = ranks.trainer(ranks.model(), tmp_path, 4, 1, 1, eval_dataset=ranks.samples())
+    created.data_collator = other = lambda samples: ranks.COLLATOR(samples)
+    created.train()
+    assert created.evaluate()["eval_loss"] > 0
+    assert created.data_collator is other
 
 
 @needs_trainer
@@ -1122,15 +1122,15 @@ def test_the_example_learns(capsys):
     assert "after 100 steps" in capsys.readouterr().out
 
 
-def test_the_loss_without_labels_is_the_trainers_own():
+def test_without_labels_the_trainers_own_loss_is_used():
     class Host:
-        def compute_loss(self, *given, **options):
-            return given, options
+        def compute_loss(self, *passed, **options):
+            return passed, options
 
     class Ours(MaskedDiffusionTrainerMixin, Host):
         def __init__(self):
             self._wants_logits = False
 
-    given = "model", {"input_ids": torch.zeros(1, 2)}
-    got = Ours().compute_loss(*given, return_outputs=True, num_items_in_batch=3)
-    assert got == (given, {"return_outputs": True, "num_items_in_batch": 3})
+    passed = "model", {"input_ids": torch.zeros(1, 2)}
+    got = Ours().compute_loss(*passed, return_outputs=True, num_items_in_batch=3)
+    assert got == (passed, {"return_outputs": True, "num_items_in_batch": 3})

@@ -25,9 +25,9 @@ needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="
 
 @pytest.fixture
 def host(monkeypatch):
-    """Its kernels, unpatched, and the module of its trainers that holds them; whatever a test patches is put back.
+    """Provide its kernels, unpatched, and the module of its trainers; all patches of the test are undone afterwards.
 
-    The latter needs pandas, datasets and others, which are not installed everywhere.
+    The latter needs pandas, datasets and other packages, which are not installed everywhere.
     """
     kernels = importlib.import_module("trl.kernels")
     try:
@@ -44,8 +44,8 @@ def host(monkeypatch):
 # Replacing and restoring ----------------------------------------------------------------------------------------------
 
 
-def held():
-    """Every attribute of every loaded module of the host."""
+def host_attributes():
+    """Return every attribute of every loaded module of the host."""
     modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "trl" and isinstance(m, types.ModuleType)}
     return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
 
@@ -58,13 +58,13 @@ PLACES = {
 
 
 @needs_trl
-def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(host):
-    before = held()
+def test_patching_replaces_every_reference_and_unpatching_restores_them(host):
+    before = host_attributes()
     report = integration.patch()
     assert set(report.replaced) == PLACES
     assert report.version == "1.16.0"
     assert str(report).splitlines()[0] == "trl 1.16.0 patched, 3 places:"
-    after = held()
+    after = host_attributes()
     assert {place for place in before if before[place] is not after[place]} == PLACES
     assert host.utils._ChunkedLogProbFunction is host.kernels.ChunkedLogProbFunction
     again = integration.patch()
@@ -72,7 +72,7 @@ def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(h
     assert again.replaced == report.replaced
     assert set(integration.unpatch()) == PLACES
     assert integration.unpatch() == ()
-    restored = held()
+    restored = host_attributes()
     assert not [place for place in before if before[place] is not restored[place]]
 
 
@@ -82,7 +82,7 @@ def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None
 
 @needs_trl
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes cap, which ours does not"),
         (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes top, which ours does not"),
@@ -91,14 +91,14 @@ def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None
         (None, "trl.kernels has no ChunkedLogProbFunction.forward"),
     ],
 )
-def test_another_signature_is_refused_and_nothing_replaced(host, monkeypatch, changed, said):
+def test_another_signature_is_rejected_and_nothing_replaced(host, monkeypatch, changed, message):
     monkeypatch.setattr(host.kernels, "ChunkedLogProbFunction", changed)
-    before = held()
+    before = host_attributes()
     with pytest.raises(
-        RuntimeError, match=rf"trl 1\.16\.0 has unexpected signatures; nothing was replaced:\n(.|\n)*{said}"
+        RuntimeError, match=rf"trl 1\.16\.0 has unexpected signatures; nothing was replaced:\n(.|\n)*{message}"
     ):
         integration.patch()
-    after = held()
+    after = host_attributes()
     assert not [place for place in before if before[place] is not after[place]]
     assert integration.unpatch() == ()
 
@@ -122,32 +122,36 @@ TRANSFORMS = {
 
 
 def formula(hidden, weight, bias, targets, temperature, _, cap, scale, outputs):
-    """What TRL documents, in the dtype of the arguments."""
+    """Compute the documented results of TRL in the dtype of the arguments."""
     z = (hidden @ weight.T + (0 if bias is None else bias)) * scale
     z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
     inside = (targets >= 0) & (targets < V)
-    of_target = z.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
+    target_logit = z.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
     log_p = z.log_softmax(-1)
-    made = {
+    further_outputs = {
         "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
         "log_sum_sq_probs": lambda: (2 * log_p).logsumexp(-1).detach(),
         "mean_logits": lambda: z.mean(-1).detach(),
         "is_top1": lambda: z.argmax(-1) == targets,
     }
-    return of_target - z.logsumexp(-1), *(made[name]() if name in outputs else None for name in integration.OUTPUTS)
+    return target_logit - z.logsumexp(-1), *(
+        further_outputs[name]() if name in outputs else None for name in integration.OUTPUTS
+    )
 
 
-def results(apply, tensors, frozen, upstream, *asked):
-    """Floats that are requested, and the gradients; then ``is_top1``."""
+def results(apply, tensors, frozen, upstream, *options_of_call):
+    """Return the requested float outputs and the gradients; then ``is_top1``."""
     hidden, weight, bias, targets = tensors
     leaves = [
         t.detach().clone().requires_grad_() for t in (hidden, *(() if frozen else (weight, bias))) if t is not None
     ]
-    given = [*leaves, weight, bias] if frozen else [*leaves, bias][:3]
-    *floats, top = apply(*given, targets, *asked)
+    arguments = [*leaves, weight, bias] if frozen else [*leaves, bias][:3]
+    *floats, top = apply(*arguments, targets, *options_of_call)
     floats = [f for f in floats if f is not None]
-    wanted = [f for f in floats if f.requires_grad]
-    grads = torch.autograd.grad(wanted, leaves, [u.to(f.dtype) for u, f in zip(upstream, wanted, strict=False)])
+    differentiable = [f for f in floats if f.requires_grad]
+    grads = torch.autograd.grad(
+        differentiable, leaves, [u.to(f.dtype) for u, f in zip(upstream, differentiable, strict=False)]
+    )
     return [*(f.detach() for f in floats), *grads], top
 
 
@@ -160,7 +164,7 @@ def results(apply, tensors, frozen, upstream, *asked):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_values_and_gradients_are_as_good_as_those_of_trl(host, outputs, transform, dtype, with_bias, frozen):
     T, cap, scale = TRANSFORMS[transform]
-    asked = T, 8, cap, scale, outputs
+    options_of_call = T, 8, cap, scale, outputs
     integration.patch()
     ours, plain, exact, sizes = [], [], [], set()
     for seed in range(PLAIN_DRAWS):
@@ -169,12 +173,14 @@ def test_values_and_gradients_are_as_good_as_those_of_trl(host, outputs, transfo
         bias = torch.randn(V).to(dtype) if with_bias else None
         tensors, upstream = (hidden, weight, bias, torch.randint(0, V, (N,))), torch.randn(2, N)
         sizes |= reduction_sizes([hidden, weight])
-        plain.append(results(host.original.apply, tensors, frozen, upstream, *asked)[0])
+        plain.append(results(host.original.apply, tensors, frozen, upstream, *options_of_call)[0])
         double = [t if t is None or not t.is_floating_point() else t.double() for t in tensors]
-        found, top = results(formula, double, frozen, upstream, *asked)
+        found, top = results(formula, double, frozen, upstream, *options_of_call)
         exact.append(found)
         if seed < OUR_DRAWS:
-            found, our_top = results(host.utils._ChunkedLogProbFunction.apply, tensors, frozen, upstream, *asked)
+            found, our_top = results(
+                host.utils._ChunkedLogProbFunction.apply, tensors, frozen, upstream, *options_of_call
+            )
             ours.append(found)
             assert (our_top is None) == (top is None)
             assert top is None or dtype != torch.float32 or torch.equal(our_top, top)
@@ -187,7 +193,10 @@ def test_values_and_gradients_are_as_good_as_those_of_trl(host, outputs, transfo
 @needs_trl
 @pytest.mark.parametrize("frozen", [False, True])
 def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
-    """Outside: the log-probability of a logit of 0. Of equal logits the lowest index is the argmax."""
+    """A target outside of the vocabulary has the log-probability of a logit of 0.
+
+    Of equal logits, the lowest index is the argmax.
+    """
     integration.patch()
     hidden, weight, bias = torch.randn(4, H), torch.randn(V, H), torch.randn(V)
     outputs = "entropy", "is_top1"
@@ -212,7 +221,7 @@ def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
 
 
 def in_place_product(_, a, b, **__):
-    """Operations of ``addmm_``, which torch's counter does not know by itself."""
+    """Count the operations of ``addmm_``, which torch's counter does not know."""
     return 2 * a[0] * a[1] * b[1]
 
 
@@ -230,7 +239,7 @@ def in_place_product(_, a, b, **__):
     ],
 )
 def test_a_frozen_head_takes_two_products_where_trl_takes_three(host, outputs, frozen, upstream, ours, theirs):
-    """The gradient of the entropy is made only where one arrives."""
+    """The gradient of the entropy is computed only if the entropy has an upstream gradient."""
     integration.patch()
     hidden, weight = torch.randn(64, 32), torch.randn(48, 32).requires_grad_(not frozen)
     for f, expected in ((host.utils._ChunkedLogProbFunction, ours), (host.original, theirs)):
@@ -256,26 +265,29 @@ def test_a_frozen_head_takes_two_products_where_trl_takes_three(host, outputs, f
         (1.0, None, 1.0, ("log_sum_sq_probs",)),
     ],
 )
-def test_what_is_not_fused_is_left_to_trl(host, monkeypatch, temperature, cap, scale, outputs):
+def test_unsupported_calls_are_passed_to_trl(host, monkeypatch, temperature, cap, scale, outputs):
     integration.patch()
     ours, calls = host.utils._ChunkedLogProbFunction, []
-    monkeypatch.setattr(ours, "original", SimpleNamespace(apply=lambda *given: calls.append(given)))
-    given = torch.randn(N, H), torch.randn(V, H), None, torch.arange(N), temperature, 8, cap, scale, outputs
-    assert ours.apply(*given) is None
+    monkeypatch.setattr(ours, "original", SimpleNamespace(apply=lambda *arguments: calls.append(arguments)))
+    arguments = torch.randn(N, H), torch.randn(V, H), None, torch.arange(N), temperature, 8, cap, scale, outputs
+    assert ours.apply(*arguments) is None
     assert [len(call) for call in calls] == [9]
-    assert all(a is b for a, b in zip(calls[0], given, strict=True))
-    ours.apply(given[0], nn.Parameter(given[1]), *given[2:6])  # the defaults ask for everything
+    assert all(a is b for a, b in zip(calls[0], arguments, strict=True))
+    ours.apply(arguments[0], nn.Parameter(arguments[1]), *arguments[2:6])  # the defaults request all outputs
     assert calls[1][-3:] == (None, 1.0, integration.OUTPUTS)
-    partitioned = nn.Parameter(given[1])
-    partitioned.ds_id = 0  # by DeepSpeed ZeRO-3, which gathers it again in backward
-    ours.apply(given[0], partitioned, *given[2:4], 1.0, 8, None, 1.0, ())
+    partitioned = nn.Parameter(arguments[1])
+    partitioned.ds_id = 0  # set by DeepSpeed ZeRO-3, which gathers it again in backward
+    ours.apply(arguments[0], partitioned, *arguments[2:4], 1.0, 8, None, 1.0, ())
     assert len(calls) == 3
 
 
 @needs_trl
 @pytest.mark.parametrize("entropy", [False, True])
 def test_autocast_and_a_head_of_another_dtype(host, entropy):
-    """Products in the dtype of autocast, else of the hidden states; gradients in that of each tensor."""
+    """Products have the dtype of autocast, otherwise that of the hidden states.
+
+    Each gradient has the dtype of its tensor.
+    """
     integration.patch()
     hidden, weight, targets = torch.randn(N, H), torch.randn(V, H), torch.arange(N)
     for autocast, frozen, dtype in itertools.product([False, True], [False, True], [torch.float32, torch.bfloat16]):
@@ -283,8 +295,8 @@ def test_autocast_and_a_head_of_another_dtype(host, entropy):
         for f in (host.utils._ChunkedLogProbFunction, host.original):
             h, w = hidden.clone().requires_grad_(), weight.to(dtype, copy=True).requires_grad_(not frozen)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                log_probs, of_entropy, *_ = f.apply(h, w, None, targets, 1.0, 8, None, 1.0, ("entropy",))
-            (log_probs + of_entropy if entropy else log_probs).sum().backward()
+                log_probs, entropy_values, *_ = f.apply(h, w, None, targets, 1.0, 8, None, 1.0, ("entropy",))
+            (log_probs + entropy_values if entropy else log_probs).sum().backward()
             found.append([log_probs.detach(), h.grad, *([] if frozen else [w.grad])])
         for ours, theirs in zip(*found, strict=True):
             assert ours.dtype == theirs.dtype
@@ -297,18 +309,19 @@ def test_autocast_and_a_head_of_another_dtype(host, entropy):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_float32_logits_of_16_bit_operands(host, transform, dtype, frozen):
-    """Log-probabilities and entropies are those of TRL's own function for the widened operands."""
+    """Log-probabilities and entropies equal those of TRL's own function for the operands cast to float32."""
     T, cap, scale = TRANSFORMS[transform]
-    asked = T, 8, cap, scale, ("entropy", "is_top1")
+    options_of_call = T, 8, cap, scale, ("entropy", "is_top1")
     integration.patch(logits_dtype=torch.float32)
     torch.manual_seed(0)
     tensors = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype), torch.randn(V).to(dtype), torch.arange(N)
     wide = [t.to(torch.promote_types(dtype, torch.float32)) for t in tensors[:3]]
     upstream = torch.randn(2, N)
-    found, top = results(host.utils._ChunkedLogProbFunction.apply, tensors, frozen, upstream, *asked)
-    expected, their_top = results(host.original.apply, (*wide, tensors[3]), frozen, upstream, *asked)
+    found, top = results(host.utils._ChunkedLogProbFunction.apply, tensors, frozen, upstream, *options_of_call)
+    expected, their_top = results(host.original.apply, (*wide, tensors[3]), frozen, upstream, *options_of_call)
     assert torch.equal(top, their_top)
-    # A log-probability near 0 is a difference of float32 numbers of the size of the logits, which TRL and ours round.
+    # A log-probability near 0 is a difference of float32 numbers of the size of the logits, which both implementations
+    # round.
     size = (wide[0] @ wide[1].t() + wide[2]).abs().max().item() * scale / T
     rounding = 4 * torch.finfo(torch.float32).eps * max(size, 1)
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
@@ -322,25 +335,25 @@ def test_float32_logits_of_16_bit_operands(host, transform, dtype, frozen):
 
 
 @needs_trl
-@pytest.mark.parametrize(("given", "error", "said"), [
+@pytest.mark.parametrize(("arguments", "error", "message"), [
     (torch.bfloat16, ValueError, "torch.float32 or None, got torch.bfloat16"),
     ("float32", TypeError, "a torch.dtype or None, got str"),
 ])  # fmt: skip
-def test_another_dtype_of_the_logits_is_refused(host, given, error, said):
+def test_another_dtype_of_the_logits_is_rejected(host, arguments, error, message):
     for call in (
         integration.patch,
         functools.partial(Trainer, mask_token_id=MASK),
         functools.partial(integration.diffusion_rollout, MASK, steps=1),
     ):
-        with pytest.raises(error, match=f"^logits_dtype must be {said}$"):
-            call(logits_dtype=given)
+        with pytest.raises(error, match=f"^logits_dtype must be {message}$"):
+            call(logits_dtype=arguments)
     assert host.kernels.ChunkedLogProbFunction is host.original
 
 
 @needs_trl
 @pytest.mark.parametrize("name", ["grpo", "rloo", "dpo", "kto", "sft", "async_grpo"])
 def test_trainers_of_trl_build_their_heads_on_the_patched_function(name, host, monkeypatch):
-    """By ``add_fused_lm_head``, which looks the function up at each call."""
+    """``add_fused_lm_head`` looks the function up at each call."""
     if not hasattr(host.utils, "add_fused_lm_head"):
         pytest.skip("trl.trainer.utils cannot be imported")
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -352,8 +365,8 @@ def test_trainers_of_trl_build_their_heads_on_the_patched_function(name, host, m
 
 
 @needs_trl
-def test_models_of_trl_run_on_ours(host, monkeypatch):
-    """Through ``add_fused_lm_head``, which the trainers call."""
+def test_models_of_trl_run_the_patched_function(host, monkeypatch):
+    """The trainers call ``add_fused_lm_head``, which uses the patched function."""
     if not hasattr(host.utils, "add_fused_lm_head"):
         pytest.skip("trl.trainer.utils cannot be imported")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -382,22 +395,27 @@ MASK, EOS, PAD = V - 1, V - 2, V - 3
 
 
 class Encoder(nn.Module):
-    """Each token, and the mean of all that are not padding; no position, so that padding changes nothing."""
+    """A model of each token and the mean of all tokens that are not padding.
+
+    It has no positions, so padding has no effect.
+    """
 
     def __init__(self, change=lambda z: z, places=0):
         super().__init__()
         self.register_buffer(
-            "places", torch.randn(places, H)
-        )  # of the last positions, so that left padding changes nothing
+            "places",
+            torch.randn(places, H),
+            # Positions count from the end, so that left padding has no effect.
+        )
         self.embedding, self.lm_head, self.change = nn.Embedding(V, H), nn.Linear(H, V), change
         self.aux_loss = None
 
     def forward(self, input_ids, attention_mask, output_router_logits=False):
-        there = attention_mask[..., None] != 0
+        not_padding = attention_mask[..., None] != 0
         x = self.embedding(input_ids)
         if len(self.places):
             x = torch.cat([x[:, : -len(self.places)], x[:, -len(self.places) :] + self.places], 1)
-        mean = (x * there).sum(1, keepdim=True) / there.sum(1, keepdim=True)
+        mean = (x * not_padding).sum(1, keepdim=True) / not_padding.sum(1, keepdim=True)
         out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean))))
         if output_router_logits and self.aux_loss is not None:
             out.aux_loss = self.aux_loss * mean.sum()
@@ -405,7 +423,7 @@ class Encoder(nn.Module):
 
 
 class Loop:
-    """What the mixin needs of TRL's trainers."""
+    """The parts of TRL's trainers that the mixin needs."""
 
     def __init__(self, model=None, **args):
         self.accelerator = SimpleNamespace(
@@ -424,13 +442,16 @@ class Trainer(integration.DiffusionPolicyMixin, Loop):
 
 
 def batch(B=4, before=0, after=0):
-    """Left-padded prompts and right-padded completions, with more padding around them: ids, mask, completion length."""
+    """Return ids, mask and completion length.
+
+    Prompts are left-padded, completions right-padded, with more padding around them.
+    """
     g = torch.Generator().manual_seed(3)
     ids = torch.randint(0, PAD, (B, 9), generator=g)
-    there = torch.ones(B, 9, dtype=torch.int64)
-    there[1, :2] = there[2, 7:] = 0
-    ids = nn.functional.pad(ids.where(there != 0, PAD), (before, after), value=PAD)
-    return ids, nn.functional.pad(there, (before, after)), 5 + after
+    not_padding = torch.ones(B, 9, dtype=torch.int64)
+    not_padding[1, :2] = not_padding[2, 7:] = 0
+    ids = nn.functional.pad(ids.where(not_padding != 0, PAD), (before, after), value=PAD)
+    return ids, nn.functional.pad(not_padding, (before, after)), 5 + after
 
 
 SCHEMES = [
@@ -445,26 +466,26 @@ SCHEMES = [
 
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
-def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
+def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
     torch.manual_seed(0)
     model = Encoder().double()
     model.lm_head.requires_grad_(trained)
     trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob)
-    ids, there, keep = batch()
-    seeds = integration.row_seeds(ids, there, keep)
-    supervised = there.bool() & (torch.arange(9) >= 4)
+    ids, not_padding, keep = batch()
+    seeds = integration.row_seeds(ids, not_padding, keep)
+    supervised = not_padding.bool() & (torch.arange(9) >= 4)
     options = {"scheme": scheme, "num": num, "prompt_prob": prompt_prob}
     rows = [  # without padding
         policy_views(ids[b, on][None], supervised[b, on][None], MASK, seeds=seeds[b : b + 1], **options)
-        for b, on in enumerate(there.bool())
+        for b, on in enumerate(not_padding.bool())
     ]
     shape = len(rows[0].noisy), *ids.shape
     noisy, scored, weights = ids.expand(shape).clone(), torch.zeros(shape).bool(), torch.zeros(shape)
-    for b, on in enumerate(there.bool()):
-        for whole, of_row in zip((noisy, scored, weights), rows[b], strict=True):
-            whole[:, b, on] = of_row[:, 0]
+    for b, on in enumerate(not_padding.bool()):
+        for whole, expected_row in zip((noisy, scored, weights), rows[b], strict=True):
+            whole[:, b, on] = expected_row[:, 0]
     views = PolicyViews(noisy, scored, weights)
-    z = torch.stack([model(noisy, there).logits for noisy in views.noisy]) / trainer.temperature
+    z = torch.stack([model(noisy, not_padding).logits for noisy in views.noisy]) / trainer.temperature
     log_p = z.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
     scores = views.token_scores(log_p.gather(-1, ids.expand(views.scored.shape)[..., None])[..., 0])[:, 4:]
     entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
@@ -473,7 +494,7 @@ def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
     parameters, upstream = [p for p in model.parameters() if p.requires_grad], torch.randn(2, 4, 5).double()
     for both in (False, True):
         found, entropies, aux = trainer._get_per_token_logps_and_entropies(
-            model, ids, there, keep, batch_size=3, compute_entropy=both, num_images=None
+            model, ids, not_padding, keep, batch_size=3, compute_entropy=both, num_images=None
         )
         assert aux is None
         assert (entropies is None) == (not both)
@@ -483,8 +504,8 @@ def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
         if both:
             torch.testing.assert_close(entropies, mean)
             loss, expected = loss + (entropies * upstream[1]).sum(), expected + (mean * upstream[1]).sum()
-        wanted = torch.autograd.grad(expected, parameters, retain_graph=True)
-        for ours, other in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
+        differentiable = torch.autograd.grad(expected, parameters, retain_graph=True)
+        for ours, other in zip(torch.autograd.grad(loss, parameters), differentiable, strict=True):
             torch.testing.assert_close(ours, other)
 
 
@@ -500,23 +521,23 @@ def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
     ],
 )
 def test_products_of_the_mixin(frozen, entropy, upstream, products):
-    """TRL always requests the entropy, and usually logs it only."""
+    """TRL always requests the entropy, and usually only logs it."""
     torch.manual_seed(0)
-    model, (ids, there, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
+    model, (ids, not_padding, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
     model.lm_head.requires_grad_(not frozen)
     trainer = Trainer(mask_token_id=MASK, scheme="coupled")
     with FlopCounterMode(display=False) as counter:
         scores, entropies, _ = trainer._get_per_token_logps_and_entropies(
-            model, ids, there, keep, compute_entropy=entropy
+            model, ids, not_padding, keep, compute_entropy=entropy
         )
         loss = scores.sum() if upstream == "log_probs" else entropies.sum()
         (loss + scores.sum() if upstream == "both" else loss).backward()
-    scored = 2 * int(there[:, -keep:].sum())  # the full view, and a mask and its complement
+    scored = 2 * int(not_padding[:, -keep:].sum())  # the full view, and a mask and its complement
     assert counter.get_total_flops() == products * 2 * scored * H * V
 
 
 def finalised(x):
-    """splitmix64's finaliser, in Python's integers."""
+    """Apply splitmix64's finaliser, in Python's integers."""
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
     return x ^ x >> 31
@@ -524,51 +545,54 @@ def finalised(x):
 
 @pytest.mark.parametrize("iteration", [0, 1, 2**40])
 def test_seeds_are_the_documented_hash(iteration):
-    ids, there, keep = batch(before=1, after=2)
+    ids, not_padding, keep = batch(before=1, after=2)
     gamma, expected = 0x9E3779B97F4A7C15, []
-    for row, on in zip(ids.tolist(), there.tolist(), strict=True):
+    for row, on in zip(ids.tolist(), not_padding.tolist(), strict=True):
         tokens = [(token, i >= len(row) - keep) for i, (token, o) in enumerate(zip(row, on, strict=True)) if o]
         total = sum(finalised((token + gamma * (2 * n + c)) % 2**64) for n, (token, c) in enumerate(tokens, 1))
         expected.append(finalised((total + gamma * iteration) % 2**64))
-    seeds = integration.row_seeds(ids, there, keep, iteration)
+    seeds = integration.row_seeds(ids, not_padding, keep, iteration)
     assert [seed % 2**64 for seed in seeds.tolist()] == expected
     assert len(set(expected)) == len(expected)
     assert seeds.dtype == torch.int64
 
 
 def test_masks_stay_with_a_row_within_a_generation():
-    """Shuffled, padded further, in chunks, and in each iteration on it; the next generation sees others."""
+    """The rows are shuffled, padded further, split into chunks, and used in several iterations.
+
+    The next generation sees others.
+    """
     torch.manual_seed(0)
     model, trainer = Encoder(), Trainer(mask_token_id=MASK, scheme="elbo", num=2)
 
-    def scores(ids, there, keep, **options):
+    def scores(ids, not_padding, keep, **options):
         with torch.no_grad():
-            return trainer._get_per_token_logps_and_entropies(model, ids, there, keep, **options)[0]
+            return trainer._get_per_token_logps_and_entropies(model, ids, not_padding, keep, **options)[0]
 
     first = scores(*batch())
     order = torch.tensor([2, 0, 3, 1])
-    ids, there, keep = batch(before=2, after=3)
-    torch.testing.assert_close(scores(ids[order], there[order], keep, batch_size=2)[:, :5], first[order])
+    ids, not_padding, keep = batch(before=2, after=3)
+    torch.testing.assert_close(scores(ids[order], not_padding[order], keep, batch_size=2)[:, :5], first[order])
     for step, same in ((1, True), (3, True), (4, False)):  # a generation serves 2 steps in each of 2 iterations
         trainer._step = step
         assert torch.equal(scores(*batch()), first) == same
 
 
-def test_the_number_that_changes_the_masks_can_be_given():
-    """One for all generations, or one that a function of the trainer returns."""
+def test_the_iteration_that_changes_the_masks_is_an_option():
+    """The number is constant for all generations, or returned by a function of the trainer."""
     torch.manual_seed(0)
-    model, (ids, there, keep) = Encoder(), batch()
+    model, (ids, not_padding, keep) = Encoder(), batch()
 
     def scores(step, **options):
         trainer = Trainer(mask_token_id=MASK, scheme="elbo", num=2, **options)
         trainer._step = step
         with torch.no_grad():
-            return trainer._get_per_token_logps_and_entropies(model, ids, there, keep)[0]
+            return trainer._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[0]
 
-    of_generation = [scores(step) for step in (0, 4, 8)]
-    assert not torch.equal(of_generation[1], of_generation[2])
-    assert all(torch.equal(scores(step, iteration=1), of_generation[1]) for step in (0, 4, 8))
-    assert torch.equal(scores(4, iteration=lambda trainer: trainer._step // 2), of_generation[2])
+    generations = [scores(step) for step in (0, 4, 8)]
+    assert not torch.equal(generations[1], generations[2])
+    assert all(torch.equal(scores(step, iteration=1), generations[1]) for step in (0, 4, 8))
+    assert torch.equal(scores(4, iteration=lambda trainer: trainer._step // 2), generations[2])
     for wrong in ("1", True, 1.0):
         with pytest.raises(TypeError, match="iteration must be an int, a function of the trainer or None, got "):
             scores(0, iteration=wrong)
@@ -580,11 +604,14 @@ def test_a_lora_head_scores_and_trains():
     model = peft.inject_adapter_in_model(
         peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False), Encoder()
     )
-    trainer, (ids, there, keep) = Trainer(mask_token_id=MASK), batch()
-    found = trainer._get_per_token_logps_and_entropies(model, ids, there, keep, compute_entropy=True)[0]
-    z = model(ids.where(there.bool() & (torch.arange(9) < 4) | ~there.bool(), MASK), there).logits / 0.7
+    trainer, (ids, not_padding, keep) = Trainer(mask_token_id=MASK), batch()
+    found = trainer._get_per_token_logps_and_entropies(model, ids, not_padding, keep, compute_entropy=True)[0]
+    z = (
+        model(ids.where(not_padding.bool() & (torch.arange(9) < 4) | ~not_padding.bool(), MASK), not_padding).logits
+        / 0.7
+    )
     log_p = z.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
-    expected = (log_p.gather(-1, ids[..., None])[..., 0] * there)[:, 4:]
+    expected = (log_p.gather(-1, ids[..., None])[..., 0] * not_padding)[:, 4:]
     torch.testing.assert_close(found, expected)
     adapters = [p for p in model.lm_head.parameters() if p.requires_grad]
     assert len(adapters) == 2
@@ -596,23 +623,23 @@ def test_a_lora_head_scores_and_trains():
 
 def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
     torch.manual_seed(0)
-    ids, there, keep = batch()
+    ids, not_padding, keep = batch()
     model = Encoder().bfloat16()
     plain, wide = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True))
-    low, high = (t._get_per_token_logps_and_entropies(model, ids, there, keep)[0].detach() for t in (plain, wide))
+    low, high = (t._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[0].detach() for t in (plain, wide))
     assert high.dtype == torch.float32
     assert not torch.equal(low, high)
     torch.testing.assert_close(low, high, rtol=0.05, atol=0.05)
-    asked = {"compute_aux_loss": True, "batch_size": 3}
-    assert plain._get_per_token_logps_and_entropies(model, ids, there, keep, **asked)[2] is None
+    options_of_call = {"compute_aux_loss": True, "batch_size": 3}
+    assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep, **options_of_call)[2] is None
     model.aux_loss = 1.0
-    assert plain._get_per_token_logps_and_entropies(model, ids, there, keep, **asked)[2].dim() == 0
-    assert plain._get_per_token_logps_and_entropies(model, ids, there, keep)[2] is None
+    assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep, **options_of_call)[2].dim() == 0
+    assert plain._get_per_token_logps_and_entropies(model, ids, not_padding, keep)[2] is None
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_logits_can_be_float32(trained):
-    """What ``cast_lm_head_to_fp32`` gives, from products of 16-bit operands."""
+    """``cast_lm_head_to_fp32`` gives equal results, but here the products have 16-bit operands."""
     torch.manual_seed(0)
     model = Encoder().bfloat16()
     model.lm_head.requires_grad_(trained)
@@ -633,7 +660,7 @@ def test_the_logits_can_be_float32(trained):
         (lambda z: z.long(), "a call of long"),
     ],
 )
-def test_a_model_that_changes_its_logits_is_refused(change, named):
+def test_a_model_that_changes_its_logits_is_rejected(change, named):
     trainer = Trainer(mask_token_id=MASK)
     with pytest.raises(
         ValueError, match=f"return its output unchanged, .* got {named} on it; the mixin needs such a head"
@@ -644,13 +671,13 @@ def test_a_model_that_changes_its_logits_is_refused(change, named):
 
 
 def test_bad_arguments_of_the_mixin():
-    for options, said in (
+    for options, message in (
         ({"scheme": "none"}, "scheme must be"),
         ({"scheme": "trace"}, "step_map must be given"),
         ({"num": 0}, "num must be"),
         ({"scheme": "elbo", "prompt_prob": 0.5}, "prompt_prob must be 0 unless"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Trainer(mask_token_id=MASK, **options)
     with pytest.raises(ValueError, match="takes text only, got image_sizes, pixel_values"):
         Trainer(mask_token_id=MASK)._get_per_token_logps_and_entropies(
@@ -664,7 +691,10 @@ PROMPTS = ["1 2 3", "4", "1 2 3"]
 
 
 def by_hand(model, prompt, length, blocks):
-    """Most likely tokens, of one prompt without padding; ``blocks``: the tokens that each step of a block decodes."""
+    """Decode the most likely tokens of one prompt without padding.
+
+    ``blocks``: number of tokens that each step of a block decodes.
+    """
     ids, decoded, start = torch.tensor([prompt + [MASK] * length]), {}, len(prompt)
     for counts in blocks:
         stop = start + sum(counts)
@@ -676,8 +706,10 @@ def by_hand(model, prompt, length, blocks):
                 .log_softmax(-1)
             )
             best = log_p.max(-1)
-            left = sorted((i for i in range(start, stop) if ids[0, i] == MASK), key=lambda i: -best.values[i].item())
-            for i in left[:count]:
+            masked_positions = sorted(
+                (i for i in range(start, stop) if ids[0, i] == MASK), key=lambda i: -best.values[i].item()
+            )
+            for i in masked_positions[:count]:
                 ids[0, i], decoded[i] = best.indices[i], best.values[i].item()
         start = stop
     return ids[0, len(prompt) :].tolist(), [decoded[i] for i in sorted(decoded)]
@@ -694,7 +726,7 @@ def by_hand(model, prompt, length, blocks):
 )
 @torch.no_grad()
 def test_the_most_likely_rollout(options, blocks):
-    """Step by step, and the log-probabilities with which tokens were decoded; a completion ends with its EOS."""
+    """Tokens and the log-probabilities at decoding agree step by step. A completion ends with its EOS."""
     torch.manual_seed(1)
     model = Encoder(places=6).double().train()
     rollout = integration.diffusion_rollout(MASK, length=6, temperature=0, with_logprobs=True, **options)
@@ -717,7 +749,7 @@ def test_the_most_likely_rollout(options, blocks):
 
 @torch.no_grad()
 def test_rollouts_with_float32_logits():
-    """Those of a head of float32; and their log-probabilities are the mixin's."""
+    """Log-probabilities equal those of a float32 head."""
     torch.manual_seed(1)
     model = Encoder(places=6).bfloat16()
     found = []
@@ -734,7 +766,7 @@ def test_rollouts_with_float32_logits():
     assert found[0] != found[1]
 
 
-def test_rollouts_are_drawn_anew_for_each_row_and_call():
+def test_rollouts_differ_between_rows_and_calls():
     torch.manual_seed(0)
     trainer, rollout = Loop(Encoder()), integration.diffusion_rollout(MASK, steps=2)
     trainer.processing_class.eos_token_id = None
@@ -750,7 +782,7 @@ def test_rollouts_are_drawn_anew_for_each_row_and_call():
 
 
 def test_rollouts_for_a_trainer_that_takes_none():
-    """As RLOO's: it generates from tokens, by the rollouts that the mixin was given, if any."""
+    """A trainer like RLOO's generates from tokens, with the rollout function of the mixin, if any."""
 
     class Other(Loop):
         def _generate_single_turn(self, prompt_ids, images):
@@ -777,14 +809,14 @@ def test_rollouts_for_a_trainer_that_takes_none():
 
 
 def test_bad_arguments_of_rollouts():
-    for options, said in (
+    for options, message in (
         ({"steps": 0}, "steps must be"),
         ({"steps": 5, "length": 4}, "steps must lie between the number of blocks and that of tokens, 1 and 4, got 5"),
         ({"steps": 1, "length": 4, "block_size": 2}, "2 and 4, got 1"),
         ({"steps": 1, "length": -1}, "length must be"),
         ({"steps": 1, "block_size": 0}, "block_size must be"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             integration.diffusion_rollout(MASK, **options)
     with pytest.raises(TypeError, match="with_logprobs"):
         integration.diffusion_rollout(MASK, steps=1, with_logprobs=1)
@@ -796,7 +828,7 @@ def test_bad_arguments_of_rollouts():
 
 
 def needs_trainers():
-    """TRL's trainers import these, which are not installed everywhere."""
+    """Skip the test without the packages that TRL's trainers import, which are not installed everywhere."""
     for needed in ("pandas", "datasets", "jinja2"):
         pytest.importorskip(needed)
     return importlib.import_module("trl"), importlib.import_module("examples.trl_diffusion")
@@ -811,19 +843,19 @@ QUIET = {
 @needs_trl
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_a_policy_learns_in_the_trainers_of_trl(name, tmp_path):
-    """In two iterations on each generation, the first of which begins at the old log-probabilities."""
+    """There are two iterations on each generation. The first one starts at the old log-probabilities."""
     trl, example = needs_trainers()
     example.set_seed(0)
     args = getattr(trl, f"{name}Config")(
         output_dir=str(tmp_path), max_steps=16, per_device_train_batch_size=16, num_generations=8, num_iterations=2,
         max_completion_length=example.LENGTH, learning_rate=3e-3, beta=0.0, **QUIET,
     )  # fmt: skip
-    made = type("Diffusion", (integration.DiffusionPolicyMixin, getattr(trl, f"{name}Trainer")), {})
+    further_outputs = type("Diffusion", (integration.DiffusionPolicyMixin, getattr(trl, f"{name}Trainer")), {})
     seen = []
 
-    class Watched(made):
-        def _get_per_token_logps_and_entropies(self, *given, **options):
-            out = super()._get_per_token_logps_and_entropies(*given, **options)
+    class Watched(further_outputs):
+        def _get_per_token_logps_and_entropies(self, *arguments, **options):
+            out = super()._get_per_token_logps_and_entropies(*arguments, **options)
             seen.append((self._step, torch.is_grad_enabled(), out[0].detach().sort(0).values))
             return out
 
@@ -847,7 +879,7 @@ def test_a_policy_learns_in_the_trainers_of_trl(name, tmp_path):
     for step, scores in old.items():  # the rows are shuffled in between
         torch.testing.assert_close(new[step], scores)
         assert not torch.equal(new[step + 1], scores)
-        assert torch.equal(new[step + 1] == 0, scores == 0)  # the tokens that no view scores
+        assert torch.equal(new[step + 1] == 0, scores == 0)  # tokens that no view scores
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
 
@@ -856,12 +888,12 @@ def test_a_policy_learns_in_the_trainers_of_trl(name, tmp_path):
 @needs_trl
 @pytest.mark.parametrize("adapter", [False, True])
 def test_the_reference_model_sees_the_masks_of_the_policy(adapter, tmp_path):
-    """The penalty is 0 before the first update, of a copy of the policy and of one with its adapter off."""
+    """The penalty is 0 before the first update, for a copy of the policy and for a policy with its adapter off."""
     trl, example = needs_trainers()
     example.set_seed(0)
     model = example.bidirectional_model()
     model.save_pretrained(tmp_path / "model")
-    model.config._name_or_path = str(tmp_path / "model")  # which the trainer loads the reference model from
+    model.config._name_or_path = str(tmp_path / "model")  # from which the trainer loads the reference model
     options = {}
     if adapter:
         peft = pytest.importorskip("peft")
@@ -883,7 +915,7 @@ def test_the_reference_model_sees_the_masks_of_the_policy(adapter, tmp_path):
 
 
 def autoregressive_trainer(name, trl, example, folder):
-    """TRL's trainer of a small Llama, whose reference model it loads itself."""
+    """Create TRL's trainer of a small Llama, whose reference model it loads itself."""
     number = [f"{i} {i + 1} {i + 2}" for i in range(8)]
     columns = {
         "SFT": {"prompt": number, "completion": number[::-1]},
@@ -914,7 +946,7 @@ def autoregressive_trainer(name, trl, example, folder):
 @needs_trl
 @pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
 def test_patched_trainers_train_as_they_do_unpatched(name, host, monkeypatch, tmp_path):
-    """What they log at each step, and the parameters after three."""
+    """Logs of each step, and the parameters after three steps, are equal."""
     trl, example = needs_trainers()
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -923,7 +955,7 @@ def test_patched_trainers_train_as_they_do_unpatched(name, host, monkeypatch, tm
     example.set_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=len(example.WORDS), **sizes, **ends)).save_pretrained(tmp_path)
     calls, apply = [], integration.ChunkedLogProbs.apply
-    counted = functools.wraps(apply)(lambda *given: calls.append(len(given)) or apply(*given))
+    counted = functools.wraps(apply)(lambda *arguments: calls.append(len(arguments)) or apply(*arguments))
     monkeypatch.setattr(integration.ChunkedLogProbs, "apply", counted)
     found = []
     for patched in (False, True):

@@ -1,4 +1,4 @@
-"""Cost of a small call, in torch operations. Its bits do not depend on the split of rows into blocks."""
+"""Cost of a small call in torch operations, and bits that do not depend on the split of rows into blocks."""
 
 import math
 
@@ -16,7 +16,7 @@ N, V = 9, 37
 
 
 class Counted(TorchDispatchMode):
-    """How many operations run in it."""
+    """Count the operations that run under it."""
 
     count = 0
 
@@ -26,7 +26,7 @@ class Counted(TorchDispatchMode):
 
 
 def operations(call):
-    call()  # what is done once
+    call()  # work that is done only once
     with Counted() as seen:
         call()
     return seen.count
@@ -87,40 +87,40 @@ SPECIAL = (
 )  # fmt: skip
 
 
-def of_nll(x, ids, active):
+def run_nll(x, ids, active):
     out = token_nll(x, ids, active=active, with_lse=True, backend="torch")
     return out.nll, out.lse
 
 
-def of_weighted(x, ids, active):
+def run_weighted(x, ids, active):
     out = weighted_nll(x, ids, active * 0.3, backend="torch")
     return out.loss, out.nll
 
 
-def of_weighted_with_lse(x, ids, active):
+def run_weighted_with_lse(x, ids, active):
     out = weighted_nll(x, ids, active * 0.3, with_lse=True, backend="torch")
     return out.loss, out.nll, out.lse
 
 
-def of_stats(x, ids, active):
+def run_stats(x, ids, active):
     return row_stats(x, torch.stack([ids, ids], -1), entropy=True, active=active, backend="torch")[:3]
 
 
-def of_log_probs(x, ids, active):
+def run_log_probs(x, ids, active):
     return token_log_probs(x, ids, active=active, backend="torch")[:1]
 
 
-def of_every_token(x, ids, _):
+def run_every_token(x, ids, _):
     return token_log_probs(x.nan_to_num(0), ids, with_entropy=True, backend="torch")
 
 
-def of_loss(x, ids, active):
+def run_loss(x, ids, active):
     loss, p_mask = MDLMCrossEntropyLoss(backend="torch"), torch.full((1, N), 0.3, device="cpu")
     out = loss(x[None], ids[None], active[None], p_mask, torch.ones_like(active)[None], num_diffusion_tokens=7)
-    return out.weight_sum, out.total_loss  # the second is the one with a gradient other than 1
+    return out.weight_sum, out.total_loss  # total_loss, the second one, has an upstream gradient of 2
 
 
-OPS = (of_nll, of_weighted, of_weighted_with_lse, of_stats, of_log_probs, of_every_token, of_loss)
+OPS = (run_nll, run_weighted, run_weighted_with_lse, run_stats, run_log_probs, run_every_token, run_loss)
 
 
 def outputs(op, x, *others):
@@ -137,18 +137,18 @@ def outputs(op, x, *others):
 @pytest.mark.parametrize("op", OPS)
 def test_one_block_gives_the_bits_of_one_row_per_block(op, dtype, special, monkeypatch):
     inputs = special(*rows(dtype))
-    at_once = outputs(op, *inputs)
+    one_block = outputs(op, *inputs)
     small_blocks(monkeypatch)
-    for got, expected in zip(at_once, outputs(op, *inputs), strict=True):
+    for got, expected in zip(one_block, outputs(op, *inputs), strict=True):
         assert torch.equal(got.isnan(), expected.isnan())
         assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.parametrize("held", [math.nan, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 @pytest.mark.parametrize("output", ["lse", "entropy"])
-def test_a_row_without_an_id_or_a_gradient_may_hold_anything(output, held):
+def test_a_row_without_an_id_or_a_gradient_may_have_any_value(output, value):
     logits, ids = torch.randn(3, V, device="cpu"), torch.tensor([4, -100, 2], device="cpu")
-    logits[1] = held
+    logits[1] = value
     logits.requires_grad_()
     found = getattr(row_stats(logits, ids, entropy=True, backend="torch"), output)
     (grad,) = torch.autograd.grad(found[[0, 2]].sum(), logits)
@@ -157,8 +157,8 @@ def test_a_row_without_an_id_or_a_gradient_may_hold_anything(output, held):
     assert grad[[0, 2]].count_nonzero() == 2 * V
 
 
-@pytest.mark.parametrize("op", [of_nll, of_loss])
-def test_a_small_call_keeps_logits_that_were_changed_from_backward(op):
+@pytest.mark.parametrize("op", [run_nll, run_loss])
+def test_backward_of_a_small_call_rejects_logits_changed_in_place(op):
     logits, ids, active = rows(torch.float32)
     x = logits.requires_grad_() * 1.0
     found = op(x, ids, active)
@@ -170,9 +170,9 @@ def test_a_small_call_keeps_logits_that_were_changed_from_backward(op):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_weights_of_a_small_loss_are_constants_in_the_dtype_of_sums(dtype):
     logits, ids, active = rows(torch.float32)
-    given, weights = ModelOutput(LOGITS, Options(backend="torch"), logits), active.to(dtype)
-    out = given.weighted(ids, weights.requires_grad_(dtype.is_floating_point))
-    expected = given.weighted(ids, active.float())
+    model_output, weights = ModelOutput(LOGITS, Options(backend="torch"), logits), active.to(dtype)
+    out = model_output.weighted(ids, weights.requires_grad_(dtype.is_floating_point))
+    expected = model_output.weighted(ids, active.float())
     assert out.loss.dtype == out.nll.dtype == torch.float32
     assert torch.equal(out.loss, expected.loss)
     assert not out.loss.requires_grad
@@ -181,7 +181,7 @@ def test_weights_of_a_small_loss_are_constants_in_the_dtype_of_sums(dtype):
 def test_a_small_loss_takes_any_number_of_backward_passes_and_no_second_derivative():
     logits, ids, active = rows(torch.float32)
     x = logits.requires_grad_()
-    loss = of_loss(x, ids, active)[1]
+    loss = run_loss(x, ids, active)[1]
     first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first.nan_to_num(), second.nan_to_num())
     assert first[0].count_nonzero() == V
@@ -192,7 +192,7 @@ def test_a_small_loss_takes_any_number_of_backward_passes_and_no_second_derivati
 
 
 def test_operations_of_small_calls():
-    """Limits slightly above the current numbers; plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
+    """Limits are slightly above the current numbers. Plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 19
 

@@ -44,17 +44,20 @@ from tests.support.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.support.opcheck import TESTS, opcheck
 
 V, D = 19, 8
-# One case for each loss with its counts; those of its other cases go through the same code.
+# One case with counts for each loss; its other cases run the same code.
 COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
 
 
 def counts_change(case):
-    """The case is part of the test of changing counts: the same loss, whose denominator is not counted in the call."""
+    """Return whether the test of changing counts covers the case.
+
+    It does if the case is in ``COUNTED``, or is the same loss with a denominator that is not counted in the call.
+    """
     return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
 
 
 OTHERS = [case for case in FEWER if not counts_change(case)]
-# Dynamo's own copies of a function's guards pile up over the cases otherwise.
+# Otherwise Dynamo's copies of a function's guards accumulate over the cases.
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
@@ -65,7 +68,7 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-def step_of(case, form, inputs):
+def make_step(case, form, inputs):
     """Build a small training step: a layer, the loss, a weighted sum of its rows."""
 
     def logits_step(h, w, b):
@@ -99,14 +102,14 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
             torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.covering(1, most=1)  # that of changing lengths holds both forms in the exhaustive tests
+@pytest.mark.covering(1, most=1)  # the exhaustive tests of changing lengths cover both forms
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
     "case", every_time([case for case in OTHERS if case in FIRSTS], OTHERS, name=lambda case: case.name)
 )
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
     inputs, leaves = draw(case)
-    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
+    assert_compiled_equals_eager(make_step(case, form, inputs), leaves, "aot_eager")
 
 
 CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
@@ -116,18 +119,20 @@ CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
     "case",
     every_time([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, name=lambda case: case.name),
 )
-def test_the_whole_output_of_a_loss_leaves_its_graph(case):
+def test_all_outputs_of_a_loss_are_graph_outputs(case):
     """On torch 2.11, a named tuple from ``_replace`` would arrive empty."""
     inputs, (h, w, b) = draw(case)
     compiled = torch.compile(partial(case.output, "hidden"), backend="aot_eager", fullgraph=True)
     for reduction in ("total", "none"):
         arguments = case.arguments("hidden", h, inputs, (w, b))
-        expected, got = (of(arguments, reduction=reduction) for of in (partial(case.output, "hidden"), compiled))
+        expected, got = (
+            output_of(arguments, reduction=reduction) for output_of in (partial(case.output, "hidden"), compiled)
+        )
         assert (type(got), len(got)) == (type(expected), len(expected))
         torch.testing.assert_close(tuple(got), tuple(expected))
 
 
-def test_what_is_traced_leaves_replace_to_one_function():
+def test_traced_code_calls_replace_in_one_function_only():
     package = Path(dllm_kernels.__file__).parent
     rooms = [path for room in ("losses", "mtp", "ops") for path in (package / room).glob("*.py")]
     traced = [*rooms, *(package / "_core" / f"_{name}.py" for name in ("inputs", "plan", "run"))]
@@ -141,7 +146,7 @@ def test_what_is_traced_leaves_replace_to_one_function():
 def test_through_inductor(name, form):
     case = BY_NAME[name]
     inputs, leaves = draw(case)
-    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
+    assert_compiled_equals_eager(make_step(case, form, inputs), leaves, "inductor")
 
 
 @pytest.mark.covering(1)
@@ -151,15 +156,15 @@ def test_frozen_inputs(name, frozen):
     case = BY_NAME[name]
     inputs, leaves = draw(case)
     if len(frozen) < 3:
-        assert_compiled_equals_eager(step_of(case, "hidden", inputs), leaves, "aot_eager", frozen)
+        assert_compiled_equals_eager(make_step(case, "hidden", inputs), leaves, "aot_eager", frozen)
     else:
-        step = step_of(case, "hidden", inputs)
+        step = make_step(case, "hidden", inputs)
         torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), step(*leaves))
 
 
 @pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
 def test_inputs_that_are_not_contiguous(backend):
-    """The strides of the gradient while tracing equal those of the returned gradient."""
+    """The strides of the traced gradient equal those of the returned gradient."""
     case = BY_NAME["weighted_nll"]
     inputs, (h, w, b) = draw(case)
     targets, weights = inputs["targets"].flatten(), inputs["weights"].flatten()
@@ -197,7 +202,7 @@ fewer_counts = pytest.mark.parametrize("count", every_time(["int", "tensor"], CO
 
 
 def assert_few_graphs(step, draws, most):
-    """No break, at most so many graphs over all steps, and in each the value and gradients of eager mode."""
+    """Assert no graph break, at most ``most`` graphs, and in each step the value and gradients of eager mode."""
     counters.clear()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for leaves, rest in draws:
@@ -211,8 +216,11 @@ def assert_few_graphs(step, draws, most):
     assert 1 <= counters["stats"]["unique_graphs"] <= most
 
 
-def assert_few_graphs_of(case, form, lengths, count=None):
-    """Twenty steps of one case, of so many lengths; ``count`` makes the counts, others each step, else they stay."""
+def assert_few_graphs_for_case(case, form, lengths, count=None):
+    """Run twenty steps of one case with ``lengths`` different lengths.
+
+    With ``count``, the counts change in each step, and ``count`` creates them. Without it, they stay.
+    """
 
     def step(h, w, b, inputs):
         if form == "logits":
@@ -238,11 +246,11 @@ def assert_few_graphs_of(case, form, lengths, count=None):
     "case", every_time([BY_NAME[name] for name in OFTEN], COUNTED.values(), name=lambda case: case.name)
 )
 def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
-    """One graph for the first step, and one for all other counts and lengths."""
-    assert_few_graphs_of(case, form, 7, COUNTS[count])
+    """One graph serves the first step, and a second one serves all other counts and lengths."""
+    assert_few_graphs_for_case(case, form, 7, COUNTS[count])
 
 
-# Both forms of each loss, and of its other options either form in turn.
+# Both forms of each loss; for variants with other options, the forms alternate.
 IN_TURN = dict(zip([case.name for case in OTHERS if case not in FIRSTS], itertools.cycle(("hidden", "logits"))))
 LENGTHS = [
     (case.name, form) for case in OTHERS for form in ("logits", "hidden") if form == IN_TURN.get(case.name, form)
@@ -254,23 +262,23 @@ LENGTHS = [
     every_time([("block diffusion", "logits"), ("token_nll, softcap scale skip_id", "hidden")], LENGTHS),
 )
 def test_lengths_that_change_from_step_to_step(name, form):
-    assert_few_graphs_of(BY_NAME[name], form, 7)
+    assert_few_graphs_for_case(BY_NAME[name], form, 7)
 
 
 @pytest.mark.covering(1)
 @fewer_counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_that_change_while_the_length_stays(form, count):
-    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, COUNTS[count])
+    assert_few_graphs_for_case(BY_NAME["mdlm, counted"], form, 1, COUNTS[count])
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("number", every_time([np.int64], [np.int64, np.float32], name=lambda n: n.__name__))
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.exhaustive  # where they are read, numbers of NumPy's are those of Python's
+@pytest.mark.exhaustive  # for ints that are read on the host, NumPy's are equivalent to Python's
 def test_counts_of_numpy(form, number):
     """Dynamo converts them to arrays, so one graph serves all values."""
-    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 7, number)
+    assert_few_graphs_for_case(BY_NAME["mdlm, counted"], form, 7, number)
 
 
 @pytest.mark.parametrize("count", [0, 1, -3, 0.25, float("inf")], ids=str)
@@ -281,7 +289,7 @@ def test_a_count_below_one_in_a_graph_of_changing_counts(count):
         assert torch.equal(compiled(loss, n), loss / max(n, 1))
 
 
-# 1, which is no scale at all, comes first, second, or later
+# 1, which omits the scale, comes first, second, or later
 FACTORS = {
     first: [*first, *(0.3 + 0.05 * k for k in range(STEPS - len(first)))] for first in ((0.7,), (1.0,), (0.7, 1.0))
 }
@@ -307,9 +315,9 @@ def numbers_that_change(values):
     return ((leaves, [torch.tensor([0, 3, 1, 5, 18], device=DEVICE), value]) for value in values)
 
 
-# Above the one pair of compiled ops each public function does the same.
+# Above the single pair of compiled ops, all public functions do the same.
 SOME_CHANGING = ["weighted_nll, scale", "linear_row_stats, softcap", "token_log_probs"]
-# Some with each of the factors, the others with one each.
+# Some with each of the factors, the others with one factor each.
 CHANGES = [
     (name, first)
     for k, name in enumerate(CHANGING)
@@ -321,7 +329,7 @@ EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
 
 @pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
 def test_a_factor_that_changes_from_step_to_step(name, first):
-    """One graph for the first value, and one for all others."""
+    """One graph serves the first value, and a second one serves all others."""
     op, factor = CHANGING[name]
     if factor == "temperature" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
         pytest.skip("torch 2.11 makes a graph of each value of x * (1 / temperature) by itself")
@@ -341,7 +349,7 @@ def test_a_factor_that_changes_from_step_to_step(name, first):
     ),
 )
 def test_an_annealed_temperature_of_a_divergence(reduction, dtype):
-    """With a frozen head, whose gradients are computed in forward."""
+    """The head is frozen, so its gradients are computed in forward."""
     torch.manual_seed(0)
     h, w, teacher = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((6, D), (V, D), (6, D)))
     weights = torch.rand(6, device=DEVICE)
@@ -358,7 +366,7 @@ def test_an_annealed_temperature_of_a_divergence(reduction, dtype):
         torch.testing.assert_close(got, expected)
 
 
-def test_two_factors_of_which_one_changes():
+def test_two_factors_one_of_them_changing():
     def step(h, w, ids, value):
         return linear_token_nll(h, w, ids, scale=value, softcap=4.0, skip_id=7).nll.square().sum()
 
@@ -401,7 +409,7 @@ def test_a_factor_out_of_range_in_a_graph_of_changing_ones():
         compiled(x, ids, -1.0)
 
 
-def message_of(step, *arguments):
+def error_message(step, *arguments):
     with pytest.raises(IndexError) as caught:
         step(*arguments)
     return str(caught.value)
@@ -413,7 +421,7 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
     inputs, leaves = draw(case)
 
     def step(h, w, b, targets):
-        return step_of(case, form, inputs | {case.targets: targets})(h, w, b)
+        return make_step(case, form, inputs | {case.targets: targets})(h, w, b)
 
     compiled = torch.compile(step, backend=compiler, fullgraph=True)
     good = inputs[case.targets]
@@ -421,9 +429,9 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
     bad[1, 4] = V
     arguments = [leaf.requires_grad_(grad) for leaf in leaves]
     torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
-    message = message_of(compiled, *arguments, bad)
+    message = error_message(compiled, *arguments, bad)
     assert f"[0, {V}) or be -100, got {V} at position (1, " in message
-    assert message == message_of(step, *arguments, bad)
+    assert message == error_message(step, *arguments, bad)
     torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
     assert not counters["graph_break"]
 
@@ -449,7 +457,7 @@ def test_targets_are_checked_through_inductor(form, grad, monkeypatch):
     assert_targets_are_checked(BY_NAME["mdlm"], form, grad, "inductor", monkeypatch)
 
 
-def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
+def test_check_targets_in_a_graph_follows_the_argument(monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     x, bad = torch.randn(2, V, device=DEVICE), torch.tensor([1, V], device=DEVICE)
     options = {"backend": "aot_eager", "fullgraph": True}
@@ -457,7 +465,7 @@ def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
     assert unchecked(x, bad).isnan().tolist() == [False, True]
     monkeypatch.delenv("DLLM_KERNELS_CHECK")
     checked = torch.compile(lambda x, y: token_nll(x, y, check_targets=True).nll, **options)
-    assert message_of(checked, x, bad).endswith("got 19 at position (1,)")
+    assert error_message(checked, x, bad).endswith("got 19 at position (1,)")
 
 
 def test_opcheck_of_the_check_of_targets():
@@ -498,8 +506,8 @@ def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
     assert_few_graphs(step, draws(), 2)
 
 
-def made_inside(base):
-    """Of a model, hidden states of three depths and labels, each way to make a loss and call it."""
+def losses_created_inside(base):
+    """Return, by name, functions of (model, hidden states of three depths, labels) that create a loss and call it."""
 
     def first(model, depths):
         return depths[0] if base is FusedLinearCrossEntropy else model.lm_head(depths[0])
@@ -534,8 +542,8 @@ def made_inside(base):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["pipeline", "mtp", "direct", "per depth", "stage"])
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
-def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
-    model, function = Head(), made_inside(base)[way]
+def test_mtp_with_a_loss_created_inside_the_graph(base, way):
+    model, function = Head(), losses_created_inside(base)[way]
 
     def step(first, second, third, labels):
         return function(model, [first, second, third], labels)
@@ -562,9 +570,9 @@ def test_labels_of_mtp_are_checked_in_one_graph(base, monkeypatch):
     bad = good.clone()
     bad[1, 4] = V
     torch.testing.assert_close(compiled(h, good), step(h, good))
-    message = message_of(compiled, h, bad)
+    message = error_message(compiled, h, bad)
     assert f"[0, {V}) or be -100, got {V} at position (" in message
-    assert message == message_of(step, h, bad)
+    assert message == error_message(step, h, bad)
 
 
 @pytest.mark.exhaustive
@@ -598,7 +606,7 @@ def test_float16_weights_under_compile():
 
 
 @pytest.mark.exhaustive
-def test_no_grad_and_grad_share_a_compiled_function():
+def test_a_compiled_function_works_with_and_without_grad():
     targets = torch.tensor([1, 2], device=DEVICE)
     compiled = torch.compile(lambda x: token_nll(x, targets).nll.sum(), backend="aot_eager", fullgraph=True)
     x = torch.randn(2, V, device=DEVICE, requires_grad=True)
@@ -654,7 +662,7 @@ def linear_inputs(dtype, needs):
 
 
 def linear(leaves, ids, targets, **others):
-    """Inputs of an op from hidden states, weight and bias."""
+    """Build inputs of an op from hidden states, weight and bias."""
     return RowInputs(leaves[0], ids, *leaves[1:], targets=targets, **others)
 
 
@@ -668,7 +676,7 @@ def linear_plan(dtype, needs, **options):
 def test_opcheck_linear(dtype, needs):
     leaves, targets, weights = linear_inputs(dtype, needs)
     plan = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
-    # float16 differs between two ways of rounding the same gradient; its autograd is compared above
+    # float16 differs because the same gradient is rounded in two ways; another test compares its autograd
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
     ids = targets.unsqueeze(1)
     opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, ids, targets, weights=weights), plan, tests)
@@ -691,7 +699,7 @@ def test_opcheck_with_a_given_number_of_active_rows():
     opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, targets.unsqueeze(1), targets, weights=weights), plan, TESTS[:3])
 
 
-def statistics_of(N, K, mix):
+def make_statistics(N, K, mix):
     ids = torch.randint(0, V, (N, K), device=DEVICE)
     ids[0, 0] = -100
     marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
@@ -708,7 +716,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
         plan = Plan(
             torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs, with_mix=mix
         )
-        opcheck(ROW_STATS, RowInputs(x, **statistics_of(5, 2, mix)), plan)
+        opcheck(ROW_STATS, RowInputs(x, **make_statistics(5, 2, mix)), plan)
 
 
 @pytest.mark.covering(1)
@@ -719,7 +727,7 @@ def test_opcheck_linear_row_stats(dtype, needs, num_active):
     leaves, _, _ = linear_inputs(dtype, needs)
     plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)._replace(with_mix=True)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(ROW_STATS, linear(leaves, **statistics_of(5, 2, mix=True)), plan, tests)
+    opcheck(ROW_STATS, linear(leaves, **make_statistics(5, 2, mix=True)), plan, tests)
 
 
 @pytest.mark.covering(1)
@@ -746,7 +754,7 @@ def test_opcheck_divergence(dtype, needs, per_row, form):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("trains_head", [False, True])
 def test_row_statistics_are_one_graph(trains_head):
-    """Not all outputs receive a gradient, and some are not requested."""
+    """Some outputs receive no gradient, and others are not requested."""
     torch.manual_seed(0)
     leaves = [torch.randn(s, device=DEVICE) for s in ((2, 6, D), (V, D))]
     ids, active = torch.randint(0, V, (2, 6, 3), device=DEVICE), torch.rand(2, 6, device=DEVICE) < 0.7
@@ -761,7 +769,10 @@ def test_row_statistics_are_one_graph(trains_head):
 
 
 def test_a_plan_survives_packing():
-    """Except for fields that are used above the compiled ops: requested results, and the target of inactive rows."""
+    """Two fields are not packed, because only code above the compiled ops uses them.
+
+    They are the requested results, and the target of inactive rows.
+    """
     plans = [
         Plan(torch.bfloat16, True, Options(with_correct=True), NeedsGrad(True, False, True)),
         Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), mask_zero_weight=True),
@@ -777,11 +788,11 @@ def test_a_plan_survives_packing():
 def test_on_a_gpu(name, form):
     case = BY_NAME[name]
     inputs, leaves = draw(case)
-    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
+    assert_compiled_equals_eager(make_step(case, form, inputs), leaves, "inductor")
 
 
 @pytest.mark.gpu
 def test_with_cuda_graphs_of_inductor():
     case = BY_NAME["mdlm"]
     inputs, leaves = draw(case)
-    assert_compiled_equals_eager(step_of(case, "logits", inputs), leaves, "inductor", mode="reduce-overhead")
+    assert_compiled_equals_eager(make_step(case, "logits", inputs), leaves, "inductor", mode="reduce-overhead")

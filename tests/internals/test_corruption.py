@@ -1,4 +1,4 @@
-"""Corruption routines: the random bits that a routine draws, its kernels, and the choice between code paths."""
+"""Corruption routines: their random bits, their kernels, and the choice of code path."""
 
 import sys
 
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.indices
 
 
 def draws(seeds, L, block_size, whole_words=False):
-    """What the routines draw, for the reference to take: a u for each block, draws for the positions, their words."""
+    """Return the random numbers of the routines for the reference: one u per block, position draws, and their words."""
     blocks = -(-L // min(block_size or L, L))
     levels, bits, words = _philox.random_bits(seeds, len(seeds), Layout(blocks, L, whole_words))
     return _rules.uniform(levels), bits, words
 
 
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (4, 129)])
-def test_uniform_is_the_reference(B, L, backend, device):
+def test_uniform_equals_the_reference(B, L, backend, device):
     ids, loss_mask, seeds = batch(B, L, device)
     level, bits, _ = draws(seeds, L, None)
     uniform = _rules.uniform(bits)
@@ -38,7 +38,7 @@ def test_uniform_is_the_reference(B, L, backend, device):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [None, 1, 4, 7, 32, 64])
 @pytest.mark.parametrize(("eps", "half_life_ratio"), [(1e-3, 0.25), (0.0, 1.0), (0.5, 0.05)])
-def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, device):
+def test_blockwise_equals_the_reference(block_size, eps, half_life_ratio, backend, device):
     ids, loss_mask, seeds = batch(3, 50, device)
     level, bits, _ = draws(seeds, 50, block_size)
     options = (MASK, block_size, eps, half_life_ratio)
@@ -48,7 +48,7 @@ def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, d
 
 
 @pytest.mark.parametrize("block_size", [None, 1, 6, 32])
-def test_uniform_random_is_the_reference(block_size, backend, device):
+def test_uniform_random_equals_the_reference(block_size, backend, device):
     ids, loss_mask, seeds = batch(3, 50, device)
     level, bits, words = draws(seeds, 50, block_size, whole_words=True)
     drawn = {"uniform": _rules.uniform(bits), "tokens": _rules.token(words, V)}
@@ -57,7 +57,7 @@ def test_uniform_random_is_the_reference(block_size, backend, device):
     assert same(got, expected)
 
 
-def test_all_masked_is_the_reference(backend, device, monkeypatch):
+def test_all_masked_equals_the_reference(backend, device, monkeypatch):
     ids, loss_mask, _ = batch(3, 50, device)
     expected = reference.corrupt_all_masked(ids, loss_mask, MASK)
     assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
@@ -72,7 +72,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("routine", [*ROUTINES.values(), *OTHERS.values()], ids=[*ROUTINES, *OTHERS])
-def test_the_backend_that_was_asked_for_runs(routine, monkeypatch, device):
+def test_the_requested_backend_runs(routine, monkeypatch, device):
     ids, loss_mask, seeds = batch(2, 9, device)
     monkeypatch.setitem(sys.modules, kernels.__name__, None)
     routine(ids, loss_mask, seeds=seeds, backend="torch")
@@ -84,7 +84,7 @@ def test_the_backend_that_was_asked_for_runs(routine, monkeypatch, device):
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])
 def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, monkeypatch):
     ids, loss_mask, seeds = batch(B, L)
-    monkeypatch.setattr(op, "_SLICE", 75)  # slices of one row, or four where they take less memory
+    monkeypatch.setattr(op, "_SLICE", 75)  # slices of one row, or of four rows if that takes less memory
     sources = (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)})
     by_host = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
     monkeypatch.setattr(ops, "on_host", lambda device: False)
@@ -92,23 +92,23 @@ def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, monkeypatch):
     assert all(same(a, b) for a, b in zip(by_host, by_torch, strict=True))
 
 
-def record(monkeypatch, where, name, what):
-    """Call the function as before, and note ``what(arguments, result)`` of each call."""
-    notes, real = [], getattr(where, name)
+def record(monkeypatch, module, name, note):
+    """Replace a function by one that also records ``note(arguments, result)`` of each call; return the records."""
+    notes, real = [], getattr(module, name)
 
     def recorded(*args):
         result = real(*args)
-        notes.append(what(args, result))
+        notes.append(note(args, result))
         return result
 
-    monkeypatch.setattr(where, name, recorded)
+    monkeypatch.setattr(module, name, recorded)
     return notes
 
 
 @pytest.mark.parametrize("path", ["torch", "host", "triton"])
 @pytest.mark.parametrize("name", ["corrupt_blockwise", "corrupt_uniform_random"])
 def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypatch, device):
-    """A row of 40 in a block of 10,000 draws as many words, or fills as large a tile, as in a block of 40."""
+    """A row of 40 in a block of 10,000 draws as many words, or uses as large a tile, as in a block of 40."""
     if path == "triton":
         tiles = kernels._tiles
         chosen = "select" if name == "corrupt_blockwise" else "independent"
@@ -127,7 +127,8 @@ def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypat
     assert notes[0] == notes[1]
 
 
-# Levels and lengths: both clamps, halves to even (2.5, 3.5, 0.5, 1.5), and products that round to a half in float32.
+# Levels and lengths: both clamps, rounding half to even (2.5, 3.5, 0.5, 1.5), and float32 products that round to a
+# half.
 COUNTS = [
     (0.5, 5), (0.5, 7), (0.5, 1), (0.5, 3), (0.25, 2), (0.75, 2), (0.001, 4), (0.001, 1), (1.0, 9), (0.9999, 8),
     (0.3, 5), (0.7, 5), (0.1, 5), (0.49999997, 5), (0.50000006, 5), (0.83333331, 3), (0.5, 4095), (0.99999994, 131071),
@@ -158,18 +159,18 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
 
 
 @some_routines
-def test_kernel_programs_run_in_any_order(routine, last_program_first, monkeypatch):
+def test_kernel_programs_run_in_any_order(routine, reverse_program_order, monkeypatch):
     tiles = kernels._tiles
     independent = tiles.independent
-    monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # a program a block
+    monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # one program per block
     ids, loss_mask, seeds = batch(3, 77)
     expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
     assert same(routine(ids, loss_mask, seeds=seeds, backend="triton"), expected)
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_last_block_too_short_and_too_long_for_registers(exact, monkeypatch, device):
-    """Kernels whose keys lie in memory, over a block that ends where the row does."""
+def test_a_short_last_block_that_exceeds_the_registers(exact, monkeypatch, device):
+    """The keys of the kernels are in memory, and the last block ends at the end of the row."""
     tiles = kernels._tiles
     monkeypatch.setattr(tiles, "select", lambda *_: tiles.SelectTile(1, 32, 1, True))
     ids, loss_mask, seeds = batch(2, 150, device)

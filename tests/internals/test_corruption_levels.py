@@ -1,4 +1,4 @@
-"""Levels, exact counts and the two-channel corruption against the oracle, from the same random bits."""
+"""Levels, exact counts and the two-channel corruption, compared with the oracle on equal random bits."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from tests.corruption.test_corruption_levels import MASK, V, batch, mixed, same
 
 
 def drawn(seeds, L, blocks, whole_words=False):
-    """(u of the levels, draws, words) of the rows, for the reference to take."""
+    """Return (u of the levels, draws, words) of the rows for the reference."""
     levels, draws, words = _philox.random_bits(seeds, len(seeds), Layout(blocks, L, whole_words))
     return _rules.uniform(levels), draws, words
 
@@ -22,7 +22,7 @@ LEVELS = [(routine, shape) for routine in ("blockwise", "random") for shape in (
 
 
 @pytest.mark.parametrize(("routine", "shape"), [("uniform", (4,)), ("uniform", (4, 1)), *LEVELS], ids=str)
-def test_a_given_level_is_the_reference(routine, shape, backend, device):
+def test_a_given_level_equals_the_reference(routine, shape, backend, device):
     L, block_size = 50, 8
     ids, loss_mask, seeds = batch(4, L, device)
     level = torch.rand(shape, generator=torch.Generator().manual_seed(1)).to(device)
@@ -46,11 +46,11 @@ def test_a_given_level_is_the_reference(routine, shape, backend, device):
 
 
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (2, 129)])
-@pytest.mark.parametrize("given", [False, True])
-def test_exact_is_the_reference(B, L, given, backend, device):
+@pytest.mark.parametrize("with_level", [False, True])
+def test_exact_equals_the_reference(B, L, with_level, backend, device):
     ids, loss_mask, seeds = batch(B, L, device)
     u, draws, _ = drawn(seeds, L, 1)
-    level = torch.rand(B, device=device) if given else None
+    level = torch.rand(B, device=device) if with_level else None
     expected = reference.corrupt_uniform(
         ids, loss_mask, MASK, 0.05, level=level, exact=True, t_uniform=u[:, 0], uniform=_rules.fine_uniform(draws)
     )
@@ -78,7 +78,7 @@ METHODS = ["uniform", "antithetic", "stratified"]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("B", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.2, 0.7)])
-def test_sample_level_is_the_reference(method, B, low, high, backend):
+def test_sample_level_equals_the_reference(method, B, low, high, backend):
     generator = torch.Generator().manual_seed(9)
     got = sample_level(B, method=method, low=low, high=high, generator=generator, backend=backend)
     seed = _philox.resolve_seed(torch.device("cpu"), B, torch.Generator().manual_seed(9), None)
@@ -86,7 +86,7 @@ def test_sample_level_is_the_reference(method, B, low, high, backend):
     expected = reference.sample_level(B, method, low, high, uniform=u)
     assert got.dtype == torch.float32
     assert got.shape == (B,)
-    # float32's rounding of u + b / B, of the product and of the sum
+    # float32 rounds u + b / B, the product and the sum
     assert float((got.double() - expected).abs().max()) <= 3 * 2.0**-25
 
 
@@ -108,7 +108,7 @@ def test_sample_level_is_the_same_on_every_path(method, source, device, monkeypa
 
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (4, 60)])
 @pytest.mark.parametrize("flat", [True, False])
-def test_mix_is_the_reference(B, L, flat, backend, device):
+def test_mix_equals_the_reference(B, L, flat, backend, device):
     ids, loss_mask, seeds = batch(B, L, device)
     ids[:, ::5] = MASK
     g = torch.Generator().manual_seed(4)
@@ -125,7 +125,7 @@ def test_mix_is_the_reference(B, L, flat, backend, device):
     assert same([x.cpu() for x in got], expected)
 
 
-def test_mix_leaves_a_row_of_too_large_a_sum_alone_where_it_cannot_look(backend, device, monkeypatch):
+def test_mix_leaves_rows_with_too_large_a_sum_unchanged_off_the_cpu(backend, device, monkeypatch):
     from dllm_kernels._corruption import _corrupt as ops
 
     monkeypatch.setattr(ops, "_check_sum", lambda p, q: None)  # as on a GPU
@@ -137,13 +137,13 @@ def test_mix_leaves_a_row_of_too_large_a_sum_alone_where_it_cannot_look(backend,
 
 
 @pytest.mark.parametrize("on_request", [False, True])
-def test_mix_looks_at_the_sums_on_request(on_request, monkeypatch):
+def test_mix_checks_the_sums_on_request(on_request, monkeypatch):
     from dllm_kernels._corruption import _corrupt as ops
 
-    looked = []
-    monkeypatch.setattr(ops, "_check_sum", lambda p, q: looked.append(1))
+    reads = []
+    monkeypatch.setattr(ops, "_check_sum", lambda p, q: reads.append(1))
     ids, loss_mask, seeds = (t.to("meta") for t in batch(2, 5))
     half = torch.full((2,), 0.5, device="meta")
     monkeypatch.setattr(ops, "on_host", lambda device: False)
     mixed(ids, loss_mask, mask_prob=half, uniform_prob=half, seeds=seeds, backend="torch", check=on_request)
-    assert len(looked) == int(on_request)
+    assert len(reads) == int(on_request)

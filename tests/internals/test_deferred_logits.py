@@ -65,7 +65,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_whatever_is_done_with_them_is_done_with_the_logits(use):
+def test_every_operation_applies_to_the_logits(use):
     for inside in (True, False):
         out, hidden, logits = deferred(use if inside else lambda z: z)
         if inside and isinstance(out, DeferredLogits):
@@ -79,7 +79,7 @@ def test_whatever_is_done_with_them_is_done_with_the_logits(use):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_a_cast_that_changes_the_numbers_is_made(dtype):
+def test_a_cast_that_changes_values_is_computed(dtype):
     out, _, logits = deferred(lambda z: z.to(dtype))
     assert torch.is_tensor(out)
     assert out.dtype == dtype
@@ -115,7 +115,7 @@ def test_their_truth_value_is_that_of_the_tensor():
     out, _, logits = deferred()
     assert logits.max().item() in out
     assert 1e9 not in out
-    assert {out: 1}[out] == 1  # they hash by what they are, as tensors do
+    assert {out: 1}[out] == 1  # they hash by identity, as tensors do
 
 
 CAP = 2.5
@@ -136,7 +136,7 @@ def test_casts_and_soft_caps_are_remembered(after, softcap, dtype):
     assert out.usable
     assert out.hidden is hidden
     assert (out.softcap, out.shape, out.dtype, out.device) == (softcap, logits.shape, dtype, logits.device)
-    assert out.usable  # none of these makes them
+    assert out.usable  # none of these operations computes the logits
     assert logits.dtype == dtype
     torch.testing.assert_close(out.materialize(), logits)
 
@@ -150,7 +150,7 @@ def test_logits_changed_in_place_are_no_longer_deferred():
     assert (out / CAP).eq(0).all()
 
 
-def test_the_head_is_called_once_and_only_where_it_must_be(monkeypatch):
+def test_the_head_is_called_at_most_once_and_only_if_needed(monkeypatch):
     calls = []
     inner = _deferred._Head.logits
     monkeypatch.setattr(_deferred._Head, "logits", lambda self, hidden: calls.append(hidden) or inner(self, hidden))
@@ -195,7 +195,7 @@ def hooked():
 
 
 @pytest.mark.parametrize("head", [Adapted(D, V), hooked(), nn.Sequential(nn.Linear(D, V)), None], ids=str)
-def test_a_head_that_is_more_than_linear_makes_its_logits(head):
+def test_a_head_that_is_more_than_linear_computes_its_logits(head):
     model, hidden = Model(), torch.randn(2, 3, D)
     model.lm_head = head
     with deferred_logits(model) as defers:
@@ -203,7 +203,7 @@ def test_a_head_that_is_more_than_linear_makes_its_logits(head):
         assert head is None or torch.is_tensor(model(hidden))
 
 
-def test_a_compiled_model_makes_its_logits():
+def test_a_compiled_model_computes_its_logits():
     model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
     expected, compiled = model(hidden), torch.compile(model, backend="eager")
     for _ in range(2):
@@ -213,7 +213,7 @@ def test_a_compiled_model_makes_its_logits():
 
 
 @pytest.mark.exhaustive
-def test_a_model_of_transformers_hands_them_on():
+def test_a_model_of_transformers_passes_them_on():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -244,9 +244,9 @@ def test_logits_of_a_call_without_gradients_are_constants(mode):
         out = model(hidden)
         assert out.usable
     assert not out.usable  # a loss of hidden states would train the head
-    made = out.materialize()
-    assert not made.requires_grad
-    torch.testing.assert_close(made.clone(), model(hidden).detach())
+    materialized = out.materialize()
+    assert not materialized.requires_grad
+    torch.testing.assert_close(materialized.clone(), model(hidden).detach())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -269,8 +269,8 @@ def test_the_autocast_state_of_the_call_is_used():
     with deferred_logits(model):
         out = model(hidden)
     with torch.autocast(DEVICE, torch.bfloat16):
-        made = out.materialize()
-    torch.testing.assert_close(made, model(hidden))
+        materialized = out.materialize()
+    torch.testing.assert_close(materialized, model(hidden))
 
 
 def test_hidden_states_modified_before_the_first_use_raise():
@@ -278,11 +278,11 @@ def test_hidden_states_modified_before_the_first_use_raise():
     for use in (DeferredLogits.materialize, lambda z: z.usable, lambda z: z.float().exp()):
         with deferred_logits(model):
             out, seen = model(hidden), model(hidden)
-        made = seen.materialize()
+        materialized = seen.materialize()
         hidden.mul_(2)
         with pytest.raises(RuntimeError, match="modified in place between the LM head and the first use"):
             use(out)
-        assert seen.materialize() is made
+        assert seen.materialize() is materialized
 
 
 def test_a_cast_to_the_same_dtype_returns_the_same_object():

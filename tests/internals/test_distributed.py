@@ -1,4 +1,4 @@
-"""Which dimensions of a mesh split a vocabulary."""
+"""The dimensions of a mesh that split a vocabulary."""
 
 from types import SimpleNamespace
 

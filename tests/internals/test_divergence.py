@@ -1,4 +1,4 @@
-"""The names and specs of the divergences, and when a teacher's head is converted."""
+"""Names and specs of the divergences, and the conversion of a teacher's head."""
 
 import importlib.util
 
@@ -13,7 +13,7 @@ from tests.ops.test_divergence import MANY
 
 
 def test_names():
-    """Every kind has functions on both paths; aliases, twice tv and the ends of jsd are kinds that exist already."""
+    """Every kind has functions on both paths. Aliases, twice tv and the ends of jsd map to existing kinds."""
     assert checked_spec("kl_div") == checked_spec("kl") == checked_spec("jsd", beta=0) == checked_spec({"kl": 1})
     assert checked_spec("rkl") == checked_spec("jsd", beta=1.0)
     assert checked_spec("lk_hybrid", alpha="mean").lam_of_mean
@@ -25,7 +25,7 @@ def test_names():
 
 
 class Casts(TorchDispatchMode):
-    """Shapes of the tensors that are cast or picked, and "read back" where the number of nonzero elements is."""
+    """Record the shapes of tensors that are cast or indexed, and "read back" if the number of nonzero elements is."""
 
     def __init__(self):
         super().__init__()
@@ -40,8 +40,8 @@ class Casts(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_the_teacher_s_head_is_ready_before_the_number_of_rows_is_read_back(reduction):
-    """On a GPU, which would idle meanwhile; and it is converted once a pass over the rows, not once a chunk."""
+def test_the_teacher_s_head_is_converted_before_the_host_sync(reduction):
+    """Otherwise a GPU would idle meanwhile. The head is converted once per pass over the rows, not once per chunk."""
     hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
     head, columns = torch.randn(9, 5), torch.randperm(9)[:7]
     with Casts() as casts, torch.autocast("cpu", torch.bfloat16):
@@ -49,8 +49,8 @@ def test_the_teacher_s_head_is_ready_before_the_number_of_rows_is_read_back(redu
             hidden, weight, torch.randn(6, 5), torch.ones(6), teacher_weight=head, draft_to_target=columns,
             reduction=reduction, chunk_size=2, kind="lk", alpha="mean",
         ).loss.sum().backward()  # fmt: skip
-    of_head = [i for i, what in enumerate(casts.seen) if what in ((9, 5), (7, 5))]
-    read_back = [i for i, what in enumerate(casts.seen) if what == "read back"]
+    head_events = [i for i, event in enumerate(casts.seen) if event in ((9, 5), (7, 5))]
+    read_back = [i for i, event in enumerate(casts.seen) if event == "read back"]
     passes = 1 if reduction == "sum" else 2
-    assert len(of_head) == 2 * passes  # picked, then cast
-    assert of_head[1] < read_back[0]
+    assert len(head_events) == 2 * passes  # selected, then cast
+    assert head_events[1] < read_back[0]

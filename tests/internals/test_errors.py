@@ -8,8 +8,8 @@ from tests.ops.test_errors import FLOATS, META, ON, Call, X, Y, all_on, probable
 
 
 @probable
-def test_no_value_is_looked_at_on_another_device(case, monkeypatch):
-    """A meta tensor has no values to read; the primitive is replaced, because it has no kernel for meta tensors."""
+def test_no_value_is_read_on_another_device(case, monkeypatch):
+    """A meta tensor has no values to read. The primitive is replaced, because it has no kernel for meta tensors."""
     seen = []
     monkeypatch.setattr(
         "dllm_kernels.losses._model_output.run", lambda op, job, _: seen.append(job.weights) or WeightedNLL(ON, ON)
@@ -22,7 +22,7 @@ def test_no_value_is_looked_at_on_another_device(case, monkeypatch):
     raises(ValueError, message, call, **(on | {"p_mask": on["p_mask"].bool()}))
 
 
-def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
+def test_the_ar_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
     monkeypatch.setattr("dllm_kernels.losses._model_output.run", None)
     call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
     raises(ValueError, f"causal_logits must have dtype {FLOATS}, got int64", call, causal_logits=X.long())

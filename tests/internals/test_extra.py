@@ -11,7 +11,7 @@ from tests.conftest import DEVICE
 from tests.ops.test_extra import D, R, V
 from tests.support.opcheck import opcheck
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.covering(1)

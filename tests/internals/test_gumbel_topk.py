@@ -1,4 +1,4 @@
-"""The functions behind Gumbel top-k: logarithms, keys, the selection on the host."""
+"""Internals of Gumbel top-k: logarithms, keys, and the selection on the host."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_torch_and_its_host_shortcut_choose_the_same(N, D, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(by_host, by_torch, strict=True))
 
 
-def test_a_given_uniform_is_what_a_seed_draws(backend, device):
+def test_a_given_uniform_equals_the_draws_of_a_seed(backend, device):
     log_w, k, _ = (t.to(device) for t in example(6, 50))
     seeds = torch.arange(6, device=device)
     _, bits, _ = op._philox.random_bits(seeds, 6, op._philox.Layout(0, 50))
@@ -32,7 +32,7 @@ def test_a_given_uniform_is_what_a_seed_draws(backend, device):
 
 
 def test_equal_scores_of_either_zero_tie(backend, device):
-    # E = 1 at u = 1/e in exact_log's own arithmetic; then -0 and 0 as log-weights give the scores -0 and 0.
+    # E = 1 at u = 1/e in the arithmetic of exact_log. Log-weights -0 and 0 then give the scores -0 and 0.
     candidates = torch.tensor(np.exp(-1.0) + np.arange(-4, 5) * 2.0**-54)
     (exact,) = torch.nonzero(-_gumbel.exact_log(candidates) == 1.0, as_tuple=True)
     u = candidates[exact[0]]
@@ -51,7 +51,7 @@ def test_many_slices_of_rows_equal_one(monkeypatch):
 EDGES = [0, 1, 2, 2**24 - 1, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 128, 2**32 - 2, 2**32 - 1]
 
 
-def test_quick_keys_err_less_than_is_allowed_for():
+def test_quick_keys_are_within_their_error_bound():
     rng = np.random.default_rng(0)
     near_one = 2**32 - 1 - rng.integers(0, 2**12, 50_000)
     draws = np.concatenate([np.repeat(EDGES, 1000), near_one, rng.integers(0, 2**32, 500_000)]).astype(np.uint32)
@@ -64,7 +64,7 @@ def test_quick_keys_err_less_than_is_allowed_for():
 
 @pytest.mark.parametrize("spread", [1, 64, 2**20, 2**32], ids=lambda n: f"{n} draws")
 @pytest.mark.parametrize("steepest", [0.0, 1e-6, 3.9, 50.0])
-def test_draws_that_float32_cannot_tell_apart_are_decided_exactly(spread, steepest):
+def test_draws_equal_in_float32_are_decided_exactly(spread, steepest):
     rng = np.random.default_rng(1)
     draws = (2**32 - 1 - rng.integers(0, spread, (200, 24))).astype(np.uint32)
     log_w = (rng.random((200, 1)) * np.linspace(0, steepest, 24)).astype(np.float32)

@@ -16,7 +16,7 @@ from tests.ops.test_linear_nll import NAN, inputs, oracle
 from tests.support.parity import value_and_grads
 from tests.support.rows import HEAD_PATHS, on_head_path
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)
@@ -25,10 +25,10 @@ def path(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_rows_of_a_chunk_further_apart_than_they_are_long(dtype, path, monkeypatch):
-    """As on a GPU, where rows of the buffer begin at multiples of 64 elements; what lies between is never used."""
+def test_rows_of_a_chunk_with_padding_between_them(dtype, path, monkeypatch):
+    """On a GPU, rows of the buffer begin at multiples of 64 elements. The memory between them is never used."""
 
-    def apart(rows, V, **options):
+    def padded_rows(rows, V, **options):
         return torch.full((rows, V + 11), math.nan, **options)[:, :V]
 
     leaves, targets, weights = inputs(dtype=dtype)
@@ -41,12 +41,12 @@ def test_rows_of_a_chunk_further_apart_than_they_are_long(dtype, path, monkeypat
         return value_and_grads(loss, leaves, torch.tensor(1.0))
 
     together = run()
-    monkeypatch.setattr(_chunks, "aligned_rows", apart)
+    monkeypatch.setattr(_chunks, "aligned_rows", padded_rows)
     for a, b in zip(run(), together, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_chunk_has_a_row_and_is_even():
+def test_a_chunk_has_at_least_one_row_and_whole_tiles():
     plan = Plan(torch.float32, False, needs=NeedsGrad(True, True))
     assert _active_rows.choose_chunk(10_000, 1000, 64, plan, 132) % 128 == 0
     assert _active_rows.choose_chunk(0, 1000, 64, plan, None) >= 1
@@ -54,7 +54,7 @@ def test_a_chunk_has_a_row_and_is_even():
 
 @pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
 def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
-    """Tiles of 128 x 256 of the product with the fewest of them, grad_hidden's, on the 132 of an H100 or H200."""
+    """The product with the fewest tiles, grad_hidden's with tiles of 128 x 256, fills the 132 of an H100 or H200."""
     size = _active_rows.choose_chunk(rows, V, D, Plan(torch.bfloat16, True, needs=NeedsGrad(True)), 132)
     chunks = [min(size, rows - start) for start in range(0, rows, size)]
     waves = sum(math.ceil(math.ceil(c / 128) * (D / 256) / 132) for c in chunks)
@@ -63,21 +63,24 @@ def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
 
 @pytest.mark.parametrize(("rows", "chunk"), [(16_384, 8192), (4096, 4096)])
 def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
-    """Each chunk reads and writes its float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
+    """Each chunk reads and writes the head's float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
     assert (
         _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), 132)
         == chunk
     )
 
 
-def test_the_choice_of_a_chunk_is_kept(monkeypatch):
-    """A GPU idles during the choice, so equal sizes are cached, and another row count reuses the costs of the shape."""
+def test_the_choice_of_a_chunk_is_cached(monkeypatch):
+    """A GPU idles during the choice.
+
+    Equal sizes are therefore cached, and another row count reuses the costs of the shape.
+    """
     plan, evaluated, cost = Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), [], _active_rows._gpu_cost
     monkeypatch.setattr(_active_rows, "_gpu_cost", lambda *args: evaluated.append(1) or cost(*args))
 
     def choose(rows):
         evaluated.clear()
-        return _active_rows.choose_chunk(rows, 126_467, 4097, plan, 132)  # a head of no other test
+        return _active_rows.choose_chunk(rows, 126_467, 4097, plan, 132)  # a shape that no other test uses
 
     size = choose(8000)
     assert len(evaluated) == 63
@@ -102,7 +105,7 @@ def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
     )
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b)
-    assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not written to
+    assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not modified
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
@@ -112,7 +115,7 @@ def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     """Neither ``[N, V]`` nor a float32 copy of a chunk exists at any time, forward or backward."""
-    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    monkeypatch.undo()  # poisoning fresh memory allocates nothing, but takes time
     N, V, D, chunk = 1024, 16384, 8, 512
     torch.manual_seed(0)
     hidden, weight = (
@@ -136,4 +139,4 @@ def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     slab = 4 * chunk * _chunks.SLAB  # of the gradient, in float32 for the product that sums grad_weight
     blocks = max(threads * size * V * 4, slab if dtype != torch.float32 else 0)
     assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N
-    assert grads + blocks + 32 * N < chunk * V * 4  # so a float32 copy of the chunk would have shown
+    assert grads + blocks + 32 * N < chunk * V * 4  # so a float32 copy of the chunk would exceed the bound

@@ -18,13 +18,13 @@ from tests.ops.test_linear_sample import B, D, L, draw
 from tests.support.opcheck import opcheck
 from tests.support.uniforms import uniforms
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 SEEDS, ROWS = torch.tensor([3, -5, 2**62]), torch.tensor([0, 7, 1 << 20])
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 70), (16, 54), (21, 33), (69, 1)])
 def test_the_bits_of_a_uniform(first, count):
-    """By NumPy and by integer products of torch, of a row and of any part of it."""
+    """NumPy and torch's integer products give equal bits, for a row and for any part of it."""
     noise = Noise(SEEDS, ROWS, first, 70)
     expected = uniforms(SEEDS, ROWS, 70)[:, first : first + count]
     high, low = _noise.high(noise, count), _noise.low(noise, count)
@@ -34,8 +34,8 @@ def test_the_bits_of_a_uniform(first, count):
     assert torch.equal(((high << 32) + low + torch.tensor(0.5, dtype=torch.float64)) * 2.0**-48, expected)
 
 
-def test_the_columns_ruled_out_on_a_cpu_do_not_win():
-    """What a device computes without bounds, all scores of the row, has the same largest one, to the bit."""
+def test_columns_excluded_by_bounds_on_a_cpu_do_not_win():
+    """Computing all scores of the row, as other devices do, gives the same largest score, to the bit."""
     torch.manual_seed(0)
     spreads = torch.tensor([0.0, 1.0, 5.0, 40.0, 1e4]).repeat(40)
     x = torch.randn(200, 300) * spreads[:, None]
@@ -48,7 +48,7 @@ def test_the_columns_ruled_out_on_a_cpu_do_not_win():
 
 
 def test_the_kernel_finds_the_same_scores():
-    """To the bit: its largest score holds all 48 bits of a uniform."""
+    """The scores are equal to the bit: the kernel's largest score holds all 48 bits of a uniform."""
     kernel = pytest.importorskip("dllm_kernels._backends.triton.sample")
     torch.manual_seed(0)
     x = (torch.randn(12, 300) * torch.tensor([0.0, 1.0, 5.0, 40.0]).repeat(3)[:, None]).to(DEVICE)
@@ -62,7 +62,7 @@ def test_the_kernel_finds_the_same_scores():
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.parametrize("top_k", [None, 4])
 def test_two_chunks_of_logits_at_most(top_k, monkeypatch):
-    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    monkeypatch.undo()  # poisoning fresh memory allocates nothing, but takes time
     N, many, wide, chunk = 512, 16384, 8, 128
     torch.manual_seed(0)
     h, w = torch.randn(N, wide), torch.randn(many, wide)

@@ -1,4 +1,4 @@
-"""The row ops that a loss runs: their number, backend and chunks."""
+"""The row ops that a loss runs: their number, backend and chunk sizes."""
 
 import re
 
@@ -41,7 +41,7 @@ BOUNDED = (
 
 
 class ReadBack(TorchDispatchMode):
-    """Counts how often the number of nonzero elements is read back, which is a host sync on a GPU."""
+    """Count how often the number of nonzero elements is read back, which is a host sync on a GPU."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class ReadBack(TorchDispatchMode):
 
 
 def in_chunks_of_five(case, arguments, options):
-    """Return the result of the fused form of the loss, on the code path of a GPU."""
+    """Return the output of the fused form of the loss, in chunks of five rows on the code path of a GPU."""
     settings = {**case.settings, "backend": "triton"}
     if isinstance(case.loss, tuple):
         return case.loss[1](**arguments, **settings, **options, chunk_size=5)
@@ -69,7 +69,7 @@ WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transf
     "case", every_time([case for case in WITH_BOUND if case in FIRSTS], WITH_BOUND, name=lambda case: case.name)
 )
 def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
-    """On the path of a GPU, in a training step; the loss and its gradients are those without the bound."""
+    """A training step on the path of a GPU has the loss and gradients of one without the bound."""
     found, active_rows = [], _chunks.ActiveRows
     monkeypatch.setattr(_chunks, "ActiveRows", lambda *args: found.append(active_rows(*args)) or found[-1])
     i, leaves = draw(case), leaves_of_hidden_form(case, torch.float32)
@@ -99,7 +99,7 @@ def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
 
 
 class WeightsAnyRow(MDLMCrossEntropyLoss):
-    """A derived loss that weights rows that are not supervised."""
+    """A derived loss that weights unsupervised rows."""
 
 
 def every_row(target_ids, noise_mask, p_mask, loss_mask):
@@ -113,7 +113,7 @@ def every_row(target_ids, noise_mask, p_mask, loss_mask):
     ids=["mdlm", "block", "own", "derived"],
 )
 def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatch):
-    """In every training step, so that no step has a host sync."""
+    """The count is passed in every training step, so that no step has a host sync."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from tests.support import trainer_ranks
@@ -127,14 +127,14 @@ def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatc
 
 
 def test_the_chunks_of_scdd(monkeypatch):
-    """Those of the call, else the loss's own; from logits there are none."""
+    """The chunk size of the call takes precedence over the loss's own. From logits, there are no chunks."""
     seen = []
     inner = rows_module.run
     monkeypatch.setattr(rows_module, "run", lambda op, job, o: seen.append(o.chunk_size) or inner(op, job, o))
     i, h, w = draw(BY_NAME["scdd"]), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     a, b, c = (
-        SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=given).total_loss
-        for own, given in ((1024, None), (1024, 3), (None, None))
+        SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=in_call).total_loss
+        for own, in_call in ((1024, None), (1024, 3), (None, None))
     )
     assert seen == [1024, 3, None]
     torch.testing.assert_close(a, b)
@@ -144,18 +144,18 @@ def test_the_chunks_of_scdd(monkeypatch):
 @pytest.mark.covering(2)
 @forms
 @cases()
-def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend, monkeypatch):
-    asked, inputs = [], draw(case)
+def test_the_requested_backend_runs(case, form, backend, monkeypatch):
+    requests, inputs = [], draw(case)
 
     def stop(triton):
-        asked.append("triton" if triton else "torch")
+        requests.append("triton" if triton else "torch")
         raise InterruptedError
 
     monkeypatch.setattr(_plan, "row_primitives", stop)
     loss = {"logits": case.logits_form, "hidden": case.hidden_form}[form]
     leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
-    for other in ("torch", "triton"):  # what a call that names none would take
+    for other in ("torch", "triton"):  # the backend of a call that names none
         monkeypatch.setenv("DLLM_KERNELS_BACKEND", other)
         with pytest.raises(InterruptedError):
             loss(*leaves, inputs, backend=backend)
-    assert asked == [backend] * 2
+    assert requests == [backend] * 2

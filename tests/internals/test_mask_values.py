@@ -1,4 +1,4 @@
-"""The test whether the values of a tensor can be read by Python."""
+"""The test whether Python can read the values of a tensor."""
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -6,7 +6,7 @@ from dllm_kernels._utils import _plain
 from tests.losses.test_mask_values import ON
 
 
-def test_values_that_are_not_there():
+def test_tensors_without_readable_values():
     assert _plain.readable_without_sync(ON)
     assert not _plain.readable_without_sync(None)
     assert not _plain.readable_without_sync(ON.to("meta"))

@@ -1,4 +1,4 @@
-"""The row ops that the loss of several depths runs."""
+"""The row ops that a loss over several depths runs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Options of a call reach the code that runs it: the backend, in every op and loss, and the chunk size."""
+"""Options of a call reach the code that runs: the backend, in every op and loss, and the chunk size."""
 
 import pytest
 import torch
@@ -23,13 +23,13 @@ def called(case, form, **options):
 
 @every_form
 def test_the_backend(case, form, monkeypatch):
-    asked, of_torch = set(), _plan.row_primitives(False)
-    monkeypatch.setattr(_plan, "row_primitives", lambda triton: asked.add(triton) or of_torch)
+    requested, torch_primitives = set(), _plan.row_primitives(False)
+    monkeypatch.setattr(_plan, "row_primitives", lambda triton: requested.add(triton) or torch_primitives)
     called(case, form, backend="torch")
-    assert asked <= {False}  # a short way asks for none
-    asked.clear()
+    assert requested <= {False}  # a short path requests none
+    requested.clear()
     called(case, form, backend="triton")
-    assert asked == {True}
+    assert requested == {True}
 
 
 @pytest.mark.parametrize("case", [case for case, form in FORMS if form == "hidden"], ids=lambda case: case.name)
@@ -42,7 +42,7 @@ def test_the_size_of_a_chunk(case, monkeypatch):
 
 
 def test_the_size_of_a_chunk_in_the_cross_entropy_of_a_distillation(monkeypatch):
-    """Which asks for no teacher, and so for another op."""
+    """Cross-entropy needs no teacher, and therefore runs another op."""
     sizes = []
     monkeypatch.setattr(_chunks, "choose_chunk", lambda *_: sizes.append(1) or 4)
     hidden, weight = torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)

@@ -1,4 +1,4 @@
-"""The row ops that a compiled call finds by their names, and the descriptions of arguments that docstrings share."""
+"""Row ops that compiled calls find by name, and descriptions of arguments that docstrings share."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from dllm_kernels._utils._doc import SHARED
 
 
 def test_every_record_is_found_by_its_name():
-    """As a compiled op looks for it."""
+    """A compiled op looks a record up by its name."""
     modules = (_divergence, _nll, _sample, _soft_embedding, _stats)
     found = {op.name: op for module in modules for op in vars(module).values() if isinstance(op, RowOp)}
     records = {name: op for name, op in found.items() if op is not _stats.ROW_OBJECTIVE}  # which is never compiled

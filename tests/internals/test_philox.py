@@ -1,4 +1,4 @@
-"""The random bits: NumPy's from every path, the layout, numbers from bits, uniformity and independence."""
+"""The random bits: equality with NumPy on every path, layout, numbers from bits, uniformity and independence."""
 
 import math
 import threading
@@ -37,7 +37,7 @@ SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF]
 
 
 def numpy_words(counter, key, n=4):
-    """NumPy's words from a 256-bit counter on: it counts up before it draws."""
+    """Return NumPy's words from a 256-bit counter on. NumPy increments the counter before it draws."""
     before = (counter - 1) % 2**256
     return [int(w) for w in np.random.Philox(key=key, counter=before).random_raw(n)]
 
@@ -47,7 +47,7 @@ def joined(words):
 
 
 def random_places(n, seed=0):
-    """Counters and keys of random words, some of whose parts are all zeros or all ones."""
+    """Draw counters and keys of random words, with some parts all zeros or all ones."""
     generator = np.random.default_rng(seed)
     parts = generator.integers(0, 2**64, (n, 6), dtype=np.uint64)
     edge = generator.random((n, 6)) < 0.2
@@ -117,7 +117,7 @@ def test_known_answers(device):
     assert by_kernel(places, device) == expected
 
 
-def test_torch_and_kernel_are_numpy_at_random_places(device):
+def test_torch_and_kernel_equal_numpy_at_random_places(device):
     places = random_places(100)
     expected = [numpy_words(joined(place[:4]), joined(place[4:])) for place in places]
     assert by_torch(places) == expected
@@ -125,7 +125,7 @@ def test_torch_and_kernel_are_numpy_at_random_places(device):
 
 
 def expected_draw(seed, row, stride, d):
-    """One draw, as the layout has it, straight from NumPy."""
+    """Compute one draw directly with NumPy, as the layout defines it."""
     word = numpy_words((1 << 32) + row * stride + (d >> 3), seed % 2**64)[(d & 7) >> 1]
     return word >> 32 if d & 1 else word & 0xFFFFFFFF
 
@@ -173,21 +173,21 @@ def test_numpy_draws_what_torch_draws(layout, shared):
 
 
 @pytest.mark.parametrize("count", [1, 4, 11])
-def test_child_seeds_are_words_that_no_draw_has(count):
-    """NumPy's stream under the second key word 1, from NumPy and from torch, one row beside another."""
+def test_child_seeds_come_from_a_separate_stream(count):
+    """NumPy and torch give NumPy's stream under the second key word 1, for several rows at once."""
     expected = [
         [signed(int(w)) for w in np.random.Philox(key=seed % 2**64 + 2**64).random_raw(count)] for seed in SEEDS
     ]
     assert expected[0] == [signed(w) for w in numpy_words(1, 2**64 + SEEDS[0], count)]
-    for made in (_philox.child_seeds, _philox._child_seeds_torch):
-        found = made(torch.tensor(SEEDS), count)
+    for child_seeds_of_path in (_philox.child_seeds, _philox._child_seeds_torch):
+        found = child_seeds_of_path(torch.tensor(SEEDS), count)
         assert found.dtype == torch.int64
         assert found.is_contiguous()
         assert found.tolist() == expected
     assert _philox._child_seeds_torch(torch.empty(0, dtype=torch.int64), count).shape == (0, count)
 
 
-def test_threads_draw_from_generators_of_their_own():
+def test_threads_draw_from_separate_generators():
     layout, results = Layout(1, 2000), {}
     seeds = list(range(8))
 
@@ -204,7 +204,7 @@ def test_threads_draw_from_generators_of_their_own():
         assert np.array_equal(results[seed], _philox.bits_on_host(torch.tensor(seed), range(1), layout)[1])
 
 
-# Blocks whose beginnings share a counter's words in every way, and last blocks that are short.
+# Blocks whose beginnings share the words of a counter in every way, and short last blocks.
 @pytest.mark.parametrize("words", [False, True], ids=["draws", "words"])
 @pytest.mark.parametrize(("size", "positions"), [(32, 70), (4, 18), (6, 20), (3, 10), (1, 5), (8, 8), (12, 30)])
 def test_kernel_draws_what_torch_draws(size, positions, words, device):
@@ -223,7 +223,7 @@ def test_kernel_draws_what_torch_draws(size, positions, words, device):
     assert not words or torch.equal(tokens, _rules.token(bits, n))
 
 
-def test_kernel_levels_are_those_of_torch(device):
+def test_kernel_levels_equal_those_of_torch(device):
     seed, rows, blocks = torch.tensor(5, device=device), 3, 11
     layout = Layout(blocks, 4 * blocks)
     levels, draws, _ = _philox.random_bits(seed, rows, layout)
@@ -265,18 +265,18 @@ def test_numbers_are_exact():
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_a_coin_is_u_below_the_level(library):
-    """Levels at, just below and just above a u, and the ends: 0 masks nothing, 1 everything."""
+    """Levels are at, just below and just above a u, and at the ends: 0 masks nothing, 1 everything."""
     q = np.array([0, 1, 2, 1000, 2**22, 2**23 - 2, 2**23 - 1], np.uint32)
     u = ((2 * q.astype(np.float64) + 1) / 2**24).astype(np.float32)
     levels = np.concatenate([u, np.nextafter(u, np.float32(0)), np.nextafter(u, np.float32(1)), np.float32([0, 1])])
     expected = u[None, :] < levels[:, None]
-    bits, given = (
+    bits, passed = (
         (torch.from_numpy(q.astype(np.int64)), torch.from_numpy(levels)) if library == "torch" else (q, levels)
     )
-    assert (bits[None, :] < _rules.coin_bound(given, bits)[:, None]).tolist() == expected.tolist()
+    assert (bits[None, :] < _rules.coin_bound(passed, bits)[:, None]).tolist() == expected.tolist()
 
 
-# Statistics. Every threshold below is passed by chance with probability under 1e-8, and the seeds are fixed.
+# Statistics. Every threshold below is exceeded by chance with probability under 1e-8, and the seeds are fixed.
 
 Z = 6.5  # two-sided normal tail 8e-11
 
@@ -304,7 +304,7 @@ def test_each_bit_is_fair(bits):
 
 
 def correlation_z(a, b):
-    """Standard score of the correlation of two uniform arrays: under independence normal with variance 1."""
+    """Return the standard score of the correlation of two uniform arrays, normal with variance 1 under independence."""
     a, b = (_rules.fine_uniform(x).flatten() - 0.5 for x in (a, b))
     return float((a * b).sum() * 12 / a.numel() ** 0.5)
 
@@ -338,7 +338,7 @@ def test_pairs_of_neighbours_fill_the_square(bits):
         assert chi_square_p(counts, torch.full_like(counts, a.numel() / 256)) > 1e-8
 
 
-# Where the seed comes from.
+# The source of the seed.
 
 CPU = torch.device("cpu")
 
@@ -358,10 +358,10 @@ def test_without_a_generator_the_default_one_serves():
     torch.manual_seed(5)
     assert int(_philox.resolve_seed(CPU, 1, None, None)) == first
     torch.manual_seed(5)
-    assert int(torch.randint(-(2**63), 2**63 - 1, ())) == first  # which stored states of generators are promised
+    assert int(torch.randint(-(2**63), 2**63 - 1, ())) == first  # guaranteed to stored states of generators
 
 
-def test_a_thread_that_begins_in_inference_mode_draws_seeds_outside_it_too():
+def test_a_thread_started_in_inference_mode_can_draw_seeds_outside_it():
     drawn = []
 
     def work():
@@ -391,7 +391,7 @@ def test_bad_sources(generator, seeds, error, message):
         _philox.resolve_seed(CPU, 2, generator, seeds)
 
 
-def test_a_generator_of_another_device_is_refused():
+def test_a_generator_of_another_device_is_rejected():
     class Elsewhere(torch.Generator):
         device = torch.device("cuda", 1)
 

@@ -1,4 +1,4 @@
-"""The memory that row statistics take."""
+"""Memory of row statistics."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from dllm_kernels.ops import row_stats
 from tests.conftest import DEVICE
 from tests.ops.test_row_stats import differentiable, options
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
@@ -20,10 +20,10 @@ def test_peak_memory_is_one_gradient(dtype, monkeypatch):
     monkeypatch.setattr(_blocks, "BLOCK_BYTES", 1 << 16)
     N, V = 256, 4096
     logits = torch.randn(N, V).to(dtype).requires_grad_()
-    ids, given = options((N,), V, 2)
+    ids, kwargs = options((N,), V, 2)
 
     def step(_):
-        out = differentiable(row_stats(logits, ids, entropy=True, backend="torch", **given))
+        out = differentiable(row_stats(logits, ids, entropy=True, backend="torch", **kwargs))
         torch.autograd.backward(out, [torch.ones_like(t) for t in out])
         logits.grad = None
 

@@ -1,4 +1,4 @@
-"""The mean embedding: torch's own checks of its op, and the memory it takes."""
+"""The mean embedding: torch's checks of its op, and its memory."""
 
 import pytest
 import torch
@@ -13,15 +13,15 @@ from tests.conftest import DEVICE
 from tests.ops.test_soft_embedding import B, D, L, draw
 from tests.support.opcheck import opcheck
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_chunk_of_logits_is_all_there_is(dtype, softcap, monkeypatch):
-    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+def test_peak_memory_is_one_chunk_of_logits(dtype, softcap, monkeypatch):
+    monkeypatch.undo()  # poisoning fresh memory allocates nothing, but takes time
     N, many, wide, chunk = 512, 16384, 8, 128
     torch.manual_seed(0)
     h, w = torch.randn(N, wide).to(dtype), torch.randn(many, wide).to(dtype)
@@ -35,7 +35,7 @@ def test_one_chunk_of_logits_is_all_there_is(dtype, softcap, monkeypatch):
     threads, size = _blocks.partition(chunk, many, torch.float32, h.is_cpu)
     blocks = threads * size * many * 4
     assert logits <= peak_memory(run, "cpu") <= logits + out + 2 * blocks + 200 * N
-    assert 2 * blocks + 200 * N < chunk * many * 4  # so a float32 copy of the chunk would have shown
+    assert 2 * blocks + 200 * N < chunk * many * 4  # so a float32 copy of the chunk would exceed the bound
 
 
 def test_opcheck_soft_embedding():

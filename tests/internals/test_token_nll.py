@@ -10,7 +10,7 @@ from dllm_kernels.ops import token_nll
 from tests.conftest import DEVICE
 from tests.ops.test_token_nll import inputs
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def test_a_slice_of_a_batch_is_not_copied(backend):
@@ -27,7 +27,7 @@ def test_a_slice_of_a_batch_is_not_copied(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
-    """No float32 copy, no saved softmax; nothing of that size with the gradient in place."""
+    """There is no float32 copy and no saved softmax. With the gradient in place, nothing of that size is allocated."""
     monkeypatch.undo()
     N, V = 1024, 16384
     leaf = torch.randn(N, V).to(dtype).requires_grad_()
@@ -39,23 +39,21 @@ def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
 
     run(0)
     threads, size = _blocks.partition(N, V, torch.float32, leaf.is_cpu)
-    blocks = threads * size * V * (4 if dtype == torch.float32 else 6)  # one in float32, one as it is gathered
+    blocks = threads * size * V * (4 if dtype == torch.float32 else 6)  # one in float32, one as gathered
     peak = peak_memory(run, "cpu")
     assert peak <= leaf.nbytes * (not inplace) + blocks + 256 * N
     assert blocks + 256 * N < leaf.nbytes / 2
 
 
 def test_the_forward_pass_reads_only_active_rows(monkeypatch):
-    """On the torch path; Triton's kernels are shown not to by the NaN of inactive rows alone."""
+    """This tests the torch path. For Triton's kernels, only NaN in inactive rows tests it."""
     logits, targets = inputs((2, 4))
     seen = []
     load = _blocks.RowGather.load
     monkeypatch.setattr(_blocks.RowGather, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
     active = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]], device=DEVICE)
     targets[0, [1, 2]], targets[1, 3] = torch.tensor([1, -100], device=DEVICE), 2
-    token_nll(
-        logits, targets, active=active, with_correct=True, backend="torch"
-    )  # which small calls do not take at once
+    token_nll(logits, targets, active=active, with_correct=True, backend="torch")
     assert torch.equal(torch.cat(seen), logits.flatten(0, 1)[[1, 7]])
 
 

@@ -22,7 +22,7 @@ KINDS = {"kl": 1.0, "jsd": 0.5, "nla": 0.5, "teacher_ce": 0.1, "ce": 0.1}
 
 
 class AllColumns(VocabShard):
-    """A split vocabulary of one rank, which holds all columns."""
+    """A split vocabulary with one rank, which holds all columns."""
 
     def gather(self, part):
         return part[None]
@@ -32,12 +32,12 @@ class AllColumns(VocabShard):
 
 
 def split_divergence(x, teacher, ids, p):
-    """Forward and backward of the primitive; the gradient comes last."""
+    """Run forward and backward of the primitive; the gradient comes last."""
     shard = AllColumns(0, x.shape[-1], x.shape[-1], x.shape[-1], None)
-    given = shard, x.detach(), DivergenceRequest(checked_spec(KINDS), teacher, p.view(-1), targets=ids.view(-1))
-    *found, kept = _divergence.divergence(*given, with_grad=False)
+    arguments = shard, x.detach(), DivergenceRequest(checked_spec(KINDS), teacher, p.view(-1), targets=ids.view(-1))
+    *found, kept = _divergence.divergence(*arguments, with_grad=False)
     out = torch.empty_like(x)
-    _divergence.divergence_grad(*given, kept, out)
+    _divergence.divergence_grad(*arguments, kept, out)
     return *found, out
 
 
@@ -97,13 +97,13 @@ OF_HIDDEN = {
     "linear_sample": Op(
         "linear_sample",
         lambda h, w, ids, p: ops.linear_sample(h.detach(), w.detach(), seeds=ids, top_k=4, active=p, **HEAD),
-        4200, (1 + CHUNKS, 0),  # Philox by integer products, on two blocks a chunk
+        4200, (1 + CHUNKS, 0),  # Philox by integer products, on two blocks per chunk
     ),
 }  # fmt: skip
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that launch a kernel: all except views and allocations."""
+    """Count operations that launch a kernel: all except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -130,7 +130,7 @@ def gpu():
 
 
 def counted(gpu, call, *leaves):
-    """(launches, syncs) of forward and of backward; whatever else reads a value raises."""
+    """Return (launches, syncs) of forward and of backward. Any other read of a value raises."""
     with Launches() as forward:
         found = call(*leaves)
     total, syncs, gpu.syncs = differentiable_sum(found), gpu.syncs, 0
@@ -154,12 +154,15 @@ def test_launches_and_syncs_from_logits(name, gpu):
 
 
 @pytest.mark.parametrize("name", OF_LOGITS)
-def test_launches_follow_the_bytes_and_not_the_rows(name, gpu):
-    """Up to 256 MiB of active rows in the dtype of sums are one block, whatever their number; twice as many are two."""
+def test_launches_depend_on_bytes_and_not_on_rows(name, gpu):
+    """Up to 256 MiB of active rows in the dtype of sums are one block, for any number of rows.
+
+    Twice as many are two blocks.
+    """
     V = 1 << 16
-    of_block = (256 << 20) // (4 * V)
+    rows_per_block = (256 << 20) // (4 * V)
     launches = []
-    for active in (64, of_block, 2 * of_block):
+    for active in (64, rows_per_block, 2 * rows_per_block):
         gpu.syncs = 0
         launches.append([n for n, _ in counted(gpu, OF_LOGITS[name].call, *logits_of(2 * active, V))])
     assert launches[0] == launches[1]
@@ -168,9 +171,9 @@ def test_launches_follow_the_bytes_and_not_the_rows(name, gpu):
 
 @pytest.mark.parametrize("name", OF_HIDDEN)
 def test_launches_and_syncs_from_hidden_states(name, gpu):
-    """The gradient's products included. A chunk is far less than 256 MiB, and so one block."""
+    """The products of the gradient are included. A chunk is far smaller than 256 MiB, and is therefore one block."""
     op = OF_HIDDEN[name]
-    rows = 2 * CHUNKS * HEAD["chunk_size"]  # of which half are active
+    rows = 2 * CHUNKS * HEAD["chunk_size"]  # half of them active
     h, w = torch.empty(rows, D, dtype=torch.bfloat16), torch.empty(32000, D, dtype=torch.bfloat16)
     leaves = (h.requires_grad_(), w.requires_grad_(), torch.zeros(rows, dtype=torch.int64), torch.rand(rows))
     (forward, first), (backward, second) = counted(gpu, op.call, *leaves)
@@ -206,7 +209,7 @@ RESULTS = {
 
 
 def special(dtype):
-    """Student, teacher, ids and weights with NaN, infinities and impossible ids, in rows that count and in others."""
+    """Draw student, teacher, ids and weights with NaN, infinities and impossible ids, in active and inactive rows."""
     torch.manual_seed(0)
     x, t = ((3 * torch.randn(2, N // 2, V)).to(dtype) for _ in range(2))
     ids, p = torch.randint(V, (2, N // 2)), torch.rand(2, N // 2) + 0.1
@@ -221,7 +224,7 @@ def special(dtype):
 
 
 def computed(call, x, *others):
-    """Results, and the gradient of a sum in which they weigh differently."""
+    """Return the results, and the gradient of a sum in which they have distinct weights."""
     x = x.detach().clone().requires_grad_() if x.is_contiguous() else x.detach().requires_grad_()
     found = [t for t in call(x, *others) if t is not None]
     total = sum((k + 1) * t.sum() for k, t in enumerate(found) if t.requires_grad)
@@ -234,7 +237,10 @@ def computed(call, x, *others):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_without_reading_a_value(name, dtype, layout, blocks, monkeypatch):
-    """Tensors that deny being on a CPU take the path of other devices: equal results, and zeros in inactive rows."""
+    """Tensors that claim not to be on a CPU take the path of other devices.
+
+    Results are equal, and inactive rows are zeros.
+    """
     x, t, ids, p = special(dtype)
     x, t = LAYOUTS[layout](x), LAYOUTS[layout](t)
     expected = computed(RESULTS[name], x, t, ids, p)

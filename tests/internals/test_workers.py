@@ -1,4 +1,4 @@
-"""Blocks distributed among threads of one core each: which thread runs which block, and effects on the process."""
+"""Distribution of blocks among single-core threads: the thread of each block, and effects on the process."""
 
 import math
 import multiprocessing
@@ -16,7 +16,7 @@ from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll
 from tests.support.parity import small_blocks, value_and_grads
 
-GRAIN = 2048  # torch keeps an operation on fewer numbers than this to one core
+GRAIN = 2048  # torch runs an operation on fewer numbers than this on one core
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def _two_cores():
 
 
 class LargeOperations(TorchDispatchMode):
-    """Names of the operations on many numbers that the thread in it runs, but for those that only make a view."""
+    """Record the names of the operations on many numbers in the thread that enters it, except for views."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ class LargeOperations(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_the_callers_thread_starts_no_operation_that_waits_for_all_cores(share, dtype):
-    """A chain of those is what a busy core makes ten times as slow; numbers of a row's entry are looked up here."""
+    """A busy core makes a chain of such operations ten times slower. Only lookups of one entry per row are allowed."""
     torch.manual_seed(0)
     logits = torch.randn(1, 160, 32000, dtype=dtype).requires_grad_()
     targets, weights = torch.randint(32000, (1, 160)), torch.rand(1, 160) + 0.1
@@ -54,14 +54,14 @@ def test_the_callers_thread_starts_no_operation_that_waits_for_all_cores(share, 
     with LargeOperations() as seen:
         loss = weighted_nll(logits, targets, weights, backend="torch").loss
         loss.backward()
-    allowed = {"index.Tensor", "index_put_.default", "_index_put_impl_.default"}  # one entry a row
+    allowed = {"index.Tensor", "index_put_.default", "_index_put_impl_.default"}  # one entry per row
     assert set(seen.names) <= allowed
     expected = value_and_grads(lambda x: reference.weighted_nll(x, targets, weights), [logits], torch.tensor(1.0))
     torch.testing.assert_close(loss.detach(), expected[0])
     torch.testing.assert_close(logits.grad, expected[1])
 
 
-def test_the_rows_of_a_chunk_are_shared_out_too():
+def test_the_rows_of_a_chunk_are_distributed_too():
     torch.manual_seed(0)
     hidden, head = torch.randn(160, 4).requires_grad_(), torch.randn(32000, 4).requires_grad_()
     targets, weights = torch.randint(32000, (160,)), torch.rand(160) + 0.1
@@ -80,14 +80,14 @@ def test_every_job_runs_once_on_a_thread_of_one_core():
     assert {resource for _, resource, _ in seen} <= set(resources)
 
 
-def test_a_single_resource_leaves_the_jobs_to_the_caller():
+def test_with_a_single_resource_the_caller_runs_the_jobs():
     seen = []
     run_jobs([lambda resource: seen.append((resource, threading.get_ident()))] * 3, ["mine"])
     assert seen == [("mine", threading.get_ident())] * 3
 
 
-def test_the_number_of_cores_stays_what_it_was_for_everybody_else():
-    run_jobs([lambda _: None] * 9, [None] * (_workers._pool.size + 1))  # one more than there are: they start anew
+def test_the_thread_count_of_other_threads_is_unchanged():
+    run_jobs([lambda _: None] * 9, [None] * (_workers._pool.size + 1))  # one thread more than exist: all start anew
     assert torch.get_num_threads() == 2
     seen = []
     later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
@@ -96,7 +96,7 @@ def test_the_number_of_cores_stays_what_it_was_for_everybody_else():
     assert seen == [2]
 
 
-def test_an_error_in_a_job_is_the_callers_and_ends_the_rest():
+def test_an_error_in_a_job_is_raised_and_stops_the_rest():
     done = []
 
     def job(i):
@@ -107,7 +107,7 @@ def test_an_error_in_a_job_is_the_callers_and_ends_the_rest():
     with pytest.raises(ValueError, match="the first one"):
         run_jobs([lambda _, i=i: job(i) for i in range(10_000)], [None, None])
     assert len(done) < 10_000
-    run_jobs([lambda _: done.clear()], [None, None])  # and the threads are there for the next caller
+    run_jobs([lambda _: done.clear()], [None, None])  # the threads remain usable for the next caller
     assert done == []
 
 
@@ -150,8 +150,8 @@ def _sum_in_a_child(numbers, answer):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_starts_threads_of_its_own():
-    """In a DataLoader worker, for example, the threads of the parent do not exist, and waiting for them would hang."""
+def test_a_forked_child_starts_new_threads():
+    """In a DataLoader worker, for example, the parent's threads do not exist, and waiting for them would hang."""
     run_jobs([lambda _: None] * 3, [None, None])
     fork = multiprocessing.get_context("fork")
     answer = fork.Queue()
@@ -166,7 +166,7 @@ def test_a_forked_child_starts_threads_of_its_own():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no thread is bound to a core here")
 def test_a_caller_bound_to_one_core_starts_no_threads():
-    """They would be bound to the same core."""
+    """The threads would be bound to the same core."""
     cores = os.sched_getaffinity(0)
     if len(cores) > 1:
         assert _workers.num_threads() == 2
@@ -219,7 +219,7 @@ def test_blocks_off_the_cpu_have_at_least_256_mib_or_all_rows():
 
 
 def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
-    """Its maximum is finite and its sum 0, so that other shards of the row can be added."""
+    """Its maximum is finite and its sum is 0, so that other shards of the row can be added."""
     small_blocks(monkeypatch, threads=2)
     logits = torch.full((1, 3, 5), -math.inf)
     targets = torch.zeros(3, dtype=torch.int64)
@@ -233,7 +233,7 @@ def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_between_the_listed_ones_are_zeros(dtype, size):
-    """Whatever lies before, between and behind the blocks, in memory that held NaN."""
+    """This includes rows before and after the blocks, in memory that held NaN."""
     rows, values = torch.tensor([1, 2, 5, 6, 9]), torch.arange(1.0, 16.0).view(5, 3)
     out = torch.full((2, 6, 3), math.nan, dtype=dtype)
     index = _blocks.RowIndex.of(torch.zeros(12).index_fill(0, rows, 1), 0)

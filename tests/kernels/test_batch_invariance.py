@@ -11,17 +11,17 @@ ROWS = 7
 STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
 
 
-def of_token_nll(logits, row, **options):
+def run_token_nll(logits, row, **options):
     out = ops.token_nll(logits, row["id"], active=row["active"], with_lse=True, with_correct=True, **options)
     return (*out, *torch.autograd.grad(out.nll, logits, row["upstream"]))
 
 
-def of_weighted_nll(logits, row, **options):
+def run_weighted_nll(logits, row, **options):
     out = ops.weighted_nll(logits, row["id"], row["active"] * row["upstream"], with_lse=True, **options)
     return out.nll, out.lse, *torch.autograd.grad(out.loss, logits)
 
 
-def of_token_log_probs(logits, row, **options):
+def run_token_log_probs(logits, row, **options):
     temperature = 1 / options.pop("scale", 1.0)
     options.pop("softcap", None)
     out = ops.token_log_probs(
@@ -30,16 +30,17 @@ def of_token_log_probs(logits, row, **options):
     return (*out, *torch.autograd.grad(out.log_probs + out.entropy, logits, row["upstream"]))
 
 
-def of_row_stats(logits, row, **options):
+def run_row_stats(logits, row, **options):
     other = row["id"] // 2
-    ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)  # that of a skipped one is NaN
+    # A skipped id has a NaN log-probability.
+    ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)
     mixture = (row["a"], row["upstream"])
     out = ops.row_stats(logits, ids, entropy=True, mix=mixture, with_correct=True, active=row["active"], **options)
     total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in out[:4])
     return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
 
 
-def of_divergence(logits, row, **options):
+def run_divergence(logits, row, **options):
     teacher = drawn(logits.shape[-1] + 1, logits.dtype)[0][:, 1:]
     weights = row["active"] * row["upstream"]
     mixed = {"kl": 0.5, "tv": 1.0, "ce": 0.2}
@@ -47,12 +48,12 @@ def of_divergence(logits, row, **options):
     return (*out[1:], *torch.autograd.grad(out.loss, logits))
 
 
-OF = (of_token_nll, of_weighted_nll, of_token_log_probs, of_row_stats, of_divergence)
-OPS = {f.__name__.removeprefix("of_"): f for f in OF}
+OPS_UNDER_TEST = (run_token_nll, run_weighted_nll, run_token_log_probs, run_row_stats, run_divergence)
+OPS = {f.__name__.removeprefix("run_"): f for f in OPS_UNDER_TEST}
 
 
 def drawn(V, dtype):
-    """(logits ``[ROWS, V]``, the numbers of each row)."""
+    """Draw (logits ``[ROWS, V]``, per-row inputs by name)."""
     torch.manual_seed(V)
     logits = (3 * torch.randn(ROWS, V, device=DEVICE)).to(dtype)
     rows = {
@@ -71,19 +72,19 @@ def outputs(op, logits, rows, options):
 
 
 def alone(op, logits, rows, options):
-    """A row without any other."""
+    """Compute each row without other rows."""
     for i in range(0, ROWS, 2):
         yield [i], outputs(op, logits[i : i + 1].clone(), {k: t[i : i + 1] for k, t in rows.items()}, options)
 
 
 def at_another_place(op, logits, rows, options):
-    """Among fewer others."""
+    """Compute each row among fewer others, in another order."""
     for order in ([3, 1, 0, 4], [6, 2, 5, 1]):
         yield order, outputs(op, logits[order], {k: t[order] for k, t in rows.items()}, options)
 
 
 def among_inactive_rows(op, logits, rows, options):
-    """No other row is read."""
+    """Compute each row with all others inactive, so that no other row is read."""
     for i in range(0, ROWS, 2):
         kept = torch.arange(ROWS, device=DEVICE) == i
         found = outputs(op, logits.masked_fill(~kept[:, None], torch.nan), rows | {"active": kept.float()}, options)
@@ -91,7 +92,7 @@ def among_inactive_rows(op, logits, rows, options):
 
 
 def in_another_stride(op, logits, rows, options):
-    """Rows at an odd distance, beginning wherever a row may."""
+    """Compute the rows at an odd row stride and another alignment."""
     memory = torch.full((ROWS, logits.shape[1] + 5), torch.nan, dtype=logits.dtype, device=DEVICE)
     view = memory[:, 3:-2]
     view.copy_(logits)
@@ -99,7 +100,7 @@ def in_another_stride(op, logits, rows, options):
 
 
 def transposed(op, logits, rows, options):
-    """Two of them in a batch ``[B, L, V]`` whose rows lie the other way round."""
+    """Compute two rows, each twice, in a batch ``[B, L, V]`` with transposed strides."""
     for pair in ([0, 5], [4, 2]):
         view = logits[pair + pair].view(2, 2, -1).transpose(0, 1)
         twice = {k: t[pair].repeat(2).view(2, 2).t().contiguous() for k, t in rows.items()}
@@ -110,8 +111,8 @@ def transposed(op, logits, rows, options):
 PLACES = (alone, at_another_place, among_inactive_rows, in_another_stride, transposed)
 
 
-def differing(op, logits, rows, options):
-    """Of which rows another place makes something else."""
+def rows_that_differ(op, logits, rows, options):
+    """Return the rows whose results differ in another place."""
     expected = outputs(op, logits, rows, options)
     found = []
     for place in PLACES:
@@ -135,14 +136,12 @@ def two_threads():
 @pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
 @pytest.mark.parametrize("blocks", ["many rows", "one row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "V", [40_003, 51]
-)  # torch shares a sum of so many numbers out among threads, but not of so few
+@pytest.mark.parametrize("V", [40_003, 51])  # torch splits a sum of so many numbers among threads, but not of fewer
 @pytest.mark.parametrize("op", OPS)
 def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
     if blocks == "one row":
         small_blocks(monkeypatch, threads=2)
-    assert differing(op, *drawn(V, dtype), {"backend": "torch", **steps}) == []
+    assert rows_that_differ(op, *drawn(V, dtype), {"backend": "torch", **steps}) == []
 
 
 @pytest.mark.covering(1, most=2)
@@ -155,14 +154,14 @@ def test_kernels(op, V, dtype, steps, monkeypatch):
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
     monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))
-    assert differing(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []
+    assert rows_that_differ(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("V", [1, 16, 51, 1000, 40_003])
 @pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
-def test_what_the_torch_path_takes_for_granted_of_torch(function, V, dtype, two_threads):
-    """On CPU its softmax may be written over its input, and a row's is that of the row alone."""
+def test_assumptions_of_the_torch_path_about_torch(function, V, dtype, two_threads):
+    """On CPU, torch's softmax may overwrite its input, and the result for a row does not depend on other rows."""
     logits = 3 * torch.randn(ROWS, V, dtype=dtype, generator=torch.Generator().manual_seed(V), device="cpu")
     expected, over = function(logits, 1), logits.clone()
     assert torch.equal(function(over, 1, out=over), expected)

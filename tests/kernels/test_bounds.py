@@ -1,7 +1,7 @@
 """No kernel accesses memory beside a tensor: each tensor begins or ends at an inaccessible page.
 
-A load without its mask gives correct numbers while the memory beside the tensor is mapped. On a GPU, it is an illegal
-access now and then.
+A load without its mask gives correct numbers if the memory beside the tensor is mapped. On a GPU, such a load is
+occasionally an illegal access.
 """
 
 import ctypes
@@ -31,14 +31,14 @@ B, L, MASK = 3, 21, 40
 
 
 class Guarded:
-    """Memory between two closed pages, for tensors that lie at one end of it."""
+    """Memory between two inaccessible pages, for tensors that lie at one end of it."""
 
     def __init__(self, at_end):
         self.at_end, self.kept = at_end, []
         self.protect = ctypes.CDLL(None, use_errno=True).mprotect
         self.protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
-    def bytes_of(self, count):
+    def allocate(self, count):
         inside = -(-count // PAGE) * PAGE
         memory = mmap.mmap(-1, inside + 2 * PAGE)
         view = (ctypes.c_char * len(memory)).from_buffer(memory)
@@ -49,37 +49,37 @@ class Guarded:
         start = PAGE + (inside - count if self.at_end else 0)
         return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
 
-    def like(self, t):
-        """A copy of ``t``, contiguous."""
+    def copy(self, t):
+        """Return a contiguous copy of ``t`` in guarded memory."""
         if t.numel() == 0:
             return t.clone()
-        return self.bytes_of(t.numel() * t.element_size()).view(t.dtype).view(t.shape).copy_(t)
+        return self.allocate(t.numel() * t.element_size()).view(t.dtype).view(t.shape).copy_(t)
 
 
 def logits_and_targets(guarded, dtype):
-    x = guarded.like((3 * torch.randn(N, V)).to(dtype)).requires_grad_()
-    y = guarded.like(torch.tensor([0, V - 1, -100, 7, V]))
+    x = guarded.copy((3 * torch.randn(N, V)).to(dtype)).requires_grad_()
+    y = guarded.copy(torch.tensor([0, V - 1, -100, 7, V]))
     return x, y
 
 
 def token_nll(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
     out = ops.token_nll(x, y, with_correct=True, backend="triton", **options)
-    out.nll.backward(guarded.like(torch.randn(N, dtype=out.nll.dtype)))
+    out.nll.backward(guarded.copy(torch.randn(N, dtype=out.nll.dtype)))
 
 
 def weighted_nll(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
-    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
+    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
     out = ops.weighted_nll(x, y, weights, with_correct=True, backend="triton", **options)
-    out.loss.backward(guarded.like(torch.tensor(0.3, dtype=out.loss.dtype)))
+    out.loss.backward(guarded.copy(torch.tensor(0.3, dtype=out.loss.dtype)))
 
 
 def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
     _, y = logits_and_targets(guarded, dtype)
-    h, w, b = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (V, D), (V,)))
+    h, w, b = (guarded.copy(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (V, D), (V,)))
     b.requires_grad_(bias_grad)
-    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0]))
+    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0]))
     out = ops.weighted_linear_nll(
         h, w, y, weights, bias=b, chunk_size=2, with_correct=True, backend="triton", **options
     )
@@ -88,48 +88,48 @@ def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
 
 def row_stats(guarded, dtype, **options):
     x, _ = logits_and_targets(guarded, dtype)
-    ids = guarded.like(torch.randint(0, V, (N, K)))
-    mix = guarded.like(torch.rand(N)), guarded.like(torch.rand(N) + 0.1)
+    ids = guarded.copy(torch.randint(0, V, (N, K)))
+    mix = guarded.copy(torch.rand(N)), guarded.copy(torch.rand(N) + 0.1)
     out = ops.row_stats(x, ids, entropy=True, mix=mix, with_correct=True, backend="triton", **options)
     sum(t.sum() for t in out[:4]).backward()
 
 
 def divergence(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
-    t = guarded.like((3 * torch.randn(N - 1, V)).to(dtype))
-    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
-    rows = guarded.like(torch.tensor([N - 2, 0, -1, 1, N - 1]))
+    t = guarded.copy((3 * torch.randn(N - 1, V)).to(dtype))
+    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    rows = guarded.copy(torch.tensor([N - 2, 0, -1, 1, N - 1]))
     out = ops.divergence(x, t, weights, targets=y, teacher_rows=rows, backend="triton", **options)
-    out.loss.backward(guarded.like(torch.tensor(0.3, dtype=out.loss.dtype)))
+    out.loss.backward(guarded.copy(torch.tensor(0.3, dtype=out.loss.dtype)))
 
 
 def linear_divergence(guarded, dtype, **options):
-    h, t, w = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (N, D), (V, D)))
-    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    h, t, w = (guarded.copy(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (N, D), (V, D)))
+    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
     ops.linear_divergence(h, w, t, weights, chunk_size=2, backend="triton", **options).loss.backward()
 
 
 def ids_and_mask(guarded):
-    return guarded.like(torch.randint(0, MASK, (B, L))), guarded.like(torch.rand(B, L) < 0.7)
+    return guarded.copy(torch.randint(0, MASK, (B, L))), guarded.copy(torch.rand(B, L) < 0.7)
 
 
 def corrupted(routine, *arguments, **options):
     def run(guarded):
-        given = {name: guarded.like(value) if torch.is_tensor(value) else value for name, value in options.items()}
-        seeds = guarded.like(torch.arange(B))
+        given = {name: guarded.copy(value) if torch.is_tensor(value) else value for name, value in options.items()}
+        seeds = guarded.copy(torch.arange(B))
         getattr(corruption, routine)(*ids_and_mask(guarded), *arguments, **given, seeds=seeds, backend="triton")
 
     return run
 
 
 def gumbel_topk(guarded, **options):
-    log_w, k = guarded.like(torch.randn(N, V)), guarded.like(torch.arange(N))
-    given = {name: guarded.like(value) for name, value in options.items()}
+    log_w, k = guarded.copy(torch.randn(N, V)), guarded.copy(torch.arange(N))
+    given = {name: guarded.copy(value) for name, value in options.items()}
     ops.gumbel_topk_mask(log_w, k, **given, backend="triton")
 
 
 def linear_sample(guarded, dtype, **options):
-    h, w, seeds = (guarded.like(t) for t in (torch.randn(N, D).to(dtype), torch.randn(V, D).to(dtype), torch.arange(N)))
+    h, w, seeds = (guarded.copy(t) for t in (torch.randn(N, D).to(dtype), torch.randn(V, D).to(dtype), torch.arange(N)))
     ops.linear_sample(h, w, seeds=seeds, chunk_size=2, backend="triton", **options)
 
 
@@ -168,14 +168,14 @@ RUNS = {
 
 
 def in_a_child(function):
-    """How a process of its own ends that calls it: a number of signals below 0."""
+    """Call the function in a separate process and return its exit code, below 0 for a signal."""
 
-    def quietly():
+    def without_faulthandler():
         faulthandler.disable()
-        torch.set_num_threads(1)  # others do not come with a fork: whoever waits for them waits forever
+        torch.set_num_threads(1)  # a fork has no other threads, so waiting for them would hang
         function()
 
-    process = multiprocessing.get_context("fork").Process(target=quietly)
+    process = multiprocessing.get_context("fork").Process(target=without_faulthandler)
     process.start()
     process.join(120)
     process.kill()
@@ -184,15 +184,17 @@ def in_a_child(function):
 
 @pytest.fixture(params=["at the end", pytest.param("at the start", marks=pytest.mark.exhaustive)])
 def guarded(request, monkeypatch):
-    """Memory for what a test makes, and for what ``torch.empty`` and its like make for the kernels."""
+    """Provide guarded memory for tensors of the test, and for ``torch.empty`` and ``torch.empty_like`` in launchers."""
     found = Guarded(request.param == "at the end")
     empty = torch.empty
 
-    def made(*size, **options):
-        return found.like(empty(*size, **options))
+    def guarded_empty(*size, **options):
+        return found.copy(empty(*size, **options))
 
-    monkeypatch.setattr(torch, "empty", made)
-    monkeypatch.setattr(torch, "empty_like", lambda t, **options: made(t.shape, **({"dtype": t.dtype} | options)))
+    monkeypatch.setattr(torch, "empty", guarded_empty)
+    monkeypatch.setattr(
+        torch, "empty_like", lambda t, **options: guarded_empty(t.shape, **({"dtype": t.dtype} | options))
+    )
     return found
 
 
@@ -204,9 +206,9 @@ def test_nothing_beside_a_tensor_is_touched(name, guarded, monkeypatch):
 
 
 @pytest.mark.parametrize("past", [-1, V * N])
-def test_what_lies_beside_is_closed(past):
+def test_memory_beside_is_inaccessible(past):
     guarded = Guarded(at_end=past > 0)
-    x = guarded.like(torch.randn(N, V))
+    x = guarded.copy(torch.randn(N, V))
     read = ctypes.c_float.from_address
     assert math.isfinite(read(x.data_ptr() + 4 * (past - 1 if past > 0 else 0)).value)
     assert in_a_child(lambda: read(x.data_ptr() + 4 * past).value) < 0

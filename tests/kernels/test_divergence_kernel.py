@@ -22,7 +22,7 @@ tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
 pytestmark = pytest.mark.indices
 
 INF, NAN = math.inf, math.nan
-TILE = 512  # of one warp: two or four 16-byte accesses a thread
+TILE = 512  # of one warp: two or four 16-byte accesses per thread
 N = 6
 KINDS = {name: {"kind": name} for name in NAMES if name not in ALIASES} | {
     "jsd, beta 0.9": {"kind": "jsd", "beta": 0.9},
@@ -46,15 +46,15 @@ STEPS = {
 @pytest.fixture(autouse=True)
 def _several_accesses_a_thread(monkeypatch):
     poison_empty(monkeypatch)
-    tile_of(TILE, monkeypatch)
+    set_tile(TILE, monkeypatch)
 
 
-def tile_of(columns, monkeypatch):
+def set_tile(columns, monkeypatch):
     monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(columns, 1))
 
 
 def drawn(V, dtype, seed=0):
-    """(logits ``[2, N / 2, V]``, teacher ``[1, N, V]``, the rest); row 4 has weight 0, and all of it is NaN."""
+    """Draw (logits ``[2, N / 2, V]``, teacher ``[1, N, V]``, other inputs); row 4 has weight 0 and is all NaN."""
     torch.manual_seed(seed)
     z, t = ((3 * torch.randn(s, device=DEVICE)).to(dtype) for s in ((2, N // 2, V), (1, N, V)))
     rest = {
@@ -67,8 +67,11 @@ def drawn(V, dtype, seed=0):
     return z, t, rest
 
 
-def launched(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, rows=True):
-    """(value, alpha, gradient, agree) of the kernel: in place on a copy, or to ``out`` by a launch of its own."""
+def run_kernel(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, rows=True):
+    """Return (value, alpha, gradient, agree) of the kernel.
+
+    The gradient is written in place on a copy, or to ``out`` by a separate launch.
+    """
     spec = checked_spec(**options)
     skip, y = steps[0].get("skip_id"), rest["targets"]
     request = DivergenceRequest(
@@ -84,8 +87,8 @@ def launched(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, r
     return value, alpha, into if in_place else out, agree
 
 
-def of_oracle(z, t, rest, options, steps, dtype, rows=True):
-    """The same of the oracle, in another dtype."""
+def run_oracle(z, t, rest, options, steps, dtype, rows=True):
+    """Return the outputs of ``run_kernel`` as computed by the oracle, in another dtype."""
     z = z.to(dtype).requires_grad_()
     n = z[..., 0].numel()
     found = reference.divergence(
@@ -108,10 +111,12 @@ def test_every_kind(kind, dtype, V, steps):
     options, steps = KINDS[kind], STEPS[steps]
     acc = torch.promote_types(dtype, torch.float32)
     draws = [drawn(V, dtype, seed) for seed in range(6)]
-    exact, plain = ([of_oracle(*draw, options, steps, d) for draw in draws] for d in (torch.float64, acc))
-    ours = [launched(*draw, options, steps) for draw in draws[:1]]
+    exact, plain = ([run_oracle(*draw, options, steps, d) for draw in draws] for d in (torch.float64, acc))
+    ours = [run_kernel(*draw, options, steps) for draw in draws[:1]]
     both = [
-        reference.transformed(t.double(), **of_side) for draw in draws for t, of_side in zip(draw, steps, strict=False)
+        reference.transformed(t.double(), **side_steps)
+        for draw in draws
+        for t, side_steps in zip(draw, steps, strict=False)
     ]
     terms = max(map(largest, both))
     for place, label in enumerate(LABELS):
@@ -125,9 +130,9 @@ def test_every_kind(kind, dtype, V, steps):
 @pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
 def test_the_numbers_are_the_same_without_a_gradient(kind):
     draw = drawn(TILE + 203, torch.float32)
-    value, alpha, grad, agree = launched(*draw, KINDS[kind], with_grad=False)
+    value, alpha, grad, agree = run_kernel(*draw, KINDS[kind], with_grad=False)
     assert grad is None
-    for o, e in zip((value, alpha, agree), operator.itemgetter(0, 1, 3)(launched(*draw, KINDS[kind])), strict=True):
+    for o, e in zip((value, alpha, agree), operator.itemgetter(0, 1, 3)(run_kernel(*draw, KINDS[kind])), strict=True):
         assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
 
 
@@ -136,8 +141,8 @@ def test_the_numbers_are_the_same_without_a_gradient(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_from_kept_statistics_has_the_same_bits(kind, steps):
     draw = drawn(2 * TILE + 203, torch.float32)
-    whole = launched(*draw, KINDS[kind], STEPS[steps])
-    kept = launched(*draw, KINDS[kind], STEPS[steps], out=torch.full_like(draw[0], NAN))
+    whole = run_kernel(*draw, KINDS[kind], STEPS[steps])
+    kept = run_kernel(*draw, KINDS[kind], STEPS[steps], out=torch.full_like(draw[0], NAN))
     for o, e in zip(kept, whole, strict=True):
         assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
 
@@ -151,7 +156,7 @@ def test_short_rows_leave_room_for_a_second_program(V, monkeypatch):
 
 
 def pairs(V, dtype):
-    """(names, logits, teacher) of rows that go wrong somewhere."""
+    """Return (names, logits, teacher) of edge-case rows."""
     torch.manual_seed(V)
     info = torch.finfo(dtype)
     first, middle, last = 0, V // 2, V - 1
@@ -165,7 +170,7 @@ def pairs(V, dtype):
         return row
 
     low, same = torch.full((V,), -INF, dtype=torch.float64), tame()
-    made = {
+    pairs_by_name = {
         "tame": (tame(), tame()),
         "the same": (same, same),
         "the same but for a constant": (same, same + 4),
@@ -192,8 +197,8 @@ def pairs(V, dtype):
         "all -inf": (low, tame()),
         "the teacher's all -inf": (tame(), low),
     }
-    z, t = (torch.stack([pair[i] for pair in made.values()]).to(dtype).to(DEVICE) for i in (0, 1))
-    return list(made), z, t
+    z, t = (torch.stack([pair[i] for pair in pairs_by_name.values()]).to(dtype).to(DEVICE) for i in (0, 1))
+    return list(pairs_by_name), z, t
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -204,7 +209,7 @@ OFTEN = [
     ("lk", torch.float16),
     ("nla", torch.float64),
 ]
-# Of the three that are computed in float32, one each.
+# One each of the three kinds that are computed in float32.
 EACH = [pair for kind, dtype in zip(KINDS, itertools.cycle(DTYPES[:3])) for pair in ((kind, dtype), (kind, DTYPES[3]))]
 
 
@@ -218,11 +223,11 @@ def test_every_kind_of_row(kind, dtype):
         "weights": torch.rand(len(names), device=DEVICE, dtype=acc) + 0.5,
         "targets": torch.full((len(names),), V // 2, device=DEVICE),
     }
-    exact, plain = (of_oracle(z[None], t, rest, options, ({}, {}), d, rows=False) for d in (torch.float64, acc))
-    ours = launched(z[None], t[None], rest, options, rows=False)
+    exact, plain = (run_oracle(z[None], t, rest, options, ({}, {}), d, rows=False) for d in (torch.float64, acc))
+    ours = run_kernel(z[None], t[None], rest, options, rows=False)
     assert torch.equal(ours[3], exact[3])
     lost = exact[1].isnan()  # either row has no distribution
-    assert [name for name, of_row in zip(names, lost, strict=True) if of_row] == names[-6:]
+    assert [name for name, row_lost in zip(names, lost, strict=True) if row_lost] == names[-6:]
     assert all(found[lost].isnan().all() for found in (*ours[:2], ours[2][0]))
     assert_same_specials(ours[0][~lost], exact[0][~lost])
     assert_same_specials(ours[1][~lost], exact[1][~lost])
@@ -232,12 +237,12 @@ def test_every_kind_of_row(kind, dtype):
     for these in (finite & near, finite & ~near):
         for o, e, p, label in zip(ours, exact, plain, LABELS, strict=False):
             o, e, p = (x[0][these] if x.dim() == 3 else x[these] for x in (o, e, p))
-            sums = 1 if label == "alpha" else 3  # both softmaxes, and over what is made of them
+            sums = 1 if label == "alpha" else 3  # both softmaxes, and sums over their results
             assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{label} of {these}", sizes=[V] * sums)
 
 
-def in_memory_of_its_own(t, offset):
-    """Copy the rows to an odd row stride, beginning ``offset`` columns into their memory."""
+def in_separate_memory(t, offset):
+    """Copy the rows to memory with an odd row stride, beginning ``offset`` columns into it."""
     memory = torch.full((*t.shape[:-1], t.shape[-1] + 5 + t.shape[-1] % 2), NAN, dtype=t.dtype, device=DEVICE)
     return memory[..., offset : offset + t.shape[-1]].copy_(t)
 
@@ -245,40 +250,43 @@ def in_memory_of_its_own(t, offset):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
 @pytest.mark.parametrize("V", [TILE, TILE + 13])
-def test_a_row_has_its_bits_wherever_it_lies(kind, V):
-    """And memory beside it is not written: in place, in other memory, at any offset, between other rows."""
+def test_the_bits_of_a_row_do_not_depend_on_its_place(kind, V):
+    """The rows are computed in place, in other memory, at any offset and between other rows.
+
+    Memory beside them is not written.
+    """
     z, t, rest = drawn(V, torch.bfloat16)
-    expected = launched(z, t, rest, KINDS[kind])
+    expected = run_kernel(z, t, rest, KINDS[kind])
     order = torch.tensor([3, 0, 5], device=DEVICE)
     some = {"teacher_rows": rest["teacher_rows"], **{name: rest[name][order] for name in ("weights", "targets")}}
     some["teacher_rows"] = some["teacher_rows"][order]
     for offset in (0, 3):
-        its = in_memory_of_its_own(t, offset)
-        mine = in_memory_of_its_own(z.view(1, N, V)[:, order], 3 - offset)
-        out = in_memory_of_its_own(torch.zeros_like(mine), offset)
-        elsewhere = launched(mine, its, some, KINDS[kind], out=out)
-        in_place = launched(mine.clone(memory_format=torch.preserve_format), its, some, KINDS[kind])
+        teacher = in_separate_memory(t, offset)
+        mine = in_separate_memory(z.view(1, N, V)[:, order], 3 - offset)
+        out = in_separate_memory(torch.zeros_like(mine), offset)
+        elsewhere = run_kernel(mine, teacher, some, KINDS[kind], out=out)
+        in_place = run_kernel(mine.clone(memory_format=torch.preserve_format), teacher, some, KINDS[kind])
         for found in (elsewhere, in_place):
             for o, e in zip(found[:2], expected[:2], strict=True):
                 assert torch.equal(o.nan_to_num(7.0), e[order].nan_to_num(7.0))
             assert torch.equal(found[2].view(-1, V).nan_to_num(7.0), expected[2].view(-1, V)[order].nan_to_num(7.0))
             assert torch.equal(found[3], expected[3][order])
         assert torch.equal(mine, z.view(1, N, V)[:, order])
-        for view in (mine, its, out):
+        for view in (mine, teacher, out):
             beside = view._base.clone()
             beside[..., view.storage_offset() : view.storage_offset() + V] = NAN
             assert beside.isnan().all()
 
 
-def test_rows_between_others_are_worked_on_where_they_lie():
+def test_rows_between_others_are_computed_in_place():
     z, t, rest = drawn(TILE + 13, torch.float32)
-    expected = launched(z, t, rest, KINDS["tv"])
+    expected = run_kernel(z, t, rest, KINDS["tv"])
     wider = torch.full((2, N // 2 + 2, TILE + 13), NAN, device=DEVICE)
-    mine, its = (
+    mine, teacher = (
         wider.clone()[:, 1:-1].copy_(z),
         torch.full((N, 2, TILE + 13), NAN, device=DEVICE)[:, :1].copy_(t.transpose(0, 1)),
     )
-    request = DivergenceRequest(checked_spec("tv"), its, rest["weights"], rest["teacher_rows"])
+    request = DivergenceRequest(checked_spec("tv"), teacher, rest["weights"], rest["teacher_rows"])
     found = kernel.divergence(mine, request, with_grad=True)
     for o, e in zip((*found[:3], mine), (expected[0], expected[1], expected[3], expected[2]), strict=True):
         assert torch.equal(o, e)
@@ -289,7 +297,7 @@ def test_rows_between_others_are_worked_on_where_they_lie():
 @pytest.mark.parametrize("offset", [0, 3])
 def test_rows_of_weight_0_are_written_as_zeros(kind, offset):
     V = TILE + 13
-    z = in_memory_of_its_own(torch.full((1, N, V), NAN, device=DEVICE), offset)
+    z = in_separate_memory(torch.full((1, N, V), NAN, device=DEVICE), offset)
     z[0, 1] = torch.randn(V)
     t = torch.randn(1, N, V, device=DEVICE)
     weights = torch.zeros(N, device=DEVICE)
@@ -322,13 +330,13 @@ def test_a_row_missing_in_the_teacher_gives_nan(count):
 def test_lambda_uses_the_mean_if_given():
     z, t, rest = drawn(TILE, torch.float32)
     options = {"kind": {"lk": 0.5, "kl": 0.2}, "eta": 2.0, "alpha": "mean"}
-    exact, plain = (of_oracle(z, t, rest, options, ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
+    exact, plain = (run_oracle(z, t, rest, options, ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
     on = rest["weights"] * (rest["weights"] != 0)
     mean = (on * exact[1]).sum() / on.sum()
-    ours = launched(z, t, rest | {"mean_acceptance": mean.float()}, options)
+    ours = run_kernel(z, t, rest | {"mean_acceptance": mean.float()}, options)
     for o, e, p, label in zip(ours, exact, plain, LABELS, strict=False):
         assert_as_good_as_plain([o], [e], largest_error([p], [e]), label, sizes={TILE, N})
-    other = launched(z, t, rest | {"mean_acceptance": mean.float()}, options | {"alpha": "row"})
+    other = run_kernel(z, t, rest | {"mean_acceptance": mean.float()}, options | {"alpha": "row"})
     assert not torch.equal(other[0], ours[0])
 
 
@@ -336,15 +344,18 @@ def test_lambda_uses_the_mean_if_given():
 @pytest.mark.parametrize("V", [1, 3, 16, 53])
 @pytest.mark.parametrize("kind", ["kl", "jsd", "0.1 ce + 0.9 l1"])
 def test_tiles_of_16_columns(kind, V, monkeypatch):
-    tile_of(16, monkeypatch)
+    set_tile(16, monkeypatch)
     test_every_kind(kind, torch.float32, V, "all, of either side" if V > 3 else "temperature")
 
 
 @pytest.mark.parametrize("kind", ["kl", "jsd", "0.1 ce + 0.9 l1"])
 def test_products_may_be_fused(kind, fused_products, monkeypatch):
-    """One column has probability 1 on both sides: what is left of z - z is the rounding of a scaled logit."""
+    """One column has probability 1 on both sides.
+
+    With fused products, z - z is the rounding error of a scaled logit.
+    """
     test_tiles_of_16_columns(kind, 1, monkeypatch)
 
 
-def test_programs_run_in_any_order(last_program_first):
+def test_programs_run_in_any_order(reverse_program_order):
     test_every_kind("0.1 ce + 0.9 l1", torch.float32, TILE + 203, "as they are")

@@ -29,10 +29,10 @@ from tests.kernels.test_bounds import RUNS, B, N, V
 from tests.support import interpreter
 
 
-class AsTheyCome:
-    """In place of memory between closed pages."""
+class Unguarded:
+    """Stand-in for ``Guarded`` with ordinary memory."""
 
-    like = staticmethod(lambda t: t)
+    copy = staticmethod(lambda t: t)
 
 
 def backward_of_a_multiple(_):
@@ -54,7 +54,7 @@ def linear_row_stats(_):
 
 
 def divergence_without_teacher_rows(_):
-    """In place: every row of the student names a row that the teacher does not have."""
+    """In place: every row of the student refers to a row that the teacher does not have."""
     z, no_rows, known = torch.randn(1, N, V), torch.empty(1, 0, V), torch.zeros(N, dtype=torch.int64)
     divergence.divergence(z, DivergenceRequest(checked_spec("kl"), no_rows, torch.ones(N), known), with_grad=True)
 
@@ -71,7 +71,7 @@ CALLS = RUNS | {
 
 
 def launches(name, monkeypatch):
-    """The kernel of each launch of a call, and the bits that its tensors hold afterwards."""
+    """Return the kernel of each launch of a call, and the bits of its tensors afterwards."""
     found, call = [], GridExecutor.__call__
 
     def launch(self, *arguments, **options):
@@ -86,18 +86,18 @@ def launches(name, monkeypatch):
         if "in memory" in name:
             patch.setattr(_tiles, "select", lambda *_: _tiles.SelectTile(1, 8, 1, True))
         torch.manual_seed(0)
-        CALLS[name](AsTheyCome)
+        CALLS[name](Unguarded)
     return found
 
 
-def launched_somewhere():
-    """The names that stand before ``[grid](...)`` in a launcher."""
+def kernels_in_sources():
+    """Return the names before ``[grid](...)`` in the launchers."""
     sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(kernels.__path__)]
     return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|\(.*\))\]\(", source)}
 
 
 def assert_same_bits(name, monkeypatch):
-    """With Triton's own interpreter as with the quick one; the kernels that the call launches."""
+    """Compare the quick interpreter with Triton's own, and return the kernels that the call launches."""
     quick = launches(name, monkeypatch)
     with interpreter.tritons_own():
         own = launches(name, monkeypatch)
@@ -113,17 +113,17 @@ def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
     assert assert_same_bits(name, monkeypatch)
 
 
-@pytest.mark.exhaustive  # Triton's own is slow
+@pytest.mark.exhaustive  # Triton's own interpreter is slow
 def test_every_kernel_leaves_the_same_bits(monkeypatch):
     launched = set().union(*(assert_same_bits(name, monkeypatch) for name in CALLS))
-    assert launched == launched_somewhere()
+    assert launched == kernels_in_sources()
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_no_program_touches_what_another_one_writes(name, monkeypatch):
-    with interpreter.programs_apart() as apart:
+    with interpreter.programs_apart() as separate:
         kernels_of_call = {kernel for kernel, _ in launches(name, monkeypatch)}
-    assert apart == kernels_of_call != set()
+    assert separate == kernels_of_call != set()
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def _at(out_ptr, n, SIZE: tl.constexpr):
         tl.store(out_ptr + k, _doubled(i * n))
 
 
-def test_a_launch_puts_back_what_it_replaced():
+def test_a_launch_restores_what_it_replaced():
     owners = tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, TritonSemantic, interpreter.triton_interpreter
     before = [dict(vars(owner)) for owner in owners]
     out = torch.zeros(3, dtype=torch.int32)
@@ -165,25 +165,25 @@ def test_a_launch_puts_back_what_it_replaced():
         assert [dict(vars(owner)) for owner in owners] == before
 
 
-def test_a_launch_that_fails_puts_back_what_it_replaced():
+def test_a_failed_launch_restores_what_it_replaced():
     with pytest.raises(InterpreterError):
         _at[(1,)](torch.zeros(3), None, SIZE=4)
-    test_a_launch_puts_back_what_it_replaced()
+    test_a_launch_restores_what_it_replaced()
 
 
-def test_internals_that_are_not_known_stay_as_they_are(monkeypatch):
+def test_unknown_internals_are_not_patched(monkeypatch):
     monkeypatch.setattr(interpreter.triton_interpreter, "_patch_lang", interpreter.THEIRS)
     monkeypatch.setattr(interpreter, "KNOWN", {})
     interpreter.install()
     assert interpreter.triton_interpreter._patch_lang is interpreter.THEIRS
 
 
-def test_types_that_are_not_known_are_made_by_triton(monkeypatch):
+def test_unknown_types_are_created_by_triton(monkeypatch):
     monkeypatch.setattr(interpreter, "KNOWN_TYPES", {})
     monkeypatch.setattr(interpreter.triton_interpreter, "_patch_lang", interpreter.patched_once())
-    monkeypatch.setattr(tl.block_type, "__init__", made := counted(tl.block_type.__init__))
-    test_a_launch_puts_back_what_it_replaced()
-    assert made.calls > 0
+    monkeypatch.setattr(tl.block_type, "__init__", counted_init := counted(tl.block_type.__init__))
+    test_a_launch_restores_what_it_replaced()
+    assert counted_init.calls > 0
 
 
 def counted(function):
@@ -209,5 +209,5 @@ def test_an_index_that_leaves_32_bits_is_an_error():
         _far[(5,)](out, 2**30)
 
 
-def test_elsewhere_it_is_not_looked_at():
+def test_overflow_is_not_checked_without_the_mark():
     _far[(5,)](torch.zeros(1, dtype=torch.int32), 2**30)

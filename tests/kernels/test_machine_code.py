@@ -10,7 +10,7 @@ from tools.inspect_kernels import Report, _clocks_a_turn, _pass, _phases, _print
 
 
 def listing(*lines):
-    """Instructions as the disassembler prints them, 16 bytes each, addresses from 0."""
+    """Format instructions as the disassembler prints them: 16 bytes each, addresses from 0."""
     code = "\n".join(f"        /*{16 * i:04x}*/   {line} ;     /* 0x000000ff */" for i, line in enumerate(lines))
     return machine_code.parse("  .headerflags @1\n" + code + "\n        /* 0x0123 */\n")
 
@@ -38,10 +38,10 @@ def test_loads_that_wait_for_each_other():
 def test_loads_that_leave_together():
     loads = [f"LDG.E.128 R{4 * i}, desc[UR6][R40.64]" for i in range(1, 5)]
     (cost,) = machine_code.passes(listing(*loads, "LDG.E.64 R60, [R42.64]", "FADD R1, R18, R1", "@P0 BRA 0x0", "EXIT"))
-    assert (cost.in_flight, cost.waits, cost.loaded) == (4, 1, 64)  # the narrow load is no part of it
+    assert (cost.in_flight, cost.waits, cost.loaded) == (4, 1, 64)  # the narrow load does not belong to it
 
 
-def test_a_load_for_the_next_turn():
+def test_a_load_for_the_next_iteration():
     (cost,) = machine_code.passes(listing("FADD R1, R8, R1", "LDG.E.128 R8, [R4.64]", "FADD R2, R3, R3", "@P0 BRA 0x0"))
     assert (cost.in_flight, cost.waits) == (1, 1)
 
@@ -81,19 +81,19 @@ WITH_A_RARE_PART = (
 )
 
 
-def test_what_a_turn_jumps_over_is_not_charged_to_each():
+def test_skipped_parts_are_not_charged_to_each_iteration():
     (cost,) = machine_code.passes(listing(*WITH_A_RARE_PART))
     assert (cost.slots, cost.rare_slots, cost.xu_slots) == (4, 3, 0)
     assert (cost.loaded, cost.stored) == (16, 16)
 
 
-def test_a_part_that_moves_elements_is_charged_though_it_may_be_jumped_over():
+def test_a_skippable_part_that_moves_elements_is_charged():
     wide = ["LDG.E.128 R8, [R10.64]" if line.startswith("LDG.E R8") else line for line in WITH_A_RARE_PART]
     (cost,) = machine_code.passes(listing(*wide))
     assert (cost.slots, cost.rare_slots, cost.xu_slots, cost.loaded) == (7, 0, 1, 32)
 
 
-def test_a_loop_that_reads_little_within_one_that_reads_more_is_what_a_turn_jumps_over():
+def test_an_inner_loop_that_reads_less_is_a_skippable_part():
     code = listing(
         "MOV R1, RZ",
         "LDG.E.U16 R4, [R2.64]",  # the outer loop begins
@@ -111,7 +111,7 @@ def test_a_loop_that_reads_little_within_one_that_reads_more_is_what_a_turn_jump
     assert machine_code.tail(code) == 2
 
 
-def test_the_tail_is_what_stands_outside_the_loops_over_memory():
+def test_the_tail_is_outside_of_the_loops_over_memory():
     code = listing(
         "MOV R1, RZ",
         "MOV R2, RZ",
@@ -122,16 +122,16 @@ def test_the_tail_is_what_stands_outside_the_loops_over_memory():
         "EXIT",
     )
     assert machine_code.tail(code) == 4
-    assert machine_code.tail(listing("LDG.E R1, [R2.64]", "STG.E [R2.64], R1", "EXIT")) == 3  # a merge is all tail
+    assert machine_code.tail(listing("LDG.E R1, [R2.64]", "STG.E [R2.64], R1", "EXIT")) == 3  # a merge is only a tail
 
 
-def test_a_loop_that_only_writes_is_over_memory_too():
+def test_a_loop_that_only_writes_is_a_loop_over_memory():
     code = listing("MOV R1, RZ", "MOV R2, RZ", "STG.E.128 [R2.64], R4", "IADD3 R2, R2, R3, RZ", "@P0 BRA 0x20", "EXIT")
     assert machine_code.tail(code) == 3
     assert machine_code.passes(code) == []
 
 
-def test_the_longest_way_leaves_out_what_is_jumped_over():
+def test_the_longest_path_omits_skipped_parts():
     code = listing(
         "ISETP.NE.AND P0, PT, R1, RZ, PT",
         "@P0 BRA 0x50",
@@ -164,7 +164,7 @@ def cost(slots=100, alu=10, loads=4, waits=1, stored=0, xu=0, rare=0):
 
 
 @pytest.mark.parametrize(
-    ("made", "warps", "bound"),
+    ("pass_", "warps", "bound"),
     [
         (cost(), 64, "memory"),
         (cost(slots=1000), 64, "issue"),
@@ -174,8 +174,8 @@ def cost(slots=100, alu=10, loads=4, waits=1, stored=0, xu=0, rare=0):
         (cost(waits=4), 32, "latency"),
     ],
 )
-def test_the_lowest_roof_is_the_bound(made, warps, bound):
-    assert _roof(made, "H200", warps).bound == bound
+def test_the_lowest_roof_is_the_bound(pass_, warps, bound):
+    assert _roof(pass_, "H200", warps).bound == bound
 
 
 def test_roofs_by_hand():
@@ -187,17 +187,17 @@ def test_roofs_by_hand():
     assert roof.latency * 4.3e12 / 132 == pytest.approx(64 * 32 * 32 / (720e-9 + 460 / 1.83e9), rel=1e-6)
 
 
-def test_a_turn_of_one_warp_waits_for_itself_alone():
+def test_an_iteration_of_one_warp_waits_only_for_itself():
     assert _clocks_a_turn(issue=100, memory=300, waiting=1000, warps=1) == 1400
 
 
-def test_turns_of_many_warps_follow_each_other_at_the_speed_of_the_bottleneck():
+def test_iterations_of_many_warps_run_at_the_speed_of_the_bottleneck():
     assert _clocks_a_turn(issue=100, memory=300, waiting=1000, warps=100) == pytest.approx(300, rel=1e-3)
 
 
 def test_two_warps_by_hand():
-    # Alone a warp takes 40 clocks, 10 of which at the one queue and 10 at the other: the second finds a quarter of it
-    # at each.
+    # A single warp takes 40 clocks, 10 of them at each of the two queues. A second warp finds each queue busy for a
+    # quarter of the time.
     assert _clocks_a_turn(issue=10, memory=10, waiting=20, warps=2) == pytest.approx((12.5 + 12.5 + 20) / 2)
 
 
@@ -206,14 +206,17 @@ def test_phases_that_do_not_overlap():
     found = _phases([first, second], "sm_90", 16)
     assert found.keys() == {"H100", "H200"}
     assert all(0.6 < shares["90%"] < shares["100%"] < 0.95 for shares in found.values())
-    assert found["H200"]["100%"] < found["H100"]["100%"]  # whose memory is slower, its multiprocessors much the same
+    assert found["H200"]["100%"] < found["H100"]["100%"]  # the memory is slower, the multiprocessors are similar
     more = _phases([first, second], "sm_90", 64)
     assert all(more[gpu]["100%"] > found[gpu]["100%"] for gpu in found)
     assert _phases([first], "sm_90", 16) == _phases([second, second], "sm_90", 16) == _phases([], "sm_90", 16) == {}
 
 
-def test_a_pass_between_reading_and_writing_is_a_phase_too():
-    """It reads from the L2 cache: it costs less than the first pass, and more if a share of its bytes is not there."""
+def test_a_pass_between_reading_and_writing_is_a_phase():
+    """It reads from the L2 cache.
+
+    It costs less than the first pass, and more if part of its bytes is not in the cache.
+    """
     first, last = cost(slots=240), cost(slots=350, stored=64)
     two, three, four = (_phases([first] * n + [last], "sm_90", 16) for n in (1, 2, 3))
     for gpu in ("H100", "H200"):
@@ -233,10 +236,10 @@ def test_programs_that_fit(registers, shared, num_warps, programs):
 
 
 def test_the_tables(capsys):
-    made = _pass(cost(slots=352, alu=232, xu=16, rare=40, loads=2, waits=2), 16, "sm_90", num_warps=8, programs=2)
+    pass_ = _pass(cost(slots=352, alu=232, xu=16, rare=40, loads=2, waits=2), 16, "sm_90", num_warps=8, programs=2)
     resources = {"registers": 89, "spills": 0, "shared": 32, "widest_access": 16, "num_warps": 8}
     found = Report(
-        "kernel[bf16]", "kernel", "bf16", {}, "sm_90", **resources, programs=2, occupancy=0.25, passes=[made], tail=77
+        "kernel[bf16]", "kernel", "bf16", {}, "sm_90", **resources, programs=2, occupancy=0.25, passes=[pass_], tail=77
     )
     in_phases = dataclasses.replace(found, phases={"H100": {"100%": 0.9, "90%": 0.8}})
     merge = dataclasses.replace(found, kernel="merge", passes=[], tail=129)

@@ -24,7 +24,7 @@ def run_checks(out):
 
 @pytest.fixture(scope="session")
 def outcome(once):
-    """What became of every check."""
+    """Return the outcome of every check."""
     return json.loads(once("mock_gpu.json", run_checks).read_text())
 
 

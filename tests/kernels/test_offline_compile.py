@@ -18,7 +18,8 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 DRAWS = ("corrupt", "gumbel", "sample_level")
-# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are looked at.
+# Arguments of ``inspect``. Disassembling takes as long as compiling, so it is limited to kernels whose instructions are
+# tested.
 RUNS = {
     "real": " ".join(f"--roofline {name}" for name in ("[bf16", *DRAWS)),
     "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
@@ -26,10 +27,10 @@ RUNS = {
 
 
 def inspect(run, out):
-    """Run in a separate process, because Triton interprets in this one."""
+    """Run ``inspect`` in a separate process, because Triton interprets in this one."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    asked = [*RUNS[run].split(), "--json", "--out", str(out)]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *asked]
+    arguments = [*RUNS[run].split(), "--json", "--out", str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert out.exists(), done.stderr[-2000:]
     assert json.loads(done.stdout) == json.loads(out.read_text())
@@ -37,7 +38,7 @@ def inspect(run, out):
 
 @pytest.fixture(scope="session")
 def reports(once):
-    """(run) -> the records of ``python -m benchmarks inspect``."""
+    """Return a function from the name of a run to the records of ``python -m benchmarks inspect``."""
     return lambda run: json.loads(once(f"inspect_{run}.json", partial(inspect, run)).read_text())
 
 
@@ -64,7 +65,7 @@ def test_an_empty_report_fails():
 
 
 def jit_functions():
-    """(name, names that it mentions) of every function of the package under ``triton.jit``."""
+    """Yield (name, names that it mentions) of every function of the package under ``triton.jit``."""
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
@@ -103,7 +104,7 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
 def test_the_instructions_of_a_draw_are_counted(reports):
     records = [r for r in reports("real") if r["target"] == "sm_90" and any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
-    # Ten rounds of two products of 64 bits give four words: no draw, of half a word, costs less than five such
+    # Ten rounds of two 64-bit products give four words. A draw of half a word costs less than five such products.
     # products.
     assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
     assert {r["function"] for r in records if r["kernel"] in slots} == {
@@ -117,7 +118,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
     assert len(nothing_drawn) > 1
 
 
-# The static roofline of bf16 rows: what the kernels must hold, so that no later change loses it unseen.
+# Static roofline of bf16 rows: required values, so that a later change cannot lose them unnoticed.
 MOST_SLOTS = {"forward": 9, "gradient": 12}
 WEIGHTS = ("weight=*fp32", "factor=*fp32")
 LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
@@ -129,9 +130,10 @@ def counted(reports, target):
 
 
 def row_passes(reports, target):
-    """(kernel, which pass, its figures) of the kernels over rows of bf16 logits; a pass that stores makes the gradient.
+    """Return (kernel, kind of pass, its figures) of the kernels over rows of bf16 logits.
 
-    Of logits as they are or scaled: a cap or a column to skip costs what it costs.
+    A pass that stores computes the gradient. Logits are plain or scaled. Kernels with a cap or a skipped column are
+    omitted, because both need extra slots.
     """
     rows = [r for r in counted(reports, target) if "nll" in r["function"]]
     rows = [r for r in rows if "rate=" not in r["kernel"] and "skip=" not in r["kernel"]]
@@ -153,8 +155,8 @@ def test_every_row_kernel_is_counted(target, reports):
 
 
 @counted_targets
-def test_weights_cost_an_element_nothing(target, reports):
-    """Weights are per row, so a pass issues as many slots as without them, up to the compiler's layout of a loop."""
+def test_weights_cost_nothing_per_element(target, reports):
+    """Weights are per row. A pass issues as many slots as without weights, up to the compiler's layout of a loop."""
     slots = {kernel: p["slots"] for kernel, _, p in row_passes(reports, target)}
     weighed = {kernel: kernel.replace(f", {word}", "") for kernel in slots for word in WEIGHTS if word in kernel}
     assert {kernel.partition("[")[0] for kernel in weighed} == {"token_nll_fwd", "token_nll_fwd_split", "token_nll_bwd"}
@@ -172,7 +174,7 @@ def test_every_kernel_over_rows_has_a_roofline(target, reports):
 
 @counted_targets
 def test_few_issue_slots_of_row_statistics(target, reports):
-    """Log-probabilities and entropy, of logits as they are."""
+    """The statistics are log-probabilities and entropy, of plain logits."""
     most = {"row_stats_parts": 11, "row_stats_bwd": 13.1}  # 13.06 on sm_80 with Triton 3.6, 12.4 with 3.9
     found = {function: [] for function in most}
     for r in counted(reports, target):
@@ -182,13 +184,13 @@ def test_few_issue_slots_of_row_statistics(target, reports):
     assert {function: max(slots) for function, slots in found.items() if max(slots) > most[function]} == {}
 
 
-# 16 bits of noise and a logarithm of each column; the exact scores of a tile are computed only if they may win.
+# 16 bits of noise and one logarithm per column. The exact scores of a tile are computed only if they may win.
 MOST_SLOTS_OF_SAMPLES = {"sample[bf16]": 23, "sample[bf16, noise]": 72, "sample[bf16, noise, gain=i64]": 100}
 
 
 @counted_targets
 def test_few_issue_slots_of_a_sample(target, reports):
-    """The greedy one, one of logits as they are, and one of logits that are capped, scaled and skipped."""
+    """A greedy sample, one of plain logits, and one of capped and scaled logits with a skipped column."""
     found = {r["kernel"]: r["passes"] for r in counted(reports, target) if r["function"] == "sample"}
     slots = {kernel: [p["slots"] for p in passes] for kernel, passes in found.items()}
     assert slots.keys() == MOST_SLOTS_OF_SAMPLES.keys()
@@ -199,17 +201,20 @@ def test_few_issue_slots_of_a_sample(target, reports):
 
 @counted_targets
 def test_few_issue_slots_of_a_mixture(target, reports):
-    """One logarithm for four terms, in one of its loops; the other is for terms too small or too large for it."""
+    """One loop computes one logarithm for four terms.
+
+    The other one is for terms that are too small or too large for it.
+    """
     found = [r for r in counted(reports, target) if r["function"] == "row_stats_mix"]
     assert {len(r["passes"]) for r in found} == {2}
     least = {r["kernel"]: min(p["slots"] for p in r["passes"]) for r in found}
     assert {kernel: slots for kernel, slots in least.items() if slots > 30} == {}
 
 
-# Of a pair of columns, the student's and the teacher's: what each pass of a spec may issue, by what tells its kernel
-# apart. The budget of an H100 is 39.4 for a pass that reads both, 59 for one that writes the gradient too.
+# Most issue slots per pass for a pair of columns (student and teacher), by the properties that distinguish the kernels.
+# The budget of an H100 is 39.4 for a pass that reads both, and 59 for one that also writes the gradient.
 MOST_SLOTS_OF_PAIRS = {
-    "grad, fast": (17, 22),  # kl; 1.3 slots of the first pass move a tile that was loaded one iteration ahead
+    "grad, fast": (17, 22),  # kl; 1.3 slots of the first pass move a tile that was loaded one iteration earlier
     "grad, fast, tv=i64": (17, 18, 17.5),
     "grad, fast, rkl=i64": (22.5, 21.5),
     "grad, fast, jsd=i64": (17, 33, 26),
@@ -219,21 +224,21 @@ MOST_SLOTS_OF_PAIRS = {
 @counted_targets
 @pytest.mark.parametrize("kind", MOST_SLOTS_OF_PAIRS)
 def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
-    """On an A100 and an H100: both rows read in each pass, 16 bytes at a time, and the gradient written in the last."""
+    """On an A100 and an H100, each pass reads both rows, 16 bytes at a time. The last pass also writes the gradient."""
     (found,) = (r for r in counted(reports, target) if r["kernel"] == f"divergence_rows[bf16, {kind}]")
     passes, most = found["passes"], MOST_SLOTS_OF_PAIRS[kind]
     assert [2 * p["bytes"] for p in passes] == [4.0] * (len(most) - 1) + [6.0]
     assert [i for i, p in enumerate(passes) if 2 * p["slots"] > most[i]] == []
     assert all(p["load_width"] == 16 and p["bytes_in_flight"] >= LEAST_BYTES_IN_FLIGHT for p in passes)
     bound = {gpu: {p["roofs"][gpu]["bound"] for p in passes} for gpu in passes[0]["roofs"]}
-    if "jsd" in kind:  # its exponentials and logarithms: 90 % of what an H200 could copy
+    if "jsd" in kind:  # its exponentials and logarithms allow 90 % of the copy rate of an H200
         bound.pop("H200", None)
     assert set(map(frozenset, bound.values())) == {frozenset({"memory"})}
 
 
 @counted_targets
 def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
-    # The only ones that write the gradient to other memory than the logits.
+    # Only these kernels write the gradient to separate memory.
     found = [r for r in counted(reports, target) if r["function"] == "divergence_rows" and "out=" in r["kernel"]]
     passes = {r["kernel"]: [2 * p["bytes"] for p in r["passes"]] for r in found if "grad" in r["kernel"].split(", ")}
     assert len(passes) == 2  # kl, tv
@@ -242,7 +247,7 @@ def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
 
 @counted_targets
 @pytest.mark.parametrize("which", MOST_SLOTS)
-def test_few_issue_slots_an_element(which, target, reports):
+def test_few_issue_slots_per_element(which, target, reports):
     passes = [(kernel, p["slots"]) for kernel, kind, p in row_passes(reports, target) if kind == which]
     assert passes
     assert [(kernel, slots) for kernel, slots in passes if slots > MOST_SLOTS[which]] == []
@@ -256,13 +261,13 @@ def test_wide_loads_leave_together(target, reports):
 
 
 @counted_targets
-def test_enough_bytes_are_on_their_way(target, reports):
+def test_enough_bytes_are_in_flight(target, reports):
     passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports, target)]
     assert [(kernel, nbytes) for kernel, nbytes in passes if nbytes < LEAST_BYTES_IN_FLIGHT] == []
 
 
 @counted_targets
-def test_memory_is_what_binds(target, reports):
+def test_memory_is_the_bound(target, reports):
     roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports, target)]
     assert all(found for _, found in roofs)
     assert [(kernel, gpu) for kernel, found in roofs for gpu, roof in found.items() if roof["bound"] != "memory"] == []

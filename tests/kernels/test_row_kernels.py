@@ -26,7 +26,7 @@ linear_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.linear_n
 tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
 
 INF, NAN = math.inf, math.nan
-TILE = 512  # of one warp: four 16-byte accesses a thread for float32, two for 16 bits
+TILE = 512  # of one warp: four 16-byte accesses per thread for float32, two for 16 bits
 VOCABULARIES = (2 * TILE, 2 * TILE + 203, TILE - 5, 3)
 
 
@@ -39,7 +39,7 @@ def _several_accesses_a_thread(monkeypatch):
 
 
 def rows(V, dtype):
-    """(logits, targets) by the name of the row."""
+    """Return (logits, targets) by the name of the row."""
     torch.manual_seed(V)
     info = torch.finfo(dtype)
     high = 1e4
@@ -53,8 +53,8 @@ def rows(V, dtype):
         row[list(columns)] = values
         return row
 
-    peak = 9.0  # little above the others: its NLL is of the size of the logits
-    made = {
+    peak = 9.0  # slightly above the others: its NLL is of the size of the logits
+    rows_by_name = {
         "tame": (drawn(), middle),
         "up": (drawn() + high, first),
         "down": (drawn() - high, last),
@@ -82,12 +82,12 @@ def rows(V, dtype):
         "target far too large": (drawn(), 2**32 + 1),
         "target negative": (drawn(), -5),
     }
-    logits = torch.stack([row for row, _ in made.values()]).to(dtype)
-    return list(made), logits.to(DEVICE), torch.tensor([y for _, y in made.values()], device=DEVICE)
+    logits = torch.stack([row for row, _ in rows_by_name.values()]).to(dtype)
+    return list(rows_by_name), logits.to(DEVICE), torch.tensor([y for _, y in rows_by_name.values()], device=DEVICE)
 
 
 def exact_and_plain(logits, targets, scale):
-    """(nll, gradient) in float64 and in the dtype of the sums, and the argmax-match."""
+    """Compute (nll, gradient) in float64 and in the dtype of the sums, and the argmax match."""
     acc = torch.promote_types(logits.dtype, torch.float32)
     both = (
         value_and_grads(lambda x: reference.token_nll(x, targets), [logits.to(dtype)], scale)
@@ -96,15 +96,15 @@ def exact_and_plain(logits, targets, scale):
     return (*both, reference.argmax_match(logits, targets))
 
 
-def in_rows_of_their_own(logits, offset):
-    """Copy the rows to an odd row stride, beginning ``offset`` columns into their memory."""
+def in_separate_memory(logits, offset):
+    """Copy the rows to memory with an odd row stride, beginning ``offset`` columns into it."""
     N, V = logits.shape
     memory = torch.full((N, V + 5 + (V % 2)), NAN, dtype=logits.dtype, device=DEVICE)
     view = memory[:, offset : offset + V]
     return view.copy_(logits)
 
 
-# Each gives (nll, gradient, argmax-match, factor of the gradient that is still to come).
+# Each returns (nll, gradient, argmax match, factor by which the gradient is still to be multiplied).
 
 
 def forward_and_backward(logits, targets, scale):
@@ -144,7 +144,7 @@ def test_every_kind_of_row(path, V, dtype, monkeypatch):
     exact, plain, matches = exact_and_plain(logits, targets, scale)
     ordinary = logits.abs().amax(1) < 10
     for offset in (None, 3):
-        theirs = logits.clone() if offset is None else in_rows_of_their_own(logits, offset)
+        theirs = logits.clone() if offset is None else in_separate_memory(logits, offset)
         nll, grad, correct, factor = PATHS[path](theirs, targets, scale)
         for i, name in enumerate(names):
             assert_same_specials(nll[i], exact[0][i], name)
@@ -159,10 +159,10 @@ def test_every_kind_of_row(path, V, dtype, monkeypatch):
 
 @pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk])
 @pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
-def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
+def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset):
     """Memory beside the rows is not written."""
-    skipped, weightless, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # beginning wherever a row may, of 16 bytes
-    logits = in_rows_of_their_own(torch.full((10, V), NAN, device=DEVICE), offset)
+    skipped, weightless, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # rows at any alignment relative to 16 bytes
+    logits = in_separate_memory(torch.full((10, V), NAN, device=DEVICE), offset)
     logits[read] = torch.randn(len(read), V, device=DEVICE)
     targets, scale = torch.full((10,), 4, device=DEVICE), torch.full((10,), 2.0, device=DEVICE)
     targets[skipped], scale[weightless] = -100, 0
@@ -179,17 +179,17 @@ def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_programs_run_in_any_order(path, last_program_first, monkeypatch):
+def test_programs_run_in_any_order(path, reverse_program_order, monkeypatch):
     test_every_kind_of_row(path, TILE + 13, torch.float32, monkeypatch)
-    test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(PATHS[path], TILE, 0)
+    test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(PATHS[path], TILE, 0)
 
 
-def without_rows(op, *of_rows, **options):
-    """A call of an op on logits ``[0, 7]``, forward and backward."""
+def without_rows(op, *row_inputs, **options):
+    """Return a call of an op on logits ``[0, 7]``, forward and backward."""
 
     def call():
         x = torch.zeros(0, 7, device=DEVICE, requires_grad=True)
-        found = op(x, *(t.to(DEVICE) for t in of_rows), backend="triton", **options)[0]
+        found = op(x, *(t.to(DEVICE) for t in row_inputs), backend="triton", **options)[0]
         (gradient,) = torch.autograd.grad(found.sum(), x)
         assert gradient.shape == x.shape
 

@@ -1,4 +1,4 @@
-"""Draft distillation: compared with the trainers' code and formulas; its cost; bad input."""
+"""Draft distillation: compared with the trainers' code and formulas; number of products; bad input."""
 
 import importlib
 import math
@@ -17,13 +17,13 @@ from tests.support import trainers
 from tests.support.parity import value_and_grads
 
 NAN = math.nan
-B, N, BLOCK, V, D = 2, 3, 4, 19, 8  # blocks of BLOCK rows, the anchor's with them
+B, N, BLOCK, V, D = 2, 3, 4, 19, 8  # blocks of BLOCK rows, including the anchor's
 T = N * BLOCK
 forms = pytest.mark.parametrize("form", ["logits", "hidden"])
 
 
 def drawn(seed=0, dtype=torch.float32):
-    """Hidden states of both models, their head, targets, rows that count (no anchors), logits of a confidence head."""
+    """Draw hidden states of both models, their head, targets, counted rows (no anchors), logits of the confidence."""
     torch.manual_seed(seed)
     mask = torch.rand(B, T) < 0.7
     mask[:, ::BLOCK] = False
@@ -38,12 +38,12 @@ def drawn(seed=0, dtype=torch.float32):
     return SimpleNamespace(**{name: t.to(DEVICE) for name, t in drawn.items()})
 
 
-def total(loss, form, i, h, w, **given):
+def total(loss, form, i, h, w, **arguments):
     """Return the loss in either form, with a teacher that shares the head."""
     if form == "logits":
         teacher = F.linear(i.teacher, w).detach()
-        return loss(F.linear(h, w), teacher, i.targets, i.mask, **given)
-    return loss.forward_fused(h, w, i.teacher, i.targets, i.mask, **given)
+        return loss(F.linear(h, w), teacher, i.targets, i.mask, **arguments)
+    return loss.forward_fused(h, w, i.teacher, i.targets, i.mask, **arguments)
 
 
 def assert_same(ours, theirs, *leaves):
@@ -78,7 +78,10 @@ def speculators():
 
 
 def specforge_model(owner, w, **settings):
-    """A training wrapper of that class without a draft model: its objective is a function of hidden states and head."""
+    """Create a training wrapper of this class without a draft model.
+
+    Its objective depends only on hidden states and head.
+    """
     model = owner.__new__(owner)
     torch.nn.Module.__init__(model)
     model.lm_head = lambda h: F.linear(h, w)
@@ -93,7 +96,7 @@ def in_blocks(t):
 
 
 def specforge_dflash(specforge, i, h, w, loss_type="dflash", gamma=None, alpha=0.5):
-    """What its forward pass does after the draft model, over the chunks of blocks."""
+    """Run the part of its forward pass after the draft model, over the chunks of blocks."""
     model = specforge_model(
         specforge.OnlineDFlashModel, w, loss_type=loss_type, loss_decay_gamma=gamma, dpace_alpha=alpha
     )
@@ -117,7 +120,7 @@ def formula_of_dflash(i, h, w, loss_type="dflash", gamma=None, alpha=0.5):
 
 
 def specforge_dspark(specforge, i, h, w, s, gamma, teacher_rows):
-    """Its teacher's hidden states are those of the sequence, of which each row is given the one before its label's."""
+    """Run DSpark. The teacher's hidden states cover the sequence; each row takes the one before its label's."""
     draft_model = SimpleNamespace(
         apply_logits_head=lambda base, **_: base, predict_confidence=lambda *_, **__: in_blocks(s), confidence_head=True
     )
@@ -154,10 +157,10 @@ def ours_of_dflash(form, loss_type, gamma, i):
         loss = DraftDistillationLoss.preset("specforge-dflash", loss_gamma=gamma)
     else:
         loss = DraftDistillationLoss.preset("specforge-dpace", position_weights=loss_type)
-    given = {"num_sequences": B, "block_size": BLOCK}
+    arguments = {"num_sequences": B, "block_size": BLOCK}
     if form == "logits":
-        return lambda h, w: loss(F.linear(h, w), None, i.targets, i.mask, **given).total_loss
-    return lambda h, w: loss.forward_fused(h, w, None, i.targets, i.mask, **given).total_loss
+        return lambda h, w: loss(F.linear(h, w), None, i.targets, i.mask, **arguments).total_loss
+    return lambda h, w: loss.forward_fused(h, w, None, i.targets, i.mask, **arguments).total_loss
 
 
 @forms
@@ -175,8 +178,8 @@ def test_specforge_without_a_teacher(specforge, loss_type, gamma):
     assert_same(ours, lambda h, w: specforge_dflash(specforge, i, h, w, loss_type, gamma), i.hidden, i.head)
 
 
-def rows_of_a_teacher():
-    """Each row's, in a sequence of its own, in any order and more than once."""
+def draw_teacher_rows():
+    """Return teacher rows within each sequence, in any order and with repetitions."""
     torch.manual_seed(1)
     return (torch.randint(0, T, (B, T)) + T * torch.arange(B)[:, None]).to(DEVICE)
 
@@ -197,24 +200,24 @@ def ours_of_dspark(i, gamma, teacher_rows, found=None):
 
 @pytest.mark.parametrize("gamma", [None, 3.0])
 def test_the_formula_of_dspark(gamma):
-    """The teacher's rows are read where they are."""
-    i, rows = drawn(), rows_of_a_teacher()
+    """The rows of the teacher are read in place."""
+    i, rows = drawn(), draw_teacher_rows()
     theirs = lambda h, w, s: formula_of_dspark(i, h, w, s, gamma, rows)  # noqa: E731
     assert_same(ours_of_dspark(i, gamma, rows), theirs, i.hidden, i.head, i.confidence)
 
 
 @pytest.mark.parametrize("gamma", [None, 3.0])
 def test_dspark_of_specforge(specforge, gamma):
-    """And its metrics: agreement with the teacher, and what sampling accepts of a block, a bonus token with it.
+    """Loss and metrics are compared: agreement with the teacher, and the length accepted by sampling, plus a bonus.
 
-    There a row that is not valid ends the block, as all behind it are not valid either.
+    In SpecForge, an invalid row ends the block. The test therefore makes all later rows of the block invalid, too.
     """
-    i, rows, found, metrics = drawn(), rows_of_a_teacher(), [], []
+    i, rows, found, metrics = drawn(), draw_teacher_rows(), [], []
     i.mask = in_blocks(torch.rand(B, T, device=DEVICE) < 0.8).int().cumprod(-1).bool().reshape(B, T)
 
     def theirs(h, w, s):
-        loss, of_call = specforge_dspark(specforge, i, h, w, s, gamma, rows)
-        metrics.append(of_call)
+        loss, call_metrics = specforge_dspark(specforge, i, h, w, s, gamma, rows)
+        metrics.append(call_metrics)
         return loss
 
     assert_same(ours_of_dspark(i, gamma, rows, found), theirs, i.hidden, i.head, i.confidence)
@@ -226,7 +229,7 @@ def test_dspark_of_specforge(specforge, gamma):
     torch.testing.assert_close(length, (lengths / blocks).float())
 
 
-# (preset, changes, its loss function, how it weighs, whether the anchor predicts)
+# (preset, changes, loss function of speculators, its weighting, whether the anchor predicts)
 SPECULATORS = {
     "dflash, as trained": ("speculators-dflash", {}, "ce", "dpace", False),
     "dflash, as its function": (
@@ -241,7 +244,7 @@ SPECULATORS = {
 
 
 def plain_speculators(i, h, w, s, loss_fn, weighting, from_anchor):
-    """All sequences of the batch one after the other in one, as it packs them."""
+    """Compute the loss with all sequences of the batch packed into one."""
     z, t, mask = (
         F.linear(h, w).flatten(0, 1),
         F.linear(i.teacher, w).detach().flatten(0, 1),
@@ -282,7 +285,7 @@ def speculators_metrics(speculators, i, h, w, s, loss_fn, weighting, from_anchor
 
 
 def speculators_case(name, form, i, found=None):
-    """(ours, the inputs that both take, their arguments behind these)."""
+    """Return (loss of the package, its leaves, further arguments of the loss of speculators)."""
     preset, changes, *theirs = SPECULATORS[name]
     loss = DraftDistillationLoss.preset(preset, **changes)
     if theirs[-1]:
@@ -290,8 +293,8 @@ def speculators_case(name, form, i, found=None):
     leaves = [i.hidden, i.head] + ([i.confidence] if preset == "speculators-dspark" else [])
 
     def ours(h, w, s=None):
-        given = {"num_tokens": i.mask.sum() + 1e-5, "block_size": BLOCK, "confidence_logits": s}
-        out = total(loss, form, i, h, w, **given)
+        arguments = {"num_tokens": i.mask.sum() + 1e-5, "block_size": BLOCK, "confidence_logits": s}
+        out = total(loss, form, i, h, w, **arguments)
         if found is not None:
             found.append(out)
         return out.total_loss
@@ -309,9 +312,9 @@ def test_the_formulas_of_speculators(name, form):
 
 @pytest.mark.parametrize("name", SPECULATORS)
 def test_speculators(speculators, name):
-    """And its metrics: accuracy at each position, the length of the greedy prefix, and by sampling.
+    """Loss and metrics are compared: accuracy at each position, and the accepted length, greedy and by sampling.
 
-    There a row that is not valid ends the block, as all behind it are not valid either.
+    In speculators, an invalid row ends the block. The test therefore makes all later rows of the block invalid, too.
     """
     i, found, metrics = drawn(), [], []
     i.mask = in_blocks(i.mask | (torch.arange(T, device=DEVICE) % BLOCK == 0)).int().cumprod(-1).bool().reshape(B, T)
@@ -319,23 +322,23 @@ def test_speculators(speculators, name):
     ours, leaves, theirs = speculators_case(name, "hidden", i, found)
 
     def value(h, w, s=None):
-        loss, of_call = speculators_metrics(speculators, i, h, w, s, *theirs)
-        metrics.append(of_call)
+        loss, call_metrics = speculators_metrics(speculators, i, h, w, s, *theirs)
+        metrics.append(call_metrics)
         return loss
 
     assert_same(ours, value, *leaves)
-    out, of_call, first = found[0], metrics[0], 0 if theirs[-1] else 1
+    out, call_metrics, first = found[0], metrics[0], 0 if theirs[-1] else 1
     for k in range(first, BLOCK):
-        assert out.draft_correct_per_pos[k] == of_call[f"position_{k}_acc_sum"]
-        assert out.draft_count_per_pos[k] == of_call[f"position_{k}_acc_total"]
-    given = {"anchor_row": True, "bonus": True}
+        assert out.draft_correct_per_pos[k] == call_metrics[f"position_{k}_acc_sum"]
+        assert out.draft_count_per_pos[k] == call_metrics[f"position_{k}_acc_total"]
+    arguments = {"anchor_row": True, "bonus": True}
     torch.testing.assert_close(
-        acceptance_length(out, i.mask, BLOCK, **given), of_call["eal_sum"] / of_call["eal_total"]
+        acceptance_length(out, i.mask, BLOCK, **arguments), call_metrics["eal_sum"] / call_metrics["eal_total"]
     )
-    if "accept_len_sum" in of_call:
-        by_sampling = acceptance_length(out, i.mask, BLOCK, sampling=True, **given)
-        torch.testing.assert_close(by_sampling, of_call["accept_len_sum"] / of_call["accept_len_total"])
-        torch.testing.assert_close(out.acceptance_rate.sum(), of_call["accept_rate_sum"])
+    if "accept_len_sum" in call_metrics:
+        by_sampling = acceptance_length(out, i.mask, BLOCK, sampling=True, **arguments)
+        torch.testing.assert_close(by_sampling, call_metrics["accept_len_sum"] / call_metrics["accept_len_total"])
+        torch.testing.assert_close(out.acceptance_rate.sum(), call_metrics["accept_rate_sum"])
 
 
 @pytest.mark.parametrize(
@@ -345,9 +348,9 @@ def test_speculators(speculators, name):
 def test_the_weight_of_an_anchor_that_is_not_masked(name, anchor, loss_gamma):
     i = drawn()
     loss = DraftDistillationLoss.preset(name, position_weights="decay", loss_gamma=loss_gamma, reduction="none")
-    given = {"confidence_logits": i.confidence} if name == "specforge-dspark" else {}
+    arguments = {"confidence_logits": i.confidence} if name == "specforge-dspark" else {}
     weights = loss.forward_fused(
-        i.hidden, i.head, i.teacher, i.targets, torch.ones_like(i.mask), block_size=BLOCK, **given
+        i.hidden, i.head, i.teacher, i.targets, torch.ones_like(i.mask), block_size=BLOCK, **arguments
     ).row_weights.view(B, N, BLOCK)
     second = math.exp(-1 / loss_gamma) if loss_gamma and anchor else 1.0
     torch.testing.assert_close(weights[..., 1] / second, torch.ones_like(weights[..., 1]))
@@ -363,26 +366,26 @@ def test_an_unknown_preset():
         DraftDistillationLoss.preset("dspark")
 
 
-# What it is made of --------------------------------------------------------------------------------------------------
+# Components -----------------------------------------------------------------------------------------------------------
 
 
 @forms
-def test_the_teacher_is_a_constant_and_the_rest_as_the_op_has_it(form):
-    """A smaller vocabulary, a temperature, transforms of each side, a head of the teacher's own with its bias."""
+def test_the_teacher_is_a_constant_and_options_reach_the_op(form):
+    """The options are a smaller vocabulary, a temperature, transforms per side, and a separate head of the teacher."""
     i, columns = drawn(), torch.randperm(V + 5, device=DEVICE)[:V]
     own = torch.randn(V + 5, 6, device=DEVICE, requires_grad=True), torch.randn(V + 5, device=DEVICE)
     teacher = torch.randn(B, T, 6, device=DEVICE, requires_grad=True)
     options = {"softcap": 9.0, "teacher_transform": {"scale": 0.5}, "temperature": 2.0}
     loss = DraftDistillationLoss({"lk": 0.5, "nla": 0.5}, None, eta=2.0, floor=1e-3, kl_scale=0.7, **options)
     h = i.hidden.clone().requires_grad_()
-    asked = {"kind": loss.kind, "eta": 2.0, "floor": 1e-3, "kl_scale": 0.7, "draft_to_target": columns, **options}
+    op_options = {"kind": loss.kind, "eta": 2.0, "floor": 1e-3, "kl_scale": 0.7, "draft_to_target": columns, **options}
     if form == "hidden":
         out = loss.forward_fused(
             h, i.head, teacher, None, i.mask, teacher_weight=own[0], teacher_bias=own[1], draft_to_target=columns
         )
     else:
         out = loss(F.linear(h, i.head), F.linear(teacher, *own), None, i.mask, draft_to_target=columns)
-    expected = reference.divergence(F.linear(h, i.head), F.linear(teacher, *own), i.mask.float(), **asked)
+    expected = reference.divergence(F.linear(h, i.head), F.linear(teacher, *own), i.mask.float(), **op_options)
     torch.testing.assert_close(out.total_loss, expected.loss)
     torch.testing.assert_close(out.acceptance_rate, expected.acceptance_rate)
     assert torch.equal(out.draft_correct, expected.agree)
@@ -393,7 +396,7 @@ def test_the_teacher_is_a_constant_and_the_rest_as_the_op_has_it(form):
 
 
 def test_a_markov_head_of_either_side():
-    """Thin products that are added to the logits; only the draft's has a gradient."""
+    """Thin products are added to the logits; only the draft's has a gradient."""
     i = drawn()
     u, second, its_u, its_second = (torch.randn(*size, 3, device=DEVICE) for size in ((B, T), (V,), (B, T), (V,)))
     loss = DraftDistillationLoss.preset("specforge-dspark")
@@ -419,7 +422,7 @@ def test_the_mean_of_a_in_lk():
 
 @forms
 @pytest.mark.parametrize(
-    ("settings", "alike"),
+    ("settings", "equal_weights"),
     [
         ({"normalize": "mean", "decay_from": 1}, False),
         ({"normalize": "sequence_blocks"}, False),
@@ -428,8 +431,8 @@ def test_the_mean_of_a_in_lk():
     ],
     ids=labelled,
 )
-def test_the_mean_of_a_is_the_same_whatever_is_returned(form, settings, alike):
-    """Of rows by their decay, or with D-PACE's weights of all valid rows alike."""
+def test_the_mean_of_a_is_independent_of_the_reduction(form, settings, equal_weights):
+    """The mean weights the rows by their decay or, with D-PACE's weights, all valid rows equally."""
     i = drawn(1)
     found = []
     for reduction in ("total", "none"):
@@ -441,7 +444,7 @@ def test_the_mean_of_a_is_the_same_whatever_is_returned(form, settings, alike):
     torch.testing.assert_close(rows.total_loss, out.total_loss)
     torch.testing.assert_close(grads_of_rows, grads)
     a = out.acceptance_rate
-    shares = torch.where(i.mask, 1.0, 0.0) if alike else rows.row_weights
+    shares = torch.where(i.mask, 1.0, 0.0) if equal_weights else rows.row_weights
     if settings.get("normalize") == "sequence_blocks":
         shares = shares / i.mask.view(B, N, BLOCK).any(-1).sum(1, keepdim=True)
     z, t = F.linear(i.hidden, i.head), F.linear(i.teacher, i.head)
@@ -456,7 +459,7 @@ def test_the_mean_of_a_is_the_same_whatever_is_returned(form, settings, alike):
 @pytest.mark.parametrize("kind", ["kl", "ce"])
 @pytest.mark.parametrize("reduction", ["total", "none"])
 def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
-    """Even if they are not masked: they are not counted as misses, and have no acceptance rate."""
+    """This also holds for rows that are not masked: they do not count as misses, and have no acceptance rate."""
     i = drawn(2)
     loss = DraftDistillationLoss(kind, 2.0, normalize="mean", anchor_row=True, decay_from=1, reduction=reduction)
     expected = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
@@ -468,8 +471,8 @@ def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
 
 @forms
 @pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=labelled)
-def test_the_confidence_learns_the_acceptance_rate_alone(form, settings):
-    """Its logits receive no gradient through a, and invalid rows are not read."""
+def test_the_confidence_learns_only_the_acceptance_rate(form, settings):
+    """The logits of the confidence receive no gradient through a, and invalid rows are not read."""
     i = drawn()
     loss = DraftDistillationLoss("tv", confidence_weight=0.3, reduction="none", anchor_row=True, **settings)
     s = i.confidence.masked_fill(~i.mask, NAN).requires_grad_()
@@ -480,10 +483,10 @@ def test_the_confidence_learns_the_acceptance_rate_alone(form, settings):
     torch.testing.assert_close(out.row_losses, torch.where(i.mask, weights * (1 - a + 0.3 * bce), 0.0))
     torch.testing.assert_close(out.total_loss, out.row_losses.sum())
     torch.testing.assert_close(out.dllm_loss, (weights * (1 - a))[i.mask].sum())
-    of_s, of_h = torch.autograd.grad(out.row_losses.sum(), (s, h))
-    torch.testing.assert_close(of_s, torch.where(i.mask, 0.3 * weights * (i.confidence.sigmoid() - a), 0.0))
+    grad_s, grad_h = torch.autograd.grad(out.row_losses.sum(), (s, h))
+    torch.testing.assert_close(grad_s, torch.where(i.mask, 0.3 * weights * (i.confidence.sigmoid() - a), 0.0))
     without = total(loss, form, i, h, i.head, block_size=BLOCK)
-    torch.testing.assert_close(of_h, torch.autograd.grad(without.total_loss, h)[0])
+    torch.testing.assert_close(grad_h, torch.autograd.grad(without.total_loss, h)[0])
 
 
 def test_sampling_accepts_by_hand():
@@ -498,7 +501,7 @@ def test_sampling_accepts_by_hand():
 
 @forms
 def test_parts_of_a_step_add_up(form):
-    """Blocks in two micro-batches, given the counts of the whole step; also for the mean of weights."""
+    """Two micro-batches of blocks receive the counts of the whole step. The mean over weights is included."""
     i = drawn()
     i.mask[:, 1] = True
     valid = in_blocks(i.mask).any(-1)
@@ -510,11 +513,11 @@ def test_parts_of_a_step_add_up(form):
         for settings in ({}, {"position_weights": "dpace", "confidence": "acceptance"}):
             loss = DraftDistillationLoss("kl", normalize=normalize, anchor_row=True, **settings)
             whole = total(loss, form, i, i.hidden, i.head, block_size=BLOCK, **counts)
-            given = {"total_weight": whole.weight_sum} if normalize == "mean" else counts
+            arguments = {"total_weight": whole.weight_sum} if normalize == "mean" else counts
 
-            def part(columns, loss=loss, given=given):
+            def part(columns, loss=loss, arguments=arguments):
                 cut = SimpleNamespace(**{n: t if n == "head" else t[:, columns] for n, t in vars(i).items()})
-                return total(loss, form, cut, cut.hidden, i.head, block_size=BLOCK, **given).total_loss
+                return total(loss, form, cut, cut.hidden, i.head, block_size=BLOCK, **arguments).total_loss
 
             parts = part(slice(0, BLOCK)) + part(slice(BLOCK, None))
             torch.testing.assert_close(parts, whole.total_loss, msg=normalize)
@@ -546,7 +549,7 @@ def test_products_with_a_frozen_head(kind, settings, products):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["hidden", "logits"])
 def test_compiled(form):
-    """Without a break, and with another count."""
+    """The graph has no break, and serves another count."""
     i = drawn()
     loss = DraftDistillationLoss.preset("specforge-dspark", loss_gamma=3.0)
 
@@ -596,7 +599,7 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
     ids=labelled,
 )
 def test_bad_settings(error, message, settings):
-    """At construction, and in a call for attributes assigned later."""
+    """Settings are checked at construction, and in each call because attributes may be assigned later."""
     with pytest.raises(error, match="^" + re.escape(message)):
         DraftDistillationLoss(**settings)
     loss = DraftDistillationLoss()
@@ -645,11 +648,11 @@ WRONG = [
 
 
 def call(form, settings, **changes):
-    """From rows of either form, with these changes."""
+    """Call the loss with rows of either form and these changes."""
     loss = DraftDistillationLoss(**settings)
-    given = {"teacher": X if form == "logits" else H, "target_ids": Y, "block_mask": ON} | changes
-    given[f"teacher_{form}"] = given.pop("teacher")
-    return loss(X, **given) if form == "logits" else loss.forward_fused(H, W, **given)
+    arguments = {"teacher": X if form == "logits" else H, "target_ids": Y, "block_mask": ON} | changes
+    arguments[f"teacher_{form}"] = arguments.pop("teacher")
+    return loss(X, **arguments) if form == "logits" else loss.forward_fused(H, W, **arguments)
 
 
 @forms
@@ -693,8 +696,8 @@ def test_a_wrong_teacher(message, changes):
 
 
 @forms
-def test_a_negative_total_weight_that_nobody_may_read_makes_the_loss_nan(form):
-    """In a compiled step, as on a GPU, because reading it would be a host sync."""
+def test_a_negative_total_weight_that_cannot_be_read_makes_the_loss_nan(form):
+    """In a compiled step, as on a GPU, reading it would be a host sync."""
     step = torch.compile(
         lambda n: call(form, {"normalize": "mean"}, total_weight=n), backend="aot_eager", fullgraph=True
     )
@@ -704,8 +707,8 @@ def test_a_negative_total_weight_that_nobody_may_read_makes_the_loss_nan(form):
     )
 
 
-def test_its_parts_are_those_of_the_package():
-    """One sequence of one block: D-PACE of a times the divergence, from the two ops."""
+def test_the_loss_equals_dpace_weights_times_the_divergence():
+    """One sequence of one block: the loss is D-PACE of a times the divergence, computed with the two ops."""
     i = drawn()
     each = linear_divergence(i.hidden, i.head, i.teacher, i.mask, reduction="none")
     weights = dpace_weights(each.acceptance_rate, i.mask)
@@ -715,7 +718,7 @@ def test_its_parts_are_those_of_the_package():
 
 
 def test_a_coefficient_of_the_cross_entropy_without_a_teacher():
-    """With D-PACE the rows are computed one by one, and each is multiplied by it."""
+    """With D-PACE, the loss is computed per row, and each row is multiplied by the coefficient."""
     torch.manual_seed(0)
     logits, targets, mask = torch.randn(1, 6, 11), torch.randint(0, 11, (1, 6)), torch.ones(1, 6)
     losses = [

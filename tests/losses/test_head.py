@@ -17,7 +17,7 @@ FUSED, FROM_LOGITS = mtp.FusedLinearCrossEntropy, mtp.MaskedCrossEntropy
 
 
 class LoRALinear(nn.Linear):
-    """What adapters make of a linear layer."""
+    """A linear layer as an adapter library modifies it."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -27,13 +27,13 @@ class LoRALinear(nn.Linear):
         return super().forward(hidden) + hidden @ self.a.t() @ self.b.t()
 
 
-class SaysMore(LossHead):
+class DoublesInput(LossHead):
     def forward(self, hidden, loss=None):
         return super().forward(2 * hidden, loss)
 
 
-class NamedOnly(nn.Linear):
-    """A subclass that computes what nn.Linear does."""
+class SameAsLinear(nn.Linear):
+    """A subclass that computes the same as nn.Linear."""
 
     def a_method(self):
         pass
@@ -56,7 +56,10 @@ def with_forward():
 
 MORE = {
     "adapter": (lambda: LoRALinear(H, V), r"tests\.losses\.test_head\.LoRALinear with a forward of its own"),
-    "subclass of LossHead": (lambda: SaysMore(H, V), r"tests\.losses\.test_head\.SaysMore with a forward of its own"),
+    "subclass of LossHead": (
+        lambda: DoublesInput(H, V),
+        r"tests\.losses\.test_head\.DoublesInput with a forward of its own",
+    ),
     "forward set on it": (with_forward, r"torch\.nn\.modules\.linear\.Linear with a forward set on the object"),
     "forward hook": (with_hook("register_forward_hook"), r"torch\.nn\.modules\.linear\.Linear with a hook, .*lambda"),
     "forward pre-hook": (with_hook("register_forward_pre_hook"), r"torch\.nn\.modules\.linear\.Linear with a hook"),
@@ -135,8 +138,8 @@ def expected(head):
 @pytest.mark.parametrize("kind", MORE)
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 def test_a_head_that_does_more_is_not_bypassed(entry, kind):
-    make, what = MORE[kind]
-    with pytest.raises(ValueError, match=rf"must do no more than an nn\.Linear.*, got {what}.*{ADVICE[entry]}"):
+    make, description = MORE[kind]
+    with pytest.raises(ValueError, match=rf"must do no more than an nn\.Linear.*, got {description}.*{ADVICE[entry]}"):
         ENTRY_POINTS[entry](Model(make()), FUSED)
 
 
@@ -151,7 +154,7 @@ def test_from_logits_the_head_itself_is_called_and_trains(entry, kind):
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("make", [nn.Linear, NamedOnly, LossHead])
+@pytest.mark.parametrize("make", [nn.Linear, SameAsLinear, LossHead])
 @pytest.mark.parametrize("entry", ENTRY_POINTS)
 def test_a_head_that_is_a_linear_layer_is_used(entry, make):
     model = Model(make(H, V))
@@ -162,7 +165,7 @@ def test_a_head_that_is_a_linear_layer_is_used(entry, make):
 
 
 @pytest.mark.parametrize("entry", ["loss_in_head", *BY_WEIGHT])
-def test_a_parametrized_weight_trains_what_it_is_made_of(entry):
+def test_a_parametrized_weight_trains_its_original_parameters(entry):
     head = parametrizations.weight_norm(nn.Linear(H, V))
     model = Model(head)
     wanted = torch.autograd.grad(expected(head), list(model.parameters()))
@@ -180,13 +183,13 @@ def test_a_loss_head_cannot_take_over_a_parametrization():
         LossHead.of(head)
 
 
-def test_a_loss_head_is_made_of_a_linear_layer():
+def test_a_loss_head_is_created_from_a_linear_layer():
     with pytest.raises(TypeError, match=r"linear must be an nn\.Linear, got torch\.nn\.modules\.sparse\.Embedding"):
         LossHead.of(nn.Embedding(V, H))
 
 
-def test_a_loss_head_is_made_before_sharding_adds_its_hooks():
-    """FSDP2 gathers in a hook, which a head created afterwards would lack."""
+def test_a_loss_head_must_be_created_before_sharding_adds_its_hooks():
+    """FSDP2 gathers in a hook, which a head created after sharding would lack."""
     head = nn.Linear(H, V)
 
     def gather(*_):
@@ -213,7 +216,7 @@ class NormHead(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A wrapper as adapter libraries make it."""
+    """A wrapper as adapter libraries create it."""
 
     def __init__(self, base):
         super().__init__()
@@ -224,7 +227,7 @@ class Adapted(nn.Module):
 
 
 class FoundByName(nn.Module):
-    """The head is found by its name only."""
+    """A model whose head is found only by its name."""
 
     def __init__(self, head, name="lm_head"):
         super().__init__()
@@ -241,7 +244,7 @@ def test_a_head_of_another_class_is_not_bypassed(entry, model):
 
 @pytest.mark.parametrize("name", ["lm_head", "my_lm_head"])
 @pytest.mark.parametrize(
-    ("head", "what"),
+    ("head", "description"),
     [
         (Adapted(nn.Linear(H, V)), r"tests\.losses\.test_head\.Adapted with a forward of its own"),
         (
@@ -252,14 +255,14 @@ def test_a_head_of_another_class_is_not_bypassed(entry, model):
     ],
 )
 @pytest.mark.parametrize("entry", BY_WEIGHT)
-def test_a_parameter_inside_a_head_does_not_stand_for_it(entry, head, what, name):
-    with pytest.raises(ValueError, match=f"got {what}"):
+def test_a_parameter_inside_a_head_does_not_replace_it(entry, head, description, name):
+    with pytest.raises(ValueError, match=f"got {description}"):
         BY_WEIGHT[entry](FoundByName(head, name), FUSED)
 
 
 @pytest.mark.parametrize("make", [lambda h: nn.ModuleList([h]), lambda h: nn.ModuleDict({"a": h}), lambda h: h.weight])
 @pytest.mark.parametrize("entry", BY_WEIGHT)
-def test_a_parameter_that_is_all_of_the_head_is_used(entry, make):
+def test_the_only_parameter_of_a_head_is_used(entry, make):
     head = nn.Linear(H, V, bias=False)
     torch.testing.assert_close(BY_WEIGHT[entry](FoundByName(make(head), "my_lm_head"), FUSED), expected(head))
 
@@ -267,8 +270,8 @@ def test_a_parameter_that_is_all_of_the_head_is_used(entry, make):
 @pytest.mark.parametrize(
     ("entry", "base"), [*((entry, FUSED) for entry in BY_WEIGHT), ("calculate_mtp_loss", FROM_LOGITS)]
 )
-def test_a_tied_embedding_and_a_mere_holder_are_used(entry, base):
-    """Neither has a forward that takes hidden states; a hook on an embedding is its own affair."""
+def test_a_tied_embedding_and_a_plain_container_are_used(entry, base):
+    """Neither has a forward that takes hidden states. A hook on an embedding does not affect the logits."""
     embedding, holder = nn.Embedding(V, H), nn.Module()
     embedding.register_forward_hook(lambda *_: None)
     holder.weight = nn.Parameter(embedding.weight.detach().clone())
@@ -284,20 +287,20 @@ def test_a_head_without_a_weight_is_named():
         main_loss(Model(nn.ModuleList()), FUSED)
 
 
-def test_a_weight_handed_over_is_the_callers_own_choice():
-    """For a head of another class whose logits are made with its weight alone."""
+def test_an_explicit_weight_is_accepted():
+    """An explicit weight is accepted for a head of another class whose logits depend only on its weight."""
     hidden, labels = inputs()
     model = Model(LoRALinear(H, V, bias=False))
     wanted = reference.masked_cross_entropy(hidden @ model.lm_head.weight.t(), labels)
-    given = {"labels": labels, "model": model, "lm_weight": model.lm_head.weight}
-    torch.testing.assert_close(mtp.calculate_loss(FUSED(), hidden_states=hidden, **given), wanted)
+    arguments = {"labels": labels, "model": model, "lm_weight": model.lm_head.weight}
+    torch.testing.assert_close(mtp.calculate_loss(FUSED(), hidden_states=hidden, **arguments), wanted)
     got = mtp.calculate_mtp_loss(
-        FUSED(), mtp_per_depth_h=[hidden], mtp_per_depth_targets=[labels], scaling_factor=1.0, **given
+        FUSED(), mtp_per_depth_h=[hidden], mtp_per_depth_targets=[labels], scaling_factor=1.0, **arguments
     )
     torch.testing.assert_close(got, wanted)
 
 
-def test_the_head_is_looked_at_within_a_compiled_graph():
+def test_the_head_is_checked_within_a_compiled_graph():
     hidden, labels = inputs()
     model, loss_fn = Model(nn.Linear(H, V)), FUSED()
 
@@ -318,6 +321,6 @@ def test_the_head_is_looked_at_within_a_compiled_graph():
         (["weight"], 1.0, TypeError, "head must be an nn.Module or parameters, got str"),
     ],
 )
-def test_a_gradient_is_divided_by_a_number_and_it_is_said_of_a_head(head, factor, error, message):
+def test_bad_arguments_of_the_gradient_divide_factor(head, factor, error, message):
     with pytest.raises(error, match=message):
         set_gradient_divide_factor(head, factor)

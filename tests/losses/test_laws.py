@@ -1,4 +1,4 @@
-"""Laws that hold for every op and loss, whatever the inputs: hypothesis looks for the counterexample."""
+"""Laws that hold for every op and loss and for any inputs; hypothesis searches for counterexamples."""
 
 import math
 
@@ -16,14 +16,15 @@ EPS = torch.finfo(torch.float32).eps
 seeds = st.integers(0, 2**16)
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([3, 6, 9]))  # B, L: whole blocks of DFlash
 forms = st.sampled_from(["logits", "hidden"])
-scales = st.floats(-3, 3, width=16)  # float64's would reach numbers so small that their products are subnormal
+scales = st.floats(-3, 3, width=16)  # in float64, some would be so small that their products are subnormal
 garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
 
 
 def cases(selection=CASES):
-    """What a loss adds up has no laws of its own: its rows, but for one loss, in ``make test-exhaustive``.
+    """Parametrize with cases and numbers of examples.
 
-    Of those, as many examples as of any other case every time.
+    A sum over rows satisfies no laws beyond those of its rows. Variants of cases with one loss per row therefore run
+    only in ``make test-exhaustive``, with 6 examples like all everyday cases.
     """
 
     def parametrized(test):
@@ -36,7 +37,7 @@ def cases(selection=CASES):
 
 
 def draw(case, seed, size, dtype=torch.float32):
-    """Small inputs, the leaves of either form, and a seeded upstream gradient."""
+    """Draw small inputs and the leaves of either form."""
     torch.manual_seed(seed)
     B, L = size
     inputs = {name: t.to(DEVICE) for name, t in case.draw(B, L, V).items()}
@@ -55,8 +56,8 @@ def ones_like_value(case, size):
     return torch.ones((size[0], size[1] * case.width) if case.per_row else (), device=DEVICE)
 
 
-def rows_that_count(case, inputs, logits):
-    """Which positions of the logits the value depends on: those with a gradient in the oracle."""
+def rows_with_gradient(case, inputs, logits):
+    """Return the positions of the logits on which the value depends, which have a gradient in the oracle."""
     x = logits.double().requires_grad_()
     (grad,) = torch.autograd.grad(case.oracle(x, inputs).sum(), x)
     return grad.ne(0).any(-1)
@@ -64,9 +65,9 @@ def rows_that_count(case, inputs, logits):
 
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, value=garbage)
-def test_rows_without_weight_are_inert_whatever_they_hold(case, seed, size, form, value):
+def test_rows_without_weight_are_inert_for_any_values(case, seed, size, form, value):
     inputs, leaves = draw(case, seed, size)
-    idle = ~rows_that_count(case, inputs, leaves["logits"][0])
+    idle = ~rows_with_gradient(case, inputs, leaves["logits"][0])
     function, upstream = value_of(case, form, inputs), ones_like_value(case, size)
     expected = value_and_grads(function, leaves[form], upstream)
     leaves[form][0][idle] = value
@@ -90,11 +91,11 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
     assert_as_good_as_plain([both], [a * v1 + b * v2, terms], 0.0, sizes=reduction_sizes(leaves[form]))
 
 
-@cases([case for case in CASES if not case.transform])  # else the transformed logits differ in rounding
+@cases([case for case in CASES if not case.transform])  # otherwise the transformed logits differ in rounding
 @drawn(exhaustive=None, seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
     inputs, leaves = draw(case, seed, size, torch.float64)
-    (logits,) = (leaf.mul(1024).round() / 1024 for leaf in leaves["logits"])  # so that the shifted ones are exact
+    (logits,) = (leaf.mul(1024).round() / 1024 for leaf in leaves["logits"])  # so that the shifted logits are exact
     function, upstream = value_of(case, "logits", inputs), ones_like_value(case, size)
     shifts = (1024 * shift * torch.rand(*logits.shape[:-1], 1, dtype=torch.float64, device=DEVICE)).round() / 1024
     expected = value_and_grads(function, [logits], upstream)
@@ -146,7 +147,7 @@ def test_inputs_are_never_modified(case, seed, size, form):
 
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, chunk=st.integers(1, 40))
-def test_the_hidden_form_is_the_logits_form_of_the_projection(case, seed, size, chunk):
+def test_the_hidden_form_equals_the_logits_form_of_the_projection(case, seed, size, chunk):
     inputs, leaves = draw(case, seed, size, torch.float64)
     upstream = ones_like_value(case, size)
     ours = value_and_grads(

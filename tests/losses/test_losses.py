@@ -43,17 +43,24 @@ def cases(selection=CASES):
     return pytest.mark.parametrize("case", selection, ids=lambda case: case.name)
 
 
-def later(case, dtype):
-    """A loss that differs from another only in an option is tested every day in float32 and bfloat16 only."""
+def exhaustive_only(case, dtype):
+    """Return whether this runs only in the exhaustive half.
+
+    A loss that differs from another only in an option is tested every day only in float32 and bfloat16.
+    """
     return case.variant and dtype in (torch.float16, torch.float64)
 
 
 def parity_of_every_path(function):
-    """Of the losses that differ from another in an option, through the interpreter, in ``make test-exhaustive``."""
+    """Parametrize with all paths. Variants of losses run through the interpreter only in ``make test-exhaustive``."""
     selection = [
         pytest.param(
             case, *path,
-            marks=pytest.mark.exhaustive if (path[0] == "triton" and case not in FEWER) or later(case, path[1]) else (),
+            marks=(
+                pytest.mark.exhaustive
+                if (path[0] == "triton" and case not in FEWER) or exhaustive_only(case, path[1])
+                else ()
+            ),
             id="-".join(map(str, (case.name, *path))),
         )
         for case in CASES for path in PATHS
@@ -96,8 +103,10 @@ def test_parity_of_the_hidden_form(case, dtype, backend):
 
 
 def leaves_with_logits_of_0_and_minus_64(case, dtype):
-    """Every NLL is log k or 64 + log k in whatever order it is summed, and none so near to the middle of two numbers of
-    the dtype that the last bit of a logarithm decides how it is rounded.
+    """Return leaves whose rounded NLLs do not depend on the order of summation.
+
+    Every NLL is log k or 64 + log k. None is so near to the midpoint of two numbers of the dtype that the last bit of a
+    logarithm decides its rounding.
     """
     noise = 4 * torch.finfo(torch.float32).eps
     for nll in (torch.arange(1, V + 1).double().log(), 64 + torch.arange(1, V + 1).double().log()):
@@ -150,8 +159,8 @@ def diffusion(B=2, L=6, seed=0):
     return to_device(BY_NAME["mdlm"].draw(B, L, V), DEVICE)
 
 
-def output_of(case, form, inputs):
-    """What the loss returns of rows that are drawn here and want a gradient."""
+def random_output(case, form, inputs):
+    """Return the output of the loss for random rows that require a gradient."""
     leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
     leaves = [leaf.requires_grad_() for leaf in leaves]
     return case.output(form, case.arguments(form, leaves[0], inputs, tuple(leaves[1:])))
@@ -164,60 +173,60 @@ WITHOUT_AR = replace(BY_NAME["hybrid, one tensor"], name="hybrid without AR", dr
 @forms
 @cases([*CLASSES, WITHOUT_AR])
 def test_the_logged_loss_is_detached_and_aliases_nothing(case, form):
-    out = output_of(case, form, draw(case))
+    out = random_output(case, form, draw(case))
     assert isinstance(out, DLLMLossOutput)
     assert out.total_loss.requires_grad
     assert not out.dllm_loss.requires_grad
     assert out.total_loss.dim() == out.dllm_loss.dim() == 0
     before = out.dllm_loss.clone()
-    assert torch.equal(out.total_loss, out.dllm_loss) == (case.width == 1)  # of one part, or of two
+    assert torch.equal(out.total_loss, out.dllm_loss) == (case.width == 1)  # losses of one or two parts
     with torch.no_grad():
         out.total_loss.fill_(7.0)
     assert torch.equal(out.dllm_loss, before)
 
 
 def counted_as_one(case):
-    """Inputs with a target in every row, and each count of the call 1."""
+    """Draw inputs with a target in every row, and set each count to 1."""
     inputs = draw(case)
     targets = {case.targets: inputs[case.targets].clamp(min=0)}
-    of_each = {"num_blocks": torch.ones(2, device=DEVICE)} if case.name == "dflash, sequence blocks" else {}
-    return inputs | targets | of_each | {name: 1 for name, role in case.roles.items() if role == "count"}
+    block_counts = {"num_blocks": torch.ones(2, device=DEVICE)} if case.name == "dflash, sequence blocks" else {}
+    return inputs | targets | block_counts | {name: 1 for name, role in case.roles.items() if role == "count"}
 
 
-def denominator_of(case, out):
+def sum_denominator(case, out):
     """Return the denominator of the sum if every count is 1."""
     return out.weight_sum + 1e-6 if case.settings.get("normalize") == "mean" else 1.0
 
 
 @forms
 @cases([case for case in CLASSES if case.loss not in (SCDDLoss, DraftDistillationLoss)])
-def test_the_loss_its_denominator_and_the_sum_of_the_weights_go_together(case, form):
-    """Where all tokens are as likely, every NLL is log V, and the sum of weights * NLL that of the weights times it."""
+def test_loss_denominator_and_weight_sum_are_consistent(case, form):
+    """If all tokens are equally likely, every NLL is log V, so the sum of weights * NLL is weight_sum * log V."""
     inputs = counted_as_one(case)
     rows = torch.zeros(2, 6 * case.width, V if form == "logits" else D, device=DEVICE)
     head = (torch.zeros(V, D, device=DEVICE), torch.zeros(V, device=DEVICE))
     out = case.output(form, case.arguments(form, rows, inputs, head if form == "hidden" else ()))
     assert out.weight_sum > 0
-    torch.testing.assert_close(out.total_loss * denominator_of(case, out), out.weight_sum * math.log(V))
+    torch.testing.assert_close(out.total_loss * sum_denominator(case, out), out.weight_sum * math.log(V))
 
 
 @forms
 @cases(CLASSES)
-def test_the_sum_of_the_weights_adds_up_and_knows_no_count(case, form):
+def test_the_weight_sum_is_additive_and_independent_of_counts(case, form):
     inputs = draw(case)
     rows, *head = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
     rows.requires_grad_()
 
     def weight_sum(changes, part=slice(None)):
-        of_part = {name: t[part] if isinstance(t, torch.Tensor) and t.dim() else t for name, t in changes.items()}
-        return case.output(form, case.arguments(form, rows[part], of_part, tuple(head))).weight_sum
+        part_inputs = {name: t[part] if isinstance(t, torch.Tensor) and t.dim() else t for name, t in changes.items()}
+        return case.output(form, case.arguments(form, rows[part], part_inputs, tuple(head))).weight_sum
 
     whole = weight_sum(inputs)
     assert whole.dim() == 0
     assert whole.dtype == torch.float32
     assert not whole.requires_grad
     counts = {name for name, role in case.roles.items() if role == "count"}
-    if case.settings.get("auto_balance"):  # the clean part weighs what the losses of the call say
+    if case.settings.get("auto_balance"):  # the weight of the clean part depends on the losses of the call
         torch.testing.assert_close(weight_sum(inputs | dict.fromkeys(counts, 7)), whole)
     else:
         assert torch.equal(weight_sum(inputs | dict.fromkeys(counts, 7)), whole)
@@ -225,7 +234,7 @@ def test_the_sum_of_the_weights_adds_up_and_knows_no_count(case, form):
 
 
 @pytest.mark.parametrize("max_ratio", [0.0, 0.3])
-def test_the_weights_of_scdd_are_its_steps(max_ratio):
+def test_the_weight_sum_of_scdd_is_steps_times_tokens(max_ratio):
     i = draw(BY_NAME["scdd"])
     out = SCDDLoss(MASK_ID, num_timesteps=50, max_ratio=max_ratio)(torch.randn(2, 6, V, device=DEVICE), **i)
     assert out.weight_sum == 50 * i["loss_mask"].sum()
@@ -242,11 +251,11 @@ COUNTS = {
 }
 
 
-def divided(case, form, count):
-    """The loss with all its counts this one."""
+def loss_with_count(case, form, count):
+    """Compute the loss with all counts set to this one."""
     inputs = draw(case) | dict.fromkeys(case.counts, count)
     torch.manual_seed(1)
-    output = output_of(case, form, inputs)
+    output = random_output(case, form, inputs)
     return output if isinstance(output, torch.Tensor) else output.total_loss
 
 
@@ -255,20 +264,20 @@ def divided(case, form, count):
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 @cases([case for case in LOSSES if case.counts and not case.counted_locally])
 def test_counts_are_numbers_or_tensors(case, count, form):
-    value = divided(case, form, count)
+    value = loss_with_count(case, form, count)
     assert value.dtype == torch.float32
     assert value.dim() == 0
-    torch.testing.assert_close(value, divided(case, form, 1) / 5)
+    torch.testing.assert_close(value, loss_with_count(case, form, 1) / 5)
 
 
 @pytest.mark.parametrize("count", [0, torch.tensor(0), -3], ids=str)
 @cases([case for case in LOSSES if case.counts and not case.counted_locally])
 def test_a_count_below_one_divides_by_one(case, count):
-    torch.testing.assert_close(divided(case, "logits", count), divided(case, "logits", 1))
+    torch.testing.assert_close(loss_with_count(case, "logits", count), loss_with_count(case, "logits", 1))
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16], ids=str)
-def test_masks_of_any_dtype_mean_the_same(kind, backend):
+def test_masks_of_any_dtype_are_equivalent(kind, backend):
     i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
     expected = MDLMCrossEntropyLoss(backend=backend)(x, **i).total_loss
     masks = {name: i[name].to(kind) * (3 if kind != torch.bool else 1) for name in ("noise_mask", "loss_mask")}
@@ -281,7 +290,7 @@ def test_masks_of_any_dtype_mean_the_same(kind, backend):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16], ids=str)
-def test_dflash_masks_of_any_dtype_mean_the_same(kind, backend):
+def test_dflash_masks_of_any_dtype_are_equivalent(kind, backend):
     torch.manual_seed(0)
     x, mask = torch.randn(2, 6, V, device=DEVICE), torch.tensor([[1, 0, 1, 1, 1, 0]] * 2, device=DEVICE)
     y = torch.randint(0, V, (2, 6), device=DEVICE)
@@ -291,7 +300,7 @@ def test_dflash_masks_of_any_dtype_mean_the_same(kind, backend):
     torch.testing.assert_close(out.draft_count_per_pos, torch.tensor([4.0, 2.0, 2.0], device=DEVICE))
 
 
-def test_rows_of_p_zero_are_clamped_and_p_outside_the_masks_is_not_looked_at():
+def test_p_of_zero_is_clamped_and_p_outside_the_masks_is_not_read():
     x = torch.zeros(1, 3, 2, device=DEVICE)  # every NLL is ln 2
     y, on = torch.zeros(1, 3, dtype=torch.long, device=DEVICE), torch.ones(1, 3, device=DEVICE)
     p, noise = torch.tensor([[0.5, NAN, 0.25]], device=DEVICE), torch.tensor([[1, 0, 1]], device=DEVICE)
@@ -301,7 +310,7 @@ def test_rows_of_p_zero_are_clamped_and_p_outside_the_masks_is_not_looked_at():
     assert out.total_loss.item() == pytest.approx(3e8 * math.log(2))
 
 
-def test_block_diffusion_ignores_what_it_does_not_use():
+def test_block_diffusion_ignores_unused_arguments():
     i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
     expected = BlockDiffusionCrossEntropyLoss()(x, **i).total_loss
     i["noise_mask"], i["p_mask"] = torch.zeros_like(i["noise_mask"]), torch.full_like(i["p_mask"], NAN)
@@ -363,8 +372,11 @@ def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
 
 @forms
 @pytest.mark.parametrize("auto_balance", [False, True])
-def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
-    """On slices of the logits, which ours does not create; the part of the masked copy is logged."""
+def test_idlm_equals_two_calls_of_cross_entropy(form, auto_balance, backend):
+    """The plain calls take slices of the logits, which the loss does not create.
+
+    The part of the masked copy is logged.
+    """
     i, h, w = draw(BY_NAME["idlm"]), torch.randn(2, 12, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     loss = IDLMLoss(0.3, auto_balance, backend=backend)
     scored = (i["answer_mask"] & (i["valid_mask"] != 0))[:, 1:]
@@ -388,8 +400,8 @@ def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
 
 
 @pytest.mark.parametrize("margin", [12.0, 60.0])
-def test_the_balance_of_idlm_where_the_clean_copy_is_sure(margin, backend):
-    """The loss of the clean copy is 1e-4 or 0; alpha equalises both terms, or is noisy / 1e-6."""
+def test_the_balance_of_idlm_with_a_near_zero_clean_loss(margin, backend):
+    """With a clean copy of loss 1e-4, alpha equalises both terms. With loss 0, alpha is noisy / 1e-6."""
     i = draw(BY_NAME["idlm"])
     i["target_ids"] = i["target_ids"].clamp(min=0)
     sure = margin * F.one_hot(F.pad(i["target_ids"][:, 1:], (0, 1)), V)
@@ -402,7 +414,7 @@ def test_the_balance_of_idlm_where_the_clean_copy_is_sure(margin, backend):
 
 
 @forms
-def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
+def test_idlm_reads_no_clean_row_of_weight_0(form):
     i, x = draw(BY_NAME["idlm"]), torch.randn(2, 6, V, device=DEVICE)
     x = torch.cat([x, torch.full_like(x, NAN)], 1)
     loss, eye = IDLMLoss(clean_loss_weight=0.0), torch.eye(V, device=DEVICE)
@@ -414,7 +426,10 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("settings", [(0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2), (0.3, 0.0, 0.5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_schedule_of_scdd(settings, dtype):
-    """The masses are probabilities, as near float64's as float32 allows; with a broad peak gamma and rho never grow."""
+    """The masses are probabilities, as close to float64's as float32 allows.
+
+    With a broad peak, gamma and rho never grow.
+    """
     t = torch.cat([torch.tensor([-0.5]), torch.linspace(0, 1, 257), torch.tensor([1.5])]).to(DEVICE, dtype)
     options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
     ours, exact = scdd_schedule(t, **options), reference.scdd_schedule(t.double(), **options)
@@ -432,8 +447,8 @@ def test_the_schedule_of_scdd(settings, dtype):
 
 @forms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_scdd_without_uniform_noise_is_mdlm_to_the_bit(form, dtype):
-    """Of the masked tokens, with the weight 1 / t, the column of MASK skipped; nothing else is read."""
+def test_scdd_without_uniform_noise_equals_mdlm_to_the_bit(form, dtype):
+    """MDLM of the masked tokens, with the weight 1 / t and the column of MASK skipped. Other rows are not read."""
     i = draw(BY_NAME["scdd, counted"])
     mdlm, scdd = MDLMCrossEntropyLoss(skip_id=MASK_ID), SCDDLoss(MASK_ID, max_ratio=0.0, chunk_size=None)
     masked = i["noisy_input_ids"] == MASK_ID
@@ -450,15 +465,15 @@ def test_scdd_without_uniform_noise_is_mdlm_to_the_bit(form, dtype):
     assert all(torch.equal(a, b) for a, b in zip(value_and_grads(value(scdd, i), leaves, one), expected, strict=True))
     i["num_diffusion_tokens"], count = None, i["loss_mask"].count_nonzero()
     mean = mdlm(x, **(i | {"noise_mask": masked, "num_diffusion_tokens": count})).total_loss
-    assert torch.equal(scdd(x, **i).total_loss, mean)  # the supervised tokens, masked or not
+    assert torch.equal(scdd(x, **i).total_loss, mean)  # supervised tokens, masked or not
 
 
 def test_the_first_and_the_last_moment_of_scdd(backend):
-    """Where a mass is 0 the loss is finite and its gradient too, also for tokens that cannot be seen then."""
+    """If a mass is 0, the loss and its gradient are finite, also for tokens that cannot occur at that time."""
     i = draw(BY_NAME["scdd"], 4)
     i["p_mask"] = torch.tensor([0.0, 1e-6, 0.2, 1.0], device=DEVICE)[:, None].expand(4, 6).contiguous()
     x = torch.randn(4, 6, V, device=DEVICE)
-    x[:, 1, 5:], i["loss_mask"][:] = -300.0, 1  # as good as impossible
+    x[:, 1, 5:], i["loss_mask"][:] = -300.0, 1  # practically impossible
     i["noisy_input_ids"][:, 0], i["target_ids"][:, 2] = i["target_ids"][:, 0].clamp(min=0), 7
     i["noisy_input_ids"][1, 1] = i["target_ids"][1, 1] = 7  # kept, and impossible in the last step
     for loss in (SCDDLoss(MASK_ID, 5, backend=backend), SCDDLoss(MASK_ID, 1000, max_ratio=0.5, backend=backend)):
@@ -481,7 +496,7 @@ def test_scdd_takes_the_time_from_the_first_column(backend):
 
 
 def test_scdd_with_any_token_as_mask(backend):
-    """Also the first: the same loss with the tokens under other numbers."""
+    """Token 0 is possible, too: renaming the tokens does not change the loss."""
     i, x = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE)
     other = torch.arange(V, device=DEVICE)
     other[[0, MASK_ID]] = other[[MASK_ID, 0]]
@@ -494,8 +509,8 @@ def test_scdd_with_any_token_as_mask(backend):
     torch.testing.assert_close(got, expected)
 
 
-def test_scdd_of_a_clean_mask_is_finite_and_one_of_a_bad_token_is_not(backend):
-    """The one cannot be predicted, the other is a mistake in the data."""
+def test_scdd_is_finite_for_a_clean_mask_and_nan_for_a_bad_token(backend):
+    """A clean MASK cannot be predicted; a token outside the vocabulary is an error in the data."""
     i, x, loss = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE), SCDDLoss(MASK_ID, 5, backend=backend)
     i["loss_mask"][:] = 1
     i["target_ids"][0, 0] = i["noisy_input_ids"][0, 0] = MASK_ID
@@ -509,7 +524,7 @@ def test_scdd_of_a_clean_mask_is_finite_and_one_of_a_bad_token_is_not(backend):
         assert loss(x, **(i | {name: worse})).total_loss.isnan()
 
 
-def test_scdd_of_no_position():
+def test_scdd_without_positions():
     i = {name: t[:, :0] for name, t in draw(BY_NAME["scdd"]).items()}
     for max_ratio in (0.0, 0.1):
         loss = SCDDLoss(MASK_ID, max_ratio=max_ratio)
@@ -604,7 +619,7 @@ def test_acceptance_length(form, anchor_row, bonus, backend):
 
 
 def test_acceptance_length_by_hand():
-    """All right; wrong at the second; the second masked, which ends nothing; wrong at once; nothing to predict."""
+    """All correct; wrong at the second; the second masked, which ends nothing; wrong at once; nothing to predict."""
     correct = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]], device=DEVICE)
     assert acceptance_length(correct, mask, BLOCK) == (3 + 1 + 2 + 0) / 4
@@ -612,7 +627,7 @@ def test_acceptance_length_by_hand():
     assert acceptance_length(correct, 0 * mask, BLOCK, bonus=True) == 0
 
 
-def test_draft_accuracy_where_nothing_was_counted():
+def test_draft_accuracy_without_counted_positions():
     out = DFlashDecayLoss()(
         torch.randn(1, 3, V), torch.zeros(1, 3, dtype=torch.long), torch.tensor([[1, 1, 0]]), block_size=BLOCK
     )
@@ -633,7 +648,7 @@ def test_the_lowest_index_wins_a_tie(dtype, form, backend):
         h = torch.ones(1, 3, 2, device=DEVICE)
         w = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 0.0], [2.0, 2**-9], [2.0, 0.0]], device=DEVICE)
         out = loss.forward_fused(h.to(dtype), w.to(dtype), y, mask, block_size=BLOCK)
-        # float32 sees 2 + 2**-9 in column 3; bfloat16 steps by 2**-6 there and sees three columns of 2
+        # float32 sees 2 + 2**-9 in column 3. bfloat16 steps by 2**-6 there, so three columns equal 2.
         expected = [1.0, 0.0, 0.0] if dtype == torch.bfloat16 else [0.0, 1.0, 0.0]
     assert out.draft_correct_per_pos.tolist() == expected
 
@@ -677,7 +692,7 @@ FAMILY = [case for case in LOSSES if case.loss is DFlashDecayLoss]
 
 
 @cases(FAMILY)
-def test_a_frozen_head_costs_two_products_whatever_the_weights(case):
+def test_a_frozen_head_costs_two_products_for_any_weights(case):
     inputs, (h, w, _) = draw(case), leaves_of_hidden_form(case, torch.float32)
     inputs["block_mask"] = torch.ones_like(inputs["block_mask"])
     inputs["target_ids"] = inputs["target_ids"].clamp(min=0)
@@ -689,7 +704,7 @@ def test_a_frozen_head_costs_two_products_whatever_the_weights(case):
 
 @forms
 def test_parts_of_a_step_add_up(form):
-    """Pieces of sequences, given the counts of the whole: by blocks, by sequences, and by the blocks of each."""
+    """The parts receive the counts of the whole step: per block, per sequence, and per block of each sequence."""
     d = draw(BY_NAME["dflash"], 2, 12) | {"num_tokens": None}
     d["block_mask"][1, 3:] = 0
     x, w = torch.randn(2, 12, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
@@ -702,10 +717,10 @@ def test_parts_of_a_step_add_up(form):
     for variant, normalize in itertools.product(("decay", "dpace", "prefix", "continuation"), counts):
         loss = DFlashDecayLoss(normalize=normalize, position_weights=variant)
 
-        def value(part, loss=loss, **given):
+        def value(part, loss=loss, **part_counts):
             i = {name: t[:, part] if isinstance(t, torch.Tensor) else t for name, t in d.items()}
             rows = (x[:, part],) if form == "logits" else (x[:, part], w)
-            return (loss if form == "logits" else loss.forward_fused)(*rows, **i, block_size=BLOCK, **given)
+            return (loss if form == "logits" else loss.forward_fused)(*rows, **i, block_size=BLOCK, **part_counts)
 
         whole = value(slice(None)).total_loss
         parts = [value(part, **counts[normalize]) for part in (slice(3), slice(3, 9), slice(9, 12))]
@@ -720,7 +735,7 @@ def test_dflash_methods_of_the_original():
     counts = loss._draft_acc_per_pos(x.argmax(-1) == d["target_ids"], d["block_mask"], BLOCK)
     reduced = loss._reduce(nll, d["block_mask"], d["num_tokens"], BLOCK, *counts)
     whole = loss(x, **d, block_size=BLOCK)
-    for name in set(whole._fields) - {"draft_correct"}:  # of which a sum of NLLs knows nothing
+    for name in set(whole._fields) - {"draft_correct"}:  # which a sum of NLLs does not contain
         torch.testing.assert_close(getattr(reduced, name), getattr(whole, name))
     (a,), (b,) = torch.autograd.grad(reduced.total_loss, x), torch.autograd.grad(whole.total_loss, x)
     torch.testing.assert_close(a, b)
@@ -802,7 +817,7 @@ def test_empty_batches(case, backend):
 
 
 @cases()
-def test_sequences_of_no_position(case):
+def test_sequences_without_positions(case):
     inputs = draw(case, 2, 0)
     assert case.logits_form(logits_of(case, 2, 0), inputs).sum().item() == 0
     assert case.hidden_form(*leaves_of_hidden_form(case, torch.float32, 2, 0), inputs).sum().item() == 0
@@ -831,7 +846,7 @@ def test_hybrid_without_an_ar_part_takes_any_number_of_rows_after_the_diffusion_
 
 
 def test_draft_accuracy_of_fractions():
-    """``correct`` may be a float, a share of hits, as the documentation says; nothing counts where nothing is valid."""
+    """``correct`` may be a float, a fraction of hits, as the documentation says. Invalid positions are not counted."""
     correct = torch.tensor([[0.5, 1.0, NAN, 0.25, 0.0, 1.0]])
     valid = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.5, 0.5]])
     hits, count = DFlashDecayLoss._draft_acc_per_pos(correct, valid, 4)
@@ -853,7 +868,7 @@ NO_ALPHA = "alpha must be a number or a 0-d tensor, got "
         (math.inf, ValueError, "alpha must be finite, got inf"),
     ],
 )
-def test_an_alpha_that_is_no_weight_is_refused_also_when_assigned(alpha, error, message):
+def test_an_invalid_alpha_is_rejected_also_when_assigned(alpha, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):
         HybridDiffusionLLMLoss(alpha)
     loss, case = HybridDiffusionLLMLoss(), BY_NAME["hybrid"]
@@ -875,7 +890,7 @@ def test_an_alpha_that_is_a_tensor(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_dflash_reduces_a_narrow_nll_in_float32(dtype):
+def test_dflash_reduces_a_low_precision_nll_in_float32(dtype):
     loss, count = DFlashDecayLoss(loss_gamma=None), 100_001
     nll = torch.full((1, 70_001), 2.0, dtype=dtype, device=DEVICE, requires_grad=True)
     for n in (count, torch.tensor(count, device=DEVICE)):

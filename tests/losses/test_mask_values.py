@@ -1,4 +1,4 @@
-"""Masks whose values show that they were swapped: an error on CPU, whether the loss reads them or not."""
+"""Masks whose values show that they were swapped raise an error on CPU, even if the loss does not use them."""
 
 import re
 
@@ -58,8 +58,8 @@ def test_probabilities_and_supervision_swapped(name, form):
 
 @forms
 @losses
-def test_masks_that_can_be_what_they_are_given_as(name, form):
-    """Fractions where nothing is supervised, numbers above 1, a loss_mask with fractions, as collators may make it."""
+def test_plausible_masks_are_accepted(name, form):
+    """Collators may create fractions outside of the supervision, values above 1, and a loss_mask with fractions."""
     expected = call(name, form)
     for kind in (torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float64):
         torch.testing.assert_close(call(name, form, noise=NOISE.to(kind), mask=ON.to(kind)), expected)
@@ -74,7 +74,7 @@ def test_masks_that_can_be_what_they_are_given_as(name, form):
 @forms
 @pytest.mark.parametrize("name", [name for name in LOSSES if name.startswith("scdd")])
 def test_a_sequence_has_one_time(name, form):
-    """Where it is supervised; of the rest nothing is read."""
+    """All supervised positions of a sequence share one time. Other positions are not read."""
     varying = TIMES.clone()
     varying[1, 2] = 0.75
     message = (
@@ -85,14 +85,14 @@ def test_a_sequence_has_one_time(name, form):
     mask = ON.clone()
     mask[1, 2] = 0
     assert torch.equal(call(name, form, p=varying, mask=mask), call(name, form, mask=mask))
-    varying[1, 0], mask[1, 0] = 0.0, 0  # as a prompt's, of which none is supervised
+    varying[1, 0], mask[1, 0] = 0.0, 0  # like a prompt, where nothing is supervised
     raises(message.replace("got 0.25", "got 0.0").replace("0.75 at position (1, 2)", "0.25 at position (1, 1)"),
            name, form, p=varying, mask=mask)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", every_time(["mdlm"], LOSSES))
-def test_nobody_looks_at_values_in_a_graph(name):
-    torch._dynamo.reset()  # which takes the losses for one function
+def test_no_value_is_read_in_a_graph(name):
+    torch._dynamo.reset()  # otherwise Dynamo would treat the losses as one function
     compiled = torch.compile(lambda *masks: call(name, "logits", *masks), backend="eager", fullgraph=True)
     assert compiled(NOISE, TIMES).isfinite()
     assert not compiled(TIMES, NOISE).isnan()

@@ -37,17 +37,17 @@ def output_and_grads(case, form, leaves, inputs, value):
 
 @forms
 @pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.name)
-def test_the_loss_is_the_same_with_its_rows_beside_it(case, form):
+def test_the_loss_is_unchanged_by_returning_its_rows(case, form):
     torch.manual_seed(0)
     inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
     leaves = leaves_of(case, form)
     plain = replace(case, settings=case.settings | {"reduction": "total"})
-    (expected, grads), (out, of_rows) = (
+    (expected, grads), (out, row_output) = (
         output_and_grads(c, form, leaves, inputs, lambda out: out.total_loss) for c in (plain, case)
     )
     assert expected.row_losses is expected.row_weights is None
     torch.testing.assert_close(out[:6], expected[:6])
-    torch.testing.assert_close(of_rows, grads)
+    torch.testing.assert_close(row_output, grads)
     assert not out.dllm_loss.requires_grad
     assert out.row_losses.shape == out.row_weights.shape == leaves[0].shape[:2]
     assert out.row_losses.requires_grad
@@ -75,7 +75,7 @@ def drawn(name, B=2, L=6):
 
 
 def test_the_mean_of_each_sequence_and_then_of_the_batch():
-    """As trainers of masked diffusion normalise by sequence, here in plain torch."""
+    """Trainers of masked diffusion normalise per sequence; the test does it in plain torch."""
     i, h, w = drawn("mdlm", 3, 8)
     i["target_ids"] = i["target_ids"].clamp(min=0)
     supervised, masked = i["loss_mask"].bool(), i["noise_mask"] & i["loss_mask"].bool()
@@ -87,8 +87,8 @@ def test_the_mean_of_each_sequence_and_then_of_the_batch():
 
     def plain(h, w):
         nll = F.cross_entropy(F.linear(h, w)[masked], i["target_ids"][masked], reduction="none")
-        of_each = supervised.sum(1, keepdim=True).expand_as(masked)[masked]
-        return (nll / i["p_mask"][masked] / of_each).sum() / len(masked)
+        tokens_per_sequence = supervised.sum(1, keepdim=True).expand_as(masked)[masked]
+        return (nll / i["p_mask"][masked] / tokens_per_sequence).sum() / len(masked)
 
     results = []
     for function in (ours, plain):
@@ -100,17 +100,22 @@ def test_the_mean_of_each_sequence_and_then_of_the_batch():
 
 @pytest.mark.parametrize("position_weights", ["decay", "dpace"])
 def test_numerators_and_denominators_of_micro_batches(position_weights):
-    """As trainers of draft models add them up; the same from sums and from rows."""
+    """Trainers of draft models add up numerators and denominators. Sums and rows give equal results."""
     d, h, w = drawn("dflash", 4, 6)
     numerator = denominator = rows = row_weights = right = valid = 0.0
     for part in (slice(0, 1), slice(1, 4)):
-        of_part = {name: t[part] for name, t in d.items() if t.dim()}
-        out = DFlashDecayLoss(position_weights=position_weights).forward_fused(h[part], w, **of_part, block_size=BLOCK)
+        part_inputs = {name: t[part] for name, t in d.items() if t.dim()}
+        out = DFlashDecayLoss(position_weights=position_weights).forward_fused(
+            h[part], w, **part_inputs, block_size=BLOCK
+        )
         numerator, denominator = numerator + out.total_loss, denominator + out.weight_sum
         loss = DFlashDecayLoss(position_weights=position_weights, reduction="none")
-        out = loss.forward_fused(h[part], w, **of_part, block_size=BLOCK)
+        out = loss.forward_fused(h[part], w, **part_inputs, block_size=BLOCK)
         rows, row_weights = rows + out.row_losses.sum(), row_weights + out.row_weights.sum()
-        right, valid = right + (out.draft_correct * of_part["block_mask"]).sum(), valid + out.draft_count_per_pos.sum()
+        right, valid = (
+            right + (out.draft_correct * part_inputs["block_mask"]).sum(),
+            valid + out.draft_count_per_pos.sum(),
+        )
     whole = DFlashDecayLoss(normalize="mean", position_weights=position_weights)
     expected = whole.forward_fused(h, w, d["target_ids"], d["block_mask"], block_size=BLOCK)
     torch.testing.assert_close(numerator / denominator, expected.total_loss)
@@ -140,7 +145,7 @@ def test_a_rounded_row_keeps_its_gradient_and_its_infinity(form, dtype):
     assert out.row_losses.tolist() == [[math.inf, torch.tensor(V).log().to(dtype).item()]]
 
 
-def test_a_copy_that_weighs_nothing_is_not_read():
+def test_a_copy_of_weight_0_is_not_read():
     i, x = BY_NAME["idlm"].draw(2, 6, V), torch.randn(2, 12, V)
     x[:, 6:] = math.nan
     out = IDLMLoss(0.0, reduction="none")(x, **i, seq_len=6)
@@ -149,7 +154,7 @@ def test_a_copy_that_weighs_nothing_is_not_read():
     assert out.row_weights[:, 6:].eq(0).all()
 
 
-def test_rows_beyond_the_diffusion_part_without_an_ar_part_are_left_out():
+def test_rows_after_the_diffusion_part_are_omitted_without_an_ar_part():
     case = BY_NAME["hybrid, one tensor, rows"]
     i, x = BY_NAME["mdlm"].draw(2, 6, V), torch.randn(2, 9, V)
     out, cut = (case.loss(**case.settings)(y, **i) for y in (x, x[:, :6]))
@@ -185,14 +190,14 @@ def test_an_unknown_reduction_is_rejected_by_the_function(value):
         encoder_ar_loss_fused(x, torch.randn(V, V), ids, reduction=value)
 
 
-# Either form in turn: both of each loss are compiled where it is a sum.
+# The forms alternate; with a summed loss, both forms of each loss are compiled.
 COMPILED = every_time(["hybrid, one tensor, rows"], [case.name for case in ROWS])
 COMPILED = [pytest.param(*p.values, form, marks=p.marks) for p, form in zip(COMPILED, cycle(("hidden", "logits")))]
 
 
 @pytest.mark.parametrize(("name", "form"), COMPILED)
 def test_rows_of_a_compiled_step(name, form):
-    """A trainer's own quotient, in one graph with the loss."""
+    """A trainer normalises the rows itself, in one graph with the loss."""
     torch.compiler.reset()
     case = BY_NAME[name]
     torch.manual_seed(0)

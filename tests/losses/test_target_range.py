@@ -1,4 +1,4 @@
-"""Check of ids out of range: values that enable it, and the names of the two kinds of ids of a loss in its errors."""
+"""The check of ids out of range: the values that enable it, and the names of the two kinds of ids in its errors."""
 
 import re
 
@@ -37,8 +37,8 @@ def test_other_values_are_errors(word, monkeypatch):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("max_ratio", [0.1, 0.0])
-def test_scdd_says_which_of_its_ids(max_ratio, compiled, monkeypatch):
-    """Of what the model saw, only where a token is supervised; MASK is one of the ids."""
+def test_scdd_names_the_argument_with_the_bad_id(max_ratio, compiled, monkeypatch):
+    """``noisy_input_ids`` are checked only at supervised positions. MASK is a valid id."""
     loss = SCDDLoss(V - 1, max_ratio=max_ratio)
     torch._dynamo.reset()
 

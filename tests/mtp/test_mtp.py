@@ -26,7 +26,7 @@ BASES = [MaskedCrossEntropy, FusedLinearCrossEntropy]
 
 
 class Model(nn.Module):
-    """A head, and nothing else that the loss looks at."""
+    """A head, and nothing else that the loss reads."""
 
     def __init__(self, weight=None, bias=None):
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
             self.lm_head.bias = nn.Parameter(bias)
 
 
-class Given(nn.Module):
+class HeadWithLeaf(nn.Module):
     """A head whose weight is a leaf of the test, not a parameter."""
 
     def __init__(self, weight):
@@ -88,7 +88,7 @@ def test_value_and_gradients_equal_the_reference(base, packing, backend):
             base(backend=backend, **chunked),
             mtp_per_depth_h=list(leaves[:-1]),
             labels=labels,
-            model=Given(leaves[-1]),
+            model=HeadWithLeaf(leaves[-1]),
             num_label_tokens=17,
             **options,
         )
@@ -111,7 +111,7 @@ def test_low_precision_is_as_good_as_plain(base, dtype):
         return [*hiddens(dtype, grad=False), torch.randn(V, H).to(dtype)], torch.rand(()) + 0.5
 
     def ours(*leaves):
-        model = Given(leaves[-1])
+        model = HeadWithLeaf(leaves[-1])
         return calculate_mtp_loss(
             base(), mtp_per_depth_h=list(leaves[:-1]), labels=labels, model=model, scaling_factor=0.3
         )
@@ -149,8 +149,8 @@ def test_depths_come_unscaled_and_with_their_graphs(base):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("base", BASES)
-def test_what_the_labels_of_all_depths_weigh(base, weighted):
-    """Needed for a custom denominator; it includes neither a count nor the scaling."""
+def test_the_weight_sum_of_the_labels_of_all_depths(base, weighted):
+    """The weight sum is needed for a custom denominator. It includes neither a count nor the scaling."""
     torch.manual_seed(2)
     hidden, labels, model = hiddens(), labels_with_padding(), Model()
     weights = torch.rand(labels.shape, dtype=torch.float64) if weighted else torch.ones(labels.shape)
@@ -170,9 +170,9 @@ def test_logits_and_given_targets():
     logits = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(D)]
     targets = [reference.mtp_labels(labels, k, -100) for k in range(D)]
     expected = reference.mtp_loss(logits, labels, 0.1).loss
-    for given in ({}, {"mtp_per_depth_targets": targets}):
+    for targets_option in ({}, {"mtp_per_depth_targets": targets}):
         got = calculate_mtp_loss(
-            MaskedCrossEntropy(), mtp_per_depth_logits=logits, labels=labels, model=Model(), **given
+            MaskedCrossEntropy(), mtp_per_depth_logits=logits, labels=labels, model=Model(), **targets_option
         )
         torch.testing.assert_close(got, expected)
 
@@ -222,8 +222,8 @@ def test_loss_weights_and_counts(base):
 
 
 @pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], BASES))
-def test_a_negative_count(base):
-    """It would change the sign of the loss, which would then be maximised."""
+def test_a_negative_count_raises(base):
+    """A negative count would change the sign of the loss, which would then be maximised."""
     labels, hidden, model = labels_with_padding(), hiddens(), Model()
     call = functools.partial(calculate_mtp_loss, base(), mtp_per_depth_h=hidden, labels=labels, model=model)
     for count in (-3, torch.tensor(-3)):
@@ -322,7 +322,7 @@ TRANSFORM = {"softcap": 3.0, "scale": 1.4, "skip_id": 5}
 
 
 def transformed_losses(reduction="sum"):
-    """Both base losses with the same transform."""
+    """Return both base losses with the same transform."""
     softcap, *rest = TRANSFORM.values()
     scale, skip_id = rest
     fused = FusedLinearCrossEntropy(logit_softcapping=softcap, reduction=reduction, scale=scale, skip_id=skip_id)
@@ -420,7 +420,7 @@ def main_and_mtp(model, logits, hidden, labels, factor, **packing):
     return main + reference.mtp_loss([model.lm_head(h) for h in hidden], labels, factor, **packing).loss
 
 
-def test_pipeline_loss_takes_every_form_of_output():
+def test_pipeline_loss_accepts_every_form_of_output():
     torch.manual_seed(9)
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     logits = torch.randn(B, S, V, dtype=torch.float64, requires_grad=True)
@@ -515,7 +515,7 @@ def test_pipeline_checks_its_ignore_index():
     assert PipelineCausalLMLoss(MaskedCrossEntropy(ignore_index=5), Model()).ignore_index == 5
 
 
-def test_a_linear_loss_of_somebody_else_gets_the_head():
+def test_a_foreign_linear_loss_receives_the_head():
     class Theirs(nn.Module):
         ignore_index = -100
 
@@ -530,7 +530,7 @@ def test_a_linear_loss_of_somebody_else_gets_the_head():
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 @pytest.mark.parametrize("base", BASES)
-def test_an_ignore_index_of_its_own_is_no_bad_target(base, reduction, monkeypatch):
+def test_a_custom_ignore_index_is_not_a_bad_target(base, reduction, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     torch.manual_seed(0)
     model, h = Model(), torch.randn(B, S, H, dtype=torch.float64)
@@ -555,8 +555,8 @@ class Doubled(FusedLinearCrossEntropy):
 
 
 @pytest.mark.parametrize("how", ["subclass", "hook", "replaced"])
-def test_every_depth_goes_through_the_loss_as_it_is(how):
-    """A loss that does more than ours is called once per depth, not bypassed."""
+def test_a_modified_loss_is_called_for_every_depth(how):
+    """A loss with additional behaviour is called once per depth, not bypassed."""
     torch.manual_seed(0)
     model, depths = Model(), [torch.randn(B, S, H, dtype=torch.float64) for _ in range(D)]
     common = {"mtp_per_depth_h": depths, "labels": torch.randint(0, V, (B, S)), "model": model}
@@ -572,7 +572,7 @@ def test_every_depth_goes_through_the_loss_as_it_is(how):
 
 @pytest.mark.parametrize("how", ["one call", "per depth", "subclass", "flat labels"])
 def test_a_low_rank_part_of_the_head(how):
-    """And a bias that is not the bias of the model's head."""
+    """The bias also differs from the bias of the model's head."""
     torch.manual_seed(1)
     model, hidden, labels = Model(), hiddens(), labels_with_padding()
     if how == "flat labels":
@@ -606,7 +606,7 @@ def test_a_low_rank_part_of_the_head_in_the_main_loss(reduction):
         torch.testing.assert_close(ours, plain)
 
 
-LAYOUTS = {  # of logits without their last dimension, and of labels
+LAYOUTS = {  # shapes of the logits without their last dimension, and of the labels
     "flat labels": ((2, 12), (24,)),
     "flat logits": ((24,), (2, 12)),
     "both flat": ((24,), (24,)),
@@ -623,12 +623,12 @@ LAYOUTS = {  # of logits without their last dimension, and of labels
 
 
 def host_loss(**options):
-    """The loss that ours stands in for, where it is installed."""
+    """Return the corresponding loss of NeMo AutoModel, if installed."""
     return pytest.importorskip("nemo_automodel.components.loss.masked_ce").MaskedCrossEntropy(**options)
 
 
 def documented_loss(logits, labels, mask=None, num_label_tokens=None, loss_weights=None, reduction="sum"):
-    """What the documents say of any layout: rows and entries flattened, one beside the other."""
+    """Compute the documented result for any layout: rows and entries are flattened, and correspond in order."""
     rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if mask is not None:
         targets = torch.where(mask.reshape(-1) != 0, targets, -100)
@@ -666,7 +666,7 @@ def test_labels_in_another_layout_than_logits(layout, mask):
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_one_entry_of_mask_is_for_every_label(on):
+def test_a_mask_of_one_entry_applies_to_every_label(on):
     logits, labels = torch.randn(B, S, V), torch.randint(0, V, (B, S))
     mask = torch.tensor([on])
     ours = MaskedCrossEntropy()(logits, labels, mask)
@@ -674,7 +674,7 @@ def test_one_entry_of_mask_is_for_every_label(on):
     torch.testing.assert_close(ours, host_loss()(logits, labels.clone(), mask))
 
 
-def test_labels_that_lie_otherwise_than_the_logits():
+def test_labels_whose_layout_does_not_fit_the_logits():
     loss_fn, logits = MaskedCrossEntropy(), torch.randn(2, 6, V)
     for shape in ((6, 2), (3, 4), (2, 5), (2, 6, 1, 2), (1,), ()):
         message = f"labels must have shape (2, 6) (that of logits without its last dimension), got {shape}"
@@ -697,7 +697,7 @@ NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("base", BASES)
 def test_labels_of_a_narrow_type(base, dtype, packing):
-    """-100 does not fit into uint8, where 156 would stand for it."""
+    """-100 does not fit into uint8, in which it would become 156."""
     torch.manual_seed(12)
     size = 200 if dtype == torch.uint8 else 100
     model, hidden = Model(torch.randn(size, H, dtype=torch.float64)), hiddens()
@@ -716,26 +716,28 @@ def test_labels_of_a_narrow_type(base, dtype, packing):
     rest = (model.lm_head.weight,) if base is FusedLinearCrossEntropy else ()
     first = hidden[0] if rest else model.lm_head(hidden[0])
     for index in (-100, 300):
-        narrow, wide = (calculate_loss_of(base(ignore_index=index), first, y, rest) for y in (labels.to(dtype), labels))
+        narrow, wide = (
+            loss_by_both_calls(base(ignore_index=index), first, y, rest) for y in (labels.to(dtype), labels)
+        )
         assert torch.equal(narrow, wide)
 
 
-def calculate_loss_of(loss_fn, first, labels, rest):
-    """The same called directly and through ``calculate_loss``."""
+def loss_by_both_calls(loss_fn, first, labels, rest):
+    """Call the loss directly and through ``calculate_loss``, and compare the results."""
     direct = loss_fn(first, labels, *rest)
     named = {"hidden_states": first, "lm_weight": rest[0]} if rest else {"logits": first}
     assert torch.equal(calculate_loss(loss_fn, labels=labels, **named), direct)
     return direct
 
 
-def test_the_labels_of_a_depth_have_room_for_every_ignore_index():
+def test_the_labels_of_a_depth_can_hold_every_ignore_index():
     labels = torch.tensor([[200, 156, 3, 7]], dtype=torch.uint8)
     assert mtp.mtp_labels(labels, 0).tolist() == [[156, 3, 7, -100]]
     assert mtp.mtp_labels(labels, 1, 1000, torch.tensor([[0, 0, 1, 1]])).tolist() == [[1000] * 4]
     assert mtp.mtp_labels(labels, 1).dtype == torch.int64
 
 
-def test_a_short_type_of_cu_seqlens_holds_its_boundaries_only():
+def test_a_narrow_dtype_of_cu_seqlens_holds_only_its_boundaries():
     torch.manual_seed(13)
     model = Model()
     hidden, labels = [torch.randn(1, 300, H, dtype=torch.float64)], torch.randint(0, V, (1, 300))
@@ -748,7 +750,7 @@ def test_a_short_type_of_cu_seqlens_holds_its_boundaries_only():
         torch.testing.assert_close(got, expected)
 
 
-def test_what_marks_the_packing_is_checked():
+def test_packing_arguments_are_checked():
     call = {"mtp_per_depth_h": hiddens(), "labels": labels_with_padding(), "model": Model()}
     loss_fn, meta = MaskedCrossEntropy(), torch.zeros(B, S, dtype=torch.int32, device="meta")
     with pytest.raises(TypeError, match=r"seq_idx must be a torch.Tensor, got list"):
@@ -779,7 +781,7 @@ def test_an_ignore_index_is_an_int(base):
         base(ignore_index=True)
 
 
-def test_an_ignore_index_of_numpy_in_a_loss_of_somebody_else():
+def test_a_numpy_ignore_index_in_a_foreign_loss():
     class Theirs(MaskedCrossEntropy):
         ignore_index = property(lambda self: np.int64(7), lambda self, value: None)
 
@@ -803,7 +805,7 @@ def test_counts_are_numbers_or_tensors(base, count):
 
 
 class Plain(nn.Module):
-    """A loss that takes no more than it must."""
+    """A loss with only the required arguments."""
 
     def forward(self, logits, labels):
         return reference.masked_cross_entropy(logits, labels)
@@ -814,8 +816,8 @@ class PlainLinear(nn.Module):
         return reference.masked_cross_entropy(hidden_states @ lm_weight.t(), labels)
 
 
-def test_the_sign_of_a_soft_cap_makes_no_difference():
-    """As in the original, because tanh is odd."""
+def test_the_sign_of_a_soft_cap_has_no_effect():
+    """The sign has no effect in the original either, because tanh is odd."""
     hidden, labels, weight = hiddens()[0], labels_with_padding(), torch.randn(V, H, dtype=torch.float64)
     positive, negative = (FusedLinearCrossEntropy(logit_softcapping=c) for c in (2.5, -2.5))
     assert torch.equal(negative(hidden, labels, weight), positive(hidden, labels, weight))
@@ -823,8 +825,8 @@ def test_the_sign_of_a_soft_cap_makes_no_difference():
 
 
 @pytest.mark.parametrize("loss_fn", [Plain(), PlainLinear()])
-def test_what_a_loss_depends_on_does_not_vanish(loss_fn):
-    """A count, weights or the bias of the head, where the base loss does not take them, would train another loss."""
+def test_arguments_that_the_base_loss_does_not_accept_raise(loss_fn):
+    """Dropping a count, weights or a bias of the head that the base loss does not accept would train another loss."""
     model, hidden, labels = Model(), hiddens(), labels_with_padding()
     call = {"mtp_per_depth_h": hidden, "labels": labels, "model": model}
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss
@@ -844,7 +846,7 @@ def test_what_a_loss_depends_on_does_not_vanish(loss_fn):
         torch.testing.assert_close(calculate_mtp_loss(loss_fn, **call), expected)
 
 
-def test_a_decorated_a_compiled_and_a_replaced_forward_are_called_with_what_they_take():
+def test_decorated_compiled_and_replaced_forwards_receive_their_arguments():
     class Decorated(Plain):
         @functools.wraps(Plain.forward)
         def forward(self, *args, **options):
@@ -861,7 +863,7 @@ def test_a_decorated_a_compiled_and_a_replaced_forward_are_called_with_what_they
 
 
 def test_pipeline_loss_of_a_mapping():
-    """A dict has its depths under a key; left there, they would train nothing."""
+    """A dict has its depths under a key. If they were ignored, they would train nothing."""
     torch.manual_seed(15)
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     logits = model.lm_head(hidden[0])
@@ -903,7 +905,7 @@ def test_pipeline_loss_of_a_mapping_without_depths(base, depths):
     ],
 )
 def test_pipeline_loss_of_another_output(output, got):
-    """One that is left to the base loss to refuse, which may be anybody's."""
+    """The base loss, which may be from any library, does not receive such an output."""
     model, logits, labels = Stage(), torch.randn(B, S, V), labels_with_padding()
     message = (
         "output must be a tensor, a tuple whose first element is the logits, or an object or mapping with logits or "
@@ -922,7 +924,7 @@ def test_pipeline_loss_with_depths_in_both_forms():
 
 
 def test_a_head_that_is_a_parameter_of_an_inner_module():
-    """What lies around it need not be a head; what is called one has to be plain."""
+    """The surrounding module need not be a plain head, but a module named like a head must be one."""
 
     class Decoder(torch.nn.Module):
         def __init__(self):
@@ -942,8 +944,8 @@ def test_a_head_that_is_a_parameter_of_an_inner_module():
 
 
 @pytest.mark.parametrize("offsets", [[0, 6, 3, S], [0, 4, S + 1], [2, 4, S], [], [0, 5, S, 2 * S]])
-def test_boundaries_that_do_not_rise_to_the_length(offsets):
-    """Those of a whole batch laid end to end too, which would be taken for those of each row."""
+def test_invalid_boundaries_raise(offsets):
+    """Concatenated boundaries of a whole batch are rejected too, because each row would take them for its own."""
     call = {"mtp_per_depth_h": hiddens(), "labels": labels_with_padding(), "model": Model()}
     message = rf"^cu_seqlens must rise from 0 to {S}, the length of labels, or less, got {re.escape(str(offsets))}$"
     with pytest.raises(ValueError, match=message):

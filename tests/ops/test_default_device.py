@@ -1,4 +1,4 @@
-"""Another default device of the caller changes nothing, because the package creates tensors on explicit devices."""
+"""Changing the caller's default device has no effect, because the package creates tensors on explicit devices."""
 
 import ast
 import re
@@ -24,25 +24,25 @@ IDS, SUPERVISED = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.bool
 
 
 def without_device(source):
-    """Lines that call a factory of torch without saying where."""
+    """Return the lines that call a factory function of torch without a device."""
     for call in ast.walk(ast.parse(source)):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in FACTORIES:
-            given = {keyword.arg for keyword in call.keywords}
-            if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch" and "device" not in given:
+            present = {keyword.arg for keyword in call.keywords}
+            if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch" and "device" not in present:
                 yield call.lineno
 
 
-def test_the_search_finds_one():
+def test_the_search_finds_a_call_without_device():
     assert list(without_device("import torch\ntorch.empty(3, dtype=torch.int64)\ntorch.ones(2, device='cpu')")) == [2]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_tensor_is_made_where_it_is_said(file):
+def test_every_tensor_is_created_on_an_explicit_device(file):
     assert list(without_device(file.read_text())) == []
 
 
 def in_a_new_thread(function):
-    """Where nothing has been drawn yet."""
+    """Run in a thread that has not drawn anything yet."""
     out = []
     thread = threading.Thread(target=lambda: out.append(function()))
     thread.start()
@@ -76,7 +76,7 @@ def test_corruption_after_a_first_call_with_fake_tensors():
         try:
             with FakeTensorMode() as mode:
                 corruption.corrupt_uniform(mode.from_tensor(IDS), mode.from_tensor(SUPERVISED), 99)
-        except Exception:  # which has no numbers to look at
+        except Exception:  # which has no values to read
             return drawn()
         return drawn()
 

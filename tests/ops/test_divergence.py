@@ -1,4 +1,4 @@
-"""Divergences to a teacher: against the oracle's float64 autograd, with three products, at the definitions' edges."""
+"""Divergences to a teacher: compared with float64 autograd of the oracle, number of matrix products, and edge cases."""
 
 import math
 
@@ -41,8 +41,8 @@ TRANSFORMS = {
 }
 
 
-def options_of(name, *rows):
-    """(ours, the oracle's): the second knows no aliases."""
+def both_options(name, *rows):
+    """Return (options of the op, options of the oracle); the oracle has no aliases."""
     ours = dict(ALL[name])
     if "ce" in (ours["kind"] if isinstance(ours["kind"], dict) else (ours["kind"],)):
         y = torch.randint(4, V, rows, device=DEVICE)
@@ -53,7 +53,7 @@ def options_of(name, *rows):
 
 
 def drawn(*rows):
-    """Weights with zeros among them, and rows of a teacher with R, in any order and more than once."""
+    """Draw weights, including zeros, and rows of a teacher with R rows, in any order and with repetitions."""
     torch.manual_seed(0)
     weights = torch.rand(rows, device=DEVICE).masked_fill_(torch.rand(rows, device=DEVICE) < 0.3, 0)
     weights.view(-1)[0] = 0.5
@@ -90,7 +90,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize(("transform", "reduction"), list(zip(TRANSFORMS, ("sum", "none", "sum", "none"), strict=True)))
 def test_parity_from_logits(name, dtype, transform, reduction, backend):
     weights, rows = drawn(2, 5)
-    ours, oracle = options_of(name, 2, 5)
+    ours, oracle = both_options(name, 2, 5)
     same = {**TRANSFORMS[transform], "reduction": reduction, "teacher_rows": rows}
     teacher = (2 * torch.randn(R, V, device=DEVICE)).to(dtype)
     assert_parity(
@@ -127,27 +127,29 @@ def test_parity_from_hidden_states_through_the_kernel(dtype, setting):
 def parity_from_hidden_states(name, dtype, setting, backend):
     chunk_size, num_active, reduction, head = SETTINGS[setting]
     weights, rows = drawn(2, 5)
-    ours, oracle = options_of(name, 2, 5)
+    ours, oracle = both_options(name, 2, 5)
     teacher = torch.randn(R, D, device=DEVICE).to(dtype)
     same = {"reduction": reduction, "teacher_rows": rows}
-    its = {}
+    teacher_head = {}
     if head != "shared":
         columns = V if head == "its own" else 2 * V
-        its = {"teacher_weight": (columns, D), "teacher_bias": (columns,)}
-        its = {key: torch.randn(shape, device=DEVICE).to(dtype) for key, shape in its.items()}
+        teacher_head = {"teacher_weight": (columns, D), "teacher_bias": (columns,)}
+        teacher_head = {key: torch.randn(shape, device=DEVICE).to(dtype) for key, shape in teacher_head.items()}
         u, second = (torch.randn(s, device=DEVICE).to(dtype) for s in ((R, 2), (columns, 2)))
-        its["teacher_extra"] = (u, second)
+        teacher_head["teacher_extra"] = (u, second)
     if head == "some of its columns":
         same["draft_to_target"] = torch.randperm(2 * V, device=DEVICE)[:V]
 
     def plain(h, w, b):
-        own = {k: tuple(t.to(h) for t in v) if isinstance(v, tuple) else v.to(h) for k, v in its.items()}
+        own = {k: tuple(t.to(h) for t in v) if isinstance(v, tuple) else v.to(h) for k, v in teacher_head.items()}
         return reference.linear_divergence(h, w, teacher.to(h), weights, bias=b, **own, **oracle, **same).loss
 
     sizes = {"chunk_size": chunk_size, "num_active": num_active}
     assert_parity(
         lambda h, w, b: (
-            linear_divergence(h, w, teacher, weights, bias=b, backend=backend, **its, **ours, **same, **sizes).loss
+            linear_divergence(
+                h, w, teacher, weights, bias=b, backend=backend, **teacher_head, **ours, **same, **sizes
+            ).loss
         ),
         plain,
         hidden_draw(dtype, reduction),
@@ -163,7 +165,7 @@ def test_results_besides_the_loss(name, path, monkeypatch):
         small_blocks(monkeypatch, threads=3 if "three" in path else 1)
     poison_empty(monkeypatch)
     weights, rows = drawn(11)
-    ours, oracle = options_of(name, 11)
+    ours, oracle = both_options(name, 11)
     z = torch.randn(11, V, device=DEVICE, requires_grad=True)
     teacher = torch.randn(R, V, device=DEVICE)
     teacher[rows[0]] = z[0].detach()
@@ -227,11 +229,14 @@ def test_rows_without_a_column_in_common(kind, backend):
 
 
 def test_ties_of_p_and_q_count_as_below(backend):
-    """p and q differ only in the rounding of their sums: -p (1 - sum p) is nothing, all of them above would be too."""
+    """p and q differ only in the rounding of their sums.
+
+    The gradient -p (1 - sum p) is then nearly 0; counting all ties as above would be equivalent.
+    """
     torch.manual_seed(0)
     z = torch.randn(40, 700, device=DEVICE)
-    t = z + 5 * torch.rand(40, 1, device=DEVICE)  # as probabilities the same
-    t[20:, 0] += 3  # one column above, which moves all others below or above by far more than rounding
+    t = z + 5 * torch.rand(40, 1, device=DEVICE)  # equal to z as probabilities
+    t[20:, 0] += 3  # one column above moves all other columns below or above by far more than rounding
     leaf = z.clone().requires_grad_()
     out = divergence(leaf, t, kind="tv", backend=backend)
     (grad,) = torch.autograd.grad(out.loss, leaf)
@@ -260,7 +265,10 @@ def test_rows_of_weight_0_and_nan(backend):
 
 @pytest.mark.parametrize("kind", ["kl", "l1"])
 def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
-    """The gradient has memory of its own: rows of the same tensor, in another order, are as good as a copy of them."""
+    """The gradient has separate memory.
+
+    Rows of the same tensor, in another order, therefore give the same result as a copy.
+    """
     torch.manual_seed(0)
     z = 2 * torch.randn(R, V, device=DEVICE)
     before, rows = z.clone(), torch.arange(R, device=DEVICE).roll(1)
@@ -290,7 +298,7 @@ def test_a_row_missing_in_the_teacher(form, backend):
     assert grad.isnan().any(1).tolist() == [False, True, True, False]
     with pytest.raises(IndexError, match=r"^teacher_rows must lie in \[0, 7\), got -1 at position \(1,\)$"):
         check()
-    weights[1:], th = 0, th[:1]  # nobody looks where a row that weighs nothing points
+    weights[1:], th = 0, th[:1]  # rows of weight 0 are not checked
     check()
 
 
@@ -304,7 +312,10 @@ def test_num_active_too_small_gives_nan():
 
 
 def test_targets(backend):
-    """With -100, the cross-entropy is 0; with an id out of range, NaN in its row. Other kinds ignore the targets."""
+    """With -100, the cross-entropy is 0; with an id out of range, it is NaN in its row.
+
+    Other kinds ignore the targets.
+    """
     torch.manual_seed(0)
     z, t = torch.randn(4, V, device=DEVICE, requires_grad=True), torch.randn(4, V, device=DEVICE)
     y = torch.tensor([2, -100, V, 3], device=DEVICE)
@@ -328,7 +339,7 @@ FROZEN, TRAINED, NOTHING = (True, False), (True, True), (False, False)
     ids=str,
 )  # fmt: skip
 def test_products(needs, options, products, backend):
-    """Three with a frozen head that both share, counted on the rows with a weight."""
+    """A frozen head shared by student and teacher takes three products, counted over the rows with a nonzero weight."""
     weights, rows = drawn(9)
     h, w = (torch.randn(s, device=DEVICE, requires_grad=need) for s, need in zip(((9, D), (V, D)), needs, strict=True))
     options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
@@ -342,8 +353,11 @@ def test_products(needs, options, products, backend):
     assert [t.grad is not None for t in (h, w)] == list(needs)
 
 
-def test_gradients_only_for_what_requires_them():
-    """No gradient is computed for a teacher that requires grad by mistake, for its head, or for its second part."""
+def test_gradients_only_for_leaves_that_require_them():
+    """No gradient is computed for a teacher that requires grad by mistake.
+
+    The same holds for its head and the head's second part.
+    """
     h, w, th, own, u, second = (
         torch.randn(s, device=DEVICE, requires_grad=True) for s in ((4, D), (V, D), (4, D), (V, D), (4, 2), (V, 2))
     )
@@ -358,7 +372,7 @@ def test_gradients_only_for_what_requires_them():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_memory_of_two_chunks(dtype):
-    """Two chunks of logits, the gradient of the hidden states, and blocks that stay in cache: never [N, V]."""
+    """Memory holds two chunks of logits, the gradient of the hidden states and cache-sized blocks, but never [N, V]."""
     N, V, chunk = 4096, 4096, 64
     h, th = (torch.randn(N, D).to(dtype) for _ in range(2))
     h.requires_grad_()
@@ -373,7 +387,7 @@ def test_memory_of_two_chunks(dtype):
 
 
 def test_autocast():
-    """A float32 student and a bfloat16 head, as autocast takes them for F.linear."""
+    """Autocast converts a float32 student and a bfloat16 head as it does for F.linear."""
     h, th = (torch.randn(5, D, device=DEVICE) for _ in range(2))
     w = torch.randn(V, D, device=DEVICE, dtype=torch.bfloat16)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -384,7 +398,10 @@ def test_autocast():
 
 
 def test_a_second_backward():
-    """From hidden states, it raises an error with advice; from logits, and per row, it works."""
+    """A second backward raises an error with advice from hidden states.
+
+    It works from logits, and with one loss per row.
+    """
     h, w, th = torch.randn(4, D, requires_grad=True), torch.randn(V, D), torch.randn(4, D)
     loss = linear_divergence(h, w, th).loss
     loss.backward(retain_graph=True)
@@ -395,7 +412,7 @@ def test_a_second_backward():
         torch.testing.assert_close(first, second)
 
 
-def test_logits_are_left_alone(backend):
+def test_logits_are_not_modified(backend):
     z, t = torch.randn(2, 5, V, device=DEVICE, requires_grad=True), torch.randn(2, 5, V, device=DEVICE)
     before = [x.detach().clone() for x in (z, t)]
     divergence(z, t, kind=MANY, backend=backend).loss.backward()
@@ -484,7 +501,7 @@ def test_coefficients_that_change_from_step_to_step_are_one_graph():
 
 @pytest.mark.parametrize("kinds", every_time([{"jsd": 0.5, "kl": 1.0}], [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}]))
 def test_a_beta_that_reaches_0_or_1_in_one_graph(kinds):
-    """jsd is kl at 0 and rkl at 1, which the formula of jsd does not give as limits."""
+    """jsd is defined as kl at 0 and as rkl at 1. The formula of jsd does not have these limits."""
     torch.manual_seed(0)
     z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))
     step = torch.compile(
@@ -624,6 +641,6 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
-    function, given, options, error, message = BAD[name]
+    function, arguments, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        function(*given, **options)
+        function(*arguments, **options)

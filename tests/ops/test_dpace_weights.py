@@ -1,4 +1,4 @@
-"""D-PACE's position weights: numbers by hand, the oracle, a trainer's formula, compiled, DTensors' parts, bad input."""
+"""D-PACE's position weights: by hand, the oracle, a trainer's formula, compiled, parts of DTensors, bad input."""
 
 import math
 import re
@@ -17,7 +17,7 @@ NAN = float("nan")
 VARIANTS = ("dpace", "prefix", "continuation")
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
-# alpha 1/2: smoothed 3/4, 1/2 and 1, of which the second variant is masked and the third weighs a half.
+# alpha 1/2: smoothed to 3/4, 1/2 and 1. In the second variant, the second position is masked and the third weighs 1/2.
 CONFIDENCE = [0.5, 0.0, 1.0]
 BY_HAND = {
     ("dpace", (1, 1, 1)): [0.75 + 0.375 + 0.375, 0.75, 0.375],
@@ -41,8 +41,11 @@ def test_by_hand(function, variant, mask):
     torch.testing.assert_close(weights, torch.tensor(BY_HAND[variant, mask], device=DEVICE))
 
 
-def test_the_ends_of_alpha():
-    """1: each token counts as accepted. 0: nothing is smoothed, and what follows an impossible token weighs nothing."""
+def test_alpha_of_0_and_1():
+    """With alpha 1, each token counts as accepted.
+
+    With alpha 0, nothing is smoothed, and tokens after an impossible token have weight 0.
+    """
     q, on = torch.tensor([0.5, 0.0, 1.0], device=DEVICE), torch.ones(3, device=DEVICE)
     assert dpace_weights(q, on, alpha=1).tolist() == [3.0, 2.0, 1.0]
     for variant, expected in (("dpace", [0.5, 0.0, 0.0]), ("continuation", [1.0, 0.0, 0.0])):
@@ -73,7 +76,7 @@ def test_parity(dtype, shape, variant):
     ("theirs", "ours"),
     [("dpace-cumulative-confidence-only", "prefix"), ("dpace-continuation-value-only", "continuation")],
 )
-def test_the_names_of_the_trainers(theirs, ours):
+def test_variants_have_the_names_of_the_trainers(theirs, ours):
     q, mask = draw((2, 5))
     assert torch.equal(dpace_weights(q, mask, variant=theirs), dpace_weights(q, mask, variant=ours))
 
@@ -88,8 +91,8 @@ def specforge():
 @pytest.mark.parametrize(
     "name", ["dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only"], ids=str
 )
-def test_a_trainer_weighs_alike(specforge, name, alpha):
-    """Under its own names; its prefix weights it multiplies by the mask later."""
+def test_weights_equal_those_of_a_trainer(specforge, name, alpha):
+    """Variants have the trainer's names. The trainer multiplies its prefix weights by the mask later."""
     q, mask = draw((3, 4, 16))
     trainer = SimpleNamespace(dpace_alpha=alpha)
     theirs = specforge._dpace_weight(trainer, q, mask, mask > 0, name) * mask
@@ -97,7 +100,7 @@ def test_a_trainer_weighs_alike(specforge, name, alpha):
 
 
 @variants
-def test_confidence_outside_the_mask_is_not_looked_at(variant):
+def test_confidence_outside_the_mask_is_not_read(variant):
     q, mask = draw((3, 6))
     expected = dpace_weights(q, mask, variant=variant)
     for value in (NAN, 7.0, float("inf")):
@@ -106,7 +109,7 @@ def test_confidence_outside_the_mask_is_not_looked_at(variant):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8, torch.float64, torch.bfloat16], ids=str)
-def test_masks_of_any_dtype_mean_the_same(kind):
+def test_masks_of_any_dtype_are_equivalent(kind):
     q, mask = draw((3, 6))
     assert torch.equal(dpace_weights(q, (mask != 0).to(kind)), dpace_weights(q, (mask != 0).float()))
 
@@ -125,8 +128,8 @@ def test_compiled(variant):
     torch.testing.assert_close(compiled(q), step(q))
 
 
-def test_nothing_is_read_by_the_host_where_that_would_sync():
-    """Tensors without values stand for a GPU's: nobody can ask for one."""
+def test_no_value_is_read_back_from_the_device():
+    """Tensors without values stand in for GPU tensors, because reading one raises."""
     weights = dpace_weights(torch.empty(2, 5, device="meta"), torch.empty(2, 5, device="meta"))
     assert weights.shape == (2, 5)
 
@@ -167,8 +170,8 @@ def test_the_rounding_of_a_probability_is_no_error():
     assert dpace_weights(torch.tensor([1.0078125], dtype=torch.bfloat16), torch.ones(1)).isfinite().all()
 
 
-def test_a_prefix_that_is_nearly_none():
-    """Of float32's subnormal numbers: a continuation is a ratio, and not small where both are."""
+def test_a_prefix_weight_near_zero():
+    """Prefixes are subnormal float32 numbers. A continuation is a ratio, which is not small if both terms are small."""
     confidence, mask = torch.full((1, 6), 1e-9, device=DEVICE), torch.ones(1, 6, device=DEVICE)
     options = {"alpha": 0.0, "variant": "continuation"}
     got = dpace_weights(confidence, mask, **options)
@@ -178,7 +181,7 @@ def test_a_prefix_that_is_nearly_none():
 
 @pytest.mark.parametrize("variant", ["dpace", "prefix", "continuation"])
 def test_a_nan_reaches_the_weights_of_its_block_alone(variant):
-    """A row whose logits are NaN must not vanish from a loss: its weight, and those that depend on it, are NaN."""
+    """A row with NaN logits must not vanish from a loss, so its weight and the weights that depend on it are NaN."""
     confidence, mask = torch.full((2, 4), 0.5), torch.ones(2, 4)
     confidence[0, 1] = math.nan
     weights = dpace_weights(confidence, mask, variant=variant)

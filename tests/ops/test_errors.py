@@ -213,7 +213,7 @@ def test_targets_out_of_range_are_named_on_request(op, by, bad, where, monkeypat
     y[1, 1] = -100
     message = f"targets must lie in [0, 5) or be -100, got {bad} at position {where}"
     monkeypatch.delenv("DLLM_KERNELS_CHECK", raising=False)
-    op(y)  # not asked for: NaN, tested elsewhere
+    op(y)  # without the check, the result is NaN, which other tests cover
     if by == "argument":
         raises(IndexError, message, op, y, check_targets=True)
     else:
@@ -233,8 +233,7 @@ SIZES = ((TypeError, "must be an int, got str", "8"), (TypeError, "must be an in
 forms = pytest.mark.parametrize("form", ["logits", "hidden"])
 
 
-# Losses. Every call below has good arguments but for one; what is wrong with it goes by its role in
-# ``tests/support/cases.py``.
+# Losses. Each call below has one bad argument, chosen by its role in ``tests/support/cases.py``; all others are valid.
 
 
 def _per_token(logits, target_ids, **options):
@@ -254,7 +253,7 @@ def _linear(hidden_states, labels, lm_weight, lm_bias=None, **options):
 
 
 def any_shape(name, loss, targets, rows, roles=(), head=("lm_head_weight", "lm_head_bias")):
-    """What is no loss of ``dllm_kernels.losses``, and takes rows of any shape."""
+    """Build a case of a loss that is not in ``dllm_kernels.losses`` and takes rows of any shape."""
     draw = lambda B, L, V: {targets: torch.randint(0, V, (B, L))}  # noqa: E731
     return Case(name, loss, draw, None, roles={targets: "targets", **dict(roles)}, rows=rows, head=head)
 
@@ -281,14 +280,14 @@ every_loss = pytest.mark.parametrize(("case", "form"), [*FORMS, *OTHERS], ids=la
 losses_alone = pytest.mark.parametrize(("case", "form"), FORMS, ids=lambda v: getattr(v, "name", v))
 
 
-def having(*roles):
-    """The losses, in both forms, with an argument of one of these roles."""
+def losses_with_roles(*roles):
+    """Parametrize with the losses, in both forms, that have an argument with one of these roles."""
     chosen = [(case, form) for case, form in FORMS if set(roles) & set(case.roles.values())]
     return pytest.mark.parametrize(("case", "form"), chosen, ids=lambda v: getattr(v, "name", v))
 
 
 class Call:
-    """A call of a loss with good arguments; it takes changes by name."""
+    """A call of a loss with valid arguments; keyword arguments replace some of them."""
 
     def __init__(self, case, form, **options):
         torch.manual_seed(0)
@@ -302,15 +301,15 @@ class Call:
         return output if isinstance(output, torch.Tensor) else output.total_loss
 
     def of(self, *roles):
-        """(name, good value) of the arguments of these roles, those that are not drawn too."""
+        """Yield (name, valid value) of the arguments with these roles, including arguments that are not drawn."""
         for name, role in self.case.roles.items():
             name = f"causal_{self.form}" if name == "causal" else name
             if role in roles and (role != "rows" or name in self.arguments):
                 yield name, self.arguments.get(name, 3 if role == "count" else ON)
 
 
-def wrong_in(role, name, good, call):
-    """(error, how its message begins, values that are wrong in this way)."""
+def invalid_values(role, name, good, call):
+    """Return (error, beginning of the message, invalid values that cause it) for an argument of this role."""
     if role == "count":
         return [
             (TypeError, f"{name} must be a number or a 0-d tensor, got ", ("3", True, [6])),
@@ -335,18 +334,18 @@ def wrong_in(role, name, good, call):
 
 
 @every_loss
-def test_an_argument_that_is_wrong(case, form):
+def test_invalid_arguments(case, form):
     call = Call(case, form)
     assert call().isfinite().all()
     for role in sorted(set(case.roles.values()) - {"targets", "rows"}):
         for name, good in call.of(role):
-            for error, message, values in wrong_in(role, name, good, call):
+            for error, message, values in invalid_values(role, name, good, call):
                 for value in values:
                     raises(error, message, call, **{name: value})
 
 
 @every_loss
-def test_wrong_rows_and_targets(case, form):
+def test_invalid_rows_and_targets(case, form):
     call = Call(case, form)
     rows, targets, (_, N, size) = call.rows, call.targets, call.arguments[call.rows].shape
     for name, *_ in ((rows,), *call.of("rows")):
@@ -369,13 +368,13 @@ def test_wrong_rows_and_targets(case, form):
         flat = call.arguments[rows].flatten(0, 1)
         raises(ValueError, f"{targets} must have shape [B, L], got (6,)", call, **{targets: y.flatten()})
         raises(ValueError, f"{rows} must have shape {layout}, got ({2 * N}, {size})", call, **{rows: flat})
-    elif case.name != "masked cross-entropy":  # which takes labels of any shape with as many entries
+    elif case.name != "masked cross-entropy":  # the argument may have any shape with the same number of entries
         message = f"{targets} must have shape (2, 3) (that of {rows} without its last dimension), got (2, 2)"
         raises(ValueError, message, call, **{targets: y[:, :2]})
 
 
 @pytest.mark.parametrize("case", [case for case, form in (*FORMS, *OTHERS) if form == "hidden"], ids=lambda c: c.name)
-def test_a_wrong_head(case):
+def test_an_invalid_head(case):
     call = Call(case, "hidden")
     hidden, (weight, bias), N = call.rows, case.head, call.arguments[call.rows].shape[1]
     for error, message, value in (
@@ -406,8 +405,8 @@ def test_a_wrong_head(case):
 
 
 @losses_alone
-def test_what_a_loss_does_not_use_changes_nothing(case, form):
-    """As in the original, which does not look at it; None stands for nothing."""
+def test_unused_arguments_have_no_effect(case, form):
+    """Match the original, which does not read the unused argument; None is accepted, too."""
     call = Call(case, form)
     expected = call()
     for name, good in call.of("unused"):
@@ -420,8 +419,8 @@ def test_what_a_loss_does_not_use_changes_nothing(case, form):
 
 
 @every_loss
-def test_what_is_taken_as_a_constant_must_not_require_a_gradient(case, form):
-    """The original would give it one."""
+def test_constants_must_not_require_a_gradient(case, form):
+    """The original would compute a gradient for these arguments."""
     call = Call(case, form)
     for name, good in call.of("weight", "probability", "time", "count"):
         value = torch.as_tensor(good).float().clone().requires_grad_()
@@ -438,16 +437,16 @@ def test_what_is_taken_as_a_constant_must_not_require_a_gradient(case, form):
                 call()
 
 
-@having("mask")
+@losses_with_roles("mask")
 def test_masks_that_are_only_compared_may_require_a_gradient(case, form):
-    """They have none in the original either."""
+    """They receive no gradient in the original either."""
     call = Call(case, form)
     for name, good in call.of("mask"):
         assert torch.equal(call(**{name: good.float().clone().requires_grad_()}), call(**{name: good}))
 
 
 @losses_alone
-def test_options_that_are_wrong(case, form):
+def test_invalid_options(case, form):
     arguments = Call(case, form).arguments
     output = functools.partial(case.output, form, arguments)
     raises(ValueError, "backend must be one of auto, triton, torch, got 'tpu'", output, backend="tpu")
@@ -456,14 +455,17 @@ def test_options_that_are_wrong(case, form):
 
 
 def all_on(call):
-    """Every mask on, so that every target that a loss has counts."""
+    """Turn on all masks, so that all targets of the loss count."""
     masks = {name: ON for name, _ in call.of("mask", "weight", "noise")}
     return masks | {name: ON / 2 for name, _ in call.of("probability")}
 
 
 @every_loss
 def test_bad_targets_are_named(case, form, monkeypatch):
-    """By the position in the caller's tensor, also where the loss shifts it and the first token is no target."""
+    """The error gives the position in the caller's tensor.
+
+    This also holds if the loss shifts the targets and never predicts the first token.
+    """
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     call = Call(case, form)
     name = call.targets
@@ -481,14 +483,14 @@ def test_bad_targets_are_named(case, form, monkeypatch):
 
 
 def predicts_the_first_token(call):
-    """Whether another first token is another loss, with every mask on."""
+    """Return whether the loss depends on the first token when all masks are on."""
     other = Y.clone()
     other[:, 0] = 1
     values = [call(**{**all_on(call), call.targets: y}) for y in (Y, other)]
     return not torch.equal(*values)
 
 
-@having("probability")
+@losses_with_roles("probability")
 def test_swapped_masks_are_found(case, form):
     call = Call(case, form)
     noise, p = torch.tensor([[True, False, True]] * B), torch.full((B, L), 0.5)
@@ -514,7 +516,7 @@ def test_swapped_masks_of_a_loss_that_uses_neither():
 
 
 @pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf"), 2])
-@having("probability")
+@losses_with_roles("probability")
 def test_probabilities_lie_between_0_and_1_where_they_are_used(case, form, bad):
     call = Call(case, form)
     p = ON.clone() if isinstance(bad, float) else ON.long()
@@ -535,7 +537,7 @@ probable = pytest.mark.parametrize("case", PROBABLE, ids=lambda case: case.name)
 
 
 @probable
-def test_no_value_is_looked_at_while_compiling(case):
+def test_no_value_is_read_while_compiling(case):
     call = Call(case, "logits")
     on = all_on(call)
     compiled = torch.compile(lambda p: call(**(on | {"p_mask": p})), backend="eager", fullgraph=True)
@@ -556,7 +558,7 @@ def test_seq_len_of_idlm(form):
 
 
 def test_a_type_is_named_with_its_module():
-    """Other libraries have classes of the same name."""
+    """The module is named, because other libraries have classes of the same name."""
     message = "generator must be a torch.Generator or None, got numpy.random._generator.Generator"
     raises(TypeError, message, corrupt_uniform, Y, ON, 0, generator=np.random.default_rng(0))
 
@@ -598,7 +600,7 @@ def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(case, form, bad):
     p[1], off[1] = bad, 0
     message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)"
     raises(ValueError, message, call, **on, p_mask=p)
-    assert call(**(on | {"loss_mask": off}), p_mask=p).isfinite()  # of a sequence that is not supervised
+    assert call(**(on | {"loss_mask": off}), p_mask=p).isfinite()  # in a sequence that is not supervised
 
 
 @pytest.mark.parametrize(
@@ -617,7 +619,7 @@ def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(case, form, bad):
     ],
 )
 def test_scdd_settings(setting, error, message):
-    """At construction, and of attributes assigned since."""
+    """Settings are checked at construction, and in each call because attributes may be assigned later."""
     raises(error, message, SCDDLoss, **({"mask_token_id": 1} | setting))
     for form in (SCDDLoss.forward, functools.partial(SCDDLoss.forward_fused, lm_head_weight=W)):
         loss = SCDDLoss(1)
@@ -675,7 +677,7 @@ def test_blocks_of_dflash(form):
     [{"position_weights": "dpace"}, {"loss_gamma": None, "normalize": "blocks"}, {"loss_gamma": 2.0}],
     ids=str,
 )
-def test_whatever_goes_by_blocks_needs_whole_ones(form, settings):
+def test_a_loss_over_blocks_needs_whole_blocks(form, settings):
     call = Call(replace(BY_NAME["dflash"], settings=settings), form)
     raises(ValueError, "T must be a multiple of block_size - 1 for ", call, block_size=3)
     call = Call(replace(BY_NAME["dflash"], settings=settings | {"anchor_row": True}), form)
@@ -732,7 +734,7 @@ def test_dflash_settings():
 
 @pytest.mark.parametrize(("error", "message", "size"), SIZES, ids=str)
 def test_chunk_sizes_of_the_constructor(error, message, size):
-    """And where the attribute is assigned after construction."""
+    """The chunk size is checked at construction, and after the attribute is assigned."""
     message = f"chunk_size {message}"
     raises(error, message, DFlashDecayLoss, chunk_size=size)
     raises(error, message, FusedLinearCrossEntropy, chunk_size=size)
@@ -793,7 +795,7 @@ class Subclass(FusedLinearCrossEntropy):
     ],
     ids=["masked, logits", "masked", "fused", "subclass"],
 )
-def test_bad_labels_of_mtp_are_named_where_the_caller_has_them(loss_fn, made_from, flat, monkeypatch):
+def test_bad_labels_of_mtp_are_named_by_the_callers_position(loss_fn, made_from, flat, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     depths = [torch.randn(1, 6, D if made_from == "h" else V) for _ in range(2)]
 
@@ -808,16 +810,16 @@ def test_bad_labels_of_mtp_are_named_where_the_caller_has_them(loss_fn, made_fro
         labels[0, place] = 7
         where = (place,) if flat else (0, place)
         raises(IndexError, f"labels must lie in [0, {V}) or be -100, got 7 at position {where}", call, labels)
-        given = [torch.zeros_like(labels), labels]
-        given = [t.flatten() for t in given] if flat else given
+        depth_targets = [torch.zeros_like(labels), labels]
+        depth_targets = [t.flatten() for t in depth_targets] if flat else depth_targets
         message = f"mtp_per_depth_targets[1] must lie in [0, {V}) or be -100, got 7 at position {where}"
-        raises(IndexError, message, call, torch.zeros_like(labels), mtp_per_depth_targets=given)
+        raises(IndexError, message, call, torch.zeros_like(labels), mtp_per_depth_targets=depth_targets)
     labels = torch.full((1, 6), -100)
     labels[0, 0] = 7  # no depth has it as a target
     assert call(labels).item() == 0
 
 
-def test_mtp_calls_its_arguments_as_the_caller_does():
+def test_mtp_errors_use_the_names_of_the_caller():
     h, labels = [torch.randn(B, L, D)] * 2, Y
     fused = functools.partial(calculate_mtp_loss, FusedLinearCrossEntropy(), labels=labels, model=Head())
     masked = functools.partial(calculate_mtp_loss, MaskedCrossEntropy(), labels=labels, model=Head())

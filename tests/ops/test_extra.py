@@ -1,4 +1,4 @@
-"""Two-part heads: every linear op and loss with ``extra`` compared with the full logits; its cost; bad input."""
+"""Two-part heads: every linear op and loss with ``extra`` compared with the full logits; their cost; bad input."""
 
 import functools
 import math
@@ -21,10 +21,10 @@ from tests.support.rows import HEAD_PATHS, on_head_path
 B, L, V, D, R = 2, 6, 37, 5, 3
 NAN = math.nan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# All that has a form from hidden states, but for the one whose second branch is a tensor of its own.
+# All cases with a form from hidden states, except the one whose second branch is a separate tensor.
 CASES = [case for case in FEWER if case.name not in ("hybrid", "hybrid, softcap skip_id")]
 OPS = ("token_nll", "weighted_nll", "row_stats", "row_objective")
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)
@@ -33,7 +33,7 @@ def path(request, monkeypatch):
 
 
 def draw_leaves(seed, dtype=torch.float64, width=1):
-    """(hidden, weight, bias, u, U)."""
+    """Draw (hidden, weight, bias, u, U)."""
     torch.manual_seed(seed)
     shapes = (B, width * L, D), (V, D), (V,), (B, width * L, R), (V, R)
     return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
@@ -45,7 +45,7 @@ def drawn(case):
 
 
 def ours(case, inputs, **options):
-    """The value, of all five leaves."""
+    """Compute the value as a function of all five leaves."""
 
     def value(h, w, b, u, second):
         arguments = case.arguments("hidden", h, inputs, (w, b)) | {"extra": (u, second)}
@@ -95,7 +95,7 @@ def test_token_log_probs():
 
 
 def test_extra_with_every_other_option(backend):
-    """What is returned beside the loss, of transformed logits, in a call that is told how many rows are active."""
+    """Compare further outputs, with transformed logits and a given number of active rows."""
     h, w, b, u, second = draw_leaves(0)
     case = BY_NAME["weighted_nll"]
     targets, weights = drawn(case).values()
@@ -164,7 +164,7 @@ def test_a_gradient_only_where_one_is_required(name, trains, backend):
 
 
 def products(function, rows):
-    """(large, thin) products of all active rows that were made; the hidden size is no multiple of the thin one's."""
+    """Count (large, thin) products of all active rows. The hidden size is not a multiple of the thin part's size."""
     mapping = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         function()
@@ -176,10 +176,10 @@ def products(function, rows):
 @pytest.mark.parametrize(
     ("trains", "weighted", "per_row", "objective"),
     [
-        # large products and thin ones, of which one makes the logits
+        # large products and thin ones, of which one computes the logits
         ((0, 0, 0, 0, 0), (1, 1), (1, 1), (1, 1)),
         ((1, 0, 0, 0, 0), (2, 1), (2, 1), (2, 1)),
-        ((1, 0, 0, 1, 0), (2, 2), (2, 2), (2, 2)),  # rows of u: nothing is made again
+        ((1, 0, 0, 1, 0), (2, 2), (2, 2), (2, 2)),  # only the rows u train: nothing is recomputed
         ((1, 0, 0, 1, 1), (2, 3), (3, 4), (2, 3)),  # a frozen head whose second part trains
         ((0, 0, 0, 0, 1), (1, 2), (2, 3), (1, 2)),
         ((1, 1, 0, 1, 1), (3, 3), (4, 4), (3, 3)),
@@ -215,8 +215,11 @@ def test_the_large_products_are_no_more_than_without_it(trains, weighted, per_ro
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
-    """But U's gradient, where it trains: the thin product adds to the chunk where it lies."""
-    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    """Only the gradient of U, if it trains, is as long as the vocabulary.
+
+    The thin product is accumulated into the chunk in place.
+    """
+    monkeypatch.undo()  # poisoning fresh memory allocates nothing, but takes time
     N, many, wide, chunk = 512, 16384, 8, 128
     torch.manual_seed(0)
     hidden, weight, u, second = (torch.randn(shape).to(dtype) for shape in ((N, wide), (many, wide), (N, 2), (many, 2)))
@@ -235,14 +238,14 @@ def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
 
     without, frozen, trained = peak(False), peak(False, extra=(u, second)), peak(True, extra=(u, second))
     assert frozen - without <= 64 * N
-    slab = 4 * chunk * 4096 if dtype != torch.float32 else 0  # of the gradient, widened for the sum in float32
+    slab = 4 * chunk * 4096 if dtype != torch.float32 else 0  # of the gradient, cast to float32 for the sum
     assert trained - without <= 64 * N + 2 * many * (4 + dtype.itemsize) + slab
-    assert 64 * N + 2 * many * 8 < chunk * many * dtype.itemsize  # so another chunk would have shown
+    assert 64 * N + 2 * many * 8 < chunk * many * dtype.itemsize  # so an additional chunk would exceed the bound
 
 
 @pytest.mark.parametrize("num_active", [None, 9])
 @pytest.mark.parametrize("name", OPS)
-def test_a_row_that_does_not_count_is_inert_even_when_its_second_part_is_nan(name, num_active, backend):
+def test_a_row_of_weight_0_is_inert_even_if_its_second_part_is_nan(name, num_active, backend):
     case = BY_NAME[name]
     inputs = drawn(case)
     off = inputs["weights"] == 0
@@ -270,7 +273,7 @@ def test_a_row_without_an_upstream_gradient_keeps_its_nan_to_itself(backend):
 
 
 def test_the_gradient_of_the_second_part_is_summed_in_float32():
-    """One entry of 1 and 300 of 1/4096, in chunks of 20: bfloat16 would stay at 1."""
+    """The terms are one entry of 1 and 300 of 1/4096, in chunks of 20. A bfloat16 sum would stay at 1."""
     N = 301
     u = torch.full((N, 1), 1 / 4096, device=DEVICE, dtype=torch.bfloat16)
     u[0] = 1.0
@@ -300,7 +303,7 @@ def test_small_weights_do_not_underflow_in_float16(backend):
 
 
 def test_autocast():
-    """As F.linear of each part would honour it: float32 states with a bfloat16 head, or all in float32."""
+    """Autocast casts float32 states with a bfloat16 head, or everything in float32, as F.linear of each part would."""
     h, w, _, u, second = draw_leaves(0, torch.float32)
     y = torch.randint(0, V, (B, L), device=DEVICE)
     narrow = [t.bfloat16() for t in (h, w, u, second)]
@@ -315,7 +318,7 @@ def test_autocast():
 
 
 def test_backward_a_second_time():
-    """Gradients computed in forward are released after the first backward; gradients per row are kept."""
+    """Gradients computed in forward are released after the first backward; with one loss per row, they are kept."""
     h, w, _, u, second = draw_leaves(0)
     second.requires_grad_()
     y, weights = torch.randint(0, V, (B, L), device=DEVICE), torch.rand(B, L, device=DEVICE)
@@ -329,7 +332,7 @@ def test_backward_a_second_time():
 
 
 @pytest.mark.parametrize("changed", [0, 1])
-def test_a_second_part_that_was_changed_is_kept_from_backward(changed):
+def test_backward_rejects_a_second_part_changed_in_place(changed):
     h, w, _, u, second = draw_leaves(0)
     extra = u.requires_grad_() * 1.0, second.requires_grad_() * 1.0
     nll = ops.linear_token_nll(h, w, torch.randint(0, V, (B, L), device=DEVICE), extra=extra).nll
@@ -339,7 +342,7 @@ def test_a_second_part_that_was_changed_is_kept_from_backward(changed):
 
 
 @pytest.mark.parametrize("upstream", [1.0, -1.7])
-def test_inputs_are_left_alone(upstream, backend):
+def test_inputs_are_not_modified(upstream, backend):
     case = BY_NAME["weighted_nll"]
     leaves = draw_leaves(0)
     before = [leaf.clone() for leaf in leaves]
@@ -379,7 +382,10 @@ def test_compiled_is_eager(name, trains):
 
 
 def test_a_markov_head_of_a_drafter():
-    """u is a row of a trained table, looked up by the token before; the head is frozen. As in plain PyTorch."""
+    """Gradients equal those of plain PyTorch.
+
+    Here, u is a row of a trained table, looked up by the previous token; the head is frozen.
+    """
     torch.manual_seed(0)
     table = torch.randn(V, R, dtype=torch.float64, device=DEVICE, requires_grad=True)
     second = torch.randn(V, R, dtype=torch.float64, device=DEVICE, requires_grad=True)

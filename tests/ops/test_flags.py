@@ -25,11 +25,11 @@ FLAGS = [
 
 @pytest.mark.parametrize("value", ["yes", 1, None], ids=str)
 @pytest.mark.parametrize(
-    ("op", "given", "flag"), FLAGS, ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else "")
+    ("op", "arguments", "flag"), FLAGS, ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else "")
 )
-def test_a_bool_option_rejects_other_values(op, given, flag, value):
+def test_a_bool_option_rejects_other_values(op, arguments, flag, value):
     with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
-        op(*given, **{flag: value})
+        op(*arguments, **{flag: value})
 
 
 LABELS = torch.zeros(1, 3, dtype=torch.long)
@@ -50,13 +50,13 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("value", ["no", 2, 1.0], ids=str)
-@pytest.mark.parametrize(("make", "given", "flag"), SETTINGS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_bool_setting_rejects_other_values(make, given, flag, value):
+@pytest.mark.parametrize(("make", "arguments", "flag"), SETTINGS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_bool_setting_rejects_other_values(make, arguments, flag, value):
     with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
-        make(*given, **{flag: value})
+        make(*arguments, **{flag: value})
 
 
-def test_a_setting_of_0_or_1_as_configurations_have_it():
+def test_settings_of_0_and_1_are_bools():
     assert dllm_kernels.DFlashDecayLoss(use_fused_linear_ce=1).use_fused_linear_ce is True
     assert dllm_kernels.DLLMCollator(response_window=np.bool_(False)).response_window is False
     assert dllm_kernels.MDLMCrossEntropyLoss(fp32_upcast=0).fp32_upcast is False
@@ -74,7 +74,7 @@ def test_return_per_depth_is_a_bool():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_a_setting_that_was_assigned_since(reduction):
+def test_a_setting_assigned_after_construction(reduction):
     loss, mtp = dllm_kernels.MDLMCrossEntropyLoss(), dllm_kernels.MaskedCrossEntropy(reduction=reduction)
     loss.fp32_upcast = mtp.fp32_upcast = "no"
     on = torch.ones(1, 3)
@@ -119,7 +119,7 @@ def test_complementary_rejects_probabilities():
         corruption.complementary(p, mask)
     expected = corruption.complementary(noise, mask)
     assert torch.equal(corruption.complementary(noise.float(), mask), expected)
-    noise = torch.where(mask == 0, p, noise.float())  # where nothing is supervised anything may stand
+    noise = torch.where(mask == 0, p, noise.float())  # unsupervised positions may hold any value
     assert torch.equal(corruption.complementary(noise, mask), expected)
 
 
@@ -158,7 +158,7 @@ WEIGHTED = {
 
 @pytest.mark.parametrize("instead", WEIGHTED)
 def test_weights_take_no_gradient(instead):
-    """If they were detached, they would silently train nothing."""
+    """If weights were detached, their parameters would silently not train."""
     weights = torch.ones(len(IDS), requires_grad=True)
     message = (
         f"weights must not require a gradient, since it is taken as a constant; detach it, or use {instead.strip()}"
@@ -172,7 +172,7 @@ def test_weights_take_no_gradient(instead):
 
 @pytest.mark.parametrize("name", ["block diffusion", "mdlm"])
 def test_a_mask_that_only_switches_rows_on_may_require_a_gradient(name):
-    """A loss makes the weights itself, which hold no more of such a mask than where it is not 0."""
+    """The loss computes the weights, which depend on such a mask only through the positions of its nonzero entries."""
     loss, ones = (
         {"block diffusion": BlockDiffusionCrossEntropyLoss, "mdlm": MDLMCrossEntropyLoss}[name](),
         torch.ones(1, 3),
@@ -201,7 +201,7 @@ def test_a_mixture_is_not_negative(place):
 
 
 def test_statistics_can_be_written_to_before_backward():
-    """As in plain torch, which does not need them for backward."""
+    """Match plain torch, whose backward does not need them."""
     gradients = []
     for overwrite in (False, True):
         x = X.clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Choosing k of D: one set from kernel, torch path, host path and reference; counts, ties, edges, errors."""
+"""Choosing k of D: equal sets from kernel, torch path, host path and reference; counts, ties, edges, errors."""
 
 import itertools
 import sys
@@ -52,7 +52,7 @@ def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
 
 
 @pytest.mark.parametrize("choose", [gumbel_topk_mask, corruption.batched_gumbel_topk, corruption.gumbel_topk])
-def test_the_backend_that_was_asked_for_runs(choose, monkeypatch, device):
+def test_the_requested_backend_runs(choose, monkeypatch, device):
     log_w = torch.zeros(*[2, 5][choose is corruption.gumbel_topk :], device=device)
     monkeypatch.setitem(sys.modules, "dllm_kernels._backends.triton.gumbel_topk", None)
     assert choose(log_w, 2, backend="torch").sum(-1).eq(2).all()
@@ -106,13 +106,13 @@ def test_ties_go_to_the_lower_index(D, backend, device):
     log_w = torch.zeros(4, D, device=device)
     log_w[2, ::2] = -INF
     uniform = torch.full((4, D), 0.25, device=device)
-    uniform[1, 4] = 0.5  # the only one that beats the others
+    uniform[1, 4] = 0.5  # the only one with a score above the others
     uniform[3, 2:] = 0.5  # more than are chosen
     chosen = gumbel_topk_mask(log_w, 3, uniform=uniform, backend=backend)
     assert [row.nonzero().flatten().tolist() for row in chosen] == [[0, 1, 2], [0, 1, 4], [1, 3, 5], [2, 3, 4]]
 
 
-def test_near_ties_are_told_apart_alike(device):
+def test_near_ties_are_resolved_equally_on_every_path(device):
     # Draws one float64 step apart, where two logarithms may round differently: all paths must still agree.
     g = torch.Generator().manual_seed(0)
     centre = torch.rand(400, 1, generator=g, dtype=torch.float64) * 0.98 + 0.01
@@ -124,7 +124,7 @@ def test_near_ties_are_told_apart_alike(device):
     assert torch.equal(triton.sum(1), k)
 
 
-def test_what_cannot_be_chosen_or_must_be(backend, device):
+def test_positions_that_are_never_or_always_chosen(backend, device):
     nan = float("nan")
     log_w = torch.tensor([[nan, 0.0, -INF, INF, 0.0], [INF, INF, -1.0, INF, nan]], device=device)
     uniform = torch.full((2, 5), 0.5, device=device)
@@ -180,7 +180,7 @@ def test_no_gradient_flows(backend, device):
     assert torch.equal(log_w.grad, mask.float())
 
 
-def test_the_inputs_are_not_written(backend, device):
+def test_inputs_are_not_modified(backend, device):
     given_ = [t.to(device) for t in example(4, 30)]
     copies = [t.clone() for t in given_]
     gumbel_topk_mask(given_[0], given_[1], uniform=given_[2], backend=backend)
@@ -199,7 +199,7 @@ def test_a_row_with_a_seed_is_independent_of_its_batch(backend, device):
 
 
 def test_weights_beyond_float32_on_the_host():
-    # The host's quick scores are float32: there these are all infinite, and the exact ones must decide.
+    # The host's quick scores are float32. Here they are all infinite, so the exact scores must decide.
     log_w = torch.tensor([[1e300, 2e300, -1e300, -2e300, 0.0, -INF]], dtype=torch.float64)
     uniform = torch.full((1, 6), 0.5)
     order = [1, 0, 4, 2, 3]

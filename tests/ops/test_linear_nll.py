@@ -25,7 +25,7 @@ from tests.support.parity import (
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)
@@ -124,12 +124,12 @@ def test_frozen_and_trainable_in_every_combination(trains, path):
 
 
 def in_place_product(_, a, b, **__):
-    """Operations of ``addmm_``, which torch's counter does not know by itself."""
+    """Count the operations of ``addmm_``, which torch's counter does not know."""
     return 2 * a[0] * a[1] * b[1]
 
 
 def products(function):
-    """How many times the product of all active rows with the whole head was made."""
+    """Count the products of all active rows with the whole head."""
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place_product}) as counter:
         function()
     return counter.get_total_flops() / (2 * ACTIVE * 37 * 5)
@@ -143,7 +143,7 @@ ACTIVE = 6
     [(False, False, 1, 1), (True, False, 2, 2), (True, True, 3, 4), (False, True, 2, 3)],
 )
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_matrix_products_run_on_the_active_rows_and_no_oftener_than_needed(
+def test_matrix_products_run_on_the_active_rows_and_no_more_often_than_needed(
     trains_hidden, trains_head, weighted_products, token_products, chunk, backend
 ):
     (hidden, weight, _), _, _ = inputs()
@@ -175,8 +175,8 @@ def test_without_grad_mode_only_the_first_product_runs(backend):
         assert products(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend=backend)) == 1
 
 
-class Made(TorchDispatchMode):
-    """The operations in order: name, and shape of the result if it is a tensor."""
+class OperationLog(TorchDispatchMode):
+    """Record the operations in order: name, and shape of the result if it is a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -191,13 +191,13 @@ class Made(TorchDispatchMode):
 
 def around_the_sync(call):
     """List the operations before and after the number of active rows is read, under autocast to bfloat16."""
-    with torch.autocast(DEVICE, torch.bfloat16), Made() as made:
+    with torch.autocast(DEVICE, torch.bfloat16), OperationLog() as recorded:
         call()
-    sync = next(i for i, (name, _) in enumerate(made.operations) if name == "nonzero")
-    return made.operations[:sync], made.operations[sync + 1 :]
+    sync = next(i for i, (name, _) in enumerate(recorded.operations) if name == "nonzero")
+    return recorded.operations[:sync], recorded.operations[sync + 1 :]
 
 
-def test_what_does_not_depend_on_the_number_of_active_rows_comes_before_it_is_read():
+def test_work_independent_of_the_number_of_active_rows_runs_before_the_sync():
     """After the host sync, a GPU is idle until the first product."""
     (hidden, weight, bias), targets, weights = inputs()
     (V, D), N = weight.shape, len(hidden)
@@ -205,9 +205,9 @@ def test_what_does_not_depend_on_the_number_of_active_rows_comes_before_it_is_re
     before, after = around_the_sync(
         lambda: weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="torch")
     )
-    for made in (("_to_copy", (V, D)), ("_to_copy", (V,)), ("zeros", (V,))):
-        assert made in before
-        assert made not in after
+    for recorded in (("_to_copy", (V, D)), ("_to_copy", (V,)), ("zeros", (V,))):
+        assert recorded in before
+        assert recorded not in after
     hidden.requires_grad_()
     before, after = around_the_sync(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend="torch"))
     assert ("ones", (N,)) in before
@@ -253,8 +253,8 @@ def test_num_active_too_small_gives_nan(bound, path):
 
 
 @pytest.mark.parametrize("bad", [-5, 40, 41])
-def test_a_bad_target_hurts_its_own_row_alone(bad, path):
-    """Also if the gradient is written over the logits."""
+def test_a_bad_target_affects_only_its_own_row(bad, path):
+    """This also holds if the gradient overwrites the logits."""
     torch.manual_seed(0)
     h, w = torch.randn(4, 3, device=DEVICE), torch.randn(40, 3, device=DEVICE)
     targets = torch.tensor([1, bad, 3, 5], device=DEVICE)
@@ -385,7 +385,7 @@ def test_one_head_used_twice_in_a_graph(path):
         torch.testing.assert_close(a, b)
 
 
-def test_what_is_returned_beside_the_loss_is_detached(backend):
+def test_outputs_beside_the_loss_are_detached(backend):
     (hidden, weight, _), targets, weights = inputs()
     hidden.requires_grad_()
     rows = weighted_linear_nll(hidden, weight, targets, weights, with_lse=True, backend=backend)
@@ -430,14 +430,17 @@ def test_bitwise_the_same_twice(path):
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("form", ["weighted", "token", "compiled"])
 def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, trains_head):
-    """Each row is judged by itself, that of a hidden state by what plain PyTorch makes of it at weight 1."""
+    """Each row is judged separately.
+
+    The bound for a gradient of hidden states is the error of plain PyTorch at weight 1.
+    """
     N, V, D = 14, 32_000, 16
     torch.manual_seed(0)
     leaves = [torch.randn(N, D).half(), (torch.randn(V, D) / D**0.5).half(), torch.zeros(V).half()]
     targets, weights = torch.randint(0, V, (N,)), torch.logspace(0, -6, N)
     weights = weights[
         [1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 9, 10, 13, 0]
-    ]  # a very low one in each chunk, the highest in the last
+    ]  # a very low weight in each chunk, the highest in the last
 
     def ours(h, w, b):
         w, b = (w, b) if trains_head else (w.detach(), b.detach())
@@ -459,7 +462,7 @@ def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, t
 
     def row_errors(got, exact):
         got, exact = (t.double().reshape(t.shape[0], -1) for t in (got, exact))
-        least = torch.finfo(torch.float16).tiny  # below it float16 itself rounds more coarsely
+        least = torch.finfo(torch.float16).tiny  # below it, float16 itself rounds more coarsely
         return ((got - exact).abs().amax(1) / exact.abs().amax(1).clamp(min=least)).max()
 
     for place in range(3 if trains_head else 1):
@@ -525,7 +528,7 @@ def test_autocast_is_honoured_as_linear_honours_it(hidden_dtype, weight_dtype, b
         dtypes = (hidden_dtype, weight_dtype, bias_dtype)
         return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)], torch.tensor(1.0)
 
-    with torch.autocast(DEVICE, torch.bfloat16):  # which leaves float64 alone
+    with torch.autocast(DEVICE, torch.bfloat16):  # which autocast does not cast
         assert_parity(
             lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5, backend="torch").loss,
             lambda h, w, b: reference.weighted_nll(F.linear(h, w, b), targets, weights),
@@ -533,7 +536,7 @@ def test_autocast_is_honoured_as_linear_honours_it(hidden_dtype, weight_dtype, b
         )
 
 
-def test_float64_is_left_alone_by_autocast(backend):
+def test_autocast_does_not_cast_float64(backend):
     leaves, targets, weights = inputs(dtype=torch.float64)
     function = lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=backend).loss  # noqa: E731
     expected = value_and_grads(function, leaves, torch.tensor(1.0))
@@ -645,7 +648,7 @@ def test_no_host_sync_when_the_number_of_active_rows_is_given():
 
 @pytest.mark.parametrize("layout", ["every second", "expanded"])
 def test_weights_of_any_stride(layout, path):
-    """With all rows active nothing is compacted, so nothing copies the weights on the way to the kernel."""
+    """With all rows active, nothing is compacted, so the weights reach the kernel without a copy."""
     (hidden, weight, bias), targets, _ = inputs()
     targets = targets.clamp(min=0)
     weights = torch.rand(2 * len(targets), device=DEVICE)[::2] + 0.1
@@ -662,10 +665,10 @@ def test_weights_of_any_stride(layout, path):
         assert torch.equal(strided, dense)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 100, 1200])  # the last holds all rows, and its product is the gradient
+@pytest.mark.parametrize("chunk_size", [None, 100, 1200])  # a chunk of 1200 holds all rows: its product is the gradient
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_float16_sums_that_only_fit_once_they_are_scaled_down(chunk_size, compiled):
-    """Rows are scaled up to a largest weight of 1: their sum passes 65504, the mean that is asked for does not."""
+def test_float16_gradients_whose_scaled_sum_overflows(chunk_size, compiled):
+    """Rows are scaled up to a largest weight of 1. Their sum exceeds 65504, the requested mean does not."""
     N, V, D = 1200, 8, 3
     hidden = torch.full((N, D), 64.0, dtype=torch.float16, device=DEVICE)
     weight, bias = torch.zeros(V, D, device=DEVICE).half(), torch.zeros(V, device=DEVICE).half()

@@ -22,7 +22,7 @@ B, L, V, D = 2, 6, 70, 5
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.5}, {"skip_id": 3}, {"softcap": 8.0, "scale": 0.5, "skip_id": 3})
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=HEAD_PATHS)
@@ -31,15 +31,15 @@ def path(request, monkeypatch):
 
 
 def draw(dtype=torch.float32, seed=0, columns=V):
-    """(hidden, head, bias) and a seed per sequence."""
+    """Draw (hidden, head, bias) and one seed per sequence."""
     torch.manual_seed(seed)
     h = torch.randint(-1, 2, (B, L, D)).to(DEVICE, dtype)
     w, b = (torch.randint(-6, 7, s).to(DEVICE, dtype) / 4 for s in ((columns, D), (columns,)))
     return (h, w, b), torch.randint(-(2**62), 2**62, (B,), device=DEVICE)
 
 
-def uniforms_of(seeds, columns=V):
-    """Of ``[B]`` seeds: rows are numbered within their sequence."""
+def uniforms_for(seeds, columns=V):
+    """Return the uniforms for ``[B]`` seeds; rows are numbered within their sequence."""
     rows = torch.arange(L).expand(B, L)
     return uniforms(seeds[:, None].expand(B, L), rows, columns).to(DEVICE)
 
@@ -53,7 +53,7 @@ def test_parity(chunk, temperature, transform, dtype, path):
     (h, w, b), seeds = draw(dtype)
     options = {"temperature": temperature, "top_k": 4, **transform}
     got = linear_sample(h, w, bias=b, seeds=seeds, chunk_size=chunk, backend=path, **options)
-    u = uniforms_of(seeds)
+    u = uniforms_for(seeds)
     plain = reference.linear_sample(h, w, u, bias=b, **options)
     exact = reference.linear_sample(h.double(), w.double(), u, bias=b.double(), **options)
     assert torch.equal(got.ids, exact[0])
@@ -67,12 +67,12 @@ def test_parity(chunk, temperature, transform, dtype, path):
 
 
 def critical(freedom, tail=3.719):
-    """Value that chi-square exceeds with probability 1e-4, by Wilson and Hilferty; 2 % too low for 6 degrees."""
+    """Return the value that chi-square exceeds with probability 1e-4, by Wilson and Hilferty (6 degrees: 2 % low)."""
     return freedom * (1 - 2 / (9 * freedom) + tail * math.sqrt(2 / (9 * freedom))) ** 3
 
 
 @pytest.mark.parametrize("columns", [7, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_tokens_come_as_often_as_their_probability(columns):
+def test_token_frequencies_equal_their_probabilities(columns):
     N = 100_000
     x = torch.linspace(-1, 1, columns, dtype=torch.float32, device=DEVICE)
     seed = torch.tensor(20261123, device=DEVICE)
@@ -84,7 +84,7 @@ def test_tokens_come_as_often_as_their_probability(columns):
 
 
 def test_a_peaked_row_and_a_rare_token(backend):
-    """Where one token has nearly all of the probability, the bound of its score is loose, and others come by it."""
+    """If one token has nearly all of the probability, the bound of its score is loose, but other tokens are drawn."""
     N = 4096 if backend == "torch" else 32
     x = torch.zeros(200, 1, device=DEVICE)
     x[17] = math.log(199 * 19.0)  # probability 19 / 20
@@ -94,7 +94,7 @@ def test_a_peaked_row_and_a_rare_token(backend):
     assert len(got.ids.unique()) > 1
 
 
-def test_a_row_depends_on_its_seed_and_number_alone(backend):
+def test_a_row_depends_only_on_its_seed_and_number(backend):
     (h, w, _), seeds = draw()
     options = {"backend": backend, "top_k": 3}
     whole = linear_sample(h, w, seeds=seeds, **options)
@@ -134,7 +134,7 @@ def test_the_generator_decides_without_seeds():
 def test_any_vocabulary(columns, backend):
     (h, w, b), seeds = draw(columns=columns)
     got = linear_sample(h, w, bias=b, seeds=seeds, top_k=columns, backend=backend)
-    exact = reference.linear_sample(h, w, uniforms_of(seeds, columns), bias=b, top_k=columns)
+    exact = reference.linear_sample(h, w, uniforms_for(seeds, columns), bias=b, top_k=columns)
     assert torch.equal(got.ids, exact[0])
     assert torch.equal(got.top_ids, exact[3])
 
@@ -163,7 +163,10 @@ def test_any_leading_shape_and_strides(shape, backend):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_special_rows(temperature, path):
-    """Logits are the bias. Rows without a distribution, of -inf alone, with a NaN or with inf, show it."""
+    """Logits are the bias.
+
+    Rows without a distribution (all -inf, with a NaN, or with inf) are marked in the outputs.
+    """
     x = torch.randn(5, V, device=DEVICE)
     x[0, ::2], x[1], x[2, 7], x[3, 7] = -INF, -INF, NAN, INF
     none = torch.zeros(1, D, device=DEVICE)
@@ -185,7 +188,7 @@ def test_special_rows(temperature, path):
 
 def test_a_skipped_column_is_never_chosen(backend):
     (h, w, _), seeds = draw()
-    w[11] = 40 * h[0, 0] + 40  # the most likely by far
+    w[11] = 40 * h[0, 0] + 40  # by far the most likely one
     for temperature in (0, 1.0, 5.0):
         got = linear_sample(h, w, seeds=seeds, temperature=temperature, skip_id=11, top_k=V, backend=backend)
         assert (got.ids != 11).all()
@@ -195,7 +198,7 @@ def test_a_skipped_column_is_never_chosen(backend):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_active", [None, 8, 9])
-def test_rows_that_are_off_cost_nothing(num_active, path):
+def test_inactive_rows_cost_nothing(num_active, path):
     (h, w, b), seeds = draw()
     active = (torch.arange(B * L, device=DEVICE) % 3 != 0).view(B, L)
     expected = linear_sample(h, w, bias=b, seeds=seeds, top_k=2)
@@ -213,7 +216,7 @@ def test_rows_that_are_off_cost_nothing(num_active, path):
     assert ((lost.ids == 0) | ~active).all()
 
 
-def test_no_gradient_and_nothing_is_changed(backend):
+def test_there_is_no_gradient_and_inputs_are_not_modified(backend):
     tensors, seeds = draw()
     before = [t.clone() for t in (*tensors, seeds)]
     h, w, b = (t.requires_grad_() for t in tensors)
@@ -227,17 +230,17 @@ def test_a_second_part_of_the_head(backend):
     extra = (torch.randint(-1, 2, s, device=DEVICE).double() for s in ((B, L, 3), (V, 3)))
     extra = tuple(extra)
     got = linear_sample(h, w, bias=b, extra=extra, seeds=seeds, chunk_size=5, backend=backend)
-    assert torch.equal(got.ids, reference.linear_sample(h, w, uniforms_of(seeds), bias=b, extra=extra)[0])
+    assert torch.equal(got.ids, reference.linear_sample(h, w, uniforms_for(seeds), bias=b, extra=extra)[0])
 
 
 def test_float32_logits_of_16_bit_operands(backend):
-    """Rounded to bfloat16, logits tie that differ; kept in float32 the token is that of the exact ones."""
+    """Rounding to bfloat16 makes different logits equal. In float32, the token is that of the exact logits."""
     (h, _, _), seeds = draw()
     w = torch.randint(-(2**7), 2**7, (V, D), device=DEVICE) / 2.0**3
     w += 100
     h, w = h.bfloat16(), w.bfloat16()
     h[..., 0] = 1
-    exact = reference.linear_sample(h.float(), w.float(), uniforms_of(seeds))
+    exact = reference.linear_sample(h.float(), w.float(), uniforms_for(seeds))
     got = linear_sample(h, w, seeds=seeds, logits_dtype=torch.float32, backend=backend)
     assert torch.equal(got.ids, exact[0])
     torch.testing.assert_close(got.log_probs, exact[1])

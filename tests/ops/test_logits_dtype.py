@@ -1,4 +1,4 @@
-"""Float32 logits of 16-bit operands: exact to float32, one rounding in the gradient, one chunk in memory."""
+"""Float32 logits of 16-bit operands: exact to float32, one rounding in the gradient, memory for one chunk."""
 
 import inspect
 import re
@@ -23,8 +23,8 @@ dtypes = pytest.mark.parametrize("dtype", HALVES, ids=str)
 
 def drawn(dtype):
     torch.manual_seed(0)
-    made = (torch.randn(N, D), torch.randn(V, D), torch.randn(V), torch.randn(N, 3), torch.randn(V, 3))
-    hidden, weight, bias, u, U = ((t / 2).to(DEVICE, dtype) for t in made)
+    tensors = (torch.randn(N, D), torch.randn(V, D), torch.randn(V), torch.randn(N, 3), torch.randn(V, 3))
+    hidden, weight, bias, u, U = ((t / 2).to(DEVICE, dtype) for t in tensors)
     return hidden, weight, bias, (u, U), torch.randint(0, V, (N,), device=DEVICE)
 
 
@@ -34,7 +34,7 @@ def exact_logits(hidden, weight, bias, extra):
 
 
 def statistics(hidden, weight, ids, **options):
-    """What the ops return that is not a gradient, one tensor a statistic."""
+    """Return all outputs of the ops except gradients, one tensor per statistic."""
     of_nll = ops.linear_token_nll(hidden, weight, ids, with_lse=True, chunk_size=16, **options)
     of_rows = ops.linear_row_stats(hidden, weight, ids, entropy=True, chunk_size=16, **options)
     log_p = ops.token_log_probs(hidden, ids, weight=weight, chunk_size=16, **options)
@@ -54,10 +54,10 @@ def test_statistics_are_exact_to_float32(dtype, backend):
     entropy = -(log_p.exp() * log_p).sum(-1)
     exact = {"nll": nll, "lse": lse, "log_probs": -nll, "entropy": entropy, "token_log_probs": -nll, "weighted": nll}
     exact["objective"] = nll.square()
-    given = {"bias": bias, "extra": extra, "backend": backend}
+    passed = {"bias": bias, "extra": extra, "backend": backend}
     errors = [
         {name: ((got - exact[name]) / exact[name]).abs().max().item() for name, got in found.items()}
-        for found in (statistics(hidden, weight, ids, **given, **WIDE), statistics(hidden, weight, ids, **given))
+        for found in (statistics(hidden, weight, ids, **passed, **WIDE), statistics(hidden, weight, ids, **passed))
     ]
     assert all(error < 2e-6 for error in errors[0].values()), errors[0]
     assert all(error > 1e-5 for error in errors[1].values()), errors[1]
@@ -82,7 +82,7 @@ def test_a_divergence_is_exact_to_float32_on_both_sides(dtype, backend):
 @dtypes
 @pytest.mark.parametrize("trains", ["head", "rows"])
 def test_the_gradient_is_rounded_once(dtype, backend, trains):
-    """Each entry of the logits' gradient by at most half a unit in the last place, then the result itself."""
+    """Each entry of the logits' gradient is rounded by at most half a unit in the last place, then the result."""
     hidden, weight, bias, extra, ids = drawn(dtype)
     weights = torch.rand(N, device=DEVICE) + 0.5
     leaves = [hidden.requires_grad_(), weight.requires_grad_(trains == "head")]
@@ -96,7 +96,7 @@ def test_the_gradient_is_rounded_once(dtype, backend, trains):
     exact = [(of_logits @ w, of_logits.abs() @ w.abs()), (of_logits.t() @ h, of_logits.abs().t() @ h.abs())]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     for got, (value, size) in zip(torch.autograd.grad(loss, wanted), exact, strict=False):
-        # float16's smallest numbers are rounded to multiples of 2^-24; a CPU rounds the rows' products once more
+        # float16's smallest numbers are rounded to multiples of 2^-24. A CPU rounds the products of the rows once more.
         tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         bound = half * (1 + 2 * half) * size + 2 * half * value.abs() + V * tiny + 1e-6 * size
         assert ((got.double() - value).abs() <= bound).all()
@@ -127,7 +127,7 @@ def test_a_mean_embedding_is_of_exact_probabilities(dtype, backend, bumped):
 
 
 def fused(case, arguments, **options):
-    """The value of a loss from hidden states, with options of the call."""
+    """Compute the value of a loss from hidden states, with options of the call."""
     if isinstance(case.loss, tuple):
         return value_of(case.loss[1](**arguments, **case.settings, **case.transform, **options))
     return value_of(case.loss(**case.settings, **case.transform).forward_fused(**arguments, **options))
@@ -135,7 +135,7 @@ def fused(case, arguments, **options):
 
 @pytest.mark.parametrize("case", every_time([c for c in CASES if c in FIRSTS], CASES, name=lambda case: case.name))
 def test_every_loss_has_the_value_of_float32_operands(case):
-    """Whose logits are those of the 16-bit operands, widened."""
+    """The reference takes the 16-bit operands cast to float32."""
     torch.manual_seed(0)
     inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, 11).items()}
     h, w, b = (torch.randn(s, device=DEVICE).bfloat16() for s in ((2, 6 * case.width, 4), (11, 4), (11,)))
@@ -144,7 +144,7 @@ def test_every_loss_has_the_value_of_float32_operands(case):
     torch.testing.assert_close(found, wide, rtol=2e-6, atol=2e-6)
 
 
-def test_multi_token_prediction_passes_it_on():
+def test_multi_token_prediction_passes_the_dtype_on():
     hidden, weight, _, _, ids = drawn(torch.bfloat16)
     model = torch.nn.Module()
     model.lm_head = torch.nn.Linear(D, V, bias=False, device=DEVICE, dtype=torch.bfloat16)
@@ -164,7 +164,7 @@ def test_multi_token_prediction_passes_it_on():
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that a tensor made here has."""
+    """Record the largest number of elements of any tensor created under it."""
 
     elements = 0
 
@@ -175,8 +175,8 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_no_more_than_a_chunk_is_wide():
-    """On a CPU neither the head nor all logits exist in float32."""
+def test_at_most_one_chunk_is_in_float32():
+    """On a CPU, neither the head nor the full logits exist in float32."""
     rows, vocabulary = 512, 9000
     hidden = torch.randn(rows, 8).bfloat16().requires_grad_()
     weight, ids = torch.randn(vocabulary, 8).bfloat16(), torch.randint(0, vocabulary, (rows,))
@@ -199,14 +199,14 @@ def test_one_graph_under_compile(dtype):
         assert torch.equal(got, expected)
 
 
-def test_operands_of_float32_have_such_logits_anyway():
+def test_logits_of_float32_operands_are_float32_without_the_option():
     hidden, weight, bias, _, ids = drawn(torch.float32)
     got, expected = (ops.linear_token_nll(hidden, weight, ids, bias=bias, **o).nll for o in (WIDE, {}))
     assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "given", "error", "message"),
+    ("dtype", "passed", "error", "message"),
     [
         (
             torch.bfloat16,
@@ -220,19 +220,19 @@ def test_operands_of_float32_have_such_logits_anyway():
     ],
     ids=str,
 )
-def test_another_dtype_is_refused(dtype, given, error, message):
+def test_another_dtype_is_rejected(dtype, passed, error, message):
     hidden, weight, *_, ids = drawn(dtype)
     with pytest.raises(error, match=f"^logits_dtype must be {re.escape(message)}$"):
-        ops.linear_token_nll(hidden, weight, ids, logits_dtype=given)
+        ops.linear_token_nll(hidden, weight, ids, logits_dtype=passed)
 
 
-def test_logits_have_a_dtype_already():
+def test_ops_on_logits_reject_the_option():
     _, weight, *_, ids = drawn(torch.bfloat16)
     with pytest.raises(ValueError, match=r"^logits_dtype must be None without weight, got torch\.float32$"):
         ops.token_log_probs(weight[:N], ids.clamp(max=D - 1), **WIDE)
 
 
-def test_every_function_with_a_head_takes_it():
+def test_every_function_with_a_head_has_the_option():
     for name in ops.__all__:
         parameters = inspect.signature(getattr(ops, name)).parameters
         assert ("logits_dtype" in parameters) == ("chunk_size" in parameters), name

@@ -20,7 +20,7 @@ V, D = 23, 6
 
 
 def clipped(stats, old, ref, advantages):
-    """GRPO's ratio, clipped, with a k3 penalty."""
+    """Compute GRPO's clipped ratio with a k3 penalty."""
     ratio = (stats.log_probs - old).exp()
     away = ref - stats.log_probs
     return 0.04 * (away.exp() - away - 1) - torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
@@ -39,7 +39,7 @@ def weighted(stats, weights, *_):
 
 
 def margin(stats, weights, *_):
-    """Of two ids, and the logsumexp."""
+    """Combine two ids and the logsumexp."""
     return (
         weights * torch.nn.functional.softplus(stats.log_probs[:, 1] - stats.log_probs[:, 0])
         + 0.01 * stats.lse.square()
@@ -56,7 +56,7 @@ def ids_for(fn, *rows, V=V):
     return ids
 
 
-def given(fn, dtype, *rows, seed=0, V=V):
+def draw_inputs(fn, dtype, *rows, seed=0, V=V):
     torch.manual_seed(seed)
     aux = [torch.randn(*rows, device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) - 2 for _ in range(3)]
     active = torch.rand(rows, device=DEVICE) < 0.7
@@ -90,7 +90,7 @@ def hidden_draw(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=["", "transformed"])
 def test_parity_from_logits(fn, dtype, transform, backend):
-    ids, aux, active = given(fn, dtype, 2, 5)
+    ids, aux, active = draw_inputs(fn, dtype, 2, 5)
     ids = ids.masked_fill(ids == transform.get("skip_id"), 4) if transform else ids
 
     def ours(x):
@@ -107,7 +107,7 @@ def test_parity_from_logits(fn, dtype, transform, backend):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(3, None), (None, None), (4, 10)])
 def test_parity_from_hidden_states(fn, dtype, chunk_size, num_active, backend):
-    ids, aux, active = given(fn, dtype, 2, 5)
+    ids, aux, active = draw_inputs(fn, dtype, 2, 5)
     sizes = {"chunk_size": chunk_size, "num_active": num_active}
 
     def ours(h, w, b):
@@ -122,7 +122,7 @@ def test_parity_from_hidden_states(fn, dtype, chunk_size, num_active, backend):
 
 
 def test_float16_rows_of_high_and_low_weight_in_one_chunk(backend):
-    """Each row's gradient keeps its precision, whatever the chunks before it and the rows beside it weigh."""
+    """The gradient of each row keeps its precision, whatever the weights of previous chunks and neighbouring rows."""
     torch.manual_seed(0)
     weights = torch.logspace(0, -6, 14, device=DEVICE)[[1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 9, 10, 13, 0]]
     h, w = (torch.randn(shape, device=DEVICE).half().requires_grad_() for shape in ((14, D), (V, D)))
@@ -154,9 +154,9 @@ def test_an_objective_that_writes_into_the_statistics(form):
 
 
 @objectives
-def test_what_is_returned_beside_the_loss(fn):
-    """Detached, 0 where a row is off, and the same from logits and from hidden states."""
-    ids, aux, active = given(fn, torch.float64, 2, 5)
+def test_outputs_beside_the_loss(fn):
+    """Further outputs are detached, 0 in inactive rows, and equal from logits and from hidden states."""
+    ids, aux, active = draw_inputs(fn, torch.float64, 2, 5)
     (h, w, b), _ = hidden_draw(torch.float64)(0)
     h.requires_grad_()
     fused = linear_row_objective(h, w, ids, fn, *aux, bias=b, active=active, chunk_size=3, **options(fn))
@@ -172,7 +172,7 @@ def test_what_is_returned_beside_the_loss(fn):
 
 
 def test_a_weighted_nll_is_weighted_linear_nll():
-    ids, (weights, *_), active = given(weighted, torch.float32, 2, 5)
+    ids, (weights, *_), active = draw_inputs(weighted, torch.float32, 2, 5)
     results = []
     for op in ("objective", "nll"):
         leaves = [t.requires_grad_() for t in hidden_draw(torch.float32)(0)[0]]
@@ -187,8 +187,8 @@ def test_a_weighted_nll_is_weighted_linear_nll():
 
 
 @pytest.mark.parametrize(("trains", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
-def test_the_logits_are_made_once(trains, products, backend):
-    ids, aux, active = given(clipped, torch.float32, 9)
+def test_the_logits_are_computed_once(trains, products, backend):
+    ids, aux, active = draw_inputs(clipped, torch.float32, 9)
     h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     for i in trains:
         (h, w)[i].requires_grad_()
@@ -199,8 +199,8 @@ def test_the_logits_are_made_once(trains, products, backend):
     assert counter.get_total_flops() == products * 2 * int(active.sum()) * w.numel()
 
 
-def test_a_second_backward_says_what_to_do():
-    ids, aux, _ = given(focal, torch.float32, 4)
+def test_a_second_backward_raises_with_advice():
+    ids, aux, _ = draw_inputs(focal, torch.float32, 4)
     h = torch.randn(4, D, device=DEVICE, requires_grad=True)
     loss = linear_row_objective(h, torch.randn(V, D, device=DEVICE), ids, focal, *aux).loss
     loss.backward(retain_graph=True)
@@ -208,29 +208,29 @@ def test_a_second_backward_says_what_to_do():
         loss.backward()
 
 
-def test_rows_that_are_off_do_not_matter():
-    """NaN in them, and whatever the objective makes of statistics that are all 0."""
-    ids, _, active = given(focal, torch.float32, 9)
+def test_inactive_rows_have_no_effect():
+    """NaN in inactive rows has no effect, nor have non-finite values of the objective for all-zero statistics."""
+    ids, _, active = draw_inputs(focal, torch.float32, 9)
     h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE, requires_grad=True)
     h[~active] = math.nan
 
-    def of_logarithm(stats, *_):
+    def log_of_nll(stats, *_):
         return (-stats.log_probs).log()
 
     ids = ids.clamp(min=0)
     for out in (
-        linear_row_objective(h.requires_grad_(), w, ids, of_logarithm, active=active),
-        row_objective(h @ w.t(), ids, of_logarithm, active=active),
+        linear_row_objective(h.requires_grad_(), w, ids, log_of_nll, active=active),
+        row_objective(h @ w.t(), ids, log_of_nll, active=active),
     ):
         grads = torch.autograd.grad(out.loss, [h, w])
         assert out.loss.isfinite()
         assert grads[0][active].isfinite().all()
-    assert linear_row_objective(h, w, ids, of_logarithm, active=active & False).loss == 0
+    assert linear_row_objective(h, w, ids, log_of_nll, active=active & False).loss == 0
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_one_graph_under_compile(form):
-    ids, aux, active = given(clipped, torch.float32, 2, 5)
+    ids, aux, active = draw_inputs(clipped, torch.float32, 2, 5)
     (h, w, _), _ = hidden_draw(torch.float32)(0)
 
     def step(h, w):
@@ -247,7 +247,7 @@ def test_one_graph_under_compile(form):
 
 
 def test_too_small_a_bound_gives_nan():
-    ids, aux, _ = given(focal, torch.float32, 9)
+    ids, aux, _ = draw_inputs(focal, torch.float32, 9)
     h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     assert linear_row_objective(h, w, ids, focal, *aux, num_active=8).loss.isnan()
 
@@ -278,12 +278,12 @@ BAD = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name, form):
-    given, options, error, message = BAD[name]
+    draw_inputs, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        FORMS[form](*given, **options)
+        FORMS[form](*draw_inputs, **options)
 
 
-def test_a_closure_that_wants_a_gradient():
+def test_a_closure_over_a_tensor_that_requires_a_gradient():
     temperature = torch.ones((), requires_grad=True)
     with pytest.raises(ValueError, match=r"^fn must not use a tensor that requires a gradient"):
         FORMS["hidden"](lambda s: s.log_probs / temperature)

@@ -1,4 +1,4 @@
-"""Row statistics: parity of every output and their gradients together, extreme and bad rows, both forms, memory."""
+"""Row statistics: parity of every output and of their joint gradients, extreme and bad rows, both forms, memory."""
 
 import gc
 import math
@@ -23,7 +23,7 @@ from tests.support.rows import (
     SHAPES,
     SPREAD,
     around_a_transform,
-    between_tame_ones,
+    between_ordinary_rows,
     extreme_rows,
     laid_out,
     on_path,
@@ -32,7 +32,7 @@ from tests.support.rows import (
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OUTPUTS = ("log_probs", "lse", "entropy", "mix")
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=PATHS)
@@ -41,7 +41,7 @@ def path(request, monkeypatch):
 
 
 def options(shape, V, K, dtype=torch.float32, *, mix=True, skip_id=None, seed=0):
-    """Ids (a sixth of them -100), a and b (some of them 0) and active rows."""
+    """Draw ids (one in six is -100), a and b (some of them 0) and active rows."""
     torch.manual_seed(seed)
     acc = torch.promote_types(dtype, torch.float32)
     per_id = shape if K is None else (*shape, K)
@@ -52,8 +52,8 @@ def options(shape, V, K, dtype=torch.float32, *, mix=True, skip_id=None, seed=0)
     a = 10 ** (-4 * torch.rand(shape)) * (torch.rand(shape) < 0.8)
     b = torch.rand(shape) + 0.1
     b = b * ((torch.rand(shape) < 0.8) | (a == 0))
-    given = {"mix": (a.to(DEVICE, acc), b.to(DEVICE, acc)) if mix else None}
-    return ids.to(DEVICE), given | {"active": (torch.rand(shape) < 0.7).to(DEVICE)}
+    arguments = {"mix": (a.to(DEVICE, acc), b.to(DEVICE, acc)) if mix else None}
+    return ids.to(DEVICE), arguments | {"active": (torch.rand(shape) < 0.7).to(DEVICE)}
 
 
 def differentiable(out):
@@ -61,42 +61,45 @@ def differentiable(out):
 
 
 def upstream(out, seed=1):
-    """A random gradient for each output, some of them zero."""
+    """Draw a random gradient for each output, some entries zero."""
     torch.manual_seed(seed)
     return [(torch.randn(t.shape) * (torch.rand(t.shape) < 0.8)).to(t.device, t.dtype) for t in out]
 
 
 def run(function, leaves, **kwargs):
-    """Outputs and gradients for :func:`upstream` of all of them together."""
+    """Return the outputs, and the joint gradients of all outputs for :func:`upstream`."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     out = differentiable(function(*leaves, **kwargs))
     return [*(t.detach() for t in out), *torch.autograd.grad(out, leaves, upstream(out))]
 
 
 def assert_parity(ours, oracle, draw):
-    """Every output and gradient against the oracle (``tests/support/parity.py``); ``draw(seed)``: (leaves, options)."""
+    """Compare every output and gradient with the oracle by ``tests/support/parity.py``.
+
+    ``draw(seed)`` returns (leaves, options).
+    """
     draws = [draw(seed) for seed in range(PLAIN_DRAWS)]
 
     def wide(options):
         return {name: tuple(t.double() for t in o) if name == "mix" and o else o for name, o in options.items()}
 
-    results = [run(ours, leaves, **given) for leaves, given in draws[:2]]
-    exact = [run(oracle, [leaf.double() for leaf in leaves], **wide(given)) for leaves, given in draws]
-    plain = [run(oracle, leaves, **given) for leaves, given in draws]
+    results = [run(ours, leaves, **arguments) for leaves, arguments in draws[:2]]
+    exact = [run(oracle, [leaf.double() for leaf in leaves], **wide(arguments)) for leaves, arguments in draws]
+    plain = [run(oracle, leaves, **arguments) for leaves, arguments in draws]
     sizes = reduction_sizes(draws[0][0])
     for place, got in enumerate(zip(*results, strict=True)):
         e, p = [r[place] for r in exact], [r[place] for r in plain]
         assert_as_good_as_plain(got, e, largest_error(p, e), f"{place}", sizes)
 
 
-def of_logits(backend, **fixed):
-    def ours(x, **given):
-        out = row_stats(x, entropy=True, with_correct=True, backend=backend, **given, **fixed)
-        wanted = reference.row_stats(x.detach(), **given, **fixed)
+def logits_pair(backend, **fixed):
+    def ours(x, **arguments):
+        out = row_stats(x, entropy=True, with_correct=True, backend=backend, **arguments, **fixed)
+        wanted = reference.row_stats(x.detach(), **arguments, **fixed)
         assert torch.equal(out.correct, wanted.correct)
         return out
 
-    return ours, lambda x, **given: reference.row_stats(x, **given, **fixed)
+    return ours, lambda x, **arguments: reference.row_stats(x, **arguments, **fixed)
 
 
 SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=True)]
@@ -107,10 +110,10 @@ SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=
 @pytest.mark.parametrize(("shape", "V", "K"), SIZES)
 def test_parity(shape, V, K, dtype, path):
     def draw(seed):
-        ids, given = options(shape, V, K, dtype, seed=seed)
-        return [(4 * torch.randn(*shape, V)).to(DEVICE, dtype)], {"ids": ids, **given}
+        ids, arguments = options(shape, V, K, dtype, seed=seed)
+        return [(4 * torch.randn(*shape, V)).to(DEVICE, dtype)], {"ids": ids, **arguments}
 
-    assert_parity(*of_logits(path), draw)
+    assert_parity(*logits_pair(path), draw)
 
 
 @pytest.mark.covering(1, most=2)
@@ -120,44 +123,44 @@ def test_parity(shape, V, K, dtype, path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_parity_of_transformed_logits(transform, dtype, path):
     def draw(seed):
-        ids, given = options((2, 3), 53, 2, dtype, skip_id=transform.get("skip_id"), seed=seed)
-        return [(4 * torch.randn(2, 3, 53)).to(DEVICE, dtype)], {"ids": ids, **given}
+        ids, arguments = options((2, 3), 53, 2, dtype, skip_id=transform.get("skip_id"), seed=seed)
+        return [(4 * torch.randn(2, 3, 53)).to(DEVICE, dtype)], {"ids": ids, **arguments}
 
-    assert_parity(*of_logits(path, **transform), draw)
+    assert_parity(*logits_pair(path, **transform), draw)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", SPREAD)
 def test_parity_of_rows_far_apart(kind, path):
     def draw(seed):
-        ids, given = options((6,), 37, 2, skip_id=4, seed=seed)
+        ids, arguments = options((6,), 37, 2, skip_id=4, seed=seed)
         x = SPREAD[kind](torch.randn(6, 37))
-        given["mix"] = tuple(torch.full((6,), c) for c in (1e-3, 0.9))
-        return [x.to(DEVICE)], {"ids": ids, **given}
+        arguments["mix"] = tuple(torch.full((6,), c) for c in (1e-3, 0.9))
+        return [x.to(DEVICE)], {"ids": ids, **arguments}
 
-    assert_parity(*of_logits(path), draw)
+    assert_parity(*logits_pair(path), draw)
 
 
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
-    "asked", [("log_probs",), ("lse",), ("entropy",), ("mix",), ("entropy", "lse"), OUTPUTS], ids=str
+    "requested", [("log_probs",), ("lse",), ("entropy",), ("mix",), ("entropy", "lse"), OUTPUTS], ids=str
 )
-def test_each_output_alone(asked, dtype, path):
-    """The others have no upstream gradient, or are not requested."""
+def test_each_output_alone(requested, dtype, path):
+    """The other outputs have no upstream gradient, or are not requested."""
     torch.manual_seed(0)
     logits = (4 * torch.randn(2, 3, 37)).to(DEVICE, dtype).requires_grad_()
-    ids, given = options((2, 3), 37, 2, dtype)
-    expected = reference.row_stats(logits, ids, **given)
-    expected = [getattr(expected, name) for name in asked]
+    ids, arguments = options((2, 3), 37, 2, dtype)
+    expected = reference.row_stats(logits, ids, **arguments)
+    expected = [getattr(expected, name) for name in requested]
     grads = upstream(expected)
     (wanted,) = torch.autograd.grad(expected, logits, grads)
-    if "mix" not in asked:
-        given["mix"] = None
-    for entropy in {True, "entropy" in asked}:
-        out = row_stats(logits, ids, entropy=entropy, backend=path, **given)
-        assert (out.entropy is None, out.mix is None, out.correct) == (not entropy, given["mix"] is None, None)
-        out = [getattr(out, name) for name in asked]
+    if "mix" not in requested:
+        arguments["mix"] = None
+    for entropy in {True, "entropy" in requested}:
+        out = row_stats(logits, ids, entropy=entropy, backend=path, **arguments)
+        assert (out.entropy is None, out.mix is None, out.correct) == (not entropy, arguments["mix"] is None, None)
+        out = [getattr(out, name) for name in requested]
         (grad,) = torch.autograd.grad(out, logits, grads)
         for got, want in zip([*out, grad], [*expected, wanted], strict=True):
             torch.testing.assert_close(got, want)
@@ -172,11 +175,11 @@ def test_gradcheck(K, transform, path):
     torch.manual_seed(0)
     V = 5 if path == "triton" else 19
     logits = torch.randn(1, 2, V, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    ids, given = options((1, 2), V, K, torch.float64, skip_id=transform.get("skip_id"))
-    given["active"][0, 0] = True
+    ids, arguments = options((1, 2), V, K, torch.float64, skip_id=transform.get("skip_id"))
+    arguments["active"][0, 0] = True
 
     def function(x):
-        return differentiable(row_stats(x, ids, entropy=True, backend=path, **given, **transform))
+        return differentiable(row_stats(x, ids, entropy=True, backend=path, **arguments, **transform))
 
     assert torch.autograd.gradcheck(lambda x: tuple(function(x)), logits)
     weights = upstream(function(logits))
@@ -185,7 +188,8 @@ def test_gradcheck(K, transform, path):
     )
 
 
-@pytest.mark.parametrize("K", [4, 11])  # a kernel compares a tile's columns with few ids in another loop than with many
+# A kernel compares the columns of a tile with few ids in another loop than with many.
+@pytest.mark.parametrize("K", [4, 11])
 def test_the_same_id_twice_gets_both_gradients(K, path):
     logits = torch.randn(1, 37, device=DEVICE, requires_grad=True)
     ids = torch.tensor([[20, 0, 20, -100, 36, 0, 1, 17, 20, 15, 16]], device=DEVICE)[:, :K].contiguous()
@@ -196,7 +200,7 @@ def test_the_same_id_twice_gets_both_gradients(K, path):
 
 
 def test_a_or_b_is_zero(path):
-    """Without a, probabilities that float32 rounds to 0 count with their logarithm, and each pulls as hard as any."""
+    """Without a, a probability that float32 rounds to 0 contributes its logarithm, with a full-size gradient."""
     logits = torch.tensor([[0.0, -300.0, 2.0]] * 3, device=DEVICE, requires_grad=True)
     a, b = torch.tensor([0.0, 0.5, 0.25], device=DEVICE), torch.tensor([2.0, 0.0, 4.0], device=DEVICE)
     ids = torch.zeros(3, dtype=torch.long, device=DEVICE)
@@ -213,7 +217,7 @@ def test_a_or_b_is_zero(path):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_terms_of_a_mixture_of_every_size(dtype, path):
-    """One logarithm may serve several terms, but only where their product is neither too small nor too large."""
+    """One logarithm may serve several terms only if their product is neither too small nor too large."""
     pairs = [(a, b) for a in (1e-30, 0.9e-9, 1.1e-9, 1e-6, 3.0, 0.9e9, 1e11, 1e30) for b in (0.0, 1e-3, 1.0, 1e9)]
     pairs += [(1e-6, 1e20), (3.0, 1e20)]
     a, b = (
@@ -232,9 +236,10 @@ def test_terms_of_a_mixture_of_every_size(dtype, path):
 
 
 def stats_and_gradient(function, logits, ids, mix, steps):
-    """The outputs of special rows and one gradient of all of them; that of the oracle's logsumexp is made of softmax.
+    """Return the outputs of special rows and their joint gradient.
 
-    What torch gives for it is wrong far from 0. Of a row with +inf logsumexp and its gradient are NaN.
+    The gradient of the oracle's logsumexp is computed from softmax, because torch's own is wrong for logits far from 0.
+    In a row with +inf, logsumexp and its gradient are NaN.
     """
     x = logits.clone().requires_grad_()
     out = function(x, ids, mix=tuple(t.to(torch.promote_types(x.dtype, torch.float32)) for t in mix), **steps)
@@ -247,20 +252,20 @@ def stats_and_gradient(function, logits, ids, mix, steps):
         )
     z = reference.transformed(x, **steps)
     values[1] = torch.where(values[1] == INF, NAN, values[1])
-    of_lse = torch.where(values[1].isnan()[:, None], NAN, z.detach().softmax(-1))
+    lse_grad = torch.where(values[1].isnan()[:, None], NAN, z.detach().softmax(-1))
     rest = [values[0], *values[2:]]
-    grad = torch.autograd.grad([*rest, z], x, [*(torch.ones_like(t) for t in rest), of_lse])[0]
+    grad = torch.autograd.grad([*rest, z], x, [*(torch.ones_like(t) for t in rest), lse_grad])[0]
     return [t.detach() for t in values], grad, out
 
 
 def judge_special_rows(rows, dtype, path, **steps):
-    """Special rows lie between ordinary rows; NaN must stay in its own row."""
-    names, logits, targets = between_tame_ones(rows, dtype)
+    """Compare special rows, which lie between ordinary rows. NaN must stay in its own row."""
+    names, logits, targets = between_ordinary_rows(rows, dtype)
     ids = torch.stack([targets, torch.zeros_like(targets)], 1)
     mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
 
-    def ours(x, ids, **given):
-        return row_stats(x, ids, entropy=True, with_correct=True, backend=path, **given)
+    def ours(x, ids, **arguments):
+        return row_stats(x, ids, entropy=True, with_correct=True, backend=path, **arguments)
 
     got, grad, out = stats_and_gradient(ours, logits, ids, mix, steps)
     plain, plain_grad, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
@@ -271,7 +276,7 @@ def judge_special_rows(rows, dtype, path, **steps):
             (*OUTPUTS, "gradient"), (*got, grad), (*plain, plain_grad), (*exact, exact_grad), strict=True
         ):
             label, error = f"{name}, {kind}", largest_error([p[row]], [e[row]])
-            if name == "gradient" and e[row].isnan().any():  # in which columns is not promised
+            if name == "gradient" and e[row].isnan().any():  # it is unspecified which columns are NaN
                 assert o[row].isnan().any(), label
             else:
                 assert_as_good_as_plain([o[row]], [e[row]], error, label, sizes={logits.shape[1]})
@@ -293,20 +298,20 @@ def test_inactive_rows_are_not_read(path):
     logits = torch.randn(3, 37, device=DEVICE)
     logits[1] = NAN
     logits.requires_grad_()
-    ids, given = (
+    ids, arguments = (
         torch.tensor([[0, 1], [1, 1], [7, -100]], device=DEVICE),
         {"active": torch.tensor([1, 0, 1], device=DEVICE)},
     )
     got, want = (
-        run_on(f, logits, ids, given | {"mix": (torch.full((3,), 0.25, device=DEVICE),) * 2})
-        for f in (ours_of(path), reference.row_stats)
+        run_on(f, logits, ids, arguments | {"mix": (torch.full((3,), 0.25, device=DEVICE),) * 2})
+        for f in (ours_on(path), reference.row_stats)
     )
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
         assert g.isfinite().all()
 
 
-def test_ids_out_of_range_give_nan_in_their_place(path):
+def test_ids_out_of_range_give_nan_in_their_entries(path):
     logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)
     ids = torch.tensor([[0, 37], [-1, 3], [2**40, 3], [5, 5], [-101, 3]], device=DEVICE)
     out = row_stats(logits, ids, entropy=True, with_correct=True, skip_id=5, backend=path)
@@ -338,18 +343,18 @@ def test_a_row_without_an_upstream_gradient_is_inert(path):
 def test_strides(kind, path):
     x = laid_out(kind)
     logits = x.to(DEVICE).detach().requires_grad_()
-    ids, given = options(x.shape[:-1], x.shape[-1], 3)
-    got, want = (run_on(f, logits, ids, given) for f in (ours_of(path), reference.row_stats))
+    ids, arguments = options(x.shape[:-1], x.shape[-1], 3)
+    got, want = (run_on(f, logits, ids, arguments) for f in (ours_on(path), reference.row_stats))
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w)
 
 
-def ours_of(backend):
-    return lambda x, ids, **given: row_stats(x, ids, entropy=True, backend=backend, **given)
+def ours_on(backend):
+    return lambda x, ids, **arguments: row_stats(x, ids, entropy=True, backend=backend, **arguments)
 
 
-def run_on(function, logits, ids, given):
-    out = differentiable(function(logits, ids, **given))
+def run_on(function, logits, ids, arguments):
+    out = differentiable(function(logits, ids, **arguments))
     return [*out, *torch.autograd.grad(out, [logits], upstream(out))]
 
 
@@ -362,36 +367,40 @@ def test_ids_of_any_integer_dtype(dtype, backend):
 
 
 def test_long_bf16_rows(backend):
-    """At the real sizes of tiles and blocks, odd so that a row begins anywhere."""
+    """Tiles and blocks have their real sizes. The row length is odd, so that rows begin at any alignment."""
     V = 262_145
     torch.manual_seed(0)
     x = (3 * torch.randn(2, V)).bfloat16().to(DEVICE)
     ids = torch.tensor([[V - 1, 0], [77, 131_072]], device=DEVICE)
-    given = {"ids": ids, "mix": (torch.tensor([1e-6, 0.0]).to(DEVICE), torch.tensor([0.9, 1.0]).to(DEVICE))}
-    ours, oracle = of_logits(backend, skip_id=5)
-    exact_given = given | {"mix": tuple(t.double() for t in given["mix"])}
-    got, exact, plain = run(ours, [x], **given), run(oracle, [x.double()], **exact_given), run(oracle, [x], **given)
+    arguments = {"ids": ids, "mix": (torch.tensor([1e-6, 0.0]).to(DEVICE), torch.tensor([0.9, 1.0]).to(DEVICE))}
+    ours, oracle = logits_pair(backend, skip_id=5)
+    exact_arguments = arguments | {"mix": tuple(t.double() for t in arguments["mix"])}
+    got, exact, plain = (
+        run(ours, [x], **arguments),
+        run(oracle, [x.double()], **exact_arguments),
+        run(oracle, [x], **arguments),
+    )
     for place, (o, e, p) in enumerate(zip(got, exact, plain, strict=True)):
         assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{place}", reduction_sizes([x]))
 
 
 def test_bitwise_the_same_twice(path):
     logits = torch.randn(6, 53, device=DEVICE)
-    ids, given = options((6,), 53, 2)
-    first, second = (run(ours_of(path), [logits], ids=ids, **given) for _ in range(2))
+    ids, arguments = options((6,), 53, 2)
+    first, second = (run(ours_on(path), [logits], ids=ids, **arguments) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_backward_twice(backend):
     logits = torch.randn(3, 37, device=DEVICE, requires_grad=True)
-    ids, given = options((3,), 37, 2)
-    out = differentiable(row_stats(logits, ids, entropy=True, backend=backend, **given))
+    ids, arguments = options((3,), 37, 2)
+    out = differentiable(row_stats(logits, ids, entropy=True, backend=backend, **arguments))
     first = torch.autograd.grad(out, logits, upstream(out), retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(out, logits, upstream(out))[0])
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
-def test_nothing_keeps_the_logits_alive(with_grad, backend):
+def test_the_logits_are_freed(with_grad, backend):
     gc.collect()
     gc.disable()
     try:
@@ -408,18 +417,18 @@ def test_nothing_keeps_the_logits_alive(with_grad, backend):
 
 def linear_draw(dtype, *, N=9, V=37, D=5, K=2, skip_id=None):
     def draw(seed):
-        ids, given = options((N,), V, K, dtype, skip_id=skip_id, seed=seed)
+        ids, arguments = options((N,), V, K, dtype, skip_id=skip_id, seed=seed)
         leaves = [t.to(DEVICE, dtype) for t in (torch.randn(N, D), torch.randn(V, D), torch.randn(V))]
-        return leaves, {"ids": ids, **given}
+        return leaves, {"ids": ids, **arguments}
 
     return draw
 
 
-def of_hidden(backend, transform, **sizes):
-    def ours(h, w, b, ids, **given):
-        return linear_row_stats(h, w, ids, bias=b, entropy=True, backend=backend, **sizes, **given, **transform)
+def hidden_pair(backend, transform, **sizes):
+    def ours(h, w, b, ids, **arguments):
+        return linear_row_stats(h, w, ids, bias=b, entropy=True, backend=backend, **sizes, **arguments, **transform)
 
-    return ours, lambda h, w, b, ids, **given: reference.linear_row_stats(h, w, ids, b, **given, **transform)
+    return ours, lambda h, w, b, ids, **arguments: reference.linear_row_stats(h, w, ids, b, **arguments, **transform)
 
 
 @pytest.mark.covering(2)
@@ -432,33 +441,36 @@ def test_parity_of_hidden_states(dtype, chunk_size, num_active, transform, path)
     if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
     sizes = {"chunk_size": chunk_size, "num_active": num_active}
-    assert_parity(*of_hidden(path, transform, **sizes), linear_draw(dtype, skip_id=transform.get("skip_id")))
+    assert_parity(*hidden_pair(path, transform, **sizes), linear_draw(dtype, skip_id=transform.get("skip_id")))
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1)])
-def test_only_what_requires_it_gets_a_gradient(trains, path):
-    leaves, given = linear_draw(torch.float64)(0)
+def test_only_leaves_that_require_it_receive_a_gradient(trains, path):
+    leaves, arguments = linear_draw(torch.float64)(0)
     for leaf, train in zip(leaves, trains, strict=True):
         leaf.requires_grad_(bool(train))
     trained = [leaf for leaf in leaves if leaf.requires_grad]
-    ours, oracle = of_hidden(path, {}, chunk_size=4)
-    got, wanted = (differentiable(f(*leaves, **given)) for f in (ours, oracle))
+    ours, oracle = hidden_pair(path, {}, chunk_size=4)
+    got, wanted = (differentiable(f(*leaves, **arguments)) for f in (ours, oracle))
     for g, w in zip(*(torch.autograd.grad(out, trained, upstream(out)) for out in (got, wanted)), strict=True):
         torch.testing.assert_close(g, w)
 
 
 @pytest.mark.parametrize(("trains", "forward", "both"), [((), 1, 1), ((0,), 1, 3), ((0, 1), 1, 4), ((1,), 1, 3)])
 def test_products(trains, forward, both, backend):
-    """Of the active rows: one makes the logits, one more makes them again, then one for each gradient."""
-    (hidden, weight, _), given = linear_draw(torch.float32)(0)
+    """One product of the active rows computes the logits.
+
+    A second one recomputes them, and one follows for each gradient.
+    """
+    (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
     leaves = (hidden, weight)
     for i in trains:
         leaves[i].requires_grad_()
-    one = 2 * int(given["active"].sum()) * weight.numel()
+    one = 2 * int(arguments["active"].sum()) * weight.numel()
     counter = FlopCounterMode(display=False)
     with counter:
-        out = differentiable(linear_row_stats(*leaves, entropy=True, backend=backend, **given))
+        out = differentiable(linear_row_stats(*leaves, entropy=True, backend=backend, **arguments))
         assert counter.get_total_flops() == forward * one
         if trains:
             torch.autograd.backward(out, [torch.ones_like(t) for t in out])
@@ -466,9 +478,9 @@ def test_products(trains, forward, both, backend):
 
 
 def test_rows_without_a_gradient_are_not_projected_again(backend):
-    (hidden, weight, _), given = linear_draw(torch.float32)(0)
+    (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
     hidden.requires_grad_()
-    out = linear_row_stats(hidden, weight, given["ids"], backend=backend)
+    out = linear_row_stats(hidden, weight, arguments["ids"], backend=backend)
     counter = FlopCounterMode(display=False)
     with counter:
         out.lse[2].backward()
@@ -476,16 +488,16 @@ def test_rows_without_a_gradient_are_not_projected_again(backend):
 
 
 def test_a_nan_in_an_inactive_row_reaches_no_gradient(path):
-    (hidden, weight, bias), given = linear_draw(torch.float32)(0)
-    hidden[~given["active"]] = NAN
+    (hidden, weight, bias), arguments = linear_draw(torch.float32)(0)
+    hidden[~arguments["active"]] = NAN
     leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
-    out = differentiable(of_hidden(path, {})[0](*leaves, **given))
+    out = differentiable(hidden_pair(path, {})[0](*leaves, **arguments))
     grads = torch.autograd.grad(out, leaves, upstream(out))
     assert all(g.isfinite().all() for g in grads)
 
 
 def test_no_active_row(path):
-    """Of NaN, none of which is read: every output is 0, and so is the gradient, whatever comes from above."""
+    """All logits are NaN, and none is read. Every output and every gradient is 0, for any upstream gradient."""
     logits = torch.full((2, 3, 17), NAN, device=DEVICE).requires_grad_()
     ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
     out = row_stats(logits, ids, entropy=True, active=active, with_correct=True, backend=path)
@@ -495,27 +507,27 @@ def test_no_active_row(path):
 
 
 def test_too_small_a_bound_gives_nan(backend):
-    (hidden, weight, _), given = linear_draw(torch.float32)(0)
-    given["active"] = torch.ones(9, dtype=torch.bool, device=DEVICE)
-    out = linear_row_stats(hidden, weight, entropy=True, num_active=8, backend=backend, **given)
+    (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
+    arguments["active"] = torch.ones(9, dtype=torch.bool, device=DEVICE)
+    out = linear_row_stats(hidden, weight, entropy=True, num_active=8, backend=backend, **arguments)
     assert all(t.isnan().all() for t in differentiable(out))
 
 
 def test_float16_gradients_do_not_underflow(backend):
     """Upstream gradients are far below float16's minimum, so they are applied after the products."""
-    leaves, given = linear_draw(torch.float16)(0)
+    leaves, arguments = linear_draw(torch.float16)(0)
     leaves = [t.requires_grad_() for t in leaves]
-    out = differentiable(of_hidden(backend, {})[0](*leaves, **given))
+    out = differentiable(hidden_pair(backend, {})[0](*leaves, **arguments))
     small = [1e-4 * g for g in upstream(out)]
     grads = torch.autograd.grad(out, leaves, small)
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    wide = given | {"mix": tuple(t.double() for t in given["mix"])}
-    wanted = differentiable(of_hidden(backend, {})[1](*exact, **wide))
+    wide = arguments | {"mix": tuple(t.double() for t in arguments["mix"])}
+    wanted = differentiable(hidden_pair(backend, {})[1](*exact, **wide))
     for got, want in zip(grads, torch.autograd.grad(wanted, exact, [s.double() for s in small]), strict=True):
         assert (got.double() - want).abs().max() <= 4e-3 * want.abs().max()
 
 
-def test_without_grad_nothing_is_kept(backend):
+def test_without_grad_nothing_is_saved(backend):
     logits = torch.randn(3, 37, device=DEVICE, requires_grad=True)
     with torch.no_grad():
         out = row_stats(logits, torch.zeros(3, dtype=torch.long, device=DEVICE), entropy=True, backend=backend)

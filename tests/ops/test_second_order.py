@@ -37,8 +37,8 @@ INSTEAD = {"nll": "cross_entropy", "stats": "log_softmax", "probs": "log_softmax
 ALL = [("logits", name) for name in OF_LOGITS] + [(form, name) for form in ("hidden", "frozen") for name in OF_HIDDEN]
 
 
-def built(form, name, **options):
-    """(layer before, what is differentiated, value of the op): a layer, then the op."""
+def build(form, name, **options):
+    """Return (previous layer, input of the op, value of the op)."""
     torch.manual_seed(0)
     layer = torch.randn(D, D, device=DEVICE, requires_grad=True)
     head = torch.randn(V, D, device=DEVICE, requires_grad=form != "frozen")
@@ -48,29 +48,29 @@ def built(form, name, **options):
     return layer, x, value
 
 
-ASKED = {
+DERIVATIVES = {
     "grad": lambda total, leaf: torch.autograd.grad(total, [leaf]),
     "backward": lambda total, leaf: total.backward(inputs=[leaf]),
     "backward of all": lambda total, _: total.backward(),
 }
 
 
-@pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.parametrize("ask", DERIVATIVES)
 @pytest.mark.parametrize(("form", "name"), ALL)
-def test_a_penalty_on_a_gradient_is_an_error_whosever_gradient_is_asked_for(form, name, ask, backend):
+def test_a_penalty_on_a_gradient_raises_for_every_input(form, name, ask, backend):
     """With a constant upstream gradient, autograd's own check would pass, and only the value would have a gradient."""
-    layer, x, value = built(form, name, backend=backend)
+    layer, x, value = build(form, name, backend=backend)
     (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     total = value.sum() + 10 * g.pow(2).sum()
-    advice = next(what for end, what in INSTEAD.items() if name.endswith(end))
+    advice = next(advice_for_it for end, advice_for_it in INSTEAD.items() if name.endswith(end))
     with pytest.raises(RuntimeError, match=rf"no second derivative; .*torch\.(nn\.functional\.)?{advice}") as raised:
-        ASKED[ask](total, layer)
-    assert ("linear(" in str(raised.value)) == (form != "logits")  # where the caller has no logits yet
+        DERIVATIVES[ask](total, layer)
+    assert ("linear(" in str(raised.value)) == (form != "logits")  # for forms in which the caller has no logits
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)
-def test_the_gradient_has_no_derivative_in_the_weights_of_the_rows(form, name):
-    _, x, value = built(form, name, backend="torch")
+def test_the_gradient_has_no_derivative_in_the_row_weights(form, name):
+    _, x, value = build(form, name, backend="torch")
     weight = torch.rand(value.shape, device=DEVICE, requires_grad=True)
     (g,) = torch.autograd.grad((weight * value).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -78,11 +78,11 @@ def test_the_gradient_has_no_derivative_in_the_weights_of_the_rows(form, name):
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)
-def test_a_gradient_kept_with_its_graph_is_the_same(form, name):
+def test_a_gradient_with_create_graph_is_unchanged(form, name):
     """Uses that do not differentiate the gradient still work, such as a product with an unrelated parameter."""
-    _, x, value = built(form, name, backend="torch")
+    _, x, value = build(form, name, backend="torch")
     (plain,) = torch.autograd.grad(value.sum(), x)
-    _, x, value = built(form, name, backend="torch")
+    _, x, value = build(form, name, backend="torch")
     (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     assert torch.equal(g, plain)
     other = torch.zeros_like(g, requires_grad=True)
@@ -92,13 +92,13 @@ def test_a_gradient_kept_with_its_graph_is_the_same(form, name):
 
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_derivative_in_forward_mode_is_an_error_and_not_0(form, name):
-    """Also if no input requires a gradient, in which case no autograd function could raise."""
+    """An error is raised even if no input requires a gradient, in which case no autograd function could raise it."""
     x, head = torch.randn(N, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     op = OF_LOGITS[name] if form == "logits" else lambda x: OF_HIDDEN[name](x, head)
     with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives .*: use backward"):
         torch.func.jvp(op, (x,), (torch.ones_like(x),))
     with forward_ad.dual_level():
-        op(x)  # which has no tangent
+        op(x)  # without a tangent
         if form != "logits":
             head = forward_ad.make_dual(head, head)
             with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
@@ -150,7 +150,7 @@ def test_gradgradcheck_raises(name):
 
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_within_an_activation_checkpoint(form, name):
-    """It recomputes the saved tensors, and returns each only once."""
+    """A checkpoint recomputes the saved tensors, and returns each only once."""
     x = torch.randn(N, V if form == "logits" else D, device=DEVICE, requires_grad=True)
     head = torch.randn(V, D, device=DEVICE, requires_grad=form == "hidden")
 

@@ -1,4 +1,4 @@
-"""The mean embedding of a row's distribution: parity, bumps, what it costs, rows that are off, compiled, bad input."""
+"""The mean embedding of a row's distribution: parity, bumps, cost, inactive rows, compilation, bad input."""
 
 import math
 import re
@@ -17,7 +17,7 @@ B, L, V, D, E = 2, 6, 37, 5, 4
 NAN = math.nan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 2.0, "scale": 0.6, "skip_id": 3})
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=PATHS)
@@ -26,7 +26,7 @@ def path(request, monkeypatch):
 
 
 def draw(dtype, seed=0):
-    """(hidden, head, embedding, bias) and (bump, ids), of which one is none."""
+    """Draw (hidden, head, embedding, bias) and (bump, ids); one row has no id."""
     torch.manual_seed(seed)
     tensors = [torch.randn(s).to(DEVICE, dtype) for s in ((B, L, D), (V, D), (V, E), (V,))]
     ids = torch.randint(4, V, (B, L))
@@ -35,7 +35,7 @@ def draw(dtype, seed=0):
 
 
 def judge(ours, theirs, dtype, label=""):
-    """Both are functions of (hidden, head, embedding, bias), bump and ids."""
+    """Compare two functions of (hidden, head, embedding, bias), bump and ids."""
     draws = [draw(dtype, seed) for seed in range(6)]
     got = [ours(*tensors, *bumps) for tensors, bumps in draws[:2]]
     exact = [theirs(*(t.double() for t in tensors), *bumps) for tensors, bumps in draws]
@@ -64,7 +64,7 @@ def test_parity(bumped, chunk, transform, dtype, path):
 
 
 def test_by_hand():
-    """Odds (1, 2, 1): the mean of 10, 20, 30 is 20; a bump of ln 6 of the last makes them (1, 2, 6)."""
+    """With odds (1, 2, 1), the mean of 10, 20 and 30 is 20. A bump of ln 6 of the last makes the odds (1, 2, 6)."""
     head = torch.tensor([[0.0], [math.log(2.0)], [0.0]], device=DEVICE)
     table = torch.tensor([[10.0], [20.0], [30.0]], device=DEVICE)
     one = torch.ones(1, 1, device=DEVICE)
@@ -90,7 +90,10 @@ def test_a_bump_of_any_size(bump, transform, backend):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", [{}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 60.0, "scale": 0.9}], ids=str)
 def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
-    """Of a token with 1 - 1e-7 of the probability, and beyond what float32 or float64 tells from 1, as of any other."""
+    """The token has probability 1 - 1e-7, or one that float32 or float64 cannot distinguish from 1.
+
+    The bound is the usual one.
+    """
     table, ids = torch.eye(V, device=DEVICE), torch.tensor([4], device=DEVICE)
     for t in (-5.0, -20.0, -100.0, -math.inf, 5.0):
         bump = torch.tensor([t], device=DEVICE)
@@ -108,8 +111,8 @@ def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_a_bump_of_the_only_token_there_is(softcap, path):
-    """Nothing else is left of the row: all of it is the token's, whatever its bump."""
+def test_a_bump_of_the_only_token(softcap, path):
+    """The row has no other token, so the token has probability 1 for any bump."""
     h, table = torch.randn(3, D, device=DEVICE), torch.randn(1, E, device=DEVICE)
     zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     alone = torch.full((V,), -math.inf, device=DEVICE)
@@ -124,7 +127,7 @@ def test_a_bump_of_the_only_token_there_is(softcap, path):
             torch.testing.assert_close(got, e[7].expand(3, E))
 
 
-def test_ids_that_no_column_has_are_nan_in_their_own_row(backend):
+def test_ids_out_of_range_are_nan_in_their_own_row(backend):
     (h, w, e, _), (bump, ids) = draw(torch.float32)
     ids[0, :4] = torch.tensor([V, -1, -101, 3])
     got = soft_embedding(h, w, e, bump=bump, bump_ids=ids, skip_id=3, chunk_size=5, backend=backend)
@@ -148,7 +151,10 @@ def test_any_leading_shape_and_strides(shape, backend):
 
 
 def test_special_rows(path):
-    """Logits are the bias: -inf is probability 0; only rows of it alone or with a NaN are NaN; with a bump too."""
+    """Logits are the bias.
+
+    A logit of -inf has probability 0. Only rows of -inf alone or with a NaN are NaN, also with a bump.
+    """
     x = torch.randn(5, V, device=DEVICE)
     x[0, ::2], x[1], x[2, 7], x[3, 7] = -math.inf, -math.inf, NAN, math.inf
     table = torch.randn(V, E, device=DEVICE)
@@ -167,7 +173,7 @@ def test_special_rows(path):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_active", [None, 8, 9])
-def test_rows_that_are_off_cost_nothing_and_are_zeros(num_active, path):
+def test_inactive_rows_cost_nothing_and_are_zeros(num_active, path):
     (h, w, e, b), (bump, ids) = draw(torch.float32)
     active = (torch.arange(B * L, device=DEVICE) % 3 != 0).view(B, L)
     expected = reference.soft_embedding(h, w, e, b, bump, ids, active)
@@ -182,7 +188,7 @@ def test_rows_that_are_off_cost_nothing_and_are_zeros(num_active, path):
     assert soft_embedding(h, w, e, active=active, num_active=7, **options).isnan().all()
 
 
-def test_no_gradient_and_nothing_is_changed(backend):
+def test_there_is_no_gradient_and_inputs_are_not_modified(backend):
     tensors, (bump, ids) = draw(torch.float32)
     before = [t.clone() for t in (*tensors, bump, ids)]
     h, w, e, b = (t.requires_grad_() for t in tensors)
@@ -220,7 +226,7 @@ def _fresh_dynamo():
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_is_eager():
-    """Self-conditioning: the mean embedding of one pass goes into the next, which alone has a gradient."""
+    """Self-conditioning: the mean embedding of one pass is an input of the next one, which alone has a gradient."""
     (h, w, e, b), (bump, ids) = draw(torch.float64)
 
     def step(h, w, e, b):

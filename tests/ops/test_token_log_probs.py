@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: both forms and plain code agree; their cost, temperature, bad input."""
+"""Log-probabilities of tokens: both forms equal plain code; their cost, temperature, bad input."""
 
 import re
 
@@ -30,7 +30,7 @@ def plain(logits, ids, temperature=1.0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2])
-def test_both_forms_are_the_plain_code(temperature, backend):
+def test_both_forms_equal_plain_code(temperature, backend):
     (hidden, weight, bias), ids = draw()
     leaves = (hidden, weight, bias)
     expected = plain(hidden @ weight.T + bias, ids, temperature)
@@ -46,7 +46,7 @@ def test_both_forms_are_the_plain_code(temperature, backend):
             torch.testing.assert_close(got, want)
 
 
-def test_without_grad_one_product_of_the_tokens_that_have_an_id(backend):
+def test_without_grad_one_product_over_the_tokens_with_an_id(backend):
     (hidden, weight, _), ids = draw(torch.float32)
     active = torch.ones(B, L, device=DEVICE)
     active[1, 1] = 0
@@ -58,7 +58,7 @@ def test_without_grad_one_product_of_the_tokens_that_have_an_id(backend):
     assert not out.log_probs[(ids == -100) | (active == 0)].any()
 
 
-def test_cap_and_skipped_column():
+def test_soft_cap_and_skipped_column():
     (hidden, weight, _), ids = draw()
     logits = hidden @ weight.T
     ids = torch.where(ids == 4, 5, ids)

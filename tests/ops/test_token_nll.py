@@ -25,7 +25,7 @@ from tests.support.rows import (
     SHAPES,
     SHARED,
     SPREAD,
-    between_tame_ones,
+    between_ordinary_rows,
     extreme_rows,
     laid_out,
     on_path,
@@ -33,7 +33,7 @@ from tests.support.rows import (
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture(params=PATHS)
@@ -49,7 +49,7 @@ def inputs(shape=(9,), V=37, dtype=torch.float32, seed=0):
 
 
 def upstream_like(targets):
-    """A gradient per row, some of them zero."""
+    """Draw one gradient per row, some of them zero."""
     return torch.randn(targets.shape, device=DEVICE) * (torch.rand(targets.shape, device=DEVICE) < 0.8)
 
 
@@ -93,8 +93,11 @@ def test_strides(kind, path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_extreme_rows(dtype, path):
-    """Each beside tame rows, which must not notice, and repeated so that it spans tiles and splits."""
-    _, logits, targets = between_tame_ones(extreme_rows(40), dtype)
+    """Each extreme row lies between ordinary rows, which must not change.
+
+    Its logits repeat, so that it spans tiles and splits.
+    """
+    _, logits, targets = between_ordinary_rows(extreme_rows(40), dtype)
     out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
     exact, lse = reference.token_nll(logits.double(), targets), reference.token_lse(logits)
     assert_same_specials(out.nll, exact)
@@ -124,7 +127,7 @@ def test_parity_of_rows_far_apart(kind, path):
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 def test_gradients_stay_exact_under_a_large_shift(shift, path):
-    """A float32 log-sum-exp at 1e4 is off by 5e-4, and so would be every probability made from it."""
+    """A float32 log-sum-exp at 1e4 is off by 5e-4, and so is every probability computed from it."""
     logits, targets = inputs()
     logits = (logits * 8).round() / 8 + shift  # exact in float32 at either shift
     upstream = torch.ones(9, device=DEVICE)
@@ -249,7 +252,7 @@ def test_a_uint8_target_of_156_is_not_minus_100(backend):
 def test_targets_anywhere_in_their_memory(layout, path):
     logits, targets = inputs()
     memory = torch.full((20,), 999, dtype=torch.int64, device=DEVICE)
-    start = (memory.data_ptr() // 8) % 2  # the first that lies on 16 bytes
+    start = (memory.data_ptr() // 8) % 2  # the first one aligned to 16 bytes
     where = {
         "aligned": slice(start, start + 9),
         "8 bytes on": slice(start + 1, start + 10),
@@ -274,7 +277,7 @@ def test_the_lowest_index_wins_a_tie(dtype, path):
     assert torch.equal(out.correct, reference.argmax_match(x, targets))
 
 
-def test_what_is_not_asked_for_is_none(backend):
+def test_outputs_that_are_not_requested_are_none(backend):
     logits, targets = inputs()
     out = token_nll(logits, targets, backend=backend)
     assert out.lse is None
@@ -365,7 +368,7 @@ def test_weights_of_any_dtype(weights, path):
         torch.testing.assert_close(a, b)
 
 
-def test_rows_read_beyond_the_weights_stay_out_of_the_sum(path):
+def test_active_rows_of_weight_0_stay_out_of_the_sum(path):
     logits, targets = inputs((4,))
     targets = torch.tensor([1, 2, 99, 3], device=DEVICE)
     logits[0] = NAN
@@ -380,7 +383,7 @@ def test_rows_read_beyond_the_weights_stay_out_of_the_sum(path):
 
 @pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "scale": 0.7}], ids=["plain", "transformed"])
 def test_a_weighted_sum_is_the_product_and_the_sum_to_the_bit(transform, path):
-    """So is its gradient that of the rows for weights times the upstream gradient."""
+    """Its gradient is that of the rows for the weights times the upstream gradient, also to the bit."""
     logits, targets = inputs((4, 3))
     weights = torch.rand(4, 3, device=DEVICE) - 0.3
     weights[1] = 0
@@ -408,7 +411,7 @@ def test_an_upstream_gradient_of_any_kind_stays_out_of_rows_of_weight_0(upstream
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_rounded_nll_rounds_no_gradient(dtype, path):
-    """As from hidden states: a float16 weight over a large count would underflow."""
+    """As from hidden states, a float16 weight over a large count would underflow."""
     logits, targets = (t.to(dtype) if t.is_floating_point() else t for t in inputs((4,)))
     weights = torch.full((4,), 2.0**-9 / 3, device=DEVICE)
     x, y = (logits.clone().requires_grad_() for _ in range(2))
@@ -433,7 +436,7 @@ def test_nll_can_be_written_to(backend):
     torch.testing.assert_close(x.grad, expected[1])
 
 
-def test_without_grad_nothing_is_kept(backend):
+def test_without_grad_nothing_is_saved(backend):
     logits, targets = inputs()
     logits.requires_grad_()
     with torch.no_grad():
@@ -492,7 +495,7 @@ def test_inplace_backward_reaches_the_layers_before(backend):
     torch.testing.assert_close(ours[1], expected[1])
 
 
-def test_inplace_backward_with_a_target_that_no_column_has(backend):
+def test_inplace_backward_with_a_target_out_of_range(backend):
     logits, targets = inputs()
     targets.view(-1)[0] = logits.shape[-1]
     grads = []
@@ -504,7 +507,7 @@ def test_inplace_backward_with_a_target_that_no_column_has(backend):
     assert grads[0].isfinite().any()
 
 
-def test_inplace_backward_on_a_slice_writes_its_rows_alone(backend):
+def test_inplace_backward_on_a_slice_writes_only_its_rows(backend):
     leaf, _ = inputs((2, 5))
     z = leaf.clone().requires_grad_() * 1.0
     targets = torch.randint(0, 37, (2, 4), device=DEVICE)
@@ -526,7 +529,7 @@ def test_a_second_reader_after_inplace_backward_is_an_error(backend):
 
 
 @pytest.mark.parametrize("kind", SHARED)
-def test_inplace_backward_needs_rows_of_their_own(kind, backend):
+def test_inplace_backward_rejects_overlapping_rows(kind, backend):
     logits = laid_out(kind).to(DEVICE).requires_grad_()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=DEVICE)
     message = r"inplace_backward=True needs logits whose rows can be written in place, got shape"
@@ -538,7 +541,7 @@ def test_inplace_backward_needs_rows_of_their_own(kind, backend):
 
 
 def shares_memory(x):
-    """Whether two entries of a tensor are one."""
+    """Return whether two entries of a tensor share memory."""
     where = sum(torch.arange(n).view(-1, *[1] * (x.dim() - d - 1)) * x.stride(d) for d, n in enumerate(x.shape))
     return where.unique().numel() < x.numel()
 
@@ -561,7 +564,7 @@ def test_inplace_backward_finds_every_overlap_of_rows(B, L):
 @pytest.mark.parametrize("kind", ["batch slice", "position slice", "every second position", "transposed batch",
                                   "no batch", "four dimensions", "two, sliced", "one dimension",
                                   "one column"])  # fmt: skip
-def test_inplace_backward_takes_every_layout_whose_rows_lie_apart(kind):
+def test_inplace_backward_accepts_every_layout_without_overlap(kind):
     z = laid_out(kind).requires_grad_()
     upstream = torch.randn(z.shape[:-1])
     targets = torch.zeros(z.shape[:-1], dtype=torch.long)
@@ -571,7 +574,7 @@ def test_inplace_backward_takes_every_layout_whose_rows_lie_apart(kind):
     assert torch.equal(z.detach(), grad)
 
 
-def test_without_inplace_backward_the_logits_stay(path):
+def test_without_inplace_backward_the_logits_are_unchanged(path):
     logits, targets = inputs()
     before = logits.clone()
     token_nll(logits.requires_grad_(), targets, backend=path).nll.sum().backward()
@@ -604,7 +607,7 @@ def test_autocast_changes_nothing(backend):
 
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_logits():
-    """Offsets in elements pass int32 in the last rows, forward and backward."""
+    """Element offsets exceed int32 in the last rows, forward and backward."""
     V = 131_072
     N = 2**31 // V + 3
     logits = torch.zeros(1, N, V, dtype=torch.bfloat16, device="cuda")

@@ -56,7 +56,7 @@ OF_HIDDEN = {
 ALL = [pytest.param(f, 1, id=name) for name, f in OF_LOGITS.items()] + [
     pytest.param(f, 2, id=f"{name} of hidden states") for name, f in OF_HIDDEN.items()
 ]
-of_all = pytest.mark.parametrize(("op", "count"), ALL)
+every_op = pytest.mark.parametrize(("op", "count"), ALL)
 
 
 def inputs(count, dtype=torch.float32):
@@ -66,13 +66,13 @@ def inputs(count, dtype=torch.float32):
 
 
 def assert_same(op, got, expected):
-    """Equal bits, except of ``linear_row_objective``, which in a transform is ``linear_row_stats`` and ``fn``."""
+    """Assert equal bits, except for ``linear_row_objective``: in a transform, it is ``linear_row_stats`` and ``fn``."""
     bits = op is not OF_HIDDEN["linear_row_objective"]
     torch.testing.assert_close(got, expected, **({"rtol": 0, "atol": 0} if bits else {}))
 
 
 def by_backward(op, args, upstream=None, trained=None, **options):
-    """(value, gradients of the first ``trained`` inputs)."""
+    """Return (value, gradients of the first ``trained`` inputs)."""
     leaves = [t.clone().requires_grad_(trained is None or i < trained) for i, t in enumerate(args)]
     value = op(*leaves, **options)
     upstream = torch.ones_like(value) if upstream is None else upstream
@@ -81,8 +81,8 @@ def by_backward(op, args, upstream=None, trained=None, **options):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@of_all
-def test_values_and_gradients_are_those_of_backward(op, count, dtype, backend):
+@every_op
+def test_values_and_gradients_equal_those_of_backward(op, count, dtype, backend):
     args = inputs(count, dtype)
     value, expected = by_backward(op, args, backend=backend)
     _, frozen = by_backward(op, args, trained=1, backend=backend)
@@ -99,7 +99,10 @@ def test_values_and_gradients_are_those_of_backward(op, count, dtype, backend):
 
 @pytest.mark.parametrize("op", [pytest.param(f, id=name) for name, f in OF_HIDDEN.items()])
 def test_an_input_that_only_the_enclosing_backward_differentiates(op):
-    """``backward`` of a value that the transform returned reaches the head, which it does not differentiate."""
+    """``backward`` of the value that the transform returns reaches the head.
+
+    The transform itself does not differentiate it.
+    """
     hidden, head = inputs(2)
     _, (_, expected) = by_backward(op, (hidden, head))
     head.requires_grad_()
@@ -108,7 +111,7 @@ def test_an_input_that_only_the_enclosing_backward_differentiates(op):
     assert_same(op, head.grad, expected)
 
 
-@of_all
+@every_op
 def test_a_second_derivative_is_an_error(op, count):
     def first(*a):
         return grad(lambda *b: op(*b).sum())(*a).square().sum()
@@ -133,8 +136,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("transform", REFUSED)
-@of_all
-def test_every_other_transform_says_what_to_use(op, count, transform):
+@every_op
+def test_every_other_transform_raises_with_advice(op, count, transform):
     call, message = REFUSED[transform]
     with pytest.raises(NotImplementedError, match=message):
         call(op, *inputs(count))
@@ -173,14 +176,14 @@ def test_weights_are_not_differentiated():
         jvp(lambda weights: weighted_nll(x, IDS, weights).loss, (WEIGHTS,), (WEIGHTS,))
 
 
-def test_a_gradient_is_not_written_over_the_logits():
+def test_the_gradient_does_not_overwrite_the_logits():
     with pytest.raises(
         ValueError, match=r"^inplace_backward must be False under torch\.compile and torch\.func, got True"
     ):
         grad(lambda x: token_nll(x, IDS, inplace_backward=True).nll.sum())(*inputs(1))
 
 
-def test_a_backward_function_runs_once_where_the_gradient_is_made_in_forward():
+def test_a_vjp_function_runs_once_if_the_gradient_is_computed_in_forward():
     _, backward = vjp(lambda h, w: weighted_linear_nll(h, w, IDS, WEIGHTS).loss, *inputs(2))
     one = torch.ones((), device=DEVICE)
     backward(one)

@@ -31,7 +31,7 @@ from tests.support.rows import (
     PATHS,
     SPREAD,
     around_a_transform,
-    between_tame_ones,
+    between_ordinary_rows,
     extreme_rows,
     laid_out,
     on_path,
@@ -47,16 +47,16 @@ STEPS = (
     {"softcap": 2.5, "scale": 1.9, "skip_id": 0},
     {"softcap": 1e4, "scale": 0.3, "skip_id": V - 1},
 )
-pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(params=[path for path in PATHS if "threads" not in path])  # which change nothing of the formula
+@pytest.fixture(params=[path for path in PATHS if "threads" not in path])  # without effect on the formula
 def path(request, monkeypatch):
     return on_path(request.param, monkeypatch)
 
 
 def drawn(steps, shape=(7,), seed=0):
-    """Logits of the size of the cap, targets that are never the skipped column, an upstream gradient per row."""
+    """Draw logits of the size of the cap, targets other than the skipped column, and one upstream gradient per row."""
     torch.manual_seed(seed)
     logits, targets = 4 * torch.randn(*shape, V), torch.randint(0, V, shape)
     skip = steps.get("skip_id", -1)
@@ -109,7 +109,7 @@ def test_parity_from_hidden_states(steps, dtype, weighted, path):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [*SPREAD, *LAYOUTS])
 def test_rows_far_apart_and_anywhere_in_memory(kind, path):
-    """Of logits of 37 columns, the kinds of rows that every row op goes through."""
+    """Test logits of 37 columns with the kinds of rows that are tested for every row op."""
     steps = {"softcap": 2.5, "scale": 1.9, "skip_id": 0}
     x = laid_out(kind) if kind in LAYOUTS else SPREAD[kind](4 * torch.randn(6, 37))
     x = x.to(DEVICE)
@@ -141,7 +141,7 @@ def test_gradcheck():
 @pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}, STEPS[0]], ids=names)
 def test_special_rows(steps, dtype, path):
     rows = extreme_rows(V) | around_a_transform(V, 17, 200.0 if "softcap" in steps else 4.0)
-    names, logits, targets = between_tame_ones(rows, dtype)
+    names, logits, targets = between_ordinary_rows(rows, dtype)
     x = logits.clone().requires_grad_()
     out = token_nll(x, targets, with_lse=True, with_correct=True, backend=path, **steps)
     (grad,) = torch.autograd.grad(out.nll.sum(), x)
@@ -155,7 +155,7 @@ def test_special_rows(steps, dtype, path):
     for i, name in enumerate(names):
         for ours, e, p in ((out.nll.detach(), exact[0], plain[0]), (grad, exact[1], plain[1])):
             error = (p[i].double() - e[i]).abs().nan_to_num(0, 0, 0).max().item()
-            if ours is grad and e[i].isnan().any():  # which columns besides the skipped one is not promised
+            if ours is grad and e[i].isnan().any():  # it is unspecified which columns besides the skipped one are NaN
                 assert ours[i].isnan().any(), name
             else:
                 assert_as_good_as_plain([ours[i]], [e[i]], error, name, sizes={V})
@@ -171,7 +171,7 @@ def test_special_rows(steps, dtype, path):
 @pytest.mark.parametrize("skip_id", [0, 1, 15, 16, 31, V - 2, V - 1])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_the_skipped_column_anywhere_in_a_row_that_begins_anywhere(skip_id, offset, path):
-    """At the first and the last column of a tile, and in the ragged columns at either end."""
+    """The column is the first or last of a tile, or among the ragged columns at either end."""
     memory = torch.full((5, V + 7), NAN, device=DEVICE)
     x = memory[:, offset : offset + V]
     x.copy_(drawn({})[0][:5])
@@ -191,7 +191,7 @@ def test_the_skipped_column_anywhere_in_a_row_that_begins_anywhere(skip_id, offs
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_small_logits_under_a_large_cap_keep_their_precision(dtype, path):
-    """tanh as 1 - 2 / (exp(2u) + 1) would be off by the rounding of the cap."""
+    """Computing tanh as 1 - 2 / (exp(2u) + 1) would be off by the rounding of the cap."""
     cap = 1e6
     x = (4 * torch.randn(5, V, device=DEVICE)).to(dtype)
     targets = torch.zeros(5, dtype=torch.int64, device=DEVICE)
@@ -204,7 +204,7 @@ def test_small_logits_under_a_large_cap_keep_their_precision(dtype, path):
 
 
 def test_a_slope_far_beyond_the_cap_keeps_its_precision():
-    """1 - tanh^2, as plain PyTorch has it, would be off by the rounding of 1."""
+    """Computing 1 - tanh^2, as plain PyTorch does, would be off by the rounding of 1."""
     pytest.importorskip("triton")
     x, y = torch.tensor([[0.0, 6.0, -8.0, 12.0]], device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     one = torch.ones(1, device=DEVICE)
@@ -213,7 +213,7 @@ def test_a_slope_far_beyond_the_cap_keeps_its_precision():
     torch.testing.assert_close(ours[1].double(), exact[1], rtol=1e-5, atol=0)
 
 
-def test_a_target_that_is_skipped_hurts_its_own_row_alone(path):
+def test_a_skipped_target_affects_only_its_own_row(path):
     logits, targets, weights = drawn({"skip_id": 9})
     targets[3] = 9
     x = logits.clone().requires_grad_()
@@ -250,13 +250,13 @@ def test_in_place_backward(path):
 
 
 def everything(**steps):
-    """A call of every op and loss in either form, and of what takes a transform beside them."""
+    """Build a call of every op and loss in either form, and of everything else that takes a transform."""
     torch.manual_seed(0)
     x, y = torch.randn(2, 6, V), torch.randint(20, V, (2, 6))
     for case in PLAIN:
         takes = inspect.signature(case.functions[0]).parameters
         if isinstance(case.loss, type) and not steps.keys() <= takes.keys():
-            continue  # a loss that skips a column of its own
+            continue  # a loss that skips a column by itself
         inputs = case.draw(2, 6, V)
         inputs[case.targets] = torch.randint(20, V, inputs[case.targets].shape)
         yield lambda case=case, i=inputs: case.logits_form(torch.randn(2, 6 * case.width, V), i, **steps)
@@ -287,13 +287,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("steps", "error", "message"), BAD)
-def test_bad_transforms_are_refused_by_every_loss(steps, error, message):
+def test_bad_transforms_are_rejected_by_every_loss(steps, error, message):
     for call in everything(**steps):
         with pytest.raises(error, match=message):
             call()
 
 
-def test_numbers_of_any_kind_are_taken():
+def test_numbers_of_any_kind_are_accepted():
     import numpy as np
 
     for call in everything(scale=np.float32(0.5), skip_id=np.int64(3)):

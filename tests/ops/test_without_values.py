@@ -1,4 +1,4 @@
-"""Tensors without values, on the meta device or under FakeTensorMode: results of the right shape, dtype and device."""
+"""Tensors without values (meta device, FakeTensorMode): results have the right shape, dtype and device."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ OPS = {
 
 
 def results(op, device):
-    """Of forward and, where anything is differentiable, of backward."""
+    """Return the results of forward and, if anything is differentiable, of backward."""
     leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((2, 3, V), (2, 3, D), (V, D))]
     ids, p = torch.zeros(2, 3, dtype=torch.long, device=device), torch.full((2, 3), 0.5, device=device)
     out = [t for t in op(*leaves, ids, p) if t is not None]

@@ -1,4 +1,4 @@
-"""The policy loss in both forms against the oracle; its products, metrics, normalizations, memory and errors."""
+"""The policy loss in both forms, compared with the oracle; its products, metrics, normalizations, memory and errors."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,10 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 def batch(scheme, level):
-    """ids, supervised tokens (none in the last row), views, old, advantages, ref; scores near those of small logits."""
+    """Draw ids, supervised tokens (none in the last row), views, old, advantages, ref.
+
+    Scores are near those of small logits.
+    """
     generator = torch.Generator().manual_seed(3)
     ids, loss_mask = torch.randint(0, MASK, (B, L), generator=generator), torch.ones(B, L)
     loss_mask[:, 0] = loss_mask[2] = 0
@@ -51,7 +54,7 @@ def batch(scheme, level):
 
 
 def drawn(dtype, *shapes):
-    """Leaves of these shapes from each seed."""
+    """Return a function that draws leaves of these shapes from a seed."""
 
     def draw(seed):
         torch.manual_seed(seed + 100)
@@ -60,8 +63,8 @@ def drawn(dtype, *shapes):
     return draw
 
 
-def oracle_of(level, normalize, given, **settings):
-    ids, loss_mask, views, old, advantages, ref = given
+def make_oracle(level, normalize, arguments, **settings):
+    ids, loss_mask, views, old, advantages, ref = arguments
     return lambda logits, **options: reference.policy_loss(
         logits, ids, reference.PolicyViews(*views), loss_mask, old, advantages, ref, level=level, normalize=normalize,
         **settings, **options,
@@ -76,10 +79,10 @@ def oracle_of(level, normalize, given, **settings):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "temperature": 0.7, "skip_id": MASK}], ids=["", "capped"])
 def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform):
-    given = ids, _, views, old, advantages, ref = batch(scheme, level)
+    arguments = ids, _, views, old, advantages, ref = batch(scheme, level)
     policy_loss, oracle = (
         PolicyLoss(PolicyObjective(**settings), level=level, normalize=normalize),
-        oracle_of(level, normalize, given, **settings),
+        make_oracle(level, normalize, arguments, **settings),
     )
 
     def plain(x):
@@ -105,28 +108,28 @@ def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform
     ids=["", "chunks", "capped"],
 )
 def test_parity_from_hidden_states(scheme, level, settings, dtype, trained, parts, options):
-    given = ids, _, views, old, advantages, ref = batch(scheme, level)
+    arguments = ids, _, views, old, advantages, ref = batch(scheme, level)
     rows = tuple(views.scored.shape)
     policy_loss, oracle = (
         PolicyLoss(PolicyObjective(**settings), level=level),
-        oracle_of(level, "tokens", given, **settings),
+        make_oracle(level, "tokens", arguments, **settings),
     )
     torch.manual_seed(7)
     frozen = torch.randn(V, D).to(dtype)
     more = {"": [], "bias": [(V,)], "extra": [(*rows, 2), (V, 2)]}[parts]
 
-    def of_head(leaves, dtype):
+    def from_hidden(leaves, dtype):
         h, *rest = leaves
         w = rest.pop(0) if trained else frozen.to(dtype)
         return h, w, rest
 
     def ours(*leaves):
-        h, w, rest = of_head(leaves, dtype)
+        h, w, rest = from_hidden(leaves, dtype)
         head = {"extra": tuple(rest)} if parts == "extra" else {"lm_head_bias": rest[0]} if parts else {}
         return policy_loss.forward_fused(h, w, ids, views, old, advantages, ref, **head, **options).loss
 
     def plain(*leaves):
-        h, w, rest = of_head(leaves, leaves[0].dtype)
+        h, w, rest = from_hidden(leaves, leaves[0].dtype)
         z = F.linear(h, w)
         z = z + F.linear(*rest) if parts == "extra" else z + rest[0] if parts else z
         return oracle(reference.transformed(z, 2.0, 1 / 0.7, MASK) if "softcap" in options else z)
@@ -136,19 +139,20 @@ def test_parity_from_hidden_states(scheme, level, settings, dtype, trained, part
 
 
 def test_gradient_of_the_oracle():
-    given = batch("coupled", "token")
-    (logits,), _ = drawn(torch.float64, (*given[2].scored.shape, V))(0)
+    arguments = batch("coupled", "token")
+    (logits,), _ = drawn(torch.float64, (*arguments[2].scored.shape, V))(0)
     for level in LEVELS:
-        oracle = oracle_of(level, "sequences", batch("coupled", level), kl="k3", kl_coef=0.5)
+        oracle = make_oracle(level, "sequences", batch("coupled", level), kl="k3", kl_coef=0.5)
         assert torch.autograd.gradcheck(oracle, logits.requires_grad_(), fast_mode=True)
 
 
 def counted(scheme, level, trained, **options):
-    """Products of one forward and backward pass, in units of the scored rows' logits."""
+    """Count the products of one forward and backward pass, in units of the scored rows' logits."""
     ids, _, views, old, advantages, ref = batch(scheme, level)
     h, w = torch.randn(*views.scored.shape, D, requires_grad=True), torch.randn(V, D, requires_grad=trained)
     with FlopCounterMode(display=False) as counter:
-        # "reinforce": every scored row has a gradient. A row whose ratio is clipped has none, and may save products.
+        # With "reinforce", every scored row has a gradient. A row with a clipped ratio has none, which may save
+        # products.
         policy_loss = PolicyLoss(PolicyObjective("reinforce"), level=level)
         policy_loss.forward_fused(h, w, ids, views, old, advantages, ref, **options).loss.backward()
     return counter.get_total_flops() / (2 * int(views.scored.sum()) * w.numel())
@@ -168,7 +172,10 @@ def test_products(scheme, level, frozen, trained, with_entropy):
 
 
 def one_view_at_a_time(loss_of, body, hidden, head, ids, views, log_probs=None):
-    """Gradient of any function of the log-probabilities: numbers first, then each view forward and backward."""
+    """Compute the gradient of any function of the log-probabilities, one view at a time.
+
+    The log-probabilities of all views come first, without a graph. Then each view runs forward and backward.
+    """
     if log_probs is None:
         rows = zip(hidden, views.scored, strict=True)
         with torch.no_grad():
@@ -179,7 +186,7 @@ def one_view_at_a_time(loss_of, body, hidden, head, ids, views, log_probs=None):
 
 @pytest.mark.parametrize(("trained", "known", "products"), [(0, 0, 3), (1, 0, 4), (0, 1, 2), (1, 1, 3)])
 def test_products_of_one_view_at_a_time(trained, known, products):
-    """One fewer where the log-probabilities are known, as in the first update after a rollout."""
+    """If the log-probabilities are known, as in the first update after a rollout, it takes one product fewer."""
     ids, _, views, old, advantages, _ = batch("coupled", "sequence")
     h, w = torch.randn(*views.scored.shape, D, requires_grad=True), torch.randn(V, D, requires_grad=bool(trained))
 
@@ -192,8 +199,8 @@ def test_products_of_one_view_at_a_time(trained, known, products):
     assert counter.get_total_flops() == products * 2 * int(views.scored.sum()) * w.numel()
 
 
-def test_sixteen_views_have_the_memory_of_one():
-    """And the gradient of all at once, to rounding."""
+def test_sixteen_views_need_the_memory_of_one():
+    """The gradient equals that of all views at once, up to rounding."""
     B, L, D, V = 2, 16, 64, 300
     torch.manual_seed(0)
     ids, body, head = torch.randint(0, V - 1, (B, L)), torch.nn.Linear(D, D).double(), torch.randn(V, D).double()
@@ -229,13 +236,16 @@ def test_sixteen_views_have_the_memory_of_one():
             grads[step] = [leaf.grad for leaf in leaves]
         for found, expected in zip(*grads.values(), strict=True):
             assert_as_good_as_plain([found], [expected], 0.0, sizes={V, D, K * B * L})
-    numbers = 8 * 16 * B * L  # one [K, B, L] in float64; the weights and what they are made of are a few of them
+    numbers = 8 * 16 * B * L  # one [K, B, L] in float64; the weights and their inputs need a few of them
     assert peaks[16, "one_view"] <= peaks[1, "one_view"] + 8 * numbers
     assert peaks[16, "one_view"] < 1.5 * peaks[1, "one_view"] < peaks[16, "all_views"] / 4
 
 
-def test_schemes_that_may_score_a_token_twice_are_told_by_their_name():
-    """Two draws of "full" or "count" score each token twice, also where the scheme of hand-made views is unknown."""
+def test_schemes_that_score_a_token_twice_with_and_without_their_name():
+    """Two draws of "full" or "count" score each token twice.
+
+    Views made by hand, whose scheme is unknown, give the same loss.
+    """
     ids, loss_mask = batch("full", "token")[:2]
     h, w, old = torch.randn(4, B, L, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64), torch.zeros(B, L)
     for scheme, num in (("full", 4), ("count", 2), ("elbo", 4)):
@@ -248,7 +258,7 @@ def test_schemes_that_may_score_a_token_twice_are_told_by_their_name():
 
 
 def test_metrics_by_hand():
-    """Two tokens of log-probabilities log 1/2 and log 1/4 and one row that has none; both forms."""
+    """In both forms, with two tokens of log-probabilities log 1/2 and log 1/4, and one row without tokens."""
     ids, loss_mask = torch.tensor([[0, 1, 0], [0, 0, 0]]), torch.tensor([[0, 1, 1], [0, 0, 0]])
     views = policy_views(ids, loss_mask, 3, "full")
     z = torch.tensor([[0.0, 0.0, -math.inf, -math.inf], [0.25, 0.5, 0.25, 0.0], [0.25, 0.5, 0.125, 0.125]]).double()
@@ -259,7 +269,7 @@ def test_metrics_by_hand():
     advantages = torch.tensor([[math.nan, -1.0, 3.0], [math.nan] * 3]).double()
     policy_loss = PolicyLoss(PolicyObjective(kl="k1", kl_coef=0.5))
     entropy = (1.5 * math.log(2) + 1.75 * math.log(2)) / 2
-    # ratios 1 and 2, of which the second is clipped at 1.2
+    # ratios 1 and 2, the second one clipped at 1.2
     for out in (
         policy_loss(logits, ids, views, old, advantages, ref, with_entropy=True),
         policy_loss.forward_fused(hidden, head, ids, views, old, advantages, ref, with_entropy=True),
@@ -292,7 +302,7 @@ def test_clipped_fraction(settings, ratios, advantages, clipped):
     assert out.entropy is None
 
 
-def test_metrics_are_detached_and_none_where_there_is_nothing():
+def test_metrics_are_detached_or_none():
     ids, _, views, old, advantages, _ = batch("coupled", "token")
     h, w = torch.randn(*views.scored.shape, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     out = PolicyLoss(PolicyObjective("reinforce")).forward_fused(h, w, ids, views, None, advantages, with_entropy=True)
@@ -301,10 +311,10 @@ def test_metrics_are_detached_and_none_where_there_is_nothing():
     out = PolicyLoss(PolicyObjective("reinforce", kl="k3")).forward_fused(h, w, ids, views, old, advantages, old)
     assert not out.ratio.requires_grad
     assert not out.kl.requires_grad
-    assert out.clip_fraction is None  # nothing is clipped, also where there are ratios
+    assert out.clip_fraction is None  # nothing is clipped, although there are ratios
 
 
-def test_the_entropy_is_that_of_all_scored_rows():
+def test_the_entropy_is_the_mean_over_all_scored_rows():
     ids, _, views, old, advantages, _ = batch("coupled", "token")
     h, w = torch.randn(*views.scored.shape, D), torch.randn(V, D)
     rows = token_log_probs(h, ids.expand(views.scored.shape), weight=w, with_entropy=True)
@@ -334,8 +344,8 @@ def test_nothing_supervised_is_a_loss_of_zero(scheme, level, normalize):
 
 @pytest.mark.parametrize("scheme", ["full", "coupled", "trace"])
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_not_scored_reaches_nothing(scheme, level):
-    """NaN in rows that are not scored, and in constants of what does not count; ids of -100 are not scored."""
+def test_unscored_rows_have_no_effect(scheme, level):
+    """NaN in unscored rows, and in constants of unscored tokens, has no effect. Ids of -100 are not scored."""
     ids, loss_mask, views, old, advantages, ref = batch(scheme, level)
     policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
     h, w = torch.randn(*views.scored.shape, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
@@ -366,13 +376,13 @@ def test_what_is_not_scored_reaches_nothing(scheme, level):
 def test_number_of_tokens_of_the_step(count):
     for scheme in ("full", "coupled"):
         for level in LEVELS:
-            given = ids, _, views, old, advantages, _ = batch(scheme, level)
+            arguments = ids, _, views, old, advantages, _ = batch(scheme, level)
             (logits,), _ = drawn(torch.float64, (*views.scored.shape, V))(0)
             out = PolicyLoss(PolicyObjective(), level=level)(logits, ids, views, old, advantages, num_tokens=count)
-            torch.testing.assert_close(out.loss, oracle_of(level, "tokens", given)(logits, num_tokens=7))
+            torch.testing.assert_close(out.loss, make_oracle(level, "tokens", arguments)(logits, num_tokens=7))
 
 
-def test_advantages_of_sequences_are_those_of_their_tokens():
+def test_advantages_per_sequence_apply_to_each_token():
     ids, _, views, old, _, _ = batch("coupled", "token")
     logits, A = torch.randn(*views.scored.shape, V), torch.randn(B)
     policy_loss = PolicyLoss(PolicyObjective())
@@ -388,7 +398,7 @@ def test_advantages_of_sequences_are_those_of_their_tokens():
     ("scheme", "level"), [pytest.param("full", "token", marks=pytest.mark.exhaustive), ("coupled", "sequence")]
 )
 def test_one_graph_under_compile(scheme, level):
-    """With the views made in it."""
+    """The views are created in the graph."""
     ids, loss_mask, views, old, advantages, ref = batch(scheme, level)
     policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
 
@@ -406,7 +416,7 @@ def test_one_graph_under_compile(scheme, level):
     torch.testing.assert_close(*results)
 
 
-def test_the_backend_and_the_bound_of_rows_arrive():
+def test_the_backend_and_the_bound_of_rows_are_passed_on():
     ids, _, views, old, advantages, _ = batch("full", "token")
     h, w = torch.randn(*views.scored.shape, D), torch.randn(V, D)
     policy_loss = PolicyLoss(PolicyObjective())
@@ -419,15 +429,15 @@ def test_the_backend_and_the_bound_of_rows_arrive():
 @pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "token"), ("coupled", "sequence")])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_float32_logits_of_bfloat16_operands(scheme, level, with_entropy):
-    """Loss, metrics and gradients are those of the widened operands; the gradients are rounded."""
+    """Loss, metrics and gradients are those of the operands cast to float32; the gradients are rounded."""
     ids, _, views, old, advantages, ref = batch(scheme, level)
     policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
     h, w = torch.randn(*views.scored.shape, D).bfloat16(), torch.randn(V, D).bfloat16()
     results = []
     for options in ({}, {"logits_dtype": torch.float32}):
         leaves = [(t if options else t.float()).clone().requires_grad_() for t in (h, w)]
-        given = *leaves, ids, views, old, advantages, ref
-        out = policy_loss.forward_fused(*given, with_entropy=with_entropy, **options)
+        arguments = *leaves, ids, views, old, advantages, ref
+        out = policy_loss.forward_fused(*arguments, with_entropy=with_entropy, **options)
         out.loss.backward()
         results.append(([t.detach() for t in out if t is not None], [leaf.grad for leaf in leaves]))
     (expected, wide), (found, rounded) = results
@@ -460,7 +470,7 @@ def test_a_check_of_the_targets_names_the_ids(monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     ids, loss_mask, views, old, advantages, _ = batch("coupled", "token")
     logits = torch.randn(*views.scored.shape, V)
-    ids = torch.where(loss_mask == 0, V + 5, ids)  # not scored, so not looked at
+    ids = torch.where(loss_mask == 0, V + 5, ids)  # unscored, so not checked
     assert PolicyLoss(PolicyObjective())(logits, ids, views, old, advantages).loss.isfinite()
     ids[1, 3] = V
     with pytest.raises(IndexError, match=r"ids must .*\(1, 3\)"):
@@ -543,10 +553,10 @@ def test_settings_are_checked_at_each_call():
 )
 def test_bad_input(changed, error, message):
     ids, _, views, old, advantages, _ = batch("coupled", "token")
-    given = {"ids": ids, "views": views, "old": old, "advantages": advantages} | changed
-    rows = given.pop("rows", torch.zeros(3, B, L, D))
+    arguments = {"ids": ids, "views": views, "old": old, "advantages": advantages} | changed
+    rows = arguments.pop("rows", torch.zeros(3, B, L, D))
     with pytest.raises(error, match=message):
-        PolicyLoss(CLIP).forward_fused(rows, torch.zeros(V, D), **given)
+        PolicyLoss(CLIP).forward_fused(rows, torch.zeros(V, D), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -568,6 +578,6 @@ def test_bad_input(changed, error, message):
 )
 def test_bad_input_of_other_settings(settings, changed, message):
     ids, _, views, old, advantages, _ = batch("coupled", "token")
-    given = {"ids": ids, "views": views, "old": old, "advantages": advantages} | changed
+    arguments = {"ids": ids, "views": views, "old": old, "advantages": advantages} | changed
     with pytest.raises(ValueError, match=message):
-        PolicyLoss(**{"objective": CLIP, **settings})(torch.zeros(3, B, L, V), **given)
+        PolicyLoss(**{"objective": CLIP, **settings})(torch.zeros(3, B, L, V), **arguments)

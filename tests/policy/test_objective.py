@@ -19,8 +19,8 @@ from dllm_kernels import (
 from tests.support.parity import assert_parity
 
 
-def of(ratio, advantage, **settings):
-    """Loss and its derivative in s, for s_old = -1 and a ratio."""
+def loss_and_grad(ratio, advantage, **settings):
+    """Return the loss and its derivative in s, for s_old = -1 and a ratio."""
     s = torch.tensor(-1 + math.log(ratio), dtype=torch.float64, requires_grad=True)
     old, advantage = torch.tensor(-1.0, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
     loss = PolicyObjective(**settings)(s, old, advantage)
@@ -31,7 +31,7 @@ def of(ratio, advantage, **settings):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "settings", "loss", "grad"),
     [
-        # PPO's clip: within, beyond each side, and the side that advantages of the other sign leave open
+        # PPO's clip: within, beyond each side, and the side on which advantages of the other sign are not clipped
         (1.1, 2.0, {}, -2.2, -2.2),
         (1.5, 2.0, {}, -2.4, 0.0),
         (0.5, 2.0, {}, -1.0, -1.0),
@@ -52,7 +52,7 @@ def of(ratio, advantage, **settings):
     ],
 )
 def test_by_hand(ratio, advantage, settings, loss, grad):
-    assert of(ratio, advantage, **settings) == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
+    assert loss_and_grad(ratio, advantage, **settings) == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_by_hand(ratio, advantage, settings, loss, grad):
     [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) + 0.5 - 1, 1 - math.exp(-0.5))],
 )
 def test_kl_by_hand(kl, value, grad):
-    """At s - ref = 1/2, on top of a loss of 0."""
+    """At s - ref = 1/2, the penalty adds to a loss of 0."""
     s = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True)
     objective = PolicyObjective(kl=kl, kl_coef=0.1)
     loss = objective(s, s.detach(), torch.zeros(1), ref=torch.tensor([-1.0]))
@@ -77,7 +77,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_is_that_of_the_oracle(settings):
+def test_equals_the_oracle(settings):
     generator = torch.Generator().manual_seed(0)
     old, advantages, ref = torch.randn(3, 4, 5, generator=generator)
     objective = PolicyObjective(**settings)
@@ -100,7 +100,7 @@ def test_constants_may_have_sizes_of_one_and_any_shape():
     assert objective(s[None, None], s[None, None], s[None, None]).shape == (1, 1, 2, 3)
 
 
-def test_objectives_are_values():
+def test_objectives_are_immutable_and_compare_by_value():
     assert PolicyObjective() == PolicyObjective("clip", clip_low=0.2) != PolicyObjective(clip_low=0.1)
     with pytest.raises(AttributeError):
         PolicyObjective().kind = "cispo"
@@ -109,8 +109,8 @@ def test_objectives_are_values():
 
 
 @pytest.mark.parametrize("settings", [{}, {"kl": "k3", "kl_coef": 0.1}], ids=str)
-def test_serves_row_objectives(settings):
-    """From hidden states and from logits, as from the log-probabilities themselves."""
+def test_policy_objective_as_row_objective(settings):
+    """The objective of row statistics, from hidden states and from logits, equals that of the log-probabilities."""
     torch.manual_seed(0)
     hidden, head = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(11, 8, dtype=torch.float64)
     ids, advantages = torch.randint(0, 11, (6,)), torch.randn(6, dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_weights_give_the_exact_gradient_of_a_sequence_objective_view_by_view():
 
 
 def test_weights_of_a_square_by_hand():
-    """f = (l_1 + 2 l_2)^2 at (1, -1): -df/dl = (2, 4)."""
+    """With f = (l_1 + 2 l_2)^2 at (1, -1), -df/dl = (2, 4)."""
     log_probs = torch.tensor([1.0, -1.0], requires_grad=True)
     weights = nll_weights(lambda x: (x @ torch.tensor([1.0, 2.0])) ** 2, log_probs)
     assert weights.tolist() == [2.0, 4.0]

@@ -1,9 +1,9 @@
-"""Published estimators, each formula written out on a table of log-probabilities: loss and gradient in float64.
+"""Published estimators: loss and gradient of each formula, written out on tables of log-probabilities in float64.
 
 The tables are those of a small model under each view: log p of every token of the batch, ``[K, B, L]``. The formulas
-read which tokens are masked from the noisy tokens, and take the levels from the test. Clip ranges, KL penalties,
-normalizations and the objective of TraceRL's scores are examples. Only the weights of the views are float32, which is
-what the comparison allows for.
+derive the masked tokens from the noisy tokens, and take the levels from the test. Clip ranges, KL penalties,
+normalizations and the objective of TraceRL's scores are examples. Only the weights of the views are float32, which
+determines the tolerance.
 """
 
 import math
@@ -26,7 +26,7 @@ from dllm_kernels import (
 )
 
 B, L, D, V, MASK = 4, 8, 5, 9, 8
-PROMPT, LENGTHS = 2, (6, 5, 3, 6)  # of each completion; what follows it is padding
+PROMPT, LENGTHS = 2, (6, 5, 3, 6)  # of each completion; padding follows
 ADVANTAGES = torch.tensor([1.5, -0.7, 0.4, -1.2]).double()
 TOKENS = [range(PROMPT, PROMPT + n) for n in LENGTHS]
 STEPS = torch.tensor(
@@ -37,7 +37,7 @@ CLIP = {"clip_low": 0.1, "clip_high": 0.15}
 
 
 class Policy(nn.Module):
-    """Every position sees its own token and the mean of all; gives hidden states."""
+    """A model in which every position sees its own token and the mean of all tokens. Returns hidden states."""
 
     def __init__(self, seed):
         super().__init__()
@@ -50,7 +50,7 @@ class Policy(nn.Module):
         return (x + x.mean(-2, keepdim=True) + self.place).tanh()
 
     def table(self, views, ids):
-        """Log p of each token under each view, by the plain softmax over all tokens but MASK."""
+        """Return log p of each token under each view, by the plain softmax over all tokens except MASK."""
         z = F.linear(self(views.noisy), self.head)[..., :MASK]
         return z.log_softmax(-1).gather(-1, ids.expand(views.noisy.shape)[..., None])[..., 0]
 
@@ -81,17 +81,20 @@ def k3(new, ref):
 
 
 def diffu_grpo(now, old, ref, masked):
-    """d1, arXiv:2504.12216: tokens given a prompt that is masked in part, all of the completion masked."""
+    """d1, arXiv:2504.12216: score each token given a partly masked prompt and a fully masked completion."""
     assert all(masked[0, b, i] for b in range(B) for i in TOKENS[b])
     assert 0 < masked[0, :, :PROMPT].sum() < B * PROMPT
     return mean(
-        mean(clipped(now[0, b, i], old[0, b, i], ADVANTAGES[b]) + 0.04 * k3(now[0, b, i], ref[0, b, i]) for i in of_row)
-        for b, of_row in enumerate(TOKENS)
+        mean(
+            clipped(now[0, b, i], old[0, b, i], ADVANTAGES[b]) + 0.04 * k3(now[0, b, i], ref[0, b, i])
+            for i in row_tokens
+        )
+        for b, row_tokens in enumerate(TOKENS)
     )
 
 
 def coupled_grpo(now, old, ref, masked):
-    """DiffuCoder, arXiv:2506.20639, section 4.2, one pair: half of the full mask's and of that of one of the pair."""
+    """DiffuCoder, arXiv:2506.20639, section 4.2: the mean of the scores by the full mask and by one mask of a pair."""
 
     def score(table, b, i):
         t = float(LEVELS[0, b])
@@ -102,14 +105,14 @@ def coupled_grpo(now, old, ref, masked):
         new, before, reference = (score(table, b, i) for table in (now, old, ref))
         return clipped(new, before, ADVANTAGES[b]) + 0.04 * k3(new, reference)
 
-    return mean(mean(loss(b, i) for i in of_row) for b, of_row in enumerate(TOKENS))
+    return mean(mean(loss(b, i) for i in row_tokens) for b, row_tokens in enumerate(TOKENS))
 
 
 def espo(now, old, ref, masked):
-    """ESPO, arXiv:2512.03759: a ratio of each sequence, exp of the difference of ELBOs over the length.
+    """ESPO, arXiv:2512.03759: one ratio per sequence, exp of the difference of ELBOs over the length.
 
-    A pair of the ELBO masks l of the n tokens, and the others: half of (n + 1) / l and (n + 1) / (n - l) times their
-    log-probabilities. Two pairs.
+    In a pair, one ELBO masks l of the n tokens, the other one masks the rest. The log-probabilities are weighted by
+    half of (n + 1) / l and (n + 1) / (n - l). There are two pairs.
     """
 
     def elbo(table, b):
@@ -127,7 +130,7 @@ def espo(now, old, ref, masked):
 
 
 def gdpo(now, old, ref, masked):
-    """GDPO, arXiv:2510.08554: the ELBO by Gauss-Legendre quadrature, here of three nodes; a ratio of each sequence."""
+    """GDPO, arXiv:2510.08554: the ELBO by Gauss-Legendre quadrature with three nodes; one ratio per sequence."""
     nodes = [(1 - math.sqrt(3 / 5)) / 2, 1 / 2, (1 + math.sqrt(3 / 5)) / 2]
     factors = [5 / 18, 8 / 18, 5 / 18]
 
@@ -140,18 +143,18 @@ def gdpo(now, old, ref, masked):
 
 
 def trace_rl(now, old, ref, masked):
-    """TraceRL, arXiv:2509.06949: each token given those of earlier steps, as it was decoded; the mean over tokens."""
+    """TraceRL, arXiv:2509.06949: each token given those of earlier decoding steps; the mean over tokens."""
     terms = []
-    for b, of_row in enumerate(TOKENS):
-        for i in of_row:
+    for b, row_tokens in enumerate(TOKENS):
+        for i in row_tokens:
             step = int(STEPS[b, i])
-            assert all(bool(masked[step, b, j]) == bool(STEPS[b, j] >= step) for j in of_row)
+            assert all(bool(masked[step, b, j]) == bool(STEPS[b, j] >= step) for j in row_tokens)
             terms.append(clipped(now[step, b, i], old[step, b, i], ADVANTAGES[b]))
     return mean(terms)
 
 
 def spg(now, old, ref, masked):
-    """SPG, arXiv:2510.09541: ELBO for positive, EUBO (beta 1.5) for negative advantages, each over its tokens.
+    """SPG, arXiv:2510.09541: ELBO for positive advantages, EUBO (beta 1.5) for negative ones, each over its tokens.
 
     ELBO: mean over views of the sum of log p / t over the masked tokens. EUBO: (1 / beta) log of the mean over views of
     p^beta / t, summed over the tokens that are masked in any view.
@@ -173,7 +176,7 @@ def spg(now, old, ref, masked):
 
 
 def vrpo(now, old, ref, masked):
-    """LLaDA 1.5, arXiv:2505.19223: DPO on differences of ELBOs, rows 0 and 1 preferred to rows 2 and 3."""
+    """LLaDA 1.5, arXiv:2505.19223: DPO on differences of ELBOs; rows 0 and 1 are preferred to rows 2 and 3."""
 
     def elbo(table, b):
         return (
@@ -186,10 +189,11 @@ def vrpo(now, old, ref, masked):
     return mean(-torch.log(1 / (1 + torch.exp(-0.2 * (margin(b) - margin(b + 2))))) for b in range(2))
 
 
-# The same with the package: a function of log-probabilities, and a PolicyLoss where it is one -------------------------
+# The package's version: a function of log-probabilities and, where one exists, a PolicyLoss
+# -----------------------------
 
 
-def of_tokens(views, objective, normalize="sequences"):
+def token_loss(views, objective, normalize="sequences"):
     def loss_of(log_probs, old, ref):
         s, before, reference = map(views.token_scores, (log_probs, old, ref))
         values = torch.where(views.scored.any(0), objective(s, before, ADVANTAGES[:, None], reference), 0.0)
@@ -200,7 +204,7 @@ def of_tokens(views, objective, normalize="sequences"):
     return loss_of
 
 
-def of_sequences(views, objective):
+def sequence_loss(views, objective):
     def loss_of(log_probs, old, ref):
         s, before, reference = (views.sequence_scores(table, mean=True) for table in (log_probs, old, ref))
         return objective(s, before, ADVANTAGES, reference).mean()
@@ -228,17 +232,17 @@ K3, K2 = {"kl": "k3", "kl_coef": 0.04}, {"kl": "k2", "kl_coef": 0.3}
 SEQUENCES = {"level": "sequence", "normalize": "sequences"}
 METHODS = {  # formula, scheme, options of the views, objective, settings of PolicyLoss, the loss of log-probabilities
     "d1": (
-        diffu_grpo, "full", {"prompt_prob": 0.5}, PolicyObjective(**CLIP, **K3), {"normalize": "sequences"}, of_tokens,
+        diffu_grpo, "full", {"prompt_prob": 0.5}, PolicyObjective(**CLIP, **K3), {"normalize": "sequences"}, token_loss,
     ),
     "DiffuCoder": (
         coupled_grpo, "coupled", {"level": LEVELS[0]}, PolicyObjective(**CLIP, **K3), {"normalize": "sequences"},
-        of_tokens,
+        token_loss,
     ),
-    "ESPO": (espo, "count", {"num": 2}, PolicyObjective(**CLIP, **K2), SEQUENCES, of_sequences),
-    "GDPO": (gdpo, "quadrature", {"num": 3}, PolicyObjective(**CLIP), SEQUENCES, of_sequences),
+    "ESPO": (espo, "count", {"num": 2}, PolicyObjective(**CLIP, **K2), SEQUENCES, sequence_loss),
+    "GDPO": (gdpo, "quadrature", {"num": 3}, PolicyObjective(**CLIP), SEQUENCES, sequence_loss),
     "TraceRL": (
         trace_rl, "trace", {"step_map": STEPS}, PolicyObjective(**CLIP), {"normalize": "tokens"},
-        lambda views, objective: of_tokens(views, objective, "tokens"),
+        lambda views, objective: token_loss(views, objective, "tokens"),
     ),
     "SPG": (spg, "elbo", {"num": 3, "level": LEVELS}, PolicyObjective("reinforce"), None, sandwiched),
     "VRPO": (vrpo, "elbo", {"num": 3, "level": LEVELS}, None, None, preference),
@@ -247,10 +251,10 @@ METHODS = {  # formula, scheme, options of the views, objective, settings of Pol
 
 @pytest.fixture(params=METHODS)
 def method(request):
-    """A batch, its views, three policies, and the loss and gradient of the formula."""
+    """Prepare a batch, its views, three policies, and the loss and gradient of the formula."""
     formula, scheme, options, objective, settings, loss_of = METHODS[request.param]
     ids = torch.randint(0, MASK, (B, L), generator=torch.Generator().manual_seed(0))
-    supervised = torch.tensor([[i in of_row for i in range(L)] for of_row in TOKENS])
+    supervised = torch.tensor([[i in row_tokens for i in range(L)] for row_tokens in TOKENS])
     views = policy_views(ids, supervised, MASK, scheme, seeds=torch.arange(B) + 10, **options)
     policy = Policy(0)
     sampling, reference = policy.near(1), policy.near(2)
@@ -263,8 +267,8 @@ def method(request):
     )  # fmt: skip
 
 
-def equal(method, loss):
-    """The value, and the gradients that backward has left in the policy's parameters; then without them."""
+def assert_equals_formula(method, loss):
+    """Compare the loss and the policy's ``.grad`` with the formula, then clear the gradients."""
     close = {"rtol": 2**-20, "atol": 2**-24}  # the weights of the views are float32
     torch.testing.assert_close(loss.detach(), method.loss, **close)
     for p, expected in zip(method.policy.parameters(), method.grads, strict=True):
@@ -278,30 +282,30 @@ def log_probs_of(method, policy):
     return token_log_probs(policy(views.noisy), ids, weight=policy.head, active=views.scored, skip_id=MASK).log_probs
 
 
-def test_loss_and_gradient_are_those_of_the_formula(method):
-    """All views at once: from log-probabilities, and by the policy loss in both forms."""
+def test_loss_and_gradient_equal_the_formula(method):
+    """All views run at once: from log-probabilities, and by the policy loss in both forms."""
     with torch.no_grad():
         old, ref = (log_probs_of(method, p) for p in (method.sampling, method.reference))
     loss = method.loss_of(log_probs_of(method, method.policy), old, ref)
     loss.backward()
-    equal(method, loss)
+    assert_equals_formula(method, loss)
     if method.settings is None:
         return
     policy_loss, views, policy = PolicyLoss(method.objective, **method.settings), method.views, method.policy
     by_token = policy_loss.level == "token"
     old, ref = (views.token_scores(t) if by_token else views.sequence_scores(t, mean=True) for t in (old, ref))
-    given = method.ids, views, old, ADVANTAGES, ref
+    arguments = method.ids, views, old, ADVANTAGES, ref
     for out in (
-        policy_loss.forward_fused(policy(views.noisy), policy.head, *given, skip_id=MASK),
-        policy_loss(F.linear(policy(views.noisy), policy.head), *given, skip_id=MASK),
+        policy_loss.forward_fused(policy(views.noisy), policy.head, *arguments, skip_id=MASK),
+        policy_loss(F.linear(policy(views.noisy), policy.head), *arguments, skip_id=MASK),
     ):
         assert 0 < out.clip_fraction < 1
         out.loss.backward()
-        equal(method, out.loss)
+        assert_equals_formula(method, out.loss)
 
 
 def test_one_view_at_a_time_has_the_gradient_of_the_formula(method):
-    """And of autograd through all views at once, to rounding of float64."""
+    """The gradient equals that of autograd through all views at once, up to float64 rounding."""
     policy, views, ids = method.policy, method.views, method.ids
     options = {"skip_id": MASK}
 
@@ -313,9 +317,9 @@ def test_one_view_at_a_time_has_the_gradient_of_the_formula(method):
         now, old, ref = map(one_by_one, (policy, method.sampling, method.reference))
         weights = nll_weights(lambda log_probs: method.loss_of(log_probs, old, ref), now)
     assert not weights[~views.scored].any()
-    for noisy, of_view in zip(views.noisy, weights, strict=True):
-        weighted_linear_nll(policy(noisy), policy.head, ids, of_view, **options).loss.backward()
+    for noisy, view_weights in zip(views.noisy, weights, strict=True):
+        weighted_linear_nll(policy(noisy), policy.head, ids, view_weights, **options).loss.backward()
     parameters = list(policy.parameters())
-    at_once = torch.autograd.grad(method.loss_of(policy.table(views, ids), old, ref), parameters)
-    torch.testing.assert_close([p.grad for p in parameters], list(at_once), rtol=1e-12, atol=1e-14)
-    equal(method, method.loss_of(now, old, ref))
+    all_at_once = torch.autograd.grad(method.loss_of(policy.table(views, ids), old, ref), parameters)
+    torch.testing.assert_close([p.grad for p in parameters], list(all_at_once), rtol=1e-12, atol=1e-14)
+    assert_equals_formula(method, method.loss_of(now, old, ref))

@@ -1,4 +1,4 @@
-"""PolicyLoss beside the policy losses of verl, where that is installed: values, gradients, metrics, in float64."""
+"""PolicyLoss compared with the policy losses of verl, if installed: values, gradients, metrics, in float64."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def config(**settings):
 
 @pytest.fixture
 def step():
-    """(logits, ids, views, log-probs, old, ref, advantages) of completions of 4 to 7 tokens, after a long step."""
+    """(logits, ids, views, log-probs, old, ref, advantages) of completions of 4 to 7 tokens after a large step."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(MASK, (B, L), generator=generator)
     loss_mask = torch.arange(L) < torch.tensor([[4], [7], [5], [6]])
@@ -32,7 +32,7 @@ def step():
     return logits, ids, views, log_probs, old, ref, advantages
 
 
-def beside(theirs, ours, logits, rtol=1e-11):
+def assert_equal_losses(theirs, ours, logits, rtol=1e-11):
     """Compare two losses and their gradients in the logits."""
     torch.testing.assert_close(ours, theirs, rtol=rtol, atol=1e-12)
     grads = [torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (ours, theirs)]
@@ -43,13 +43,13 @@ def beside(theirs, ours, logits, rtol=1e-11):
 @pytest.mark.parametrize(("mode", "normalize", "rtol"), MODES)
 def test_clip(mode, normalize, rtol, step):
     logits, ids, views, log_probs, old, _, advantages = step
-    asked = config(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
+    settings_of_verl = config(clip_ratio_low=0.2, clip_ratio_high=0.28, clip_ratio_c=3.0)
     mask = views.scored[0]
-    given = old, log_probs, advantages[:, None].expand(B, L), mask.double()
-    theirs, metrics = algos.compute_policy_loss_vanilla(*given, loss_agg_mode=mode, config=asked)
+    arguments = old, log_probs, advantages[:, None].expand(B, L), mask.double()
+    theirs, metrics = algos.compute_policy_loss_vanilla(*arguments, loss_agg_mode=mode, config=settings_of_verl)
     objective = PolicyObjective(clip_low=0.2, clip_high=0.28, dual_clip=3.0, log_ratio_clamp=20.0)
     ours = PolicyLoss(objective, normalize=normalize)(logits, ids, views, old, advantages)
-    beside(theirs, ours.loss, logits, rtol)
+    assert_equal_losses(theirs, ours.loss, logits, rtol)
     either = metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"]  # no score is clipped by both
     assert metrics["actor/pg_clipfrac_lower"] > 0
     assert ours.clip_fraction.item() == pytest.approx(either)
@@ -58,12 +58,12 @@ def test_clip(mode, normalize, rtol, step):
 @pytest.mark.parametrize(("mode", "normalize", "rtol"), MODES)
 def test_cispo(mode, normalize, rtol, step):
     logits, ids, views, log_probs, old, _, advantages = step
-    given = old, log_probs, advantages[:, None].expand(B, L), views.scored[0].double()
-    asked = config(clip_ratio_low=1.0, clip_ratio_high=0.28)  # a weight has no lower bound but 0
-    theirs, metrics = algos.compute_policy_loss_cispo(*given, loss_agg_mode=mode, config=asked)
+    arguments = old, log_probs, advantages[:, None].expand(B, L), views.scored[0].double()
+    settings_of_verl = config(clip_ratio_low=1.0, clip_ratio_high=0.28)  # the only lower bound of a weight is 0
+    theirs, metrics = algos.compute_policy_loss_cispo(*arguments, loss_agg_mode=mode, config=settings_of_verl)
     ours = PolicyLoss(PolicyObjective("cispo", clip_high=0.28), normalize=normalize)
     out = ours(logits, ids, views, old, advantages)
-    beside(theirs, out.loss, logits, rtol)
+    assert_equal_losses(theirs, out.loss, logits, rtol)
     assert out.clip_fraction.item() == pytest.approx(metrics["actor/pg_clipfrac"])
 
 
@@ -71,12 +71,12 @@ def test_sequence_ratios(step):
     logits, ids, views, log_probs, old, _, advantages = step
     old = log_probs.detach() + 0.3 * (old - log_probs.detach())
     mask = views.scored[0].double()
-    given = old, log_probs, advantages[:, None].expand(B, L), mask
-    asked = config(clip_ratio_low=0.05, clip_ratio_high=0.08)
-    theirs, _ = algos.compute_policy_loss_gspo(*given, loss_agg_mode="seq-mean-token-mean", config=asked)
+    arguments = old, log_probs, advantages[:, None].expand(B, L), mask
+    settings_of_verl = config(clip_ratio_low=0.05, clip_ratio_high=0.08)
+    theirs, _ = algos.compute_policy_loss_gspo(*arguments, loss_agg_mode="seq-mean-token-mean", config=settings_of_verl)
     ours = PolicyLoss(PolicyObjective(clip_low=0.05, clip_high=0.08), level="sequence", normalize="sequences")
     out = ours(logits, ids, views, (old * mask).sum(1) / mask.sum(1), advantages)
-    beside(theirs, out.loss, logits, OF_SEQUENCES)
+    assert_equal_losses(theirs, out.loss, logits, OF_SEQUENCES)
     assert 0 < out.clip_fraction < 1
 
 
@@ -88,5 +88,5 @@ def test_penalties(kind, step):
     theirs = -(advantages[:, None] * log_probs * mask).sum() + 0.3 * (penalty * mask).sum()
     ours = PolicyLoss(PolicyObjective("reinforce", kl=kind, kl_coef=0.3), normalize="none")
     out = ours(logits, ids, views, None, advantages, ref)
-    beside(theirs, out.loss, logits)
+    assert_equal_losses(theirs, out.loss, logits)
     assert out.kl.item() == pytest.approx((penalty * mask).sum().item() / mask.sum().item())

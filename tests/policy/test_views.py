@@ -1,4 +1,4 @@
-"""Noisy views and their scores: compared with the oracle on the same random bits, and their documented properties."""
+"""Noisy views and their scores, compared with the oracle on equal random bits, and their documented properties."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ CHILDREN, ZERO = 1, 1 << 32
 
 
 def batch(L=19, device="cpu"):
-    """Rows with several, all, one and no supervised tokens, and the step at which each was decoded."""
+    """Draw rows with several, all, one and no supervised tokens, and the decoding step of each token."""
     ids = (torch.arange(4 * L).view(4, L) % 97).to(torch.int32)
     loss_mask = torch.zeros(4, L)
     loss_mask[0, 5:], loss_mask[1], loss_mask[2, 7] = 1, 1, 1
@@ -38,7 +38,10 @@ def options(scheme, steps):
 
 
 def words(seed, num, L):
-    """What draw n of a row draws: its level in (0, 1), and the uniforms behind coins and exact counts, float64."""
+    """Compute the random numbers of each draw of a row, in float64.
+
+    They are its level in (0, 1), and the uniforms for coins and exact counts.
+    """
     level, coin, fine = torch.empty(num), torch.empty(num, L), torch.empty(num, L, dtype=torch.float64)
     children = np.random.Philox(key=(seed % 2**64) + (CHILDREN << 64)).random_raw(num)
     for n, child in enumerate(children.tolist()):
@@ -52,7 +55,7 @@ def words(seed, num, L):
 
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("scheme", [*SCHEMES, "prompt"])
-def test_views_are_those_of_the_oracle(scheme, num, backend, device):
+def test_views_equal_the_oracle(scheme, num, backend, device):
     prompt = 0.4 if scheme == "prompt" else 0.0
     scheme = "full" if prompt else scheme
     ids, loss_mask, steps = batch()
@@ -83,18 +86,19 @@ def test_views_are_those_of_the_oracle(scheme, num, backend, device):
         assert torch.equal(t.cpu(), before)
 
 
-# Published formulas, by hand. Log-probabilities of view k are -1, -2, -3, ..., so that each view shows in the sum.
+# Published formulas, by hand. Log-probabilities of view k are -1, -2, -3, ..., so that the contribution of each view
+# shows.
 
 
 def scores_of(scheme, **more):
     ids, loss_mask = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 1]])
     views = policy_views(ids, loss_mask, MASK, scheme, seeds=torch.tensor([9]), **more)
-    of_view = -torch.arange(1.0, len(views.noisy) + 1)[:, None, None].expand(views.weights.shape)
-    return views, views.token_scores(of_view)[0, 2:], views.sequence_scores(of_view, mean=True).item()
+    view_log_probs = -torch.arange(1.0, len(views.noisy) + 1)[:, None, None].expand(views.weights.shape)
+    return views, views.token_scores(view_log_probs)[0, 2:], views.sequence_scores(view_log_probs, mean=True).item()
 
 
 def test_the_mean_field_estimate_of_d1():
-    """One pass with the whole completion masked; the mean over two prompt masks (arXiv:2504.12216)."""
+    """One pass has the whole completion masked; the result is the mean over two prompt masks (arXiv:2504.12216)."""
     views, tokens, mean = scores_of("full", num=2, prompt_prob=0.5)
     assert tokens.tolist() == [-1.5] * 4
     assert mean == -1.5
@@ -103,7 +107,7 @@ def test_the_mean_field_estimate_of_d1():
 
 
 def test_the_coupled_estimate_of_diffucoder():
-    """Half of l_full + l_1 / t where masked + l_2 / (1 - t) elsewhere, t = 1/4 (arXiv:2506.20639, section 4.2)."""
+    """Half of l_full + l_1 / t if masked, + l_2 / (1 - t) otherwise, with t = 1/4 (arXiv:2506.20639, section 4.2)."""
     views, tokens, _ = scores_of("coupled", level=0.25)
     full, mask, other = views.scored[:, 0, 2:]
     assert full.all()
@@ -114,7 +118,7 @@ def test_the_coupled_estimate_of_diffucoder():
 
 
 def test_the_elbo_of_llada():
-    """The mean over the draws of the log-probabilities of the masked tokens over t (arXiv:2505.19223)."""
+    """Mean over the draws of the log-probabilities of the masked tokens over t (arXiv:2505.19223)."""
     views, tokens, _ = scores_of("elbo", num=2, level=torch.tensor([[0.25], [0.8]]))
     first, second = views.scored[:, 0, 2:].double()
     torch.testing.assert_close(tokens.double(), (-1 * first / 0.25 - 2 * second / 0.8) / 2, rtol=1e-6, atol=0)
@@ -124,7 +128,7 @@ def test_the_elbo_of_llada():
     ("level", "x", "weights"), [(0.5, 2, (1.25, 1.25)), (0.25, 1, (2.5, 5 / 6)), (1.0, 4, (0.625, 0))]
 )
 def test_the_count_estimate_of_espo(level, x, weights):
-    """x of n = 4 masked: (n + 1) / x, and the complement (n + 1) / (n - x), halved (arXiv:2512.03759)."""
+    """x of n = 4 tokens masked: (n + 1) / x, and (n + 1) / (n - x) for the complement, halved (arXiv:2512.03759)."""
     views, _, _ = scores_of("count", level=level)
     assert views.scored.sum(-1).flatten().tolist() == [x, 4 - x]
     for scored, found, weight in zip(views.scored, views.weights, weights, strict=True):
@@ -132,7 +136,7 @@ def test_the_count_estimate_of_espo(level, x, weights):
 
 
 def test_the_quadrature_of_gdpo():
-    """Two nodes (1 -+ 1 / sqrt 3) / 2, each of weight 1/2 (arXiv:2510.08554)."""
+    """The two nodes are (1 -+ 1 / sqrt 3) / 2, each with weight 1/2 (arXiv:2510.08554)."""
     views, tokens, _ = scores_of("quadrature", num=2)
     low, high = (0.5 / ((1 + sign / math.sqrt(3)) / 2) for sign in (-1, 1))
     assert (low, high) == (pytest.approx(2.3660254), pytest.approx(0.6339746))
@@ -141,9 +145,9 @@ def test_the_quadrature_of_gdpo():
 
 
 def test_the_trace_of_tracerl():
-    """Each token is scored at the step that decoded it, given what was there (arXiv:2509.06949)."""
+    """Each token is scored at the step that decoded it, given the tokens decoded before (arXiv:2509.06949)."""
     ids, loss_mask = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 0]])
-    steps = torch.tensor([[-1, -1, 2, 0, 1, 2]])  # the last token was generated, and is not supervised
+    steps = torch.tensor([[-1, -1, 2, 0, 1, 2]])  # the last token was generated, but is not supervised
     views = policy_views(ids, loss_mask, MASK, "trace", step_map=steps)
     M = MASK
     assert views.noisy.tolist() == [[[0, 1, M, M, M, M]], [[0, 1, M, 3, M, M]], [[0, 1, M, 3, 4, M]]]
@@ -172,7 +176,7 @@ def test_a_trace_scores_each_generated_token_once(num):
      ("count", 2, 1), ("quadrature", 1, 1), ("quadrature", 4, 1)],
 )  # fmt: skip
 def test_the_weights_of_a_token_have_their_expectation(scheme, num, total):
-    """1; under "coupled" 3/2, half of what each of its three views has."""
+    """The expectation is 1. Under "coupled" it is 3/2, one half for each of its three views."""
     B, L = 2000, 6
     ids = torch.zeros(B, L, dtype=torch.int64)
     views = policy_views(ids, torch.ones_like(ids), 1, scheme, num=num, seeds=torch.arange(B))
@@ -181,7 +185,7 @@ def test_the_weights_of_a_token_have_their_expectation(scheme, num, total):
     assert ((weights.mean(0) - total).abs() <= 5 * spread + 1e-6).all()
     if scheme in ("coupled", "count"):  # a mask and its complement cover every token
         assert (views.scored.sum(0) == num * (2 if scheme == "coupled" else 1)).all()
-    if scheme == "quadrature":  # each view masks at its own rate
+    if scheme == "quadrature":  # each view masks at a different rate
         nodes = torch.tensor((np.polynomial.legendre.leggauss(num)[0] + 1) / 2)
         rates = views.scored.double().mean((1, 2))
         assert ((rates - nodes).abs() < 5 * (nodes * (1 - nodes) / (B * L)).sqrt()).all()
@@ -191,13 +195,13 @@ def test_the_weights_of_a_token_have_their_expectation(scheme, num, total):
 
 @pytest.mark.parametrize("num", [1, 2, 5, 20, 64])
 def test_quadrature_integrates_polynomials_exactly(num):
-    """Nodes and weights, as numpy has them: the rates of masking, and the sums of the weights."""
+    """The rates of masking and the sums of the weights are the nodes and weights of numpy."""
     nodes, factors = np.polynomial.legendre.leggauss(num)
     ids = torch.zeros(1, 400, dtype=torch.int64)
     views = policy_views(ids, torch.ones_like(ids), 1, "quadrature", num=num, seeds=torch.tensor([1]))
     seen = views.weights.amax(-1)[:, 0]
     expected = torch.tensor(factors / (nodes + 1), dtype=torch.float32)
-    assert (seen > 0).sum() >= num - 3  # a node near 0 may mask none of 400
+    assert (seen > 0).sum() >= num - 3  # with a node near 0, none of 400 tokens may be masked
     torch.testing.assert_close(seen[seen > 0], expected[seen > 0])
 
 
@@ -207,14 +211,14 @@ def test_levels_of_a_row_are_stratified():
     views = policy_views(ids, torch.ones_like(ids), 1, "elbo", num=num, seeds=torch.arange(50))
     level = 1 / (num * views.weights.amax(-1).double())
     seen = level.isfinite().all(0)
-    assert seen.sum() > 30  # a level near 0 masks nothing, and shows no weight
+    assert seen.sum() > 30  # with a level near 0, nothing is masked and no weight shows
     gaps = level[:, seen].sort(0).values.diff(dim=0)
     torch.testing.assert_close(gaps, torch.full_like(gaps, 1 / num), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_counts_are_stratified_over_a_batch_without_seeds(num):
-    """As many rows, times draws, as counts: each count once."""
+    """If rows times draws equals the number of counts, each count occurs once."""
     L = 16 * num - 1
     ids = torch.zeros(16, L, dtype=torch.int64)
     for seed in range(3):
@@ -225,8 +229,8 @@ def test_counts_are_stratified_over_a_batch_without_seeds(num):
         assert (x.sum(1) == L).all()
 
 
-def test_the_draws_of_a_generator_are_those_of_one_seed():
-    """Row b has child b of it; the counts are spread over the batch from its own level."""
+def test_the_draws_of_a_generator_equal_those_of_one_seed():
+    """Row b has child b of the seed. The counts are spread over the batch from the level of that seed."""
     ids, loss_mask, _ = batch()
     drawn = torch.empty((), dtype=torch.int64)
     call = drawn.random_(-(2**63), 2**63 - 1, generator=torch.Generator().manual_seed(8))[None]
@@ -272,7 +276,7 @@ def test_a_given_level_is_used(scheme):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("num", [1, 3])
-def test_a_row_depends_on_its_own_seed_alone(scheme, num):
+def test_a_row_depends_only_on_its_seed(scheme, num):
     ids, loss_mask, steps = batch()
     whole = policy_views(ids, loss_mask, MASK, scheme, num=num, seeds=SEEDS, **options(scheme, steps))
     order = torch.tensor([2, 0, 3, 1])
@@ -284,14 +288,14 @@ def test_a_row_depends_on_its_own_seed_alone(scheme, num):
         alone = policy_views(
             ids[at], loss_mask[at], MASK, scheme, num=num, seeds=SEEDS[at], **options(scheme, steps[at])
         )
-        K = len(alone.noisy)  # a trace has the steps of the row, and then views in which nothing is left
+        K = len(alone.noisy)  # a trace has one view per step of the row, followed by empty views
         assert all(torch.equal(a[:K, at], x) for a, x in zip(whole, alone, strict=True))
         assert not whole.scored[K:, b].any()
         assert torch.equal(whole.noisy[K:, b], ids[at].expand(len(whole.noisy) - K, -1))
 
 
 @pytest.mark.parametrize(("scheme", "views"), [("full", 1), ("coupled", 3)])
-def test_the_first_views_do_not_depend_on_their_number(scheme, views):
+def test_the_first_views_do_not_depend_on_the_number_of_views(scheme, views):
     ids, loss_mask, _ = batch()
     more = {"seeds": SEEDS, **({"prompt_prob": 0.5} if scheme == "full" else {})}
     few, many = (policy_views(ids, loss_mask, MASK, scheme, num=num, **more) for num in (2, 5))
@@ -299,7 +303,7 @@ def test_the_first_views_do_not_depend_on_their_number(scheme, views):
     assert not torch.equal(many.noisy[: 2 * views], many.noisy[2 * views : 4 * views])
 
 
-def test_the_draws_of_a_row_are_those_of_sample_level_under_its_child_seeds():
+def test_the_draws_of_a_row_equal_sample_level_under_its_child_seeds():
     child = np.random.Philox(key=[5, CHILDREN]).random_raw(2).view(np.int64)
     t = sample_level(2, low=0.2, high=0.8, seeds=torch.from_numpy(child))
     ids = torch.zeros(1, 50, dtype=torch.int64)
@@ -308,7 +312,7 @@ def test_the_draws_of_a_row_are_those_of_sample_level_under_its_child_seeds():
 
 
 @pytest.mark.parametrize("scheme", DRAWN)
-def test_a_generator_draws_one_seed_a_call(scheme):
+def test_a_generator_draws_one_seed_per_call(scheme):
     ids, loss_mask, _ = batch()
     more = {"prompt_prob": 0.5} if scheme == "full" else {}
     generator = torch.Generator().manual_seed(1)
@@ -324,7 +328,7 @@ def test_a_generator_draws_one_seed_a_call(scheme):
     assert torch.equal(default.noisy, first.noisy)
 
 
-def test_what_draws_nothing_leaves_the_generator_alone():
+def test_schemes_without_draws_do_not_advance_the_generator():
     ids, loss_mask, steps = batch()
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
@@ -337,7 +341,7 @@ COMPILED = [("count", "eager"), *((scheme, "inductor") for scheme in DRAWN)]
 
 
 @pytest.mark.parametrize(("scheme", "compiler"), every_time(COMPILED[:1], COMPILED, "-".join))
-def test_compiled_views_are_the_eager_ones(scheme, compiler):
+def test_compiled_views_equal_eager_ones(scheme, compiler):
     ids, loss_mask, _ = batch()
     torch.compiler.reset()
     make = lambda ids, loss_mask, seeds: policy_views(ids, loss_mask, MASK, scheme, num=2, seeds=seeds)  # noqa: E731
@@ -352,10 +356,10 @@ def test_compiled_views_are_the_eager_ones(scheme, compiler):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_value_is_read_back_from_the_device(scheme):
-    """Where there are no values, reading one raises; the steps of a trace are known from ``num``."""
+    """Reading a value of a meta tensor raises. The steps of a trace are known from ``num``."""
     ids, loss_mask, steps = batch(device="meta")
     more = options(scheme, steps) | ({"prompt_prob": 0.1} if scheme == "full" else {})
-    source = {} if scheme == "count" else {"seeds": SEEDS.to("meta")}  # which without seeds draws one u more
+    source = {} if scheme == "count" else {"seeds": SEEDS.to("meta")}  # which draws one more u if there are no seeds
     views = policy_views(ids, loss_mask, MASK, scheme, num=2, backend="torch", **source, **more)
     eubo(views.weights, PolicyViews(*views))
     assert views.sequence_scores(views.weights, mean=True).shape == (4,)
@@ -368,7 +372,7 @@ def test_no_value_is_read_back_from_the_device(scheme):
 
 
 def drawn_log_probs(views, seed=0):
-    """Negative, with NaN and infinities where nothing is scored."""
+    """Draw negative values, with NaN and infinities in unscored positions."""
     values = -torch.rand(views.scored.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.1
     bad = torch.tensor([math.nan, -math.inf, math.inf], dtype=torch.float64)
     bad = bad[torch.arange(values.numel()).view(values.shape) % 3]
@@ -376,7 +380,7 @@ def drawn_log_probs(views, seed=0):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_scores_are_those_of_the_oracle_whatever_stands_where_nothing_is_scored(scheme):
+def test_scores_equal_the_oracle_for_any_values_in_unscored_positions(scheme):
     ids, loss_mask, steps = batch()
     views = policy_views(ids, loss_mask, MASK, scheme, num=3, seeds=SEEDS, **options(scheme, steps))
     bad, clean = drawn_log_probs(views)
@@ -416,14 +420,14 @@ def test_scores_of_sixteen_bits_are_float32():
     assert eubo(log_probs, views).dtype == torch.float32
 
 
-def test_views_made_by_hand_count_the_tokens_that_they_score():
+def test_views_made_by_hand_count_their_scored_tokens():
     scored = torch.tensor([[[True, False, False]], [[True, True, False]]])
     views = PolicyViews(torch.zeros(2, 1, 3, dtype=torch.int64), scored, scored.float() / 2)
     assert views.sequence_scores(torch.full((2, 1, 3), -2.0), mean=True).item() == -1.5
 
 
 def test_eubo_by_hand():
-    """Levels 1/2 and 1/4, beta = 2: (log((e^-2 / 0.5 + e^-4 / 0.25) / 2) + log(e^-2 / 0.5 / 2)) / 2 / 2."""
+    """With levels 1/2 and 1/4 and beta = 2: (log((e^-2 / 0.5 + e^-4 / 0.25) / 2) + log(e^-2 / 0.5 / 2)) / 2 / 2."""
     scored = torch.tensor([[[True, True, False]], [[True, False, False]]])
     weights = torch.tensor([1 / (2 * 0.5), 1 / (2 * 0.25)])[:, None, None] * scored
     views = PolicyViews(torch.zeros(2, 1, 3, dtype=torch.int64), scored, weights)
@@ -433,7 +437,7 @@ def test_eubo_by_hand():
 
 
 @pytest.mark.parametrize(("scheme", "num"), [("full", 2), ("elbo", 3)])
-def test_eubo_is_that_of_the_oracle(scheme, num):
+def test_eubo_equals_the_oracle(scheme, num):
     ids, loss_mask, _ = batch()
     level = torch.tensor([[0.3, 0.5, 0.9, 0.1], [0.8, 0.6, 0.7, 0.2], [0.5, 0.05, 0.4, 0.3]])[:num]
     more = {"level": level} if scheme == "elbo" else {}
@@ -457,7 +461,7 @@ def test_eubo_is_that_of_the_oracle(scheme, num):
     assert leaf.grad.isfinite().all()
     assert not leaf.grad[~views.scored].any()
     assert found[3] == 0
-    # without overflow, and above the mean of logarithms
+    # no overflow, and larger than the mean of logarithms
     assert eubo(torch.full_like(clean, -1e4), views, beta=3.0).isfinite().all()
     assert torch.equal(found >= eubo(clean, views, beta=1.0), torch.ones(4, dtype=torch.bool))
 
@@ -487,7 +491,7 @@ def test_ids_keep_their_dtype_and_masks_may_be_numbers(dtype):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_are_float32_whatever_the_default_dtype(scheme):
+def test_weights_are_float32_for_any_default_dtype(scheme):
     ids, loss_mask, steps = batch()
     make = lambda **more: policy_views(ids, loss_mask, MASK, scheme, num=2, **more, **options(scheme, steps))  # noqa: E731
     expected = make(seeds=SEEDS)
@@ -504,7 +508,7 @@ def test_weights_are_float32_whatever_the_default_dtype(scheme):
 
 @pytest.mark.parametrize(("scheme", "total"), [("elbo", 0.0), ("coupled", 1.0), ("count", 15 / 28)])
 def test_a_level_of_0_masks_nothing(scheme, total):
-    """What is left is the complement: 1/2 beside the full view; (n + 1) / (2 n) with n = 14."""
+    """Only the complement is left: 1/2 beside the full view; (n + 1) / (2 n) with n = 14."""
     ids, loss_mask, _ = batch()
     views = policy_views(ids, loss_mask, MASK, scheme, level=0.0, seeds=SEEDS)
     weights = views.weights.sum(0)[0, 5:]
@@ -561,7 +565,7 @@ def test_bad_input(changed, error, message):
 
 def test_a_dtensor_raises_with_advice():
     class Split(torch.Tensor):
-        device_mesh = None  # by which DTensors are known
+        device_mesh = None  # the attribute by which DTensors are recognised
 
     for name in ("ids", "loss_mask"):
         given = {"ids": IDS, "loss_mask": ONES}

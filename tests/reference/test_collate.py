@@ -9,7 +9,7 @@ PAD, EOS = 0, 9
 
 
 def sample(*loss_mask, attention=None):
-    """Tokens 1, 2, 3, ... with the given loss mask."""
+    """Build a sample of tokens 1, 2, 3, ... with the given loss mask."""
     n = len(loss_mask)
     return {
         "input_ids": list(range(1, n + 1)),
@@ -127,7 +127,7 @@ def test_response_window_with_the_response_cut_off_gets_no_fill():
     assert out["input_ids"] == [[1, 2]]
 
 
-def test_response_window_refuses_a_second_run_on_every_batch_and_names_the_sample():
+def test_response_window_rejects_a_second_run_and_names_the_sample():
     one, two = sample(0, 1, 1, 0), sample(1, 0, 1)
     collate([one], response_window=True)
     for _ in range(2):
@@ -137,8 +137,8 @@ def test_response_window_refuses_a_second_run_on_every_batch_and_names_the_sampl
 
 
 def test_other_keys_are_ignored_and_samples_are_not_modified():
-    given = {**sample(1, 1), "___PAD_TOKEN_IDS___": {"input_ids": 3}}
-    before = {key: value.copy() for key, value in given.items()}
-    out = collate([given], block_size=4)
+    with_other_key = {**sample(1, 1), "___PAD_TOKEN_IDS___": {"input_ids": 3}}
+    before = {key: value.copy() for key, value in with_other_key.items()}
+    out = collate([with_other_key], block_size=4)
     assert set(out) == {"input_ids", "loss_mask", "attention_mask", "input_lengths"}
-    assert given == before
+    assert with_other_key == before

@@ -28,7 +28,7 @@ def masked(corrupted, b=0):
 
 
 def noise_for(*gumbels):
-    """One row of draws u whose Gumbel noise -log(-log u) is given: u = exp(-exp(-g))."""
+    """Compute one row of draws u whose Gumbel noise -log(-log u) is given: u = exp(-exp(-g))."""
     return torch.tensor([[math.exp(-math.exp(-g)) for g in gumbels]])
 
 
@@ -57,7 +57,7 @@ def test_uniform_threshold_is_strict():
 @pytest.mark.parametrize(
     ("m", "in_sequence", "in_block"),
     [
-        (0.0, 1, 0),  # 0: a sequence masks one at least
+        (0.0, 1, 0),  # 0, but a sequence masks at least one
         (0.125, 1, 0),  # 4 m = 0.5, half to even: 0
         (0.15, 1, 1),  # 0.6
         (0.375, 2, 2),  # 1.5 to 2
@@ -133,7 +133,7 @@ def test_places_count_from_the_start_of_each_block():
 @pytest.mark.parametrize("dtype", MASK_DTYPES)
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_unsupervised_positions_are_dropped_only_after_the_selection(dtype, block_size):
-    # m = 0.5 chooses two of four, the two of large noise, of which one is not supervised
+    # m = 0.5 chooses two of four, the two with the largest noise, one of which is not supervised
     u = noise_for(20.0, 0.0, 20.0, 0.0)
     supervised = torch.tensor([[0, 1, 1, 1]]).to(dtype)
     out = corrupt_blockwise(ids(1, 4), supervised, M, block_size, eps=0.0, m_uniform=torch.tensor([0.5]), uniform=u)

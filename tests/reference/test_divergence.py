@@ -1,4 +1,4 @@
-"""The divergences' oracle: numbers by hand, the gradients' closed forms, what the edges of the definitions give."""
+"""The oracle of the divergences: numbers by hand, closed forms of the gradients, edges of the definitions."""
 
 import math
 
@@ -46,7 +46,7 @@ def test_lk_by_hand():
 
 
 def closed_form(kind, p, q):
-    """dL/dz as the derivations have it."""
+    """Compute dL/dz by the formulas of the derivations."""
     below = (p <= q * (1 + 2.0**-18)).to(p)
     a, X = torch.minimum(p, q).sum(-1, keepdim=True), (p * below).sum(-1, keepdim=True)
     tv, kl = -p * (below - X), p - q
@@ -61,7 +61,7 @@ def closed_form(kind, p, q):
 
 
 @pytest.mark.parametrize("kind", ["kl", "soft_ce", "rkl", "jsd", "tv", "l1", "nla", "lk"])
-def test_gradients_are_the_closed_forms(kind):
+def test_gradients_equal_the_closed_forms(kind):
     torch.manual_seed(0)
     z, t = (2 * torch.randn(4, 7, dtype=torch.float64)).requires_grad_(), 2 * torch.randn(4, 7, dtype=torch.float64)
     weights = torch.tensor([1.0, -2.0, 0.0, 0.5])
@@ -71,7 +71,7 @@ def test_gradients_are_the_closed_forms(kind):
 
 
 def test_the_edges():
-    """Identical rows, rows without a column in common, rows of weight 0, a row that the teacher has not."""
+    """Identical rows, rows without a common column, rows of weight 0, and a row missing in the teacher."""
     z = torch.tensor([[0.0, 1.0, 2.0], [5.0, -math.inf, -math.inf], [math.nan] * 3, [0.0, 1.0, 2.0]]).requires_grad_()
     teacher = torch.tensor([[0.0, 1.0, 2.0], [-math.inf, 0.0, 0.0]])
     rows, weights = torch.tensor([0, 1, 0, 2]), torch.tensor([1, 1, 0, 1])

@@ -13,7 +13,7 @@ INF = math.inf
 
 
 def uniform_for(*gumbels):
-    """The draws u whose Gumbel noise -log(-log u) is given: u = exp(-exp(-g))."""
+    """Compute the draws u whose Gumbel noise -log(-log u) is given: u = exp(-exp(-g))."""
     return torch.tensor([math.exp(-math.exp(-g)) for g in gumbels], dtype=torch.float64)
 
 
@@ -53,7 +53,7 @@ def test_minus_inf_is_never_chosen_even_when_k_is_beyond_the_rest():
 
 
 def test_a_weight_so_small_that_its_score_is_the_lowest_still_counts_as_finite():
-    # u = 0 has score -inf; the position can be chosen all the same, unlike the one of weight 0 before it
+    # u = 0 has score -inf. The position can still be chosen, unlike the one of weight 0 before it.
     u = torch.tensor([0.5, 0.0, 0.5])
     assert chosen(gumbel_topk(torch.tensor([-INF, 0.0, 0.0]), 2, u)) == [1, 2]
 
@@ -97,7 +97,7 @@ def test_draws_lie_strictly_inside_the_unit_interval(monkeypatch):
 
 
 def plackett_luce_inclusion(weights, k):
-    """P(i is among the first k) when drawing without replacement in proportion to the weights."""
+    """Compute P(i is among the first k) when drawing without replacement in proportion to the weights."""
     inclusion = [0.0] * len(weights)
     for order in itertools.permutations(range(len(weights)), k):
         left, probability = sum(weights), 1.0
@@ -110,7 +110,7 @@ def plackett_luce_inclusion(weights, k):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_inclusion_frequencies_are_those_of_plackett_luce(k):
+def test_inclusion_frequencies_equal_plackett_luce(k):
     # Six binomial frequencies in all, each within 5.5 standard deviations: false alarm below 6 * 4e-8 < 1e-6.
     weights, n = [1.0, 2.0, 5.0], 4000
     log_w = torch.tensor(weights).log().expand(n, 3)

@@ -78,7 +78,7 @@ def test_no_active_row_gives_a_zero_with_zero_gradients():
     assert weight.grad.eq(0).all()
 
 
-def test_logits_are_rounded_to_the_dtype_of_the_inputs_so_ties_are_judged_as_the_unfused_path_sees_them():
+def test_logits_are_rounded_to_the_dtype_of_the_inputs_before_ties_are_compared():
     hidden = torch.tensor([[1.0, 2.0**-9]])
     weight = torch.tensor([[1.0, 0.0], [1.0, 1.0]])  # logits 1 and 1 + 2**-9; bfloat16 steps by 2**-7 there
     target = torch.tensor([1])
@@ -110,7 +110,10 @@ def test_gradcheck():
 
 
 def test_a_second_part_adds_its_own_product():
-    """The odds (1, 2, 1) of the first row become (1, 2, 4) by u = 2 and U = (0, 0, ln 2), the others stay."""
+    """u = 2 and U = (0, 0, ln 2) change the odds of the first row from (1, 2, 1) to (1, 2, 4).
+
+    The other rows are unchanged.
+    """
     hidden, weight, second = states(1.0, 2.0), head(), torch.tensor([[0.0], [0.0], [LN2]], dtype=torch.float64)
     u = states(2.0, 0.0)
     second.requires_grad_()

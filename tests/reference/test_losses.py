@@ -1,4 +1,4 @@
-"""The oracle of the five losses: numbers worked out by hand, gradcheck, and each sentence of their semantics.
+"""The oracle of the losses: numbers worked out by hand, gradcheck, and each sentence of their semantics.
 
 Logits are logarithms of small integer odds: under odds (1, 2, 1) token 1 has NLL ln 2 and token 0 has 2 ln 2.
 """
@@ -33,7 +33,7 @@ COUNTS = [5, 5.0, torch.tensor(5), torch.tensor(5.0), torch.tensor([5]).squeeze(
 
 
 def odds_121(L):
-    """Logits ``[1, L, 3]`` of odds (1, 2, 1) everywhere."""
+    """Return logits ``[1, L, 3]`` of odds (1, 2, 1) everywhere."""
     return torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64).log().repeat(1, L, 1)
 
 
@@ -42,7 +42,7 @@ def row(*values, dtype=None):
 
 
 def with_nan_rows(logits, positions):
-    """A leaf copy of ``logits [1, L, V]`` with NaN in the rows at ``positions``."""
+    """Return a leaf copy of ``logits [1, L, V]`` with NaN in the rows at ``positions``."""
     logits = logits.clone()
     logits[0, positions] = NAN
     return logits.requires_grad_()
@@ -258,7 +258,7 @@ def test_dflash_value_for_each_denominator():
     assert dflash(num_tokens=6).item() == pytest.approx(LN2 / 2)
     assert dflash(num_tokens=torch.tensor(6)).item() == pytest.approx(LN2 / 2)
     assert dflash(num_tokens=0).item() == pytest.approx(3 * LN2)
-    # 3 ln 2 / (2 + 1e-6), the count not looked at; approx by itself would not see the 1e-6
+    # 3 ln 2 / (2 + 1e-6), independent of the count; approx alone would not detect the 1e-6
     assert dflash(normalize="mean", num_tokens=6).item() == pytest.approx(3 * LN2 / 2.000001, rel=1e-12)
 
 
@@ -337,21 +337,24 @@ def test_dflash_by_dpace(variant, expected):
     assert grad[0, 0].tolist() == pytest.approx([first / 4, -first / 2, first / 4])  # the weight is a constant
 
 
-# Blocks of three: all right; wrong at the second; the second masked and passed over; wrong at once; nothing valid.
+# Blocks of three: all correct; wrong at the second; the second masked, so skipped; wrong at once; nothing valid.
 ACCEPTED = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]]).bool()
 DRAFTED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]])
 
 
 def distilled(**settings):
-    """Blocks of two rows: of odds (1, 2, 1) under a teacher's (2, 1, 1), a = 3/4, kl = ln 2 / 4; the fourth is idle."""
+    """Compute the loss of blocks of two rows. The fourth row is idle.
+
+    Rows have odds (1, 2, 1) and the teacher's (2, 1, 1), so a = 3/4 and kl = ln 2 / 4.
+    """
     teacher = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).log().repeat(1, 4, 1)
     logits, targets = with_nan_rows(odds_121(4), [3]), row(1, 0, -100, 0)
-    given = {"block_size": 3, "loss_gamma": 1 / LN2} | settings
-    return draft_distillation_loss(logits, teacher, targets, row(1, 1, 0.5, 0), **given).item()
+    arguments = {"block_size": 3, "loss_gamma": 1 / LN2} | settings
+    return draft_distillation_loss(logits, teacher, targets, row(1, 1, 0.5, 0), **arguments).item()
 
 
 def test_distillation():
-    """The rows weigh 1, 1/2 and 1/2."""
+    """The weights of the rows are 1, 1/2 and 1/2."""
     assert distilled() == pytest.approx(2 * LN2 / 4)
     assert distilled(kind="tv", normalize="mean") == pytest.approx(1 / 4)
     assert distilled(kind="l1", normalize="rows") == pytest.approx(2 * 0.5 / 2.5)
@@ -363,16 +366,16 @@ def test_distillation():
 
 def test_distillation_by_dpace():
     """Confidence 3/4 everywhere is smoothed to 7/8: prefixes 7/8, 49/64 and 7/8."""
-    asked = {"kind": "tv", "position_weights": "prefix", "confidence": "acceptance"}
-    assert distilled(**asked) == pytest.approx((7 / 8 + 49 / 64 + 7 / 16) / 4)
-    asked["confidence"] = "teacher"  # 1/4, smoothed to 5/8
-    assert distilled(**asked) == pytest.approx((5 / 8 + 25 / 64 + 5 / 16) / 4)
-    asked["confidence"] = "target"  # 1/2 and 1/4, and none: 3/4, 5/8, 1
-    assert distilled(**asked) == pytest.approx((3 / 4 + 15 / 32 + 1 / 2) / 4)
+    loss_options = {"kind": "tv", "position_weights": "prefix", "confidence": "acceptance"}
+    assert distilled(**loss_options) == pytest.approx((7 / 8 + 49 / 64 + 7 / 16) / 4)
+    loss_options["confidence"] = "teacher"  # 1/4, smoothed to 5/8
+    assert distilled(**loss_options) == pytest.approx((5 / 8 + 25 / 64 + 5 / 16) / 4)
+    loss_options["confidence"] = "target"  # 1/2 and 1/4, and none: 3/4, 5/8, 1
+    assert distilled(**loss_options) == pytest.approx((3 / 4 + 15 / 32 + 1 / 2) / 4)
 
 
 def test_distillation_of_a_confidence():
-    """Undecided everywhere: ln 2 whatever a is."""
+    """A confidence logit of 0 gives a loss of ln 2 for any a."""
     found = distilled(kind="tv", confidence_logits=row(0.0, 0.0, 0.0, NAN), confidence_weight=0.5)
     assert found == pytest.approx(2 / 4 + 0.5 * 2 * LN2)
 
@@ -394,7 +397,7 @@ def test_draft_accuracy_sums_each_offset_over_batch_and_blocks():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.float64, torch.bfloat16])
-def test_draft_accuracy_is_float32_and_exact_whatever_the_masks_dtype(dtype):
+def test_draft_accuracy_is_float32_and_exact_for_any_dtype_of_masks(dtype):
     correct = torch.ones(3, 400, dtype=torch.bool)
     hits, count = draft_accuracy_per_position(correct, torch.ones(3, 400).to(dtype), 2)
     assert (hits.tolist(), count.tolist()) == ([1200.0], [1200.0])  # bfloat16 would stop at 256
@@ -476,7 +479,7 @@ def test_idlm_counts_and_balances():
     balanced.total_loss.backward()
     alpha = 1.5 * LN2 / LN3  # a constant: the clean rows have alpha times the gradient of their own term
     assert logits.grad[0, 4].tolist() == pytest.approx([alpha / 6, -alpha / 3, alpha / 6])
-    logits = torch.tensor([0.0, 60.0, 0.0], dtype=torch.float64).repeat(1, 8, 1)  # no clean loss worth the name
+    logits = torch.tensor([0.0, 60.0, 0.0], dtype=torch.float64).repeat(1, 8, 1)  # the clean loss is nearly 0
     answer = row(0, 1, 0, 0)
     out = idlm_loss(logits, row(2, 1, 0, 1), answer, answer, auto_balance=True)
     assert out.total_loss.item() == pytest.approx(2e-26, rel=0.2)
@@ -516,7 +519,7 @@ def scdd(t, z, x, T, **options):
 @pytest.mark.parametrize(
     ("z", "x", "loss"),
     [
-        (2, 1, math.log(3 / 2)),  # the whole of it is released in the one step down to s = 0
+        (2, 1, math.log(3 / 2)),  # its whole mass is released in the one step down to s = 0
         (2, 0, math.log(3)),
         (1, 1, math.log(5 / 6)),  # u = r = 1/3: -(log p - log((1 + p) / 3))
         (0, 1, -math.log(3 / 2)),  # -1/3 (log 2/3 - log 4/9) over 1/3
@@ -528,7 +531,7 @@ def test_scdd_value_of_the_last_step(z, x, loss):
 
 
 def test_scdd_value_on_the_way():
-    """From 3/4 to 1/2: 5/12 is released, base_s = 1/3, base_t = 3/8, terms 4/9 and 5/9, u = 1/8, r = 3/4."""
+    """From 3/4 to 1/2, 5/12 is released, base_s = 1/3, base_t = 3/8, terms 4/9 and 5/9, u = 1/8, r = 3/4."""
     zero, one = math.log(4 / 9), math.log(5 / 9)
     found, _ = scdd(0.75, [2], [1], 4)
     assert found.item() == pytest.approx(-4 * 5 / 12 * ((zero + one) / 3 + one / 3))
@@ -550,7 +553,7 @@ def test_scdd_without_uniform_noise_is_mdlm():
     assert logits.grad[0, 0].tolist() == pytest.approx([(1 / 3) / 2.25, -(1 / 3) / 2.25, 0])
 
 
-def test_scdd_of_impossible_times_is_finite_and_what_is_not_supervised_is_inert():
+def test_scdd_of_impossible_times_is_finite_and_unsupervised_rows_are_inert():
     for t in (0.0, 1e-9, 1.0):
         found, logits = scdd(t, [2, 1, 0], [1, 1, 1], 10)
         found.backward()
@@ -581,7 +584,7 @@ def test_gradcheck():
 
 
 def test_policy_loss_by_hand():
-    """Two sequences of two tokens and one, of probabilities 1/2, 1/4 and 1/2, whose ratios are 1, 2 and 1/2."""
+    """One sequence of two tokens and one of one token, with probabilities 1/2, 1/4 and 1/2, and ratios 1, 2 and 1/2."""
     ids, loss_mask = torch.tensor([[0, 0], [0, 0]]), torch.tensor([[1, 1], [1, 0]])
     p = torch.tensor([[0.5, 0.25], [0.5, 0.9]], dtype=torch.float64)
     logits = torch.stack([p, 1 - p], -1).log()[None]
@@ -592,9 +595,9 @@ def test_policy_loss_by_hand():
     for normalize, expected in (("none", -0.6), ("tokens", -0.2), ("sequences", (-1.1 + 1.6) / 2)):
         assert policy_loss(logits, ids, views, loss_mask, old, A, normalize=normalize) == pytest.approx(expected)
     assert policy_loss(logits, ids, views, loss_mask, old, A, num_tokens=6) == pytest.approx(-0.1)
-    of_rows = torch.tensor([math.log(0.125) - math.log(1.1) * 2, 0.0]) / torch.tensor([2, 1])  # ratios 1.1 and 1/2
+    per_sequence = torch.tensor([math.log(0.125) - math.log(1.1) * 2, 0.0]) / torch.tensor([2, 1])  # ratios 1.1 and 1/2
     for normalize, expected in (("none", 0.5), ("tokens", (-2.2 + 1.6) / 3), ("sequences", 0.25)):
-        found = policy_loss(logits, ids, views, loss_mask, of_rows, A, level="sequence", normalize=normalize)
+        found = policy_loss(logits, ids, views, loss_mask, per_sequence, A, level="sequence", normalize=normalize)
         assert found == pytest.approx(expected)
     with_kl = policy_loss(logits, ids, views, loss_mask, old, A, old, normalize="none", kl="k1", kl_coef=0.5)
     assert with_kl == pytest.approx(-0.6 + 0.5 * math.log(2 * 0.5))

@@ -118,7 +118,7 @@ def test_masked_cross_entropy():
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 1, 0], [True, True, True, False], [0.5, 2.0, 1.0, 0.0]])
-def test_masked_cross_entropy_drops_where_the_mask_is_zero_and_leaves_the_labels_alone(mask):
+def test_masked_cross_entropy_ignores_masked_labels_without_modifying_them(mask):
     logits, labels = odds_121(4), torch.tensor([1, 0, X, 2])
     logits[3] = NAN
     assert masked_cross_entropy(logits, labels, torch.tensor(mask)).item() == pytest.approx(3 * LN2)

@@ -1,4 +1,4 @@
-"""The oracle of the row statistics: numbers worked out by hand, gradcheck, each sentence on bad rows and columns.
+"""The oracle of the row statistics: numbers worked out by hand, gradcheck, and bad rows and columns.
 
 Logits are logarithms of small integer odds: odds (1, 2, 1) are the probabilities (1/4, 1/2, 1/4).
 """
@@ -79,7 +79,7 @@ def test_the_transform():
         torch.testing.assert_close(got, expected)
 
 
-def test_an_id_that_no_column_has_or_that_is_skipped_is_nan_in_its_own_place():
+def test_an_id_out_of_range_or_skipped_is_nan_in_its_entry():
     ids = torch.tensor([[0, 3], [-1, 1], [2, 1]])
     out = row_stats(from_odds((1, 1, 1), (1, 1, 1), (1, 1, 1)), ids, skip_id=2)
     torch.testing.assert_close(out.log_probs, values(-LN2, NAN, NAN, -LN2, NAN, -LN2).view(3, 2), equal_nan=True)
@@ -97,7 +97,7 @@ def test_impossible_columns():
     assert row_stats(logits, torch.tensor([1]), mixture([0.0], [1.0])).mix.item() == -INF
 
 
-def test_rows_that_are_off_are_inert_and_bad_rows_keep_to_themselves():
+def test_inactive_rows_are_inert_and_bad_rows_affect_only_themselves():
     logits = torch.tensor([[NAN, 0.0], [NAN, 0.0], [-INF, -INF], [0.0, 0.0]], **DOUBLE, requires_grad=True)
     out = row_stats(logits, torch.tensor([0, 1, 1, 0]), mixture([1.0] * 4, [2.0] * 4), torch.tensor([0, 1, 1, 1]))
     close(out.log_probs, 0, NAN, NAN, -LN2)
@@ -111,7 +111,7 @@ def test_rows_that_are_off_are_inert_and_bad_rows_keep_to_themselves():
     close(grad[3], 1.0, 0.0)  # lse (1/2, 1/2) and log p (1/2, -1/2); entropy and mix are at their greatest
 
 
-def test_a_without_a_counts_probabilities_that_round_to_zero():
+def test_without_a_probabilities_that_round_to_zero_count():
     logits = torch.tensor([[0.0, -300.0]])
     out = row_stats(logits, torch.tensor([0]), (torch.tensor([0.0]), torch.tensor([2.0])))
     torch.testing.assert_close(out.mix, torch.tensor([2 * LN2 - 300]))

@@ -1,4 +1,4 @@
-"""The oracle itself: numbers worked out by hand, gradcheck, and each sentence on bad rows.
+"""The oracle itself: numbers worked out by hand, gradcheck, and bad rows.
 
 Logits are logarithms of small integer odds: odds (1, 2, 1) are the probabilities (1/4, 1/2, 1/4).
 """
@@ -76,7 +76,7 @@ def test_huge_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("targets_dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
-def test_ignored_target_has_no_loss_and_no_gradient_whatever_its_row_holds(targets_dtype):
+def test_ignored_target_has_no_loss_and_no_gradient_for_any_values_in_its_row(targets_dtype):
     logits = logits_with_grad([NAN, INF, -INF], [0.0, LN2, 0.0])
     nll = token_nll(logits, torch.tensor([-100, 1], dtype=targets_dtype))
     nll.sum().backward()
@@ -144,7 +144,7 @@ def test_argmax_match_lowest_index_wins_a_tie():
     assert argmax_match(logits, torch.tensor([1, 2, 0, 2])).tolist() == [True, False, True, True]
 
 
-def test_argmax_match_judges_logits_as_their_dtype_rounds_them():
+def test_argmax_match_compares_logits_as_rounded_to_their_dtype():
     wide = torch.tensor([[1.0, 1.001]])  # bfloat16 steps by 2**-7 above 1, so both round to 1
     assert argmax_match(wide, torch.tensor([1])).item()
     assert not argmax_match(wide.bfloat16(), torch.tensor([1])).item()

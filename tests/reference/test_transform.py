@@ -19,9 +19,9 @@ def test_values():
     assert torch.equal(transformed(x), x)
 
 
-def test_the_skipped_column_is_minus_infinity_whatever_it_holds():
-    for held in (0.0, math.nan, math.inf):
-        x = torch.tensor([1.0, held, 1.0], dtype=torch.float64, requires_grad=True)
+def test_the_skipped_column_is_minus_infinity_for_any_value():
+    for skipped_value in (0.0, math.nan, math.inf):
+        x = torch.tensor([1.0, skipped_value, 1.0], dtype=torch.float64, requires_grad=True)
         nll = token_nll(transformed(x, softcap=3.0, scale=2.0, skip_id=1), torch.tensor(0))
         torch.testing.assert_close(nll, torch.tensor(math.log(2.0), dtype=torch.float64))  # uniform over the other two
         (grad,) = torch.autograd.grad(nll, x)
@@ -29,7 +29,7 @@ def test_the_skipped_column_is_minus_infinity_whatever_it_holds():
         assert grad.isfinite().all()
 
 
-def test_no_column_has_a_target_that_is_skipped():
+def test_a_skipped_target_is_out_of_range():
     targets = torch.tensor([0, 3, -100, 3], dtype=torch.int16)
     assert possible_targets(targets, 3).tolist() == [0, -1, -100, -1]
     assert possible_targets(targets).tolist() == [0, 3, -100, 3]

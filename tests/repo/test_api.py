@@ -1,4 +1,4 @@
-"""Drop-in: names, homes, positional order, keyword names and defaults are those of the original's documentation."""
+"""Drop-in replacement: names, modules, order, keywords and defaults equal the original's documentation."""
 
 import importlib
 import inspect
@@ -21,7 +21,7 @@ NO_LOSSES = (
 )  # fmt: skip
 HOMES = {
     "losses": " ".join(
-        ["_compute_per_token_nll", *(thing.__name__ for thing in NO_LOSSES)]
+        ["_compute_per_token_nll", *(public_object.__name__ for public_object in NO_LOSSES)]
         + [function.__name__ for case in FIRSTS if case in LOSSES for function in case.functions]
     ),
     "mtp": "calculate_mtp_loss calculate_loss PipelineCausalLMLoss MTPLossConfig MTPLossOutput MaskedCrossEntropy "
@@ -38,7 +38,7 @@ OPS = (
 
 
 @pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in HOMES.items() for name in names.split()])
-def test_every_name_lives_in_its_module_and_in_the_package(home, name):
+def test_every_name_is_in_its_module_and_in_the_package(home, name):
     module = importlib.import_module(f"dllm_kernels.{home}")
     assert getattr(module, name) is getattr(dllm_kernels, name)
 
@@ -67,7 +67,7 @@ def test_the_version_is_one_of_a_release():
     assert dllm_kernels.__version__.split(".")[0].isdigit()
 
 
-# What the documentation says, as Python. Newer versions of the original pass the parameters in ADDED as well.
+# The original's documentation, as Python. Newer versions of the original also pass the parameters in ADDED.
 DOCUMENTED = {
     case.functions[0].__name__ + rest: signature for case in LOSSES for rest, signature in case.documented.items()
 } | {
@@ -89,10 +89,10 @@ ADDED = {"noisy_input_ids", "generator", "grad_reduce_group"}
 
 
 def resolve(path):
-    thing = dllm_kernels
+    public_object = dllm_kernels
     for name in path.split("."):
-        thing = getattr(thing, name)
-    return thing
+        public_object = getattr(public_object, name)
+    return public_object
 
 
 @pytest.mark.parametrize("path", DOCUMENTED)
@@ -123,14 +123,14 @@ def test_calculate_mtp_loss_takes_keywords():
 
 
 @pytest.mark.parametrize("case", [case for case in LOSSES if isinstance(case.loss, type)], ids=lambda case: case.name)
-def test_loss_classes_are_modules_that_learn_what_they_say(case):
+def test_loss_classes_are_modules_with_the_documented_parameters(case):
     loss = case.loss(**case.settings)
     assert isinstance(loss, torch.nn.Module)
     assert tuple(loss.state_dict()) == tuple(dict(loss.named_parameters())) == case.learns
     assert loss.backend == "auto"
 
 
-def test_every_loss_has_a_case_and_stands_where_the_framework_has_it():
+def test_every_loss_has_a_case_and_the_module_of_the_framework():
     """A loss without a case would miss all tests that run for every loss."""
     named = {function.__name__ for case in LOSSES for function in case.functions}
     public = {name for name in losses.__all__ if getattr(losses, name) not in NO_LOSSES}
@@ -172,34 +172,38 @@ def test_every_loss_can_be_called_by_position():
 PUBLIC = {name: getattr(dllm_kernels, name) for name in dllm_kernels.__all__ if name != "__version__"}
 PUBLIC |= {f"ops.{name}": getattr(dllm_kernels.ops, name) for name in dllm_kernels.ops.__all__}
 PUBLIC |= {
-    f"{name}.{method}": vars(thing)[method]
-    for name, thing in PUBLIC.items()
+    f"{name}.{method}": vars(public_object)[method]
+    for name, public_object in PUBLIC.items()
     for method in ("forward", "forward_fused")
-    if method in getattr(thing, "__dict__", ())
+    if method in getattr(public_object, "__dict__", ())
 }
 
 
-MODULES = [name for name, thing in PUBLIC.items() if isinstance(thing, type) and issubclass(thing, torch.nn.Module)]
+MODULES = [
+    name
+    for name, public_object in PUBLIC.items()
+    if isinstance(public_object, type) and issubclass(public_object, torch.nn.Module)
+]
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_help_of_a_module_is_about_it_before_it_is_about_modules_in_general(name):
-    """nn.Module has words for a constructor and for ``forward`` that have none."""
+def test_the_help_of_a_module_describes_it_before_nn_module(name):
+    """nn.Module provides descriptions for a constructor and a ``forward`` without docstring."""
     text = pydoc.plaintext.document(PUBLIC[name])
-    own, of_torch, _ = text.partition("inherited from torch.nn.modules.module.Module")
+    own, inherited, _ = text.partition("inherited from torch.nn.modules.module.Module")
     first = inspect.getdoc(PUBLIC[name]).splitlines()[0]
     assert own.index(first) < own.index("Method resolution order")
-    assert of_torch
+    assert inherited
     for method in (torch.nn.Module.__init__, torch.nn.Module.forward):
         words = (inspect.getdoc(method) or "Define the computation performed at every call.").splitlines()[0]
         assert words not in own
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_says_what_it_is_and_what_it_takes(name):
-    """In its own words: ``inspect.getdoc`` would give a class without any those of nn.Module or of tuple."""
+def test_every_public_name_has_a_docstring_with_its_arguments(name):
+    """Only own docstrings count: ``inspect.getdoc`` gives a class without one that of nn.Module or of tuple."""
     own = vars(PUBLIC[name]).get("__doc__") if isinstance(PUBLIC[name], type) else PUBLIC[name].__doc__
     assert own
-    assert not own.startswith(f"{name}(")  # what Python makes for a named tuple or a dataclass without one
+    assert not own.startswith(f"{name}(")  # the docstring that Python generates for a named tuple or a dataclass
     parameters = [p for p in inspect.signature(PUBLIC[name]).parameters if p != "self"]
     assert not [p for p in parameters if not re.search(rf"\b{p}\b", own)]

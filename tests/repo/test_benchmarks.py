@@ -68,7 +68,7 @@ def test_preparation_is_not_timed():
 )
 def test_peak_memory_is_exact_to_the_byte(run, tensors):
     x = torch.zeros(1000, 100)
-    # the Python scalar of an elementwise op becomes a 0-d tensor for a moment: up to 16 bytes
+    # the Python scalar of an elementwise op temporarily becomes a 0-d tensor: up to 16 bytes
     assert 0 <= measure.peak_memory(lambda _: run(x), CPU) - tensors * x.nbytes <= 16
 
 
@@ -87,17 +87,17 @@ def test_peak_memory_of_a_backward_pass_does_not_count_its_forward_pass():
 
 
 class FakeGPU:
-    """What ``measure`` asks of torch.cuda, written down."""
+    """Record the calls of torch.cuda that ``measure`` makes."""
 
     def __init__(self, monkeypatch):
-        self.said = []
+        self.events = []
         monkeypatch.setattr(torch.cuda, "Event", lambda **_: self)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.said.append("synchronize"))
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: self.said.append(("sleep", clocks)))
-        monkeypatch.setattr(measure, "_flusher", lambda device: lambda: self.said.append("flush"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.events.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: self.events.append(("sleep", clocks)))
+        monkeypatch.setattr(measure, "_flusher", lambda device: lambda: self.events.append("flush"))
 
     def record(self):
-        self.said.append("event")
+        self.events.append("event")
 
     def elapsed_time(self, other):
         return 7.0
@@ -107,39 +107,42 @@ def test_the_device_sleeps_longer_than_the_host_needs_to_queue_a_call(monkeypatc
     gpu = FakeGPU(monkeypatch)
 
     def slow_to_launch(_):
-        gpu.said.append("call")
+        gpu.events.append("call")
         time.sleep(1e-3)
 
     timing = measure.measure({"a": slow_to_launch}, device="cuda", samples=1, warmup=1)["a"]
     assert timing.samples == (7e-3,)
     assert 1e-3 <= timing.host < 1e-2
-    *_, sleep, flush, start, call, end, waited = gpu.said
+    *_, sleep, flush, start, call, end, waited = gpu.events
     assert (flush, start, call, end, waited) == ("flush", "event", "call", "event", "synchronize")
-    assert sleep[1] >= min(timing.host, measure.SLEEP[1]) * 1.98e9  # clocks of a GPU at its fastest
-    assert gpu.said.count("call") == 5  # one to warm up, three for the host's time, one that counts
+    assert sleep[1] >= min(timing.host, measure.SLEEP[1]) * 1.98e9  # clock rate of a GPU at its fastest
+    assert gpu.events.count("call") == 5  # one warm-up, three for the host's time, one sample
 
 
 def test_the_sleep_is_bounded():
     assert measure._sleep_for(0.0) == int(measure.CLOCK * 50e-6)
-    assert measure._sleep_for(1.0) == int(measure.CLOCK * 2e-3)  # a call that waits, whose sleep it would wait for
+    assert measure._sleep_for(1.0) == int(measure.CLOCK * 2e-3)  # a call that waits would wait for its own sleep
 
 
-def test_a_candidate_that_raises_costs_the_others_nothing(options, capsys):
-    """In its first call, or in a later one, which is timed; ours too, but that is a failure."""
+def test_a_candidate_that_raises_does_not_affect_the_others(options, capsys):
+    """It raises in its first call, or in a later one, which is timed.
+
+    If the package's own code raises, the run fails.
+    """
     calls = []
 
-    def later(_):
+    def on_a_later_call(_):
         calls.append("later")
         if len(calls) > 3:
             raise ValueError("not\nnow")
 
-    def at_once(_):
+    def on_first_call(_):
         raise torch.OutOfMemoryError("too much")
 
     def ours(_):
         raise RuntimeError("broken")
 
-    candidates = {"liger": later, "plain": lambda _: None, "quack": at_once, "ours": ours}
+    candidates = {"liger": on_a_later_call, "plain": lambda _: None, "quack": on_first_call, "ours": ours}
     results = {r.name: r for r in measure.compare("test", {"N": 1}, "forward", candidates, options)}
     failed = {name: result.extra.get("failed") for name, result in results.items()}
     assert failed == {
@@ -158,7 +161,7 @@ def test_a_candidate_that_raises_costs_the_others_nothing(options, capsys):
 
 
 @pytest.mark.parametrize("subject", ["token_nll", "linear_nll", "row_stats"])
-def test_a_peer_that_raises_leaves_the_results_of_the_others(subject, tmp_path, monkeypatch, capsys):
+def test_a_peer_that_raises_does_not_affect_the_results_of_the_others(subject, tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no kernel image")
 
@@ -170,10 +173,10 @@ def test_a_peer_that_raises_leaves_the_results_of_the_others(subject, tmp_path, 
     toy = ["--size", "toy", "--samples", "1", "--warmup", "1", "--cache", "hot", "--device", "cpu", "--out", str(out)]
     assert module.main([*toy, *([] if subject == "row_stats" else ["--phase", "both"])]) == 0
     results = json.loads(out.read_text())["results"]
-    of_liger, others = ([r for r in results if (r["name"] == "liger") == is_it] for is_it in (True, False))
-    assert {(r["extra"]["failed"], r["timing"]) for r in of_liger} == {("RuntimeError: no kernel image", None)}
-    assert all(r["timing"] is not None for r in others)
-    assert all(0 < r["error"] <= r["allowed_error"] for r in others if r["name"] == "ours")
+    liger_results, other_results = ([r for r in results if (r["name"] == "liger") == is_it] for is_it in (True, False))
+    assert {(r["extra"]["failed"], r["timing"]) for r in liger_results} == {("RuntimeError: no kernel image", None)}
+    assert all(r["timing"] is not None for r in other_results)
+    assert all(0 < r["error"] <= r["allowed_error"] for r in other_results if r["name"] == "ours")
 
 
 def wrong_last_row(grad):
@@ -181,8 +184,8 @@ def wrong_last_row(grad):
 
 
 @pytest.mark.parametrize("subject", ["token_nll", "linear_nll"])
-def test_errors_are_those_of_all_rows(subject, monkeypatch):
-    """Also of those that a float64 copy has no room for beside the others."""
+def test_errors_cover_all_rows(subject, monkeypatch):
+    """Rows for which a float64 copy has no memory beside the others are included."""
     module = importlib.import_module(f"benchmarks.{subject}")
     monkeypatch.setattr(measure, "ROWS_BYTES", 8 * 257 * 30)  # 30 rows at a time
     shape = Shape("test", 2, 50, 257, 32, frozen=True)
@@ -208,7 +211,7 @@ def test_relative_error():
 
 
 @pytest.mark.parametrize("name", ["plain", "gather"])
-def test_what_errors_are_measured_against_is_float64(name):
+def test_errors_are_measured_against_float64(name):
     generator = torch.Generator().manual_seed(0)
     logits, hidden, head = (torch.randn(*s, generator=generator) for s in ((1, 4, 50), (1, 4, 8), (50, 8)))
     targets, weights = torch.arange(4)[None], torch.rand(1, 4, generator=generator)
@@ -230,15 +233,15 @@ def test_the_original_is_the_plain_loss(form):
     logits, hidden, head = torch.randn(1, 6, 50), torch.randn(1, 6, 8), torch.randn(50, 8)
     targets, weights = torch.arange(6)[None], torch.tensor([[0.0, 1.0, 2.0, 0.0, 3.0, 4.0]])
     if form == "logits":
-        losses, given = peers.logits_losses("cpu", False), (logits, targets, weights)
+        losses, loss_inputs = peers.logits_losses("cpu", False), (logits, targets, weights)
     else:
-        losses, given = peers.linear_losses("cpu", False), (hidden, head, targets, weights, 4)
-    torch.testing.assert_close(losses["original"](*given), losses["plain"](*given))
+        losses, loss_inputs = peers.linear_losses("cpu", False), (hidden, head, targets, weights, 4)
+    torch.testing.assert_close(losses["original"](*loss_inputs), losses["plain"](*loss_inputs))
 
 
 @pytest.fixture
 def broken_peers(tmp_path, monkeypatch):
-    """quack cannot be imported, liger lacks what is called, and nothing that was imported before is remembered."""
+    """Make quack fail on import, give liger no functions, and forget earlier imports."""
     (tmp_path / "quack").mkdir()
     (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no cutlass\\nfor you')")
     (tmp_path / "liger_kernel").mkdir()
@@ -252,7 +255,7 @@ def broken_peers(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_which_peers_can_be_imported_and_why_not(broken_peers, tmp_path, capsys):
+def test_the_report_of_peers_and_their_import_errors(broken_peers, tmp_path, capsys):
     assert peers.main(["--out", str(tmp_path / "peers.json")]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"quack +\| quack.cross_entropy +\| no: RuntimeError: no cutlass *\|", printed)
@@ -263,14 +266,14 @@ def test_which_peers_can_be_imported_and_why_not(broken_peers, tmp_path, capsys)
     assert set(peers.MODULES) <= PEERS
 
 
-def test_a_peer_that_lacks_what_is_called_is_named_and_not_measured(broken_peers, capsys):
+def test_a_peer_without_the_called_function_is_named_and_not_measured(broken_peers, capsys):
     losses = peers.logits_losses("cuda", False)
     assert {"plain", "gather"} <= losses.keys()
     assert not {"liger", "quack"} & losses.keys()
     assert "liger is not measured: AttributeError: " in capsys.readouterr().err
 
 
-def test_a_trainers_divergences_are_those_they_are_measured_beside():
+def test_a_trainers_divergences_equal_the_ones_compared_with_them():
     torch.manual_seed(0)
     hidden, teacher, head, weights = torch.randn(6, 4), torch.randn(6, 4), torch.randn(11, 4), torch.rand(6)
     try:
@@ -285,7 +288,7 @@ def test_a_trainers_divergences_are_those_they_are_measured_beside():
 
 
 class GRPOLoss:
-    """Liger's GRPO loss, as far as the benchmark calls it, in plain PyTorch."""
+    """Liger's GRPO loss in plain PyTorch, limited to the benchmark's calls."""
 
     def __init__(self, *, beta, epsilon_low, epsilon_high, loss_type, compiled):
         assert loss_type == "bnpo"  # over the tokens of the call
@@ -304,8 +307,11 @@ class GRPOLoss:
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("scheme", policy.SCHEMES)
-def test_updates_of_a_policy_have_one_loss_and_gradient(scheme, frozen, options, monkeypatch):
-    """Ours, the plain code and the peers; with one row per token Liger's GRPO loss too, or a stand-in for it."""
+def test_all_candidates_of_a_policy_update_agree(scheme, frozen, options, monkeypatch):
+    """The package, the plain code and the peers agree.
+
+    With one row per token, Liger's GRPO loss, or a stand-in for it, is included.
+    """
     installed, found = peers.module("liger_kernel.chunked_loss"), peers.module
     liger = installed or SimpleNamespace(LigerFusedLinearGRPOLoss=GRPOLoss)
     monkeypatch.setattr(peers, "module", lambda name: liger if name == "liger_kernel.chunked_loss" else found(name))
@@ -350,7 +356,7 @@ def test_table_and_json(options, capsys):
     printed = capsys.readouterr().out
     for column in ("median", "20-80 %", "speed / plain", "of floor", "peak / plain", "peak floor", "error"):
         assert column in printed
-    assert "0.50" in printed  # ours needs half the memory
+    assert "0.50" in printed  # the package needs half the memory
     written = json.loads(options.out.read_text())
     assert {"date", "commit", "sources", "torch", "python", "packages", "cpu", "gpu"} <= written["environment"].keys()
     assert set(written["ceilings"]) == {"copy_bytes_per_s", "gemm_flop_per_s"}

@@ -1,4 +1,4 @@
-"""Cases of a test marked ``covering`` that run every day."""
+"""The subset of cases of a test marked ``covering`` that runs every day."""
 
 import itertools
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("strength", "most"), [(1, 4), (2, 14), (4, 48)])
-def test_any_so_many_parameters_take_all_values(strength, most):
+def test_any_parameters_of_the_strength_take_all_combinations(strength, most):
     chosen = [item.callspec.params for item in covering(list(cases()), strength)]
     assert len(chosen) <= most
     for names in itertools.combinations(VALUES, strength):
@@ -29,7 +29,7 @@ def test_any_so_many_parameters_take_all_values(strength, most):
             assert any(all(params[n] == v for n, v in zip(names, values, strict=True)) for params in chosen)
 
 
-def test_what_is_chosen_already_need_not_be_chosen_again():
+def test_chosen_cases_are_not_covered_again():
     every = list(cases())
     first = covering(every, 1)
     more = covering(every, 2, first)

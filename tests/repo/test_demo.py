@@ -20,8 +20,8 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("tokens")
 
 
-def sums_of(options):
-    """Sizes of the sums that a loss and its gradients have been through: vocabulary, hidden size, tokens."""
+def sizes_of_sums(options):
+    """Return the sizes of the sums behind a loss and its gradients: vocabulary, hidden size, tokens."""
     return options.vocab, options.width, options.batch * options.length
 
 
@@ -73,7 +73,7 @@ def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, cap
     assert ("masked tokens of held-out text" in printed) == (mode in ("mdlm", "block", "hybrid", "scdd"))
 
 
-def test_masked_tokens_that_are_right_are_counted():
+def test_correctly_filled_tokens_are_counted():
     torch.manual_seed(0)
     windows = torch.randint(6, 11, (4, 400))
     right = torch.rand(4, 400) < 0.6
@@ -94,8 +94,8 @@ def test_masked_tokens_that_are_right_are_counted():
 
     def logits_of(_, ids):
         row = next(calls)
-        said = torch.where(right[row], windows[row], 5)
-        return (torch.nn.functional.one_hot(said, 11).float() + 2.0 * (torch.arange(11) == 2))[None]
+        predicted = torch.where(right[row], windows[row], 5)
+        return (torch.nn.functional.one_hot(predicted, 11).float() + 2.0 * (torch.arange(11) == 2))[None]
 
     task._logits = logits_of
     filled = task.fill(None, windows)
@@ -109,8 +109,8 @@ def test_masked_tokens_that_are_right_are_counted():
 
 
 @pytest.mark.parametrize("mode", every_time(["mdlm", "dflash"], TASKS))
-def test_minutes_take_about_so_long(mode, tmp_path, cache, monkeypatch):
-    """By a clock on which each training step takes an eighth of a second, and nothing else any time."""
+def test_minutes_determine_the_number_of_steps(mode, tmp_path, cache, monkeypatch):
+    """On a fake clock, each training step takes an eighth of a second, and everything else no time."""
     clock = [0.0]
     monkeypatch.setattr(train, "_now", lambda device: clock[0])
     step = train.optimizer_step
@@ -137,7 +137,7 @@ def test_a_short_training_by_minutes(tmp_path, cache, capsys):
     assert len(result["curves"]["ours"]["train"]) == train.LEAST_STEPS
 
 
-def test_the_help_says_what_each_mode_trains_and_where_it_is_from(capsys):
+def test_the_help_names_the_title_and_the_source_of_each_mode(capsys):
     with pytest.raises(SystemExit):
         train.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
@@ -146,8 +146,11 @@ def test_the_help_says_what_each_mode_trains_and_where_it_is_from(capsys):
         assert f"{mode}: {task.title} ({task.source})" in text
 
 
-def test_copies_see_what_they_may():
-    """A masked token the clean ones of earlier blocks and masked ones of its own; a clean one those up to itself."""
+def test_attention_mask_of_the_two_copies():
+    """A masked token sees clean tokens of earlier blocks and masked ones of its block.
+
+    A clean one sees those up to itself.
+    """
     torch.manual_seed(0)
     model = LanguageModel(Size(8, 2, 2, 11)).double()
     noisy, clean = torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6))
@@ -169,7 +172,7 @@ def test_copies_see_what_they_may():
 
 @pytest.mark.parametrize("mode", every_time(["mdlm", "dflash", "hybrid", "mtp"], TASKS))
 def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
-    """On one model; along a training the difference grows as rounding does in any training."""
+    """All losses use one model. Over a training run, the difference grows as rounding errors do in any training."""
     options = train.options_from(["--mode", mode, "--tiny", "--device", "cpu", "--corruption", "reference"])
     corpus = data.load(options.vocab, options.corpus_bytes, cache)
     task = TASKS[mode](options, corpus)
@@ -185,7 +188,7 @@ def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
         loss, _ = train.forward_backward(task, name, model, batch)
         found[name] = [loss.total.detach(), *(p.grad for p in model.parameters())]
     for plain, ours in zip(found["reference"], found["ours"], strict=True):
-        assert_as_good_as_plain([ours], [plain], 0.0, mode, sums_of(options))
+        assert_as_good_as_plain([ours], [plain], 0.0, mode, sizes_of_sums(options))
 
 
 def test_curves_differ_by_rounding_at_the_first_step(tmp_path, cache):
@@ -193,7 +196,9 @@ def test_curves_differ_by_rounding_at_the_first_step(tmp_path, cache):
     first = [result["curves"][name]["train"][0] for name in train.NAMES]
     assert result["largest_difference_first_tenth"] <= result["largest_difference"]
     plain, ours = torch.tensor(first[0], dtype=torch.float64), torch.tensor(first[1])
-    assert_as_good_as_plain([ours], [plain], 0.0, sizes=sums_of(train.options_from(["--tiny", "--device", "cpu"])))
+    assert_as_good_as_plain(
+        [ours], [plain], 0.0, sizes=sizes_of_sums(train.options_from(["--tiny", "--device", "cpu"]))
+    )
 
 
 def test_cutting_the_graph_at_the_loss_changes_no_gradient(cache):
@@ -232,7 +237,7 @@ def test_default_vocabulary_and_corpus_are_real():
 def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
     V, mask = 5, 4
 
-    def logits_of(ids):  # position i says token i % 4, the more surely the later it is in its block
+    def logits_of(ids):  # position i predicts token i % 4, with more confidence the later it is in its block
         i = torch.arange(ids.shape[1])
         sure = 1.0 + (i % 3).float()
         return (torch.nn.functional.one_hot(i % 4, V) * sure[:, None])[None]
@@ -248,18 +253,18 @@ def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
 def test_denoising_in_fewer_steps_fills_several_a_step_and_never_writes_the_mask():
     def logits_of(ids):
         logits = torch.zeros(1, ids.shape[1], 3)
-        logits[..., 2] = 9.0  # the mask is what the model likes best
+        logits[..., 2] = 9.0  # the mask is the most likely token
         return logits
 
     trace = sampler.denoise(logits_of, torch.eye(3), torch.tensor([0]), 4, 2, block_size=4, steps=2)
     assert [ids.count(2) for ids in trace] == [4, 2, 0]
 
 
-def test_speculation_writes_what_the_target_alone_would_write():
-    def target_of(ids):  # says (last + 1) % 7
+def test_speculation_writes_the_tokens_of_the_target():
+    def target_of(ids):  # predicts (last + 1) % 7
         return torch.nn.functional.one_hot((ids + 1) % 7, 7).float()
 
-    def draft_of(ids):  # right twice, then wrong
+    def draft_of(ids):  # correct twice, then wrong
         last = int(ids[0, -1])
         return torch.tensor([(last + 1) % 7, (last + 2) % 7, (last + 5) % 7])
 
@@ -269,7 +274,10 @@ def test_speculation_writes_what_the_target_alone_would_write():
 
 
 def test_drafts_of_three_objectives_are_compared(tmp_path, cache, capsys):
-    """By the tokens a check by the target gains, which training makes more; what is sampled is a share of a token."""
+    """The measure is the number of tokens gained per check by the target, which training increases.
+
+    Sampling gives fractions.
+    """
     _, result = run("distill", tmp_path, cache, "--steps", "10")
     accepted = result["curves"]["accepted"]
     assert list(accepted) == ["kl", "l1", "ce"]
@@ -344,7 +352,7 @@ def test_a_missing_gpu_is_rejected(capsys):
     assert "argument --device: must be a device that is here, got 'cuda'" in capsys.readouterr().err
 
 
-def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
+def test_a_text_shorter_than_the_windows_is_rejected(tmp_path, cache, capsys):
     with pytest.raises(SystemExit) as stopped:
         run("mdlm", tmp_path, cache, "--corpus-bytes", "1")
     assert stopped.value.code == 2
@@ -352,7 +360,7 @@ def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
 
 
 @pytest.mark.parametrize("mode", every_time(["idlm"], TASKS))
-def test_the_smallest_that_is_accepted_runs(mode, tmp_path, cache):
+def test_the_smallest_accepted_sizes_run(mode, tmp_path, cache):
     last = mode in ("idlm", "mtp", *train.WITH_TARGET)
     least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}
     least |= {"heldout": 1, "block-size": 2 if last else 3, "draft-block": 2, "blocks": 1, "temperature": 0, "alpha": 0}

@@ -1,7 +1,7 @@
-"""Every fence of docs runs, as printed, and gives the numbers that the text around it promises.
+"""Every fence of docs runs as printed, and gives the numbers in the text around it.
 
-The fences of a page share their names and run in order; then the page's check, written here, compares what they made
-with plain PyTorch in float64. Those of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
+The fences of a page share their names and run in order. Then the page's check, defined here, compares the results with
+plain PyTorch in float64. The fences of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
 ``test_distributed.py``.
 """
 
@@ -27,7 +27,7 @@ from tests.support.readme import DOCS, ROOT, blocks, fences, python, run
 
 
 def drop_in(code):
-    """The line in the comment is the one replaced: both classes make the same of the same arguments."""
+    """The comment holds the replaced line. Both classes give equal results for equal arguments."""
     found, replaced = {}, {}
     run(code, found)
     assert found["MDLMCrossEntropyLoss"] is ours.MDLMCrossEntropyLoss
@@ -35,14 +35,14 @@ def drop_in(code):
     run(code.replace("# ", "", 1).splitlines()[0], replaced)
     assert replaced["MDLMCrossEntropyLoss"] is not ours.MDLMCrossEntropyLoss
     masks = (torch.rand(2, 8) < 0.5, torch.rand(2, 8).clamp(min=0.1), torch.ones(2, 8))
-    given = torch.randn(2, 8, 11), torch.randint(0, 11, (2, 8)), *masks
-    out, theirs = (f["MDLMCrossEntropyLoss"]()(*given, num_diffusion_tokens=16) for f in (found, replaced))
+    loss_inputs = torch.randn(2, 8, 11), torch.randint(0, 11, (2, 8)), *masks
+    out, theirs = (f["MDLMCrossEntropyLoss"]()(*loss_inputs, num_diffusion_tokens=16) for f in (found, replaced))
     assert out._fields[: len(theirs._fields)] == theirs._fields  # additions come last
     torch.testing.assert_close(out.total_loss, theirs.total_loss)
 
 
 def framework(code):
-    """What its losses are afterwards, and what the report says."""
+    """Check the framework's losses after the patch."""
     automodel = pytest.importorskip("dllm_kernels.integrations.nemo_automodel")
     theirs = pytest.importorskip("nemo_automodel.components.loss.dllm_loss")
     try:
@@ -54,18 +54,18 @@ def framework(code):
 
 
 def trainer(code):
-    """The class that the examples build on: ``integrations/test_transformers.py`` trains it."""
+    """Check the class on which the examples build. ``integrations/test_transformers.py`` trains it."""
     transformers = pytest.importorskip("transformers")
     names = {}
     run(code, names)
-    made, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
-    assert issubclass(made, transformers.Trainer)
-    assert made.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
+    trainer_class, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
+    assert issubclass(trainer_class, transformers.Trainer)
+    assert trainer_class.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
     assert callable(names["MaskedDiffusionCollator"])
 
 
 def patched_speculators(code):
-    """Its losses are then ours, as its tables hold them."""
+    """After the patch, speculators' tables hold the package's losses."""
     with trainers.loaded(trainers.SPECULATORS, "losses.utils") as host:
         theirs = dict(host.utils._EAGER_LOSS_FN_MAP)
         try:
@@ -77,7 +77,10 @@ def patched_speculators(code):
 
 
 def metrics_of_speculators(code):
-    """KL with the decay from row 1 on, over the valid rows; the acceptance rate of the rows that predict."""
+    """The loss is KL with the decay from row 1 on, over the valid rows.
+
+    The acceptance rate is that of the predicting rows.
+    """
     torch.manual_seed(0)
     n = {}
     run(code, n)
@@ -93,7 +96,7 @@ def metrics_of_speculators(code):
 
 
 def patched_trl(code):
-    """Its function is then ours."""
+    """After the patch, TRL's function is that of the package."""
     kernels = pytest.importorskip("trl.kernels")
     original = kernels.ChunkedLogProbFunction
     try:
@@ -105,7 +108,7 @@ def patched_trl(code):
 
 
 def policy_of_trl(code):
-    """The class that the example trains, in ``test_examples.py``."""
+    """Check the class that the example in ``test_examples.py`` trains."""
     for needed in ("trl", "pandas", "datasets"):
         pytest.importorskip(needed)
     names = {}
@@ -116,20 +119,20 @@ def policy_of_trl(code):
 
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
-WHOLE = {
+FENCE_CHECKS = {
     "frameworks.md": (framework, trainer, patched_speculators, metrics_of_speculators, patched_trl, policy_of_trl),
     "migrate/nemo-automodel.md": (drop_in,),
-}  # what runs each fence, and judges it
+}  # function that runs and checks each fence
 SHELL = {"sh", "console"}
 
 
 def page(name):
-    """Register the check of a page; it is called with the names that the fences have defined."""
+    """Register the check of a page; it is called with the names defined by the fences."""
     return lambda check: CHECK.setdefault(name, check)
 
 
 def plain_nll(logits, ids):
-    """In float64; -100 gives 0."""
+    """Compute the NLL in float64; -100 gives 0."""
     return F.cross_entropy(logits.double().flatten(0, -2), ids.flatten(), reduction="none").view(ids.shape)
 
 
@@ -138,7 +141,7 @@ def leaf(t):
 
 
 def same(found, expected):
-    """Float32 against float64, with the defaults of ``assert_close`` for float32."""
+    """Compare float32 with float64, with the defaults of ``assert_close`` for float32."""
     torch.testing.assert_close(found.detach().float(), expected.detach().float())
 
 
@@ -209,12 +212,12 @@ def scdd(n):
     assert_as_good_as_plain([n["out"].total_loss.detach()], [exact], plain, "loss", reduction_sizes([logits]))
     assert (n["noisy"] == n["MASK"]).any()
     (code,) = python(PAGES["losses/scdd.md"])
-    large = {}  # the page's own probabilities, where a uniform draw often gives back the clean token
+    large = {}  # the page's own probabilities, with which a uniform draw often repeats the clean token
     run(code.replace("4, 32, 100, 99", "400, 500, 4, 3"), large)
     mass = large["mass"]
-    left = (mass.clean_mass + mass.uniform_mass / (large["V"] - 1)).double()
-    variance = (left * (1 - left)).mean() / large["ids"].numel()
-    assert abs((large["noisy"] == large["ids"]).double().mean() - left.mean()) < 5 * variance.sqrt()
+    expected_mass = (mass.clean_mass + mass.uniform_mass / (large["V"] - 1)).double()
+    variance = (expected_mass * (1 - expected_mass)).mean() / large["ids"].numel()
+    assert abs((large["noisy"] == large["ids"]).double().mean() - expected_mass.mean()) < 5 * variance.sqrt()
 
 
 @page("losses/dflash.md")
@@ -376,7 +379,7 @@ def corruption(n):
         assert not (n[name] & ~supervised).any(), name
     assert not supervised[:, :12].any()
     assert supervised[:, 12:].all()
-    for start in range(16, 64, 16):  # whole blocks that are supervised: an exact share
+    for start in range(16, 64, 16):  # whole supervised blocks: an exact share
         m = n["m"][:, start]
         assert torch.equal(n["block_mask"][:, start : start + 16].sum(1), (16 * m).round().long())
     assert (n["exact_mask"].sum(1) == round(0.25 * 52)).all()
@@ -453,7 +456,7 @@ def collator(n):
 
 
 def asserts_by_itself(n):
-    """The page's own code compares."""
+    """The page's own code compares the results."""
 
 
 for name in ("migrate/cut-cross-entropy.md", "migrate/torch.md"):
@@ -462,7 +465,7 @@ for name in ("migrate/cut-cross-entropy.md", "migrate/torch.md"):
 
 @page("migrate/liger.md")
 def liger(n):
-    """The means are compared by the page; a z-loss is 1e-4 times the square of the logsumexp."""
+    """The page compares the means. A z-loss is 1e-4 times the square of the logsumexp."""
     assert sum(code.count("torch.testing.assert_close(") for code in python(PAGES["migrate/liger.md"])) == 2
     logits, on = n["logits"].detach().double(), n["targets"] != -100
     each = plain_nll(logits, n["targets"].clamp(min=0)) + 1e-4 * logits.logsumexp(-1) ** 2
@@ -482,7 +485,7 @@ def test_the_code_runs_as_printed(name):
     CHECK[name](names)
 
 
-# What imports NeMo AutoModel takes longer than all the others; the same line is in integrations/test_nemo.py.
+# Importing NeMo AutoModel takes longer than all other fences. The same line is in integrations/test_nemo.py.
 LONG = {framework: pytest.mark.exhaustive}
 
 
@@ -490,20 +493,20 @@ LONG = {framework: pytest.mark.exhaustive}
     ("name", "fence"),
     [
         pytest.param(name, i, marks=LONG.get(runner, ()))
-        for name, runners in WHOLE.items()
+        for name, runners in FENCE_CHECKS.items()
         for i, runner in enumerate(runners)
     ],
 )
 def test_the_code_of_a_framework_runs_as_printed(name, fence):
     codes = python(PAGES[name])
-    assert len(codes) == len(WHOLE[name])
-    WHOLE[name][fence](codes[fence])
+    assert len(codes) == len(FENCE_CHECKS[name])
+    FENCE_CHECKS[name][fence](codes[fence])
 
 
 def test_no_fence_goes_without_a_test():
     """Each page with Python has a check, and every fence is Python or a command."""
     with_python = {name for name, text in PAGES.items() if python(text)}
-    assert with_python == CHECK.keys() | WHOLE.keys() | {"many-gpus.md"}
+    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | {"many-gpus.md"}
     for name, text in PAGES.items():
         assert {language for language, _ in blocks(text)} <= {"python", *SHELL}, name
         assert len(blocks(text)) == text.count("```") / 2, name
@@ -518,7 +521,7 @@ def test_every_fence_for_many_processes_has_a_scenario():
 
 
 def test_commands_exist():
-    """``make`` targets, modules, files and what is installed."""
+    """Check ``make`` targets, modules and files; other commands must be ``pip install``."""
     makefile = (ROOT / "Makefile").read_text()
     lines = [
         line
@@ -543,8 +546,11 @@ def test_commands_exist():
 BUILT = {"site/"}  # by ``make docs``
 
 
-def test_pages_for_contributors_name_only_what_exists():
-    """Files, relative to the root or the package, and identifiers in code font; ``<...>`` stands for a new one."""
+def test_pages_for_contributors_name_existing_files_and_identifiers():
+    """Check files, relative to the root or the package, and identifiers in code font.
+
+    ``<...>`` stands for a new one.
+    """
     folders = ("dllm_kernels", "reference", "benchmarks", "tools", "tests")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     words = set().union(*(re.findall(r"\w+", path.read_text()) for path in sources))
@@ -561,8 +567,8 @@ def test_pages_for_contributors_name_only_what_exists():
     assert found == []
 
 
-def test_what_the_wrong_count_would_do():
-    """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
+def test_the_documented_effect_of_a_wrong_count():
+    """In a step of one sequence, sum(1/p over the masked) / masked is 1/p. Its mean over t is ln(1/eps) / (1 - eps)."""
     assert "`eps=1e-3`, the loss of a model that predicts uniformly averages about seven times log V" in " ".join(
         PAGES["many-gpus.md"].split()
     )
@@ -585,7 +591,7 @@ def as_text(node):
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
     if isinstance(node, ast.BinOp):
-        return as_text(node.left) + as_text(node.right)
+        return as_text(node.expected_mass) + as_text(node.right)
     return "{}"
 
 

@@ -14,16 +14,16 @@ from dllm_kernels.integrations import nemo_automodel, speculators, transformers,
 
 EXAMPLES = doctest.DocTestFinder(recurse=False)
 PUBLIC = {name: vars(ours)[name] for name in ours.__all__}
-# Calls that take several tensors of a meaning of their own, or a function, or give back more than one thing.
-NOT_OBVIOUS = {
+# Calls with several tensors of different meaning, with a function argument, or with several results.
+COMPLEX_CALLS = {
     *("DFlashDecayLoss", "DLLMCollator", "HybridDiffusionLLMLoss", "MDLMCrossEntropyLoss", "calculate_mtp_loss"),
     *("complementary", "corrupt_blockwise", "encoder_ar_loss", "gumbel_topk_mask", "linear_row_objective"),
     *("row_objective", "row_stats", "token_log_probs", "weighted_linear_nll"),
 }
 
 
-def test_what_is_not_obvious_has_an_example():
-    assert {name for name in PUBLIC if ">>>" in (inspect.getdoc(PUBLIC[name]) or "")} >= NOT_OBVIOUS
+def test_complex_calls_have_an_example():
+    assert {name for name in PUBLIC if ">>>" in (inspect.getdoc(PUBLIC[name]) or "")} >= COMPLEX_CALLS
 
 
 @pytest.mark.parametrize("name", [n for n, o in PUBLIC.items() if ">>>" in (inspect.getdoc(o) or "")])
@@ -32,28 +32,32 @@ def test_the_example_of(name, capsys):
     assert doctest.DocTestRunner().run(example).failed == 0, capsys.readouterr().out
 
 
-def arguments_of(function):
-    """What its docstring lists, one or several a line."""
+def documented_arguments(function):
+    """Return the arguments listed in the docstring, one or several per line."""
     _, _, listed = (inspect.getdoc(function) or "").partition("Args:\n")
     lines = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", listed.partition("\n\n")[0], re.MULTILINE)
     return [name.lstrip("*") for line in lines for name in line.split(", ")]
 
 
 def described():
-    """Public functions, and the public methods that public classes of ours define, each once."""
+    """Return the public functions, and the public methods that public classes of the package define, each once."""
     modules = [ours, distributed, mtp, nemo_automodel, speculators, transformers, trl]
-    things = [thing for module in modules for name, thing in vars(module).items() if not name.startswith("_")]
-    found = [thing for thing in things if inspect.isfunction(thing)]
-    for owner in {base for thing in things if inspect.isclass(thing) for base in thing.__mro__}:
+    public_objects = [
+        public_object for module in modules for name, public_object in vars(module).items() if not name.startswith("_")
+    ]
+    found = [public_object for public_object in public_objects if inspect.isfunction(public_object)]
+    for owner in {
+        base for public_object in public_objects if inspect.isclass(public_object) for base in public_object.__mro__
+    }:
         methods = [value for name, value in vars(owner).items() if not name.startswith("_") or name == "__call__"]
         found += [m.__func__ if isinstance(m, (classmethod, staticmethod)) else m for m in methods]
-    of_ours = {f for f in found if inspect.isfunction(f) and f.__module__.startswith("dllm_kernels.")}
-    return sorted(of_ours, key=lambda f: (f.__module__, f.__qualname__))
+    own_functions = {f for f in found if inspect.isfunction(f) and f.__module__.startswith("dllm_kernels.")}
+    return sorted(own_functions, key=lambda f: (f.__module__, f.__qualname__))
 
 
 def test_shared_descriptions_are_inserted():
-    """In functions, in classes, and in a method that a class inherits."""
-    docs = [inspect.getdoc(thing) or "" for thing in (*described(), *PUBLIC.values())]
+    """Functions, classes, and inherited methods are checked."""
+    docs = [inspect.getdoc(public_object) or "" for public_object in (*described(), *PUBLIC.values())]
     assert not [doc for doc in docs if re.search(r"^ *\w+: \{\w+\}", doc, re.MULTILINE)]
     assert "the logits. In a drafter's Markov head, u is" in " ".join(
         ours.DFlashDecayLoss.forward_fused.__doc__.split()
@@ -63,7 +67,7 @@ def test_shared_descriptions_are_inserted():
 
 
 @pytest.mark.parametrize("function", described(), ids=lambda f: f"{f.__module__}.{f.__qualname__}")
-def test_every_argument_is_described_in_its_place(function):
-    """Where arguments are listed at all: all of them, in their order, and nothing else."""
-    listed = arguments_of(function)
+def test_every_argument_is_described_in_order(function):
+    """If a docstring lists arguments, it lists all of them, in order, and nothing else."""
+    listed = documented_arguments(function)
     assert listed in ([], [name for name in inspect.signature(function).parameters if name not in ("self", "cls")])

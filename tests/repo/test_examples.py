@@ -15,12 +15,12 @@ from tests.support.distributed_checks import CHECKS
 from tests.support.distributed_workers import distributed_readme  # noqa: F401  (it registers its checks)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Beside the tests of their integrations, and in several processes.
+# Tested with their integrations, and in several processes.
 ELSEWHERE = {"huggingface_trainer", "nemo_automodel_patch", "fsdp2_tensor_parallel"}
 
 
 def load(name):
-    """The module of an example; the test is skipped where what it is about is not installed."""
+    """Return the module of an example; skip the test if its framework is not installed."""
     spec = importlib.util.spec_from_file_location(f"examples.{name}", EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     try:
@@ -48,7 +48,7 @@ def test_huggingface_encoder():
 
 
 def test_llada_sft():
-    """The loss is that of LLaDA's guidelines, line by line; training on it answers."""
+    """The loss equals that of LLaDA's guidelines, line by line, and a trained model answers."""
     example = load("llada_sft")
     torch.manual_seed(0)
     model = example.Denoiser().double()
@@ -56,7 +56,7 @@ def test_llada_sft():
     batch = collate([example.chat(random.Random(i)) for i in range(8)])
     ids, loss_mask, seeds = batch["input_ids"], batch["loss_mask"], torch.arange(8)
     assert len(set(batch["input_lengths"].tolist())) > 1
-    assert (loss_mask[:, -1] == 1).all()  # the padding is learnt
+    assert (loss_mask[:, -1] == 1).all()  # the padding is learned
     noisy, masked, p_mask = corrupt_uniform(ids, loss_mask, example.MASK, seeds=seeds)
     logits = model.lm_head(model(noisy))
     token_loss = F.cross_entropy(logits[masked], ids[masked], reduction="none") / p_mask[masked]
@@ -71,7 +71,7 @@ def test_llada_sft():
 @pytest.mark.parametrize("norm", ["token", "sequence", "batch"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_dllm_mdlm(schedule, norm, right_shift):
-    """Against the trainer's own steps: logits, shifted, times weights, over the norm."""
+    """The loss equals the trainer's own steps: shifted logits, times weights, over the norm."""
     example = load("dllm_mdlm")
     torch.manual_seed(0)
     model, ids = example.Model().double(), torch.randint(0, 49, (4, 16))
@@ -104,7 +104,7 @@ def test_dllm_mdlm_runs():
 
 @pytest.mark.parametrize("loss_type", ["dflash", *load("specforge_dflash").VARIANTS])
 def test_specforge_dflash(loss_type):
-    """All four terms, and the gradient, are those of SpecForge's own method."""
+    """All four terms and the gradient equal those of SpecForge's own method."""
     example = load("specforge_dflash")
     torch.manual_seed(0)
     B, N, block_size, V, D = 2, 3, 5, 11, 8
@@ -133,7 +133,7 @@ def test_specforge_dflash_runs():
 
 
 def policies(example):
-    """Three close policies in float64, completions, rewards and seeds, for an example of policy gradients."""
+    """Create three similar policies in float64, completions, rewards and seeds, for an example of policy gradients."""
     torch.manual_seed(0)
     several = [example.Policy().double() for _ in range(3)]
     for p in several[1:]:
@@ -143,19 +143,19 @@ def policies(example):
 
 
 def log_probs_of(example, policy, noisy, ids):
-    """Of the tokens under each view, by the whole of the logits."""
+    """Compute log-probabilities of the tokens under each view from the full logits."""
     logits = policy.lm_head(policy(noisy))[..., : example.MASK]
     return logits.log_softmax(-1).gather(-1, ids.expand_as(noisy)[..., None])[..., 0]
 
 
 def same_gradients(policy, found):
-    """The gradients that lie in the parameters, and those of the formula."""
+    """Compare the parameters' ``.grad`` with the gradients of the formula."""
     for grad, p in zip(found, policy.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
 
 
 def test_coupled_grpo():
-    """Loss and gradient are those of DiffuCoder's formula; the reward rises."""
+    """Loss and gradient equal those of DiffuCoder's formula, and the reward increases."""
     example = load("coupled_grpo")
     several, ids, rewards, seeds = policies(example)
     found = example.update(*several, ids, rewards, seeds)
@@ -172,8 +172,8 @@ def test_coupled_grpo():
     assert ((t > 0.2) & (t < 0.8)).all()
 
     def score(policy):
-        of_full, of_masked, of_complement = log_probs_of(example, policy, views.noisy, ids)
-        return (of_full + torch.where(masked, of_masked / t, of_complement / (1 - t))) / 2
+        full_scores, masked_scores, complement_scores = log_probs_of(example, policy, views.noisy, ids)
+        return (full_scores + torch.where(masked, masked_scores / t, complement_scores / (1 - t))) / 2
 
     new, old, ref = map(score, several)
     ratio, A = (new - old.detach()).exp(), ((rewards - rewards.mean()) / (rewards.std() + 1e-4))[:, None]
@@ -189,7 +189,7 @@ def test_coupled_grpo():
 
 
 def test_espo():
-    """Loss and gradient are those of the formula, in which all views are one batch; the reward rises."""
+    """Loss and gradient equal those of the formula, in which all views are one batch. The reward increases."""
     example = load("espo")
     several, ids, rewards, seeds = policies(example)
     found = example.backward(*several, ids, rewards, seeds)
@@ -217,7 +217,7 @@ def test_espo():
 
 
 def test_vrpo():
-    """Loss and gradient are those of DPO on the ELBOs; the preferred completions become likelier."""
+    """Loss and gradient equal those of DPO on the ELBOs. The preferred completions become more likely."""
     example = load("vrpo")
     (policy, reference, _), ids, _, seeds = policies(example)
     found = example.preference_loss(policy, reference, ids[:4], ids[4:], seeds[:4])
@@ -245,12 +245,12 @@ def test_trl_diffusion():
 
 
 def test_llada2_confidence():
-    """The loss and the gradient are those of the formula; the second term lowers the entropy of what is right."""
+    """The loss and gradient equal those of the formula. The second term lowers the entropy of correct predictions."""
     example = load("llada2_confidence")
     torch.manual_seed(0)
     ids, noise_mask = torch.randint(0, example.MASK, (4, 16)), torch.rand(4, 16) < 0.6
     p_mask, head = torch.full((4, 16), 0.6).double(), torch.randn(example.V, 8).double().requires_grad_()
-    hidden = (2 * head.detach()[ids] + torch.randn(4, 16, 8)).requires_grad_()  # right now and then
+    hidden = (2 * head.detach()[ids] + torch.randn(4, 16, 8)).requires_grad_()  # correct in some rows
     out = example.loss_of(hidden, head, ids, noise_mask, p_mask)
     grads = torch.autograd.grad(out.loss, (hidden, head))
     log_p = (hidden @ head.T)[..., : example.MASK].log_softmax(-1)
@@ -266,14 +266,17 @@ def test_llada2_confidence():
 
 
 def test_speculators_draft():
-    """The acceptance rate rises; ``integrations/test_speculators.py`` holds loss and metrics to speculators' own."""
+    """The acceptance rate increases.
+
+    ``integrations/test_speculators.py`` compares loss and metrics with speculators' own.
+    """
     example = load("speculators_draft")
     first, last = example.main(steps=100, weighting="dpace")
     assert last > 2 * first
 
 
 def test_speculators_patch():
-    """Its own model's losses, without ours, with both its tables patched, and from hidden states: one training run."""
+    """A model of speculators trains equally unpatched, with both tables patched, and from hidden states."""
     for needed in ("speculators", "openai", "datasets"):  # its models import the code that makes training data
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribut
 SIZES = ({"B": 1, "L": 1024}, {"B": 8, "L": 4096}, {"B": 64, "L": 4096})
 HALF = {"shape": "CPU 2x960", "active": "50%"}
 LINEAR = {"V": 32000, "D": 512, "active": "50%"}
-# A row's first words -> (file, phase, what it is compared with, its cases).
+# First words of a row -> (file, phase, compared implementation, its cases).
 ROWS = {
     "MDLM loss": ("token_nll", "both", "original", [HALF | {"V": 32000}]),
     "DFlash from hidden states, frozen head": ("linear_nll", "both", "original", [LINEAR | {"head": "frozen"}]),
@@ -43,13 +43,13 @@ def results(path):
 
 
 def ratios(found, phase, other, case):
-    """(speed, memory) of ours beside the other; of several settings of one size the slower."""
-    of = {}
+    """Return (speed, memory) of the package relative to the other; the slower one of several settings of one size."""
+    by_case = {}
     for result in found:
         if result["phase"] == phase and case.items() <= result["case"].items():
-            of.setdefault(tuple(result["case"].items()), {})[result["name"]] = result
-    assert of, case
-    pairs = [(names["ours"], names[other]) for names in of.values()]
+            by_case.setdefault(tuple(result["case"].items()), {})[result["name"]] = result
+    assert by_case, case
+    pairs = [(names["ours"], names[other]) for names in by_case.values()]
     speed, ours, theirs = min((b["timing"]["q50_s"] / a["timing"]["q50_s"], a, b) for a, b in pairs)
     return speed, ours["peak_bytes"] and theirs["peak_bytes"] and ours["peak_bytes"] / theirs["peak_bytes"]
 
@@ -59,7 +59,7 @@ def printed(cell):
 
 
 def agree(shown, exact):
-    """To as many decimals as are printed."""
+    """Compare to as many decimals as are printed."""
     decimals = len(shown.partition(".")[2])
     return abs(float(shown) - exact) <= 0.5 * 10**-decimals
 
@@ -72,27 +72,27 @@ def table(path):
 
 
 @pytest.mark.parametrize("page", [README, DOCS / "benchmarks.md"], ids=lambda path: path.name)
-def test_the_table_is_what_was_measured(page):
-    for what, _, speeds, *memory in table(page):
-        (name,) = (name for name in ROWS if re.match(re.escape(name) + r"(\W|$)", what))
+def test_the_table_equals_the_results(page):
+    for label, _, speeds, *memory in table(page):
+        (name,) = (name for name in ROWS if re.match(re.escape(name) + r"(\W|$)", label))
         file, phase, other, cases = ROWS[name]
         found = results(XEON / f"{file}.json")
         exact = [ratios(found["results"], phase, other, case) for case in cases]
         shown = printed(speeds)
         assert len(shown) >= len(exact)
         for figure, (speed, _) in zip(shown, exact, strict=False):
-            assert agree(figure, speed), (what, figure, speed)
-        if len(shown) > len(exact):  # beside it, in words, the rows that count alone
+            assert agree(figure, speed), (label, figure, speed)
+        if len(shown) > len(exact):  # next to it, in words, the figure over the counted rows alone
             assert "only the active rows are gathered" in speeds
             assert agree(shown[1], ratios(found["results"], phase, "gather", cases[0])[0])
         if memory and printed(memory[0]):
-            assert agree(printed(memory[0])[0], exact[0][1]), what
+            assert agree(printed(memory[0])[0], exact[0][1]), label
         if page.parent == DOCS:
-            samples = re.search(r"medians of (\d+)", what)
-            assert found["options"]["samples"] == int(samples[1] if samples else 20), what
+            samples = re.search(r"medians of (\d+)", label)
+            assert found["options"]["samples"] == int(samples[1] if samples else 20), label
 
 
-def test_the_divergences_are_what_was_measured():
+def test_the_divergences_equal_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Divergences")[1]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
     assert [kind for kind, _ in rows] == ["kl", "jsd", "tv", "l1", "nla"]
@@ -107,24 +107,24 @@ def test_the_divergences_are_what_was_measured():
             assert agree(figure, exact), (kind, figure, exact)
 
 
-def test_the_options_of_the_head_are_what_was_measured():
+def test_the_options_of_the_head_equal_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Options of the head")[1].split("## ")[0]
     rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
     nll, sample = (results(XEON / f"{file}.json") for file in ("head_options", "linear_sample"))
     assert not nll["environment"]["modified"]
     assert [f"medians of {file['options']['samples']}" in text for file in (nll, sample)] == [True] * 2
-    of = {(i, result["name"]): result for i, file in enumerate((nll, sample)) for result in file["results"]}
+    by_case = {(i, result["name"]): result for i, file in enumerate((nll, sample)) for result in file["results"]}
     pairs = [(0, "float32 logits", "plain, float32 logits"), (0, "LoRA", "plain, LoRA"), (0, "ours", "plain")]
     pairs += [(1, name, "plain") for name in ("ours", "greedy", "top 8")]
     for figures, (i, name, other) in zip(rows, pairs, strict=True):
-        this, that = of[i, name], of[i, other]
+        this, that = by_case[i, name], by_case[i, other]
         assert agree(figures[0], that["timing"]["q50_s"] / this["timing"]["q50_s"]), name
         assert agree(figures[1], this["peak_bytes"] / that["peak_bytes"]), name
         if i:
-            assert agree(figures[2], of[1, "product"]["timing"]["q50_s"] / this["timing"]["q50_s"]), name
+            assert agree(figures[2], by_case[1, "product"]["timing"]["q50_s"] / this["timing"]["q50_s"]), name
 
 
-def test_the_policy_update_is_what_was_measured():
+def test_the_policy_update_equals_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Policy gradients")[1].split("## ")[0]
     rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
     file = results(XEON / "policy.json")
@@ -137,7 +137,7 @@ def test_the_policy_update_is_what_was_measured():
         assert agree(figures[1], this["peak_bytes"] / plain["peak_bytes"]), name
 
 
-def test_the_demo_is_what_was_measured():
+def test_the_demo_equals_the_results():
     found = results(EPYC / "demo_mdlm.json")
     assert {name: found["options"][name] for name in train.PRESETS["cpu"]} == train.PRESETS["cpu"]
     plain, ours = found["table"]
@@ -156,11 +156,11 @@ def test_the_demo_is_what_was_measured():
     assert f"a vocabulary of {found['options']['vocab']:,}" in text
     (shown,) = re.findall(r"in (\d+) s of processor time", text)
     assert agree(shown, found["processor_seconds"])
-    assert found["processor_seconds"] < 150  # two idle cores then need less, whatever part of it runs on one alone
+    assert found["processor_seconds"] < 150  # two idle cores then need less, whatever part runs on one of them alone
 
 
-def test_what_was_measured_is_one_commit():
-    """The pages say so; nothing was uncommitted."""
+def test_results_are_of_one_commit():
+    """The pages state that nothing was uncommitted."""
     found = [results(XEON / f"{file}.json")["environment"] for file in {row[0] for row in ROWS.values()}]
     assert not any(environment["modified"] for environment in found)
     assert len({environment["commit"] for environment in found}) == 1

@@ -1,4 +1,7 @@
-"""Imports go in one direction: losses, mtp, corruption -> ops -> _core -> _backends -> triton; the oracle is apart."""
+"""Imports go in one direction: losses, mtp, corruption -> ops -> _core -> _backends -> triton.
+
+The oracle is separate.
+"""
 
 import ast
 import functools
@@ -18,7 +21,7 @@ def parsed(path):
 
 
 def imports(path):
-    """(module, whether at the top level of the file) for every import of a file."""
+    """Yield (module, whether at the top level of the file) for every import of a file."""
     tree = parsed(path)
     top = {id(node) for node in tree.body}
     for node in ast.walk(tree):
@@ -40,12 +43,12 @@ def within(module, *packages):
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
-def everything():
+def all_files():
     return sorted(PACKAGE.rglob("*.py"))
 
 
 def layer(path):
-    """The folder or module at the top of the package; a backend, or a module of their interface, is one of its own."""
+    """Return the top-level folder or module of the file; each backend and module of the interface is separate."""
     first, *others = path.relative_to(PACKAGE).parts
     return f"{first}/{others[0]}".removesuffix(".py") if first == "_backends" else first.removesuffix(".py")
 
@@ -59,25 +62,25 @@ def layer(path):
     ],
     ids=["triton", "torch.distributed", "frameworks"],
 )
-def test_who_imports_what_is_outside(packages, layers):
-    found = {(layer(path), str(path), m) for path in everything() for m, _ in imports(path) if within(m, *packages)}
+def test_external_packages_are_imported_by_their_layers_only(packages, layers):
+    found = {(layer(path), str(path), m) for path in all_files() for m, _ in imports(path) if within(m, *packages)}
     assert found, f"nobody imports {packages}: there would be nothing to check"
     assert not [(path, m) for name, path, m in found if name not in layers]
 
 
 def home(module):
-    """The file of a module of the package, or None: of a name that a module holds, or of others' packages."""
+    """Return the file of a module of the package, or None for a name within a module or for another package."""
     base = ROOT.joinpath(*module.split("."))
     return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists()), None)
 
 
 def import_graph():
-    """Every file of the package with the files that it imports, at the top or inside a function.
+    """Map every file of the package to the files that it imports, at the top or inside a function.
 
-    ``from package import name`` is an import of the package's own file only where name is no module of it.
+    ``from package import name`` imports the file of ``name`` if it is a module, otherwise the package's own file.
     """
     graph = {}
-    for path in everything():
+    for path in all_files():
         homes = set()
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
@@ -88,7 +91,7 @@ def import_graph():
     return graph
 
 
-# From the ground up; a file imports from its own layer and from those below. CONTRIBUTING.md says what each is for.
+# From the bottom up. A file imports from its own layer and from lower ones. CONTRIBUTING.md describes each layer.
 LAYERS = (
     ("_utils",),
     ("_random",),
@@ -107,22 +110,25 @@ LAYERS = (
 )
 
 
-def floor(path):
+def layer_index(path):
     return next(i for i, names in enumerate(LAYERS) if layer(path) in names)
 
 
-def test_no_import_runs_up():
-    up = [(a, b) for a, imported in import_graph().items() for b in imported if floor(b) > floor(a)]
+def test_no_file_imports_from_a_higher_layer():
+    up = [(a, b) for a, imported in import_graph().items() for b in imported if layer_index(b) > layer_index(a)]
     assert not up
 
 
-def test_no_circle_of_imports():
-    """Lazy imports included: what is left when files that import nothing more are taken away, again and again."""
-    left = import_graph()
-    while ready := [path for path, imported in left.items() if not imported & left.keys()]:
+def test_no_import_cycles():
+    """Includes lazy imports.
+
+    Files that import no other file are removed repeatedly; any remaining file is in a cycle.
+    """
+    remaining = import_graph()
+    while ready := [path for path, imported in remaining.items() if not imported & remaining.keys()]:
         for path in ready:
-            del left[path]
-    assert not {path.name: [p.name for p in imported & left.keys()] for path, imported in left.items()}
+            del remaining[path]
+    assert not {path.name: [p.name for p in imported & remaining.keys()] for path, imported in remaining.items()}
 
 
 def test_contributing_names_the_layers_in_their_order():
@@ -137,7 +143,7 @@ ROOMS = ("reference", "dllm_kernels", "benchmarks", "tools", "examples", "tests"
 
 
 @pytest.mark.parametrize("room", ROOMS[:-2])
-def test_the_package_knows_no_room_around_it_and_benchmarks_no_tool(room):
+def test_the_package_imports_no_folder_beside_it_and_benchmarks_no_tool(room):
     above = ROOMS[ROOMS.index(room) + 1 :]
     sources = sorted((ROOT / room).rglob("*.py"))
     assert sources
@@ -154,7 +160,7 @@ def test_row_ops_and_corruption_do_not_import_each_other():
         assert bool(random) == (path.name == "_sample.py"), path  # draws tokens
 
 
-def test_kernels_are_imported_lazily_and_distributed_is_not_named_below_it():
+def test_kernels_are_imported_lazily_and_distributed_is_not_mentioned_below_it():
     folders = ("ops", "_core", "_corruption", "_backends", "_random", "_utils")
     for path in (path for folder in folders for path in files(folder)):
         for module, at_top in imports(path):
@@ -172,8 +178,8 @@ def test_kernels_import_only_each_other_their_interface_random_numbers_and_the_d
             assert not within(module, "dllm_kernels") or within(module, *allowed), (path, module)
 
 
-def test_losses_and_their_like_do_not_reach_past_ops():
-    for path in everything():
+def test_losses_and_similar_modules_import_nothing_below_ops():
+    for path in all_files():
         if layer(path) in ("losses", "mtp", "corruption", "collate", "policy"):
             for module, at_top in imports(path):
                 assert not within(module, "dllm_kernels._backends.triton"), (path, module)
@@ -181,12 +187,12 @@ def test_losses_and_their_like_do_not_reach_past_ops():
                     assert not at_top, (path, module)
 
 
-def test_kernels_know_no_modules():
+def test_kernels_use_no_modules():
     for path in files("_backends", "triton"):
         assert "nn.Module" not in path.read_text(), path
 
 
-def test_the_oracle_stands_alone():
+def test_the_oracle_imports_nothing_of_the_package():
     allowed = {"torch", "reference", *sys.stdlib_module_names}
     for path in sorted((ROOT / "reference").rglob("*.py")):
         for module, _ in imports(path):
@@ -211,7 +217,7 @@ for code in sys.argv[1:]:
 
 
 def run(*codes):
-    """What programs print, run in turn, each in a process that has imported torch (in TORCH seconds) alone."""
+    """Return the output of programs, run in turn in processes that have imported only torch (in TORCH seconds)."""
     done = subprocess.run([sys.executable, "-c", FORKED, *codes], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -253,11 +259,11 @@ print((time.process_time() - start) / TORCH)
 """
 
 
-def test_what_importing_loads_and_takes(tmp_path):
-    """Neither Triton nor a framework is loaded, nor are they needed; it takes under a twentieth of what torch takes.
+def test_the_import_is_lazy_and_fast(tmp_path):
+    """Importing loads and needs neither Triton nor a framework, and takes under a twentieth of torch's import time.
 
-    That from the second time on, as Python caches bytecode, in processor time: what others do meanwhile is not counted.
-    Some 50 ms where torch takes 1 s; a processor that is slow or shared is so for both.
+    The time is that of imports after the first one, because Python caches bytecode. It is processor time, so that other
+    processes do not count. It is some 50 ms if torch takes 1 s; a slow or shared processor affects both.
     """
     imported = IMPORTED.format(folder=str(tmp_path))
     tops, distributed, *shares = run(LOADED, *[imported] * 8, WITHOUT_TRITON).splitlines()

@@ -17,8 +17,8 @@ PACKAGE = mutants.ROOT / mutants.PACKAGE
 FILES = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-def lines_of(source):
-    """Every mutated form of one line, or of the lines of a function."""
+def mutated_lines(source):
+    """Return every mutated form of one line, or of the lines of a function."""
     source = source.encode()
     return {mutants.mutated(source, m).decode() for m in mutants.mutants_of("x.py", source)}
 
@@ -58,7 +58,7 @@ def lines_of(source):
     ],
 )  # fmt: skip
 def test_mutations_of_each_kind_of_code(source, expected):
-    assert lines_of(source) == set(expected)
+    assert mutated_lines(source) == set(expected)
     assert all(ast.parse(line) for line in expected)
 
 
@@ -86,10 +86,10 @@ def test_mutations_of_each_kind_of_code(source, expected):
     ],
 )
 def test_code_that_is_not_mutated(source):
-    assert not lines_of(source)
+    assert not mutated_lines(source)
 
 
-def test_the_choice_is_even_and_always_the_same():
+def test_the_choice_is_even_and_deterministic():
     found = {file: mutants.mutants_of(file, (PACKAGE / file).read_bytes()) for file in FILES}
     chosen = mutants.chosen(found, 200, 0)
     assert len(chosen) == len(set(chosen)) == 200
@@ -98,7 +98,7 @@ def test_the_choice_is_even_and_always_the_same():
     lines = {file: len({m.line for m in of_file}) for file, of_file in found.items()}
     picked = Counter(m.file for m in chosen)
     assert all(abs(picked[file] - 200 * n / sum(lines.values())) <= 1 for file, n in lines.items())
-    assert len(mutants.chosen(found, 10**6, 0)) == sum(lines.values())  # never two in a line
+    assert len(mutants.chosen(found, 10**6, 0)) == sum(lines.values())  # never two in one line
 
 
 def test_every_module_has_judges_that_exist():
@@ -116,7 +116,7 @@ TEST = "from dllm_kernels import shapes\n\ndef test_area():\n    assert shapes.a
 
 
 @pytest.mark.exhaustive
-def test_a_run_tells_killed_from_survived_and_goes_on_where_it_stopped(tmp_path):
+def test_a_run_distinguishes_killed_from_survived_and_resumes(tmp_path):
     files = {
         "dllm_kernels/__init__.py": "",
         "dllm_kernels/shapes.py": CODE,
@@ -140,4 +140,4 @@ def test_a_run_tells_killed_from_survived_and_goes_on_where_it_stopped(tmp_path)
     assert "1 killed, 0 timeout, 1 survived of 2" in printed
     assert (tmp_path / "dllm_kernels/shapes.py").read_text() == CODE
     again, same = run("-j", "1")
-    assert (again, same) == (printed, entries)  # nothing was judged a second time
+    assert (again, same) == (printed, entries)  # nothing was judged twice

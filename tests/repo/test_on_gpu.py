@@ -1,4 +1,4 @@
-"""A rehearsal of the run on a GPU: its plan, its time limits, its results after a kill, and the verdicts."""
+"""A rehearsal of the run on a GPU: its plan, its time limits, its results after a kill, and its verdicts."""
 
 import json
 import os
@@ -22,27 +22,27 @@ SECOND = ["gpu_tests", "compile", "parity", "model"]
 NAMES = [step.name for step in on_gpu.steps(Path("work"))]
 
 
-def test_what_decides_most_comes_first():
+def test_the_most_decisive_steps_come_first():
     assert NAMES[: len(ORDER + SECOND)] == ORDER + SECOND
 
 
 @pytest.mark.parametrize("minutes", [0.5, 9, 17, 28, 60])
 def test_the_plan_keeps_to_its_minutes(minutes):
     steps = on_gpu.steps(Path("work"))
-    fits, left = on_gpu.plan(steps, minutes)
+    fits, remaining = on_gpu.plan(steps, minutes)
     assert sum(step.minutes for step in fits) <= max(minutes - on_gpu.RESERVE / 60, 0)
-    assert sorted(s.name for s in (*fits, *left)) == sorted(NAMES)
+    assert sorted(s.name for s in (*fits, *remaining)) == sorted(NAMES)
     assert [s for s in steps if s in fits] == fits
 
 
-def test_a_call_of_9_minutes_holds_what_is_measured_and_the_next_what_is_tested():
-    first, left = on_gpu.plan(on_gpu.steps(Path("work")), 9)
-    second, left = on_gpu.plan(left, 9)
+def test_measurements_fit_into_a_first_call_of_9_minutes_and_tests_into_a_second():
+    first, remaining = on_gpu.plan(on_gpu.steps(Path("work")), 9)
+    second, remaining = on_gpu.plan(remaining, 9)
     assert [s.name for s in first] == ORDER
     assert [s.name for s in second] == SECOND
 
 
-def test_every_step_has_what_it_needs():
+def test_every_step_has_its_requirements():
     by_name = {step.name: step for step in on_gpu.steps(Path("work"))}
     for name in ("memcheck", "racecheck"):
         assert by_name[name].settings == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -59,12 +59,12 @@ def shell(name, text, minutes=1.0, **options):
 
 
 def quick(work):
-    """All steps, each done at once, with results."""
+    """Return all steps, each of which ends immediately with results."""
     return [shell(name, f"""echo table of {name}; echo '{{"results": []}}' > {work}/{name}.json""") for name in NAMES]
 
 
 def hanging(step, work):
-    """Make this step leave its process group and never end."""
+    """Return this step as one that leaves its process group and never ends."""
     escaped = f"echo \\$\\$ > {work}/escaped.pid; trap '' TERM; while true; do sleep 0.1; done"
     text = f"""echo '{{"results": [1]}}' > {work}/{step.name}.json; setsid sh -c "{escaped}" & sleep 60"""
     return shell(step.name, text, minutes=0.02)
@@ -72,7 +72,7 @@ def hanging(step, work):
 
 @pytest.fixture
 def rehearse(monkeypatch, tmp_path):
-    """(make the steps, arguments) -> (status, folder of results)."""
+    """Return a function: (function that creates the steps, arguments) -> (status, folder of results)."""
     monkeypatch.setattr(on_gpu, "REFRESH", 0.1)
     monkeypatch.setattr(on_gpu, "RESERVE", 0.0)
     monkeypatch.setattr(on_gpu, "PATIENCE", 0.3)
@@ -102,7 +102,7 @@ def alive(pid):
         return False
 
 
-def test_every_step_runs_and_everything_comes_home_in_three_files(rehearse, capfd):
+def test_every_step_runs_and_all_results_are_in_three_files(rehearse, capfd):
     status, out = rehearse(quick)
     assert status == 0
     assert sorted(path.name for path in out.iterdir()) == ["results.tar.gz", "summary.json", "verdicts.md"]
@@ -122,7 +122,7 @@ EACH = [
 
 
 @pytest.mark.parametrize("place", EACH)
-def test_a_step_past_its_share_is_ended_with_all_it_started(place, rehearse, monkeypatch):
+def test_a_step_past_its_share_is_killed_with_its_children(place, rehearse, monkeypatch):
     seen = []
 
     def make(work):
@@ -146,11 +146,11 @@ def test_a_step_past_its_share_is_ended_with_all_it_started(place, rehearse, mon
     first, *rest = outcomes(out).values()
     assert first == "ended after its 0.02 minutes"
     assert set(rest) <= {"ok"}
-    assert json.loads(contents(out)[f"{NAMES[place]}.json"]) == {"results": [1]}  # what was measured before the cut
+    assert json.loads(contents(out)[f"{NAMES[place]}.json"]) == {"results": [1]}  # measured before the cut
 
 
-def test_what_does_not_fit_is_named_and_time_that_is_left_is_used(rehearse, capfd):
-    """The second of three is too long; the third fits, though not if the first took its share."""
+def test_steps_that_do_not_fit_are_named_and_remaining_time_is_used(rehearse, capfd):
+    """The second of three steps is too long. The third one fits, but not if the first took its whole share."""
 
     def make(work):
         return [shell("a", "true", 0.9), shell("b", "true", 5), shell("c", "true", 0.9)]
@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_named_and_time_that_is_left_is_used(rehearse, capf
     assert "left out for lack of time: b" in printed
 
 
-def test_a_resumed_run_goes_on_and_keeps_what_there_is(rehearse, tmp_path):
+def test_a_resumed_run_continues_and_keeps_earlier_results(rehearse, tmp_path):
     _, out = rehearse(quick, "--steps", "verify", "tune", "--minutes", "28")
     earlier = out.rename(tmp_path / "earlier")
     assert set(outcomes(earlier)) == {"verify", "tune"}
@@ -178,22 +178,22 @@ def test_a_resumed_run_goes_on_and_keeps_what_there_is(rehearse, tmp_path):
     assert {"verify.log", "verify.json", "parity.log"} < set(contents(out))
 
 
-def test_the_environment_is_asked_once_and_before_the_first_step(rehearse, monkeypatch, tmp_path):
-    """It runs git and nvidia-smi, which would take time of what is measured."""
-    asked = tmp_path / "asked"
+def test_the_environment_is_queried_once_and_before_the_first_step(rehearse, monkeypatch, tmp_path):
+    """The query runs git and nvidia-smi, which would take time from the measurements."""
+    queried = tmp_path / "asked"
 
     def environment(device):
-        with asked.open("a") as file:
+        with queried.open("a") as file:
             file.write(f"{device}\n")
         return {"gpu": None}
 
     monkeypatch.setattr(on_gpu, "environment", environment)
-    status, out = rehearse(lambda work: [shell("a", f"sleep 0.5; cat {asked}"), shell("b", "true")])
-    assert (status, asked.read_text(), contents(out)["a.log"]) == (0, "cpu\n", "cpu\n")
+    status, out = rehearse(lambda work: [shell("a", f"sleep 0.5; cat {queried}"), shell("b", "true")])
+    assert (status, queried.read_text(), contents(out)["a.log"]) == (0, "cpu\n", "cpu\n")
     assert json.loads((out / "summary.json").read_text())["environment"] == {"gpu": None}
 
 
-def test_a_failure_keeps_nothing_from_running(rehearse):
+def test_a_failure_does_not_stop_other_steps(rehearse):
     status, out = rehearse(lambda work: [shell("a", "exit 7"), shell("b", "true")])
     assert status == 1
     assert outcomes(out) == {"a": "failed with status 7", "b": "ok"}
@@ -206,7 +206,7 @@ def test_a_sanitizer_that_refuses_the_device_is_no_failure(rehearse):
     assert outcomes(out) == {"memcheck": "left out: sh refuses this device", "racecheck": "failed with status 3"}
 
 
-def test_wheels_that_cannot_be_installed_do_not_cost_the_run(rehearse, tmp_path, capfd):
+def test_wheels_that_cannot_be_installed_do_not_stop_the_run(rehearse, tmp_path, capfd):
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "peer-1.0-py3-none-any.whl").write_bytes(b"no wheel")
@@ -226,7 +226,7 @@ t.on_gpu.main(["--out", sys.argv[1], "--rehearse"])
 
 
 def test_a_killed_run_keeps_its_measurements(tmp_path):
-    """Including those of the running step."""
+    """Measurements of the running step are included."""
     process = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path)], cwd=on_gpu.ROOT, stdout=subprocess.DEVNULL
     )
@@ -290,9 +290,9 @@ def test_every_bar_has_its_verdict(tmp_path):
         corruption=[record(name, s, BATCH, subject="corruption") for name, s in (("ours", 1.0), ("original", 11.0))],
         predicted=[record("ours", 2.0, {"kernel": "k", "V": 7}, "chunk", floor=1.2, extra={"predicted_share": 0.8})],
     )  # fmt: skip
-    of_8b = ["not measured"] * 4
+    bars_of_8b = ["not measured"] * 4
     assert [line.split(":")[0].removeprefix("- ") for line in lines] == [
-        "verified", "met", "NOT MET", "NOT MET", "met", "met", "met", "met", *of_8b, "met", "met", "met",
+        "verified", "met", "NOT MET", "NOT MET", "met", "met", "met", "met", *bars_of_8b, "met", "met", "met",
         "not measured", "NOT MET",
     ]  # fmt: skip
     assert lines[1].endswith("of a copy's speed: 0.952, bar 0.9")
@@ -302,8 +302,8 @@ def test_every_bar_has_its_verdict(tmp_path):
     assert lines[-1] == "- NOT MET: k at V 7, chunk: 0.75 of its prediction, bar 0.9 to 1.1"
 
 
-def test_what_the_bars_ask_for_is_measured():
-    """By the steps on a GPU, and at toy size by those of a rehearsal."""
+def test_every_figure_of_the_bars_is_measured():
+    """Steps on a GPU measure them, and those of a rehearsal at toy size."""
     named = [*shapes.LOGITS["full"], *shapes.LINEAR["full"], shapes.POLICY]
     commands = {step.name: " ".join(step.command) for step in on_gpu.steps(Path("work"))}
     for bar in verdicts.bars("full"):
@@ -351,7 +351,10 @@ def test_a_result_with_too_large_an_error_is_wrong_at_any_speed(tmp_path):
 
 
 def test_failed_candidates_are_named(tmp_path):
-    """A failed peer is listed next to those that ran, our failure instead of the number, a failed import once."""
+    """A failed peer is listed next to those that ran.
+
+    A failure of the package replaces the number, and a failed import appears once.
+    """
     failed = {"timing": None, "extra": {"failed": "RuntimeError: no"}}
     (tmp_path / "peers.json").write_text(json.dumps({"imports": {"quack": "ImportError: none", "liger_kernel": None}}))
     lines = written(
@@ -409,13 +412,13 @@ def test_a_wrong_kernel_fails_the_run_and_leaves_every_verdict_unverified(rehear
     assert re.match(
         "- NOT VERIFIED: NLL from hidden states .* trained head, two chunks: gradient of hidden, worst row", first
     )
-    assert "blocks of" not in first  # corruption is right
+    assert "blocks of" not in first  # corruption is correct
     assert {line.split(":")[0] for line in lines} == {"- unverified", "- not measured"}
     assert sum(line.startswith("- unverified") for line in lines) == 5
     assert first in capfd.readouterr().out
 
 
-def test_predictions_are_read_and_never_made_there(tmp_path):
+def test_predictions_are_read_and_never_computed_there(tmp_path):
     roofs = {"H100": {"share": 0.9}, "H200": {"share": 0.8}}
     reports = [
         {

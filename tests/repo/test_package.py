@@ -25,7 +25,7 @@ REPOSITORY = {
 
 
 def run(folder, *command, **environment):
-    """What a command prints that runs in a folder; without the variables that the tests or a runner set."""
+    """Return the output of a command in a folder, without the variables that the tests or a runner set."""
     kept = {name: value for name, value in os.environ.items() if name not in (*REPOSITORY, "PYTHONPATH")}
     command = [str(part) for part in command]
     done = subprocess.run(command, cwd=folder, env=kept | environment, capture_output=True, text=True, check=False)
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory):
         yield archive
 
 
-def metadata_of(wheel):
+def read_metadata(wheel):
     (name,) = (n for n in wheel.namelist() if n.endswith("METADATA"))
     return wheel.read(name).decode()
 
@@ -65,18 +65,18 @@ def test_carries_types_and_license(wheel):
 
 
 def test_metadata(wheel):
-    metadata = metadata_of(wheel)
+    metadata = read_metadata(wheel)
     assert f"Version: {dllm_kernels.__version__}" in metadata
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.10" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata
     assert "Classifier: Programming Language :: Python :: 3.13" in metadata
-    assert "Project-URL" not in metadata  # built where no repository is named
+    assert "Project-URL" not in metadata  # built without a named repository
 
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The sdist and the wheel built from it, as ``make dist`` and a release build them, in a named repository."""
+    """Build the sdist, and the wheel from it, as ``make dist`` and a release do, in a named repository."""
     folder = tmp_path_factory.mktemp("release")
     sdist = build("sdist", ROOT, folder, **REPOSITORY)
     with tarfile.open(sdist) as archive:
@@ -86,23 +86,23 @@ def release(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-def test_the_sdist_makes_the_same_wheel_and_knows_its_repository(release, wheel):
+def test_the_sdist_builds_the_same_wheel_and_names_its_repository(release, wheel):
     _, path, _ = release
     with zipfile.ZipFile(path) as built:
         same = {name for name in built.namelist() if name.startswith("dllm_kernels/")}
         assert same == {name for name in wheel.namelist() if name.startswith("dllm_kernels/")}
         assert all(built.read(name) == wheel.read(name) for name in same)
-        metadata = metadata_of(built)
+        metadata = read_metadata(built)
     assert "Project-URL: Issues, https://forge.example/who/what/issues\n" in metadata
     _, _, readme = metadata.partition("\n\n")
     links = re.findall(r"\]\(([^)]*)\)", readme)
     assert "https://forge.example/who/what/blob/v1.2.3/CONTRIBUTING.md" in links
     assert all(re.match("https?://|#", link) for link in links)
-    _, _, elsewhere = metadata_of(wheel).partition("\n\n")
+    _, _, elsewhere = read_metadata(wheel).partition("\n\n")
     assert elsewhere.strip() == (ROOT / "README.md").read_text().strip()
 
 
-def test_links_of_the_readme_lead_somewhere_from_elsewhere():
+def test_links_of_the_readme_work_outside_of_the_repository():
     pytest.importorskip("hatchling")
     absolute = runpy.run_path(str(ROOT / "hatch_build.py"))["absolute"]
     text = "[a](docs/a.md#b), ![c d](e/f.png) [g](https://h.example) [i](#j) `x[0](y)` [`k`](l)\n```\nx[0](y)\n```\n"
@@ -113,30 +113,30 @@ def test_links_of_the_readme_lead_somewhere_from_elsewhere():
 
 
 @pytest.mark.exhaustive
-def test_the_sdist_holds_what_its_tests_read(release):
+def test_the_sdist_contains_the_files_that_its_tests_read(release):
     sdist, *_ = release
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("no checkout of git, which knows what belongs to the project")
     ours = {name for name in listed.stdout.splitlines() if not name.startswith("benchmarks/results/")}
-    with tarfile.open(sdist) as archive:  # where it is unpacked, building a wheel has left compiled files
+    with tarfile.open(sdist) as archive:  # building a wheel has left compiled files in the unpacked folder
         packed = {member.name.partition("/")[2] for member in archive if member.isfile()}
     assert packed - ours == {"PKG-INFO"}
     assert not ours - packed
 
 
 @pytest.mark.exhaustive
-def test_an_index_takes_it(release):
+def test_the_metadata_passes_the_check_of_an_index(release):
     pytest.importorskip("twine")
     sdist, wheel, _ = release
-    said = run(sdist.parent, sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-    assert said.count("PASSED") == 2
+    printed = run(sdist.parent, sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
+    assert printed.count("PASSED") == 2
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_it_installs_into_a_fresh_environment(release, kind, tmp_path):
-    """With the torch and the hatchling of this one, which are not fetched again; nothing else of it is to be seen."""
+    """It uses this environment's torch and hatchling, so that nothing is downloaded, and sees nothing else of it."""
     fresh = tmp_path / "fresh"
     pips = [int(found.version.partition(".")[0]) for found in distributions(name="pip")]
     another = (

@@ -14,7 +14,7 @@ LOW, WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 
 
 def by_hand(targets, bug="", reverse=False, shards=1):
-    """The mean NLL of rows of ``hidden @ weight.T`` as a kernel makes it: in chunks of rows, its sums in any order."""
+    """Compute the mean NLL of rows of ``hidden @ weight.T`` as a kernel does: in chunks of rows, sums in any order."""
     N = len(targets)
     order = torch.arange(N).flip(0) if reverse else torch.arange(N)
     dropped = {"a row dropped": 1, "a chunk dropped": CHUNK}.get(bug, 0)
@@ -51,7 +51,10 @@ def by_hand(targets, bug="", reverse=False, shards=1):
 
 
 def judge(dtype, rows=24, sure=False, **how):
-    """Positive hidden states, so that sums over rows grow; ``sure``: each target has almost all probability."""
+    """Compare on positive hidden states, so that sums over rows grow.
+
+    With ``sure``, each target has almost all probability.
+    """
     targets = torch.arange(rows) % (D if sure else V)
 
     def draw(seed):
@@ -84,7 +87,7 @@ BUGS = [
 
 
 @pytest.mark.parametrize(("bug", "dtype", "how"), [(b, t, how) for b, dtypes, how in BUGS for t in dtypes], ids=str)
-def test_what_is_wrong_fails(bug, dtype, how):
+def test_wrong_results_fail(bug, dtype, how):
     judge(dtype, **how)
     with pytest.raises(AssertionError, match="above one rounding step"):
         judge(dtype, bug=bug, **how)
@@ -94,7 +97,7 @@ def test_what_is_wrong_fails(bug, dtype, how):
 @pytest.mark.parametrize("plain_error", [0.0, 0.5])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_bound_is_the_sum_of_three_terms(dtype, plain_error, sign):
-    """At a number of 4 beside a draw whose largest is 64, from sums of 9 and 4 numbers."""
+    """The number is 4, the largest of the other draw is 64, and the sums have 9 and 4 terms."""
     eps_out, eps_acc = torch.finfo(dtype).eps, torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     bound = 2 * plain_error + 4 * eps_out + 64 * (3 + 2) * eps_acc
     ours, more = torch.tensor([4.0], dtype=dtype), torch.tensor([-64.0], dtype=torch.float64)
@@ -104,8 +107,8 @@ def test_the_bound_is_the_sum_of_three_terms(dtype, plain_error, sign):
 
 
 @pytest.mark.parametrize("gain", [1 / 0.7, 3.3])
-def test_what_a_fused_product_leaves_of_equal_numbers_passes(gain):
-    """Of one column ``z * gain - max(z * gain)``, rounded once, is below a rounding step of ``z * gain``, but not 0."""
+def test_the_rounding_error_of_a_fused_product_passes(gain):
+    """For one column, ``z * gain - max(z * gain)`` rounded once is within a rounding step of ``z * gain``, not 0."""
     torch.manual_seed(0)
     z, gain = 3 * torch.randn(1000), torch.tensor(gain)
     x = z * gain
@@ -119,8 +122,8 @@ def test_what_a_fused_product_leaves_of_equal_numbers_passes(gain):
 
 @pytest.mark.parametrize("dtype", LOW + WIDE, ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_terms_stand_in_where_every_exact_number_is_0(dtype, sign):
-    """And nowhere else: one draw that is not 0 has the scale."""
+def test_the_terms_are_the_scale_if_every_exact_number_is_0(dtype, sign):
+    """They are used only then: a single nonzero draw provides the scale."""
     bound = 64 * (3 + 2) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     zero, more = torch.zeros(1, dtype=torch.float64), torch.full((1,), 1e-30, dtype=torch.float64)
     for factor, draws, passes in ((0.98, [zero], True), (1.02, [zero], False), (0.98, [zero, more], False)):
@@ -149,11 +152,11 @@ NAN, INF = float("nan"), float("inf")
         ([1.0], [1.0, 1.0], "nll"),
     ],
 )
-def test_special_values_stand_in_the_same_places(ours, exact, message):
+def test_special_values_must_be_at_the_same_positions(ours, exact, message):
     exact = torch.tensor(exact, dtype=torch.float64)
     with pytest.raises(AssertionError, match=message):
         assert_as_good_as_plain([torch.tensor(ours)], [exact], 1.0, "nll")
-    float32 = exact.float()  # infinite where float32 ends
+    float32 = exact.float()  # infinite beyond the range of float32
     assert_as_good_as_plain([float32], [exact], 0.0)
 
 

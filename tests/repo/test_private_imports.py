@@ -9,11 +9,11 @@ import pytest
 TESTS = Path(__file__).parents[1]
 PRIVATE = re.compile(r"dllm_kernels(\.\w+)*\._[a-z]\w*(\.\w+)*")
 MAY = ("kernels", "internals", "support")
-BY_NAME = ("import_module", "importorskip", "setattr", "delattr")  # calls that import the module that a string names
+BY_NAME = ("import_module", "importorskip", "setattr", "delattr")  # calls that import a module named by a string
 
 
 def private_imports(source):
-    """(line, name) of every private module, or name in one, that the source of a file imports."""
+    """Return (line, name) of every private module, or name in one, that the source of a file imports."""
     for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
@@ -49,7 +49,7 @@ def test_a_private_import_is_found(source, found):
     assert [name for _, name in private_imports(source)] == found
 
 
-def test_private_modules_are_imported_by_tests_of_kernels_and_internals_alone():
+def test_only_tests_of_kernels_and_internals_import_private_modules():
     files = sorted(TESTS.rglob("*.py"))
     assert {path.relative_to(TESTS).parts[0] for path in files} > {*MAY}
     found = [
@@ -61,5 +61,5 @@ def test_private_modules_are_imported_by_tests_of_kernels_and_internals_alone():
     assert found == []
 
 
-def test_every_file_of_tests_stands_in_a_folder():
+def test_every_test_file_is_in_a_folder():
     assert [path.name for path in TESTS.glob("*.py")] == ["conftest.py"]

@@ -1,6 +1,6 @@
-"""Every fence of README runs, as printed, and gives the numbers that the text around it promises.
+"""Every fence of README runs as printed, and gives the numbers in the text around it.
 
-The pages of docs, and what they share with README, are ``test_docs.py``'s.
+``test_docs.py`` tests the pages of docs, and fences that they share with README.
 """
 
 import re
@@ -15,7 +15,10 @@ ROOT = README.parent
 
 
 def test_the_code_runs_as_printed():
-    """Values and gradients are the plain formulas', in float64; what patches a framework runs in ``test_docs.py``."""
+    """Values and gradients equal those of the plain formulas in float64.
+
+    Fences that patch a framework run in ``test_docs.py``.
+    """
     from_logits, from_hidden, own, corruption, framework = python(README.read_text())
     assert framework in python((DOCS / "frameworks.md").read_text())
     torch.manual_seed(0)
@@ -59,7 +62,7 @@ def test_the_code_runs_as_printed():
 
 
 def test_the_two_commands():
-    """Not run here: ``make test`` is what CI runs, this suite; ``test_demo.py`` runs the program of ``make demo``."""
+    """They do not run here: ``make test`` is this suite, and ``test_demo.py`` runs the program of ``make demo``."""
     commands = [line.split("#")[0].strip() for line in blocks(README.read_text())[0][1].splitlines()]
     assert commands == ["make test", "make demo"]
     makefile = (ROOT / "Makefile").read_text()
@@ -69,7 +72,7 @@ def test_the_two_commands():
 
 
 def test_no_fence_goes_without_a_test():
-    """Python runs above, commands are looked up in ``test_docs.py``."""
+    """Python fences run above; commands are checked in ``test_docs.py``."""
     text = README.read_text()
     assert {language for language, _ in blocks(text)} == {"python", "sh"}
     assert len(blocks(text)) == text.count("```") / 2
@@ -81,13 +84,13 @@ def test_it_is_short(name):
 
 
 def anchors(text):
-    """The anchors of the headings of a page, as GitHub and the site make them."""
+    """Return the anchors of the headings of a page, as GitHub and the site create them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_links_lead_somewhere(name):
+def test_links_have_a_target(name):
     links = re.findall(r"\]\(([^)#]+)#?([^)]*)\)", (ROOT / name).read_text())
     assert links
     for target, anchor in links:
@@ -95,15 +98,15 @@ def test_links_lead_somewhere(name):
         assert target.startswith("https://") or not anchor or anchor in anchors((ROOT / target).read_text()), anchor
 
 
-def test_the_other_documents_hold_no_code():
-    """Their fences are pictures of the tree."""
+def test_the_other_documents_contain_no_code():
+    """Their only fences are pictures of the tree."""
     for path in {*ROOT.glob("*.md")} - {README}:
         for codes in fences(path.read_text()).values():
             assert all(code.startswith("dllm_kernels/\n") for code in codes), path
 
 
-def test_the_first_claim_says_what_was_not_run():
-    """Beside the first claim, not at the end."""
+def test_the_first_claim_names_its_limitation():
+    """The limitation is stated beside the first claim, not at the end."""
     first = README.read_text().split("\n\n")[1]
     assert "Triton kernels" in first
     assert "have not been run on a GPU yet" in " ".join(first.split())

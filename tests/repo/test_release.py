@@ -1,4 +1,4 @@
-"""Requirements of a release besides the code: workflows, forms, metadata and texts that agree with each other."""
+"""Requirements of a release besides the code: consistent workflows, forms, metadata and texts."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ def steps():
 
 
 def targets():
-    """Those of the Makefile that can be called by name."""
+    """Return the targets of the Makefile that can be called by name."""
     names = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split()
     assert all(re.search(rf"^{name}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for name in names)
     return names
@@ -32,16 +32,16 @@ def targets():
 
 def test_workflows_run_the_commands_that_a_person_runs():
     commands = {command for _, step in steps() for command in step.get("run", "").splitlines()}
-    made = {name for command in commands for name in re.findall(r"\bmake ([\w-]+)", command)}
-    assert made == {"test", "dist"}
-    assert made <= set(targets())
+    make_targets = {name for command in commands for name in re.findall(r"\bmake ([\w-]+)", command)}
+    assert make_targets == {"test", "dist"}
+    assert make_targets <= set(targets())
     assert ".ci/run" in commands
     assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
     modules = {name for command in commands for name in re.findall(r"-m ([\w.]+)", command)}
     assert modules == {"dllm_kernels.report"}
 
 
-def test_the_matrix_is_what_the_package_supports():
+def test_the_matrix_equals_the_supported_versions():
     matrix = WORKFLOWS["ci"]["jobs"]["test"]["strategy"]["matrix"]
     pythons = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert matrix["python"] == pythons
@@ -66,7 +66,7 @@ def test_the_matrix_is_what_the_package_supports():
     assert set(newest.groups()[2:]) <= set(pythons)
 
 
-def test_publishing_holds_no_secret_and_only_it_may_sign():
+def test_publishing_has_no_secret_and_only_it_may_sign():
     text = "".join((GITHUB / "workflows" / f"{name}.yml").read_text() for name in WORKFLOWS)
     assert "secrets." not in text
     assert "password" not in text
@@ -83,11 +83,11 @@ def test_publishing_holds_no_secret_and_only_it_may_sign():
     *_, last = publish["steps"]
     assert last["uses"].startswith("pypa/gh-action-pypi-publish@")
     assert last["with"] == {"attestations": True}
-    assert not [step for step in publish["steps"] if "run" in step]  # nothing runs where the identity is
+    assert not [step for step in publish["steps"] if "run" in step]  # nothing else runs in the job with the identity
     assert WORKFLOWS["release"][True] == {"push": {"tags": ["v*"]}}  # YAML reads "on" as a bool
 
 
-def test_what_is_used_of_others_has_a_version():
+def test_dependencies_of_workflows_have_a_version():
     used = [step["uses"] for _, step in steps() if "uses" in step]
     assert used
     assert all(re.fullmatch(r"[\w./-]+@(v\d+|release/v\d+)", name) for name in used)
@@ -121,7 +121,7 @@ def test_the_citation_is_of_this_version():
 
 
 def test_the_changelog_keeps_its_format():
-    """Keep a Changelog 1.1.0: newest first, a section for what is not released, kinds of changes, dates."""
+    """Keep a Changelog 1.1.0: newest first, a section for unreleased changes, kinds of changes, dates."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
@@ -130,13 +130,13 @@ def test_the_changelog_keeps_its_format():
     assert released == sorted(released, reverse=True)
     kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-    of_this = f"[{dllm_kernels.__version__}]" in text
+    names_this_version = f"[{dllm_kernels.__version__}]" in text
     unreleased = text.split("## ")[1]
-    assert of_this or re.search(rf"\b{re.escape(dllm_kernels.__version__)}\b", unreleased)
+    assert names_this_version or re.search(rf"\b{re.escape(dllm_kernels.__version__)}\b", unreleased)
 
 
 @pytest.mark.parametrize("name", ["CODE_OF_CONDUCT.md", "SECURITY.md"])
-def test_texts_for_people_say_whom_to_tell(name):
+def test_reporting_policies_name_the_security_tab(name):
     text = (ROOT / name).read_text()
     assert "Security tab" in " ".join(text.split())
     assert "@" not in text

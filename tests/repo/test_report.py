@@ -36,7 +36,7 @@ def environment():
 
 @pytest.fixture
 def plain(monkeypatch):
-    """No variable set, and Triton not interpreted."""
+    """Unset all variables, and do not interpret Triton."""
     for name in report.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -60,18 +60,18 @@ def test_the_report_of_torch(plain, environment):
         assert f"[pip3] numpy=={np.__version__}" in lines
 
 
-def test_what_is_not_installed_is_not_named(plain, monkeypatch):
+def test_packages_that_are_not_installed_are_not_listed(plain, monkeypatch):
     monkeypatch.setattr(report, "BESIDE", ("torch", "no-such-package"))
     assert "no-such-package" not in facts()
     assert facts()["torch"] == torch.__version__
 
 
-@pytest.mark.exhaustive  # a process that imports all anew
+@pytest.mark.exhaustive  # in a process that imports everything anew
 def test_kernels_through_the_interpreter(plain, monkeypatch):
     triton = pytest.importorskip("triton")
     version, numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
-    # The interpreter of Triton 3.6 fails with NumPy 2.4, unless it is mended as in tests/support/interpreter.py: a
-    # report says so.
+    # The interpreter of Triton 3.6 fails with NumPy 2.4 unless it is fixed as in tests/support/interpreter.py. The
+    # report shows the failure.
     found = "fails, InterpreterError" if version < (3, 7) and numpy >= (2, 4) else "triton, right"
     command = [sys.executable, "-W", "error", "-m", "dllm_kernels.report"]
     done = subprocess.run(
@@ -82,7 +82,7 @@ def test_kernels_through_the_interpreter(plain, monkeypatch):
     assert not done.stderr
 
 
-def test_it_names_no_path_machine_or_user(plain, monkeypatch, environment):
+def test_the_report_contains_no_path_machine_or_user(plain, monkeypatch, environment):
     monkeypatch.setattr(platform, "release", lambda: "6.8.0-of-somebody")
     monkeypatch.setenv("DLLM_KERNELS_BACKEND", str(ROOT))
     libraries = f"Probably one of the following:\n{ROOT}/lib/libcudnn.so.9.1\nC:\\Users\\somebody\\cudnn64_9.dll"
@@ -95,7 +95,7 @@ def test_it_names_no_path_machine_or_user(plain, monkeypatch, environment):
     assert "\\" not in text
     assert {"libcudnn.so.9.1", "cudnn64_9.dll"} <= set(text.splitlines())
     assert "DLLM_KERNELS_BACKEND: (no word)" in text
-    assert "backend=auto on cpu: fails, ValueError" in text  # whose message has the path
+    assert "backend=auto on cpu: fails, ValueError" in text  # the message of which contains the path
 
 
 def broken(*args, **options):
@@ -113,16 +113,16 @@ def breaks(*args, **options):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "reported"),
     [
         (broken, "torch, WRONG by 1.0e+00"),
         (one_gradient_broken, "torch, WRONG by 2.0e+00"),
         (breaks, "fails, RuntimeError"),
     ],
 )
-def test_a_loss_that_is_wrong_or_fails_is_said(plain, monkeypatch, function, said):
+def test_a_loss_that_is_wrong_or_fails_is_reported(plain, monkeypatch, function, reported):
     monkeypatch.setattr(dllm_kernels, "weighted_nll", function)
-    assert facts()["backend=torch on cpu"] == said
+    assert facts()["backend=torch on cpu"] == reported
 
 
 def test_every_backend_is_tried_on_a_gpu(plain, monkeypatch):

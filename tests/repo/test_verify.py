@@ -16,7 +16,7 @@ NAMES = ["trained head", "logits", "policy", "frozen head", "float32 logits", "c
 
 @pytest.fixture
 def check(monkeypatch, tmp_path):
-    """(name, replacements of ops) -> the findings of that check, in bfloat16 on the torch path."""
+    """Return a function: (name, replacements of ops) -> findings of that check, in bfloat16 on the torch path."""
     argv = [
         "--size",
         "toy",
@@ -40,12 +40,12 @@ def check(monkeypatch, tmp_path):
     return run
 
 
-def test_the_doubtful_product_comes_first():
+def test_the_uncertain_product_comes_first():
     assert list(verify.checks(measure.parse(measure.arguments("verify"), ["--size", "toy"]))) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_right_passes(name, check, tmp_path):
+def test_correct_results_pass(name, check, tmp_path):
     findings = check(name)
     assert len(findings) >= (3 if name == "float32 logits" else 4)
     assert all(f.passed for f in findings), [f for f in findings if not f.passed]
@@ -74,7 +74,7 @@ def test_a_head_of_two_chunks_in_place_and_an_odd_stride_are_among_them(check):
         return ops.weighted_nll(x, *arguments, **options)
 
     check("trained head", weighted_linear_nll=linear)
-    assert seen == [6, None, 6]  # of 12 rows, the first of them again
+    assert seen == [6, None, 6]  # 12 rows, the first ones repeated
     seen.clear()
     options = measure.parse(measure.arguments("verify"), ["--size", "toy", "--backend", "torch"])
     verify.ops.weighted_nll = logits
@@ -96,7 +96,7 @@ def unwritten(grad):
 
 
 def spoilt(op, place, change):
-    """The op with a change of the gradient of its tensor at this place."""
+    """Return the op with a change of the gradient of its tensor at this position."""
 
     def run(*arguments, **options):
         arguments = [Spoilt.apply(a, change) if i == place else a for i, a in enumerate(arguments)]
@@ -120,7 +120,7 @@ def other_entropy(*arguments, **options):
     return out._replace(entropy=out.entropy * 1.001)
 
 
-def another_each_time(op):
+def different_each_time(op):
     calls = []
 
     def run(x, *arguments, **options):
@@ -146,17 +146,17 @@ FAULTS = {
     "a row of the head": ("trained head", spoilt("weighted_linear_nll", 1, last_row), "gradient of head, worst row"),
     "an NLL from hidden states": ("frozen head", nll_of_a_row("weighted_linear_nll"), "nll"),
     "bits of a second call": (
-        "trained head", another_each_time("weighted_linear_nll"), "elements that differ between two calls",
+        "trained head", different_each_time("weighted_linear_nll"), "elements that differ between two calls",
     ),
     "an exception": ("frozen head", {"weighted_linear_nll": raising}, "RuntimeError: no kernel image"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_found(fault, check):
+def test_faults_are_found(fault, check):
     name, replaced, quantity = FAULTS[fault]
-    wrong = {f.quantity for f in check(name, **replaced) if not f.passed}
-    assert quantity in wrong
+    failed_quantities = {f.quantity for f in check(name, **replaced) if not f.passed}
+    assert quantity in failed_quantities
 
 
 def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
@@ -170,8 +170,8 @@ def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
 
     calls = iter([True, False, False])  # on the device, there again, in NumPy
     monkeypatch.setattr(corruption, "corrupt_blockwise", moved)
-    wrong = [f for f in check("corruption") if not f.passed]
-    assert [(f.check.split()[0], f.error) for f in wrong] == [("blockwise", 1), ("blockwise", 1)]
+    failed_quantities = [f for f in check("corruption") if not f.passed]
+    assert [(f.check.split()[0], f.error) for f in failed_quantities] == [("blockwise", 1), ("blockwise", 1)]
 
 
 @pytest.mark.parametrize("kernel", variants.OF_KERNEL)

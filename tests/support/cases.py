@@ -1,4 +1,6 @@
-"""One ``Case`` for every op and loss: all that tests need to know of it. Every list of losses in tests is made here.
+"""One ``Case`` per op and loss: everything that tests need to know about it.
+
+All lists of losses in tests are created here.
 
 Every test that holds for all losses (parity, laws, compilation, bad input, memory, inputs left alone) runs over these.
 ``B`` sequences of ``L`` tokens; the logits or hidden states have ``case.width * L`` positions a sequence.
@@ -18,12 +20,12 @@ from dllm_kernels import ops
 Inputs = dict[str, torch.Tensor]
 BLOCK = 4  # positions of a DFlash block, its anchor included: 3 are predicted
 
-# What an argument is, by its name: the checks of bad input go by it (``tests/ops/test_errors.py``).
-#   targets: the token ids that the rows are to predict     ids: other token ids
-#   mask: compared with 0     weight: a mask whose fractions count     noise: a mask of no fractions
-#   probability: in [0, 1] where it is used     time: a probability of which column 0 is read
+# Role of an argument, by its name; the checks of bad input use it (``tests/ops/test_errors.py``).
+#   targets: token ids that the rows predict     ids: other token ids
+#   mask: compared with 0     weight: a mask whose fractions count     noise: a mask without fractions
+#   probability: in [0, 1] where it is used     time: a probability, of which column 0 is read
 #   count: a number or 0-d tensor to divide by
-#   rows: logits or hidden states beside the first     unused: of the right type, and not looked at
+#   rows: logits or hidden states besides the first     unused: of the right type, and not looked at
 COMMON = {
     "target_ids": "targets",
     "noise_mask": "noise",
@@ -43,7 +45,7 @@ MASKS = (
 FORWARD = {"": "fp32_upcast=True", ".forward": f"self, {MASKS}causal_logits=None"}
 
 
-def _nothing_else(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+def _no_extra(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     return rows, {}
 
 
@@ -61,7 +63,7 @@ class Case:
         rows: the argument names of the logits and of the hidden states.
         head: the argument names of the head's weight and bias.
         extra: (form, rows, inputs) -> the rows, and further arguments that are not tensors or are slices of the rows.
-        made_of: inputs that are not arguments; ``extra`` derives arguments from them.
+        derived_from: inputs that are not arguments; ``extra`` derives arguments from them.
         width: number of positions of the logits per token.
         separate: whether a model returns these positions as separate tensors.
         per_row: whether the value is one number per row, with ``width`` rows per token.
@@ -90,8 +92,8 @@ class Case:
     roles: Mapping[str, str] = field(default_factory=lambda: COMMON)
     rows: tuple[str, str] = ("logits", "hidden")
     head: tuple[str, str] = ("lm_head_weight", "lm_head_bias")
-    extra: Callable[[str, Any, Inputs], tuple[Any, dict[str, Any]]] = _nothing_else
-    made_of: tuple[str, ...] = ()
+    extra: Callable[[str, Any, Inputs], tuple[Any, dict[str, Any]]] = _no_extra
+    derived_from: tuple[str, ...] = ()
     width: int = 1
     separate: bool = False
     per_row: bool = False
@@ -111,28 +113,31 @@ class Case:
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """The public names: a class, or two functions."""
+        """Return the public callables: one class, or two functions."""
         return self.loss if isinstance(self.loss, tuple) else (self.loss,)
 
     @property
     def targets(self) -> str:
-        """What the loss calls its targets."""
+        """Return the name of the loss's argument for the targets."""
         return next(name for name, role in self.roles.items() if role == "targets")
 
     @property
     def counts(self) -> list[str]:
-        """The counts that are drawn."""
+        """Return the names of the counts that ``draw`` returns."""
         return [name for name in self.draw(1, 3, 7) if self.roles.get(name) == "count"]
 
     def arguments(self, form: str, rows: Any, inputs: Inputs, head: tuple[Any, ...] = ()) -> dict[str, Any]:
-        """Of one call, by name; ``head``: the weight and bias of the LM head, where ``form`` is "hidden"."""
+        """Return the arguments of one call by name.
+
+        ``head``: weight and bias of the LM head if ``form`` is "hidden".
+        """
         rows, extra = self.extra(form, rows, inputs)
         heads = dict(zip(self.head, head, strict=False))
-        given = {name: t for name, t in inputs.items() if name not in self.made_of}
-        return {self.rows[int(form == "hidden")]: rows, **heads, **given, **extra}
+        supplied = {name: t for name, t in inputs.items() if name not in self.derived_from}
+        return {self.rows[int(form == "hidden")]: rows, **heads, **supplied, **extra}
 
     def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:
-        """What the loss returns; ``chunk_size`` is an option too."""
+        """Return the output of the loss. ``chunk_size`` is an option, too."""
         chunk = {"chunk_size": options.pop("chunk_size")} if "chunk_size" in options else {}
         options = {**self.transform, **options}
         if isinstance(self.loss, tuple):
@@ -146,21 +151,21 @@ class Case:
         return loss if form == "logits" else loss.forward_fused
 
     def logits_form(self, x: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
-        """The value; options are ``backend`` and, of a loss with that argument, ``fp32_upcast``."""
+        """Return the value. Options are ``backend`` and, if the loss has that argument, ``fp32_upcast``."""
         return value_of(self.output("logits", self.arguments("logits", x, inputs), **options))
 
     def hidden_form(self, h: Any, w: Any, b: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
-        """The value; ``chunk_size`` is an option too."""
+        """Return the value. ``chunk_size`` is an option, too."""
         return value_of(self.output("hidden", self.arguments("hidden", h, inputs, (w, b)), **options))
 
     def oracle(self, x: torch.Tensor, inputs: Inputs, **options: Any) -> torch.Tensor:
-        """The value in plain PyTorch."""
+        """Return the value in plain PyTorch."""
         if self.transform:
             x = reference.transformed(x, **self.transform)
         x, extra = self.extra("logits", x, inputs)
-        given = {**inputs, **extra, **self.settings, **options}
-        taken = inspect.signature(self.equation).parameters
-        return value_of(self.equation(x, **{name: value for name, value in given.items() if name in taken}))
+        supplied = {**inputs, **extra, **self.settings, **options}
+        accepted = inspect.signature(self.equation).parameters
+        return value_of(self.equation(x, **{name: value for name, value in supplied.items() if name in accepted}))
 
 
 def value_of(output: Any) -> torch.Tensor:
@@ -172,7 +177,7 @@ def value_of(output: Any) -> torch.Tensor:
 
 
 def _targets(B: int, L: int, V: int) -> torch.Tensor:
-    """Targets, about one in six of them -100."""
+    """Draw targets, about one in six of them -100."""
     targets = torch.randint(0, V, (B, L))
     return torch.where(torch.rand(B, L) < 1 / 6, -100, targets)
 
@@ -182,7 +187,7 @@ def _mask(B: int, L: int, share: float = 0.6) -> torch.Tensor:
 
 
 def _counted(draw: Callable[[int, int, int], Inputs], **fewer: int) -> Callable[[int, int, int], Inputs]:
-    """The same with a count, so many below B L."""
+    """Add counts to the inputs, each ``fewer`` below B L."""
     return lambda B, L, V: draw(B, L, V) | {name: torch.tensor(max(1, B * L - less)) for name, less in fewer.items()}
 
 
@@ -223,7 +228,7 @@ MASK_ID = 2
 
 
 def _scdd(B: int, L: int, V: int) -> Inputs:
-    """Mask a third of the tokens, keep a third, redraw the rest; no clean token is MASK, whose probability is 0."""
+    """Mask a third of the tokens, keep a third, redraw the rest. No clean token is MASK, whose probability is 0."""
     targets = _targets(B, L, V)
     targets = torch.where(targets == MASK_ID, (MASK_ID + 1) % V, targets)
     kind, other = torch.rand(B, L), (MASK_ID + 1 + torch.randint(0, V - 1, (B, L))) % V
@@ -248,7 +253,10 @@ def _statistics(B: int, L: int, V: int) -> Inputs:
 
 
 def _one_number(out):
-    """A row's statistics, each with a weight of its own, but for the logsumexp, which a shift of the row shifts."""
+    """Combine a row's statistics with distinct weights.
+
+    The logsumexp is omitted, because adding a constant to a row changes it.
+    """
     ids = torch.tensor([1.0, -0.7], dtype=out.lse.dtype, device=out.lse.device)
     return out.log_probs @ ids - 1.3 * out.entropy + 0.1 * out.mix
 
@@ -267,7 +275,7 @@ def _statistics_oracle(logits, ids, a, b, weights):
 
 
 def _focal(stats, weights):
-    """A focal loss with an entropy bonus, of the size of 1 over a batch; of a row without a target the latter alone."""
+    """Compute a focal loss with an entropy bonus, of size 1 over a batch. A row without a target has only the bonus."""
     value = 0.1 * stats.entropy - (1 - stats.log_probs.exp()).square() * stats.log_probs
     return 0.1 * value * weights.abs()  # in the dtype of the statistics
 
@@ -321,7 +329,7 @@ def _anchor_blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str,
 
 
 def _taught(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
-    """Pass the teacher's logits; or the logits as hidden states, with a head that leaves them unchanged."""
+    """Pass the teacher's logits, or use the logits as hidden states with an identity head."""
     teacher = inputs["teacher"].to(rows.dtype)
     if form == "logits":
         return rows, {"block_size": BLOCK, "teacher_logits": teacher}
@@ -416,7 +424,7 @@ _DFLASH = Case(
 _DISTILLATION = Case(
     "distillation", ours.DraftDistillationLoss, _counted(_distillation, num_tokens=3), _distillation_oracle,
     {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
-    roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, made_of=("teacher",), linear_in="block_mask",
+    roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, derived_from=("teacher",), linear_in="block_mask",
     constants=("loss_gamma",), chunks_at_construction=True, transformed_by={"softcap": 5.0, "scale": 0.8},
 )  # fmt: skip
 _IDLM = Case(
@@ -431,7 +439,7 @@ _IDLM = Case(
         ".forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
     },
 )  # fmt: skip
-_SCDD = Case(  # in few steps: the loss is a difference of numbers that are nearer to each other the more there are
+_SCDD = Case(  # few steps: with more of them, the loss is a difference of closer numbers
     "scdd", ours.SCDDLoss, _scdd, reference.scdd_loss, {"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.4},
     COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
     statistics=True, variant=True, home=DLLM_LOSS,
@@ -469,14 +477,14 @@ PLAIN = (
     ),
     _HYBRID,
     replace(
-        _HYBRID, name="hybrid, one tensor", extra=_nothing_else, separate=False, transformed_by={"scale": 0.6}
+        _HYBRID, name="hybrid, one tensor", extra=_no_extra, separate=False, transformed_by={"scale": 0.6}
     ),
     _DFLASH,
     replace(
         _DFLASH, name="dflash, mean", settings={"normalize": "mean", "loss_gamma": 2.0}, linear_in=None,
         counted_locally=True, transformed_by=None,
     ),
-    replace(_DFLASH, name="dflash, one block", extra=_nothing_else, shifted=True, transformed_by=None),
+    replace(_DFLASH, name="dflash, one block", extra=_no_extra, shifted=True, transformed_by=None),
     replace(_DFLASH, name="dflash, no decay", settings={"loss_gamma": None}, transformed_by=None),
     replace(
         _DFLASH, name="dflash, dpace", settings={"position_weights": "dpace"}, linear_in=None,
@@ -495,7 +503,7 @@ PLAIN = (
         _DFLASH, name="dflash, blocks", draw=_counted(_dflash, num_blocks=2), settings={"normalize": "blocks"},
         variant=True, transformed_by=None,
     ),
-    replace(  # of which a part of a sequence alone has fewer blocks
+    replace(  # because a part of a sequence has fewer blocks
         _DFLASH, name="dflash, sequence blocks", draw=_counted(_dflash, num_sequences=2), linear_in=None, shifted=True,
         roles={name: role for name, role in _DFLASH.roles.items() if name != "num_blocks"}, variant=True,
         settings={"normalize": "sequence_blocks"}, transformed_by=None,
@@ -549,7 +557,7 @@ PLAIN = (
 
 
 def _twin(case: Case) -> Case:
-    """The same of transformed logits. No target is the skipped column, whose NLL would be NaN."""
+    """Return the case with transformed logits. No target is the skipped column, whose NLL would be NaN."""
     skip_id = case.transformed_by.get("skip_id", -1)
 
     def draw(B, L, V):
@@ -560,21 +568,21 @@ def _twin(case: Case) -> Case:
     return replace(
         case, name=f"{case.name}, {' '.join(case.transformed_by)}", draw=draw, rounds=False,
         transform=case.transformed_by, transformed_by=None,
-        variant=case.name not in ("token_nll", "mdlm, counted"),  # two ways in are enough where a case takes seconds
+        variant=case.name not in ("token_nll", "mdlm, counted"),  # two ways are enough if a case takes seconds
     )  # fmt: skip
 
 
-def _rows_of(case: Case) -> Case:
-    """The case with one loss per row."""
+def _per_row(case: Case) -> Case:
+    """Return the case with one loss per row."""
     return replace(
         case, name=f"{case.name}, rows", settings={**case.settings, "reduction": "none"}, per_row=True,
-        variant=case.name != "mdlm, counted",  # one way in is enough where a case takes seconds
+        variant=case.name != "mdlm, counted",  # one way is enough if a case takes seconds
     )  # fmt: skip
 
 
-# One for each way through a loss: with a count, which the rows know nothing of, where there is one.
+# One case per code path of a loss, with a count if possible, because the rows must not depend on it.
 ROWS = tuple(
-    _rows_of(case) for case in PLAIN if case.name in (
+    _per_row(case) for case in PLAIN if case.name in (
         "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace",
         "dflash, sequence blocks", "distillation", "distillation, acceptance, mean",
         "idlm", "idlm, balanced", "scdd, counted", "scdd, no uniform noise", "encoder AR",
@@ -583,20 +591,20 @@ ROWS = tuple(
 CASES = (*PLAIN, *(_twin(case) for case in PLAIN if case.transformed_by), *ROWS)
 SUMS = tuple(case for case in CASES if not case.per_row)
 LOSSES = tuple(case for case in PLAIN if case.functions[0].__module__.startswith("dllm_kernels."))
-# One case for each op and loss, and where a case takes seconds, in several processes and under a compiler, those that
-# do not differ from others in numbers only.
+# FIRSTS has one case per op and loss. FEWER omits cases that differ from others only in numbers. It is for tests in
+# several processes and under a compiler, where a case takes seconds.
 FIRSTS = tuple({case.loss: case for case in reversed(PLAIN)}.values())[::-1]
 FEWER = tuple(case for case in CASES if not case.variant)
 BY_NAME = {case.name: case for case in CASES}
 
 
 def to_device(inputs: Inputs, device: str) -> Inputs:
-    """The same inputs on another device."""
+    """Move the inputs to another device."""
     return {name: t.to(device) for name, t in inputs.items()}
 
 
 def upstream_for(case: Case, B: int, L: int) -> torch.Tensor:
-    """Draw a random upstream gradient: one number per row, some of them zero, or one for the loss."""
+    """Draw a random upstream gradient: one value per row, some of them zero, or one for the loss."""
     if not case.per_row:
         return torch.randn(())
     return torch.randn(B, L * case.width) * (torch.rand(B, L * case.width) < 0.8)

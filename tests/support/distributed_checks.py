@@ -22,8 +22,8 @@ from tests.support.cases import FEWER, Case
 
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
-# (world size, name) of what ``make test`` leaves to ``make test-exhaustive``: of the longest, those beside one like
-# them, and what ``check`` adds.
+# (world size, name) of checks that only ``make test-exhaustive`` runs: slow ones with a similar check, and the ones
+# that ``check`` adds.
 EXHAUSTIVE = {
     (2, "special_row_statistics[-inf in one shard]"),
     (2, "inside_a_compiled_step[logits]"),
@@ -55,7 +55,7 @@ EXHAUSTIVE = {
         for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id", "policy")
     ),
 }
-# Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
+# Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.
 EVERY_TIME = {
     2: (
         "token_nll", "hybrid", "MTP", "-inf in one shard", "targets at the edges",
@@ -64,9 +64,9 @@ EVERY_TIME = {
 }  # fmt: skip
 
 
-# What stands behind the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from
-# logits, losses from hidden states, MTP and the pipeline's loss); none where the table says no. A name without a
-# parameter means all of them.
+# Basis of the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from logits,
+# losses from hidden states, MTP and the pipeline's loss); none if the table says no. A name without a parameter stands
+# for all parameters.
 TABLE = {
     "FSDP2, head in a separate unit, its parameter passed to the loss": (
         ["fsdp_logits"],
@@ -178,7 +178,7 @@ def check(world, **parameter):
 
 @functools.cache
 def mesh_of(*names):
-    """A mesh over all processes: one dimension, or two of size 2."""
+    """Create a mesh over all processes: one dimension, or two of size 2."""
     world = dist.get_world_size()
     return init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
 
@@ -278,8 +278,8 @@ MTP = Case(
 PIPELINE = replace(MTP, name="pipeline", loss=(_pipeline_logits, _pipeline_hidden), equation=None)
 
 
-def _policy(B, L, V, of_tokens):
-    shape = (B, L) if of_tokens else (B,)
+def _policy(B, L, V, per_token):
+    shape = (B, L) if per_token else (B,)
     old, ref = torch.randn(2, *shape) - 3
     mask, seeds = (torch.rand(B, L) < 0.8).long(), torch.randint(2**40, (B,))
     mask[:, 0] = 0  # a prompt
@@ -290,7 +290,7 @@ def _policy(B, L, V, of_tokens):
 
 
 def _policy_views(form, rows, inputs, scheme):
-    """The hidden states or logits of the views one after another, which depend on the row alone."""
+    """Stack the views' hidden states or logits, which depend only on the row."""
     ids, loss_mask, seeds = (
         t.full_tensor() if isinstance(t, DTensor) else t for t in map(inputs.get, ("ids", "loss_mask", "seeds"))
     )
@@ -299,14 +299,14 @@ def _policy_views(form, rows, inputs, scheme):
     return rows[None] if K == 1 else torch.stack(rows.chunk(K, 1)), {"views": views}
 
 
-def _policy_logits(logits, normalize, level="token", kind="clip", **given):
+def _policy_logits(logits, normalize, level="token", kind="clip", **arguments):
     policy_loss = ours.PolicyLoss(ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize)
-    return policy_loss(logits, **given).loss
+    return policy_loss(logits, **arguments).loss
 
 
-def _policy_hidden(hidden, lm_head_weight, normalize, level="token", kind="clip", **given):
+def _policy_hidden(hidden, lm_head_weight, normalize, level="token", kind="clip", **arguments):
     policy_loss = ours.PolicyLoss(ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize)
-    return policy_loss.forward_fused(hidden, lm_head_weight, **given).loss
+    return policy_loss.forward_fused(hidden, lm_head_weight, **arguments).loss
 
 
 def _policy_oracle(
@@ -318,15 +318,16 @@ def _policy_oracle(
     )  # fmt: skip
 
 
-# Each token scored once, whose gradient is made in forward; and sequences, which need all their rows first.
+# The loss per token scores each token once and computes its gradient in forward. The loss per sequence needs all rows
+# first.
 POLICY = Case(
     "policy", (_policy_logits, _policy_hidden),
     lambda B, L, V: _policy(B, L, V, True) | {"num_tokens": torch.tensor(B * L - 2)}, _policy_oracle,
     {"normalize": "tokens"}, {"ids": "targets", "loss_mask": "mask", "num_tokens": "count"},
-    extra=functools.partial(_policy_views, scheme="full"), made_of=("loss_mask", "seeds"), shifted=True,
+    extra=functools.partial(_policy_views, scheme="full"), derived_from=("loss_mask", "seeds"), shifted=True,
 )  # fmt: skip
 POLICY_OF_SEQUENCES = replace(
-    POLICY, name="policy of sequences", draw=functools.partial(_policy, of_tokens=False),
+    POLICY, name="policy of sequences", draw=functools.partial(_policy, per_token=False),
     settings={"normalize": "none", "level": "sequence", "kind": "cispo"},
     extra=functools.partial(_policy_views, scheme="coupled"), width=3, separate=True,
 )  # fmt: skip
@@ -352,11 +353,11 @@ class Model(nn.Module):
 
 
 class Job:
-    """One loss of one whole batch, which can be cut into parts along the batch.
+    """A loss of a whole batch, which can be split along the batch.
 
     ``run(ids, loss)`` calls a model and then ``loss(hidden, weight, bias)``, or ``loss(logits)`` for the form from
-    logits. The form "oracle" is the reference on the logits of plain PyTorch. ``scaled``: the loss has a factor behind
-    it.
+    logits. The form "oracle" is the reference on the logits of plain PyTorch. With ``scaled``, the loss is multiplied
+    by a factor.
     """
 
     def __init__(self, name, form="hidden", seed=0, scaled=True, **options):
@@ -373,30 +374,30 @@ class Job:
         self.upstream = upstream(self.case) if scaled or self.case.per_row else torch.ones(())
 
     def loss(self, run, part=0, parts=1):
-        """The loss of one of the parts."""
+        """Compute the loss of one of the parts."""
         ids, upstream = self.cut(self.ids, part, parts), self.cut(self.upstream, part, parts)
         inputs = {name: self.cut(t, part, parts) for name, t in self.inputs.items()}
         return (run(ids, lambda *x: self.function(*x, inputs)) * upstream).sum()
 
     def cut(self, t, part, parts):
-        """A part along the batch; a count stays as it is."""
+        """Return a part along the batch; counts are unchanged."""
         return t.chunk(parts)[part] if isinstance(t, torch.Tensor) and t.dim() else t
 
     def share(self, parts):
-        """What the sum over the losses of all parts is to be multiplied with to be the loss of the whole batch."""
+        """Return the factor by which the sum of the losses of all parts equals the loss of the whole batch."""
         return 1 / parts if self.case.counted_locally else 1.0
 
     def expected(self, model, parts):
-        """Loss and gradients in one process, with the whole batch in one call where its denominator allows it."""
+        """Compute loss and gradients in one process, with the whole batch in one call if its denominator allows it."""
         if self.case.counted_locally:
-            loss = sum(self.loss(plainly(model, self.form), part, parts) for part in range(parts)) / parts
+            loss = sum(self.loss(outside_forward(model, self.form), part, parts) for part in range(parts)) / parts
         else:
-            loss = self.loss(plainly(model, self.form))
+            loss = self.loss(outside_forward(model, self.form))
         loss.backward()
         return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def plainly(model, form="hidden"):
+def outside_forward(model, form="hidden"):
     """Run a :class:`Job` with the parameters or the logits of the head, outside of the model's forward."""
     if form == "logits":
         return lambda ids, loss: loss(model.lm_head(model(ids)))
@@ -417,10 +418,10 @@ def same_gradients(model, expected):
 
 
 class Sent(TorchDispatchMode):
-    """Records the tensors that this rank passes to collectives: (name, shape, bytes) of each."""
+    """Record the tensors that this rank passes to collectives: (name, shape, bytes) of each."""
 
     NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-    OPS: ClassVar = {  # name of the operator: (what we call it, which argument is sent)
+    OPS: ClassVar = {  # name of the operator: (our name for it, index of the argument that is sent)
         "allreduce_": ("all_reduce", 0),
         "all_reduce": ("all_reduce", 0),
         "all_reduce_": ("all_reduce", 0),
@@ -436,7 +437,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it calls us again for its local tensors
+            return NotImplemented  # it dispatches again with its local tensors
         name = func._opname
         if func.namespace in self.NAMESPACES and not name.startswith(("wait", "_wrap", "_allgather_into_tensor_out")):
             label, position = self.OPS.get(name, (name, slice(None)))

@@ -27,12 +27,12 @@ from tests.support.distributed_checks import (
     close,
     drawn,
     mesh_of,
-    plainly,
+    outside_forward,
     same_gradients,
 )
 
 FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
-# What each count counts, of the inputs of one call.
+# Count of the inputs of one call -> the mask whose entries it counts.
 COUNTED = {
     "num_diffusion_tokens": lambda i: (
         i["loss_mask"] if "loss_mask" in i else i["answer_mask"][:, 1:] & (i["valid_mask"][:, 1:] != 0)
@@ -50,7 +50,7 @@ COUNTED = {
 
 
 def count_globally(job, part=0, parts=1, group=None):
-    """The job with its counts made from the masks of this rank's part; all of them where there is one part."""
+    """Replace the counts by those of this rank's masks, summed over the ranks. With one part, count the whole masks."""
     inputs = {name: job.cut(t, part, parts) for name, t in job.inputs.items()}
     for name in job.inputs.keys() & COUNTED.keys():
         mask = COUNTED[name](inputs)
@@ -74,7 +74,7 @@ def accumulate(job, model, micros, form):
     rank, parts = dist.get_rank(), dist.get_world_size() * micros
     total = torch.zeros((), dtype=torch.float64)
     for micro in range(micros):
-        loss = job.loss(plainly(model, form), rank * micros + micro, parts) * job.share(parts)
+        loss = job.loss(outside_forward(model, form), rank * micros + micro, parts) * job.share(parts)
         loss.backward()
         total += loss.detach()
     summed_gradients(model)
@@ -84,7 +84,7 @@ def accumulate(job, model, micros, form):
 @check(2, name=NAMES)
 @check(4, name=FEW)
 def data_parallel(name):
-    """From logits and hidden states; micro-batches; counts as ints, as tensors, and made from all ranks' masks."""
+    """From logits and hidden states; micro-batches; counts as ints, as tensors, and from all ranks' masks."""
     world = dist.get_world_size()
     splits = [(1, "tensors"), (2, "ints"), (2, "masks")] if world == 2 else [(1, "masks")]
     for form, (micros, counts) in itertools.product(("logits", "hidden"), splits):
@@ -102,7 +102,7 @@ def data_parallel(name):
 @check(2)
 @check(4)
 def counts_over_ranks():
-    """Any dtype of mask; a 0-d int64 that no host has read; over a part of the ranks too."""
+    """Masks of any dtype give a 0-d int64 without a host sync; a group of some ranks is possible."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mask = torch.rand(world, B, L) < 0.5
     for dtype in (torch.bool, torch.int32, torch.float32):
@@ -132,7 +132,7 @@ def inside_from_logits(wrapped):
 
 @check(2, name=NAMES)
 def distributed_data_parallel(name):
-    """DistributedDataParallel, which averages: the loss in the model's forward, and outside of it; accumulation."""
+    """DDP averages gradients: the loss in the model's forward, and outside of it; accumulation."""
     for way in (lambda wrapped: wrapped, outside, inside_from_logits):
         for micros in (1, 2):
             parts, job = 2 * micros, Job(name, "logits" if way is inside_from_logits else "hidden")
@@ -149,7 +149,7 @@ def distributed_data_parallel(name):
 
 
 class HalfUsed(Model):
-    """Calls its head, which returns its input unchanged, and has a parameter that no step uses."""
+    """A model that calls its head, which returns its input unchanged, and has a parameter that no step uses."""
 
     def __init__(self):
         super().__init__()
@@ -164,7 +164,10 @@ DDP_OPTIONS = {"find unused": {"find_unused_parameters": True}, "static graph": 
 
 @check(2, options=DDP_OPTIONS)
 def distributed_data_parallel_deferred_logits(options):
-    """DDP seeks what was used in forward's result, where the head's weight is not yet: from hidden states, and made."""
+    """DDP searches forward's result for used parameters, which does not contain the head's weight yet.
+
+    The loss is computed from hidden states, and from materialized logits.
+    """
     for form, frozen in (("hidden", ()), ("logits", ()), ("hidden", ("weight",)), ("hidden", ("weight", "bias"))):
         job, model, expected = Job("mdlm, counted", form), HalfUsed(), Model()
         for name in frozen:
@@ -172,14 +175,14 @@ def distributed_data_parallel_deferred_logits(options):
             expected.lm_head.get_parameter(name).requires_grad_(False)
         loss, grads = job.expected(expected, 4)
         wrapped = DistributedDataParallel(model, **DDP_OPTIONS[options])
-        losses = [part_of_deferred(job, wrapped, 2 * dist.get_rank() + micro) for micro in range(2)]
+        losses = [run_deferred_part(job, wrapped, 2 * dist.get_rank() + micro) for micro in range(2)]
         close(summed_over(sum(losses)), loss)
         assert model.unused.grad is None or not model.unused.grad.any()
         del model.unused
         same_gradients(model, grads)
 
 
-def part_of_deferred(job, wrapped, part):
+def run_deferred_part(job, wrapped, part):
     """Run one of four parts of the job, forward and backward; the gradients are averaged each time."""
 
     def run(ids, loss):
@@ -214,18 +217,18 @@ def distributed_data_parallel_mtp_finds_the_head():
         same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
 
 
-def of_cases(wanted):
+def case_names(condition):
     """Return the names of the cases with plain logits for which this holds."""
-    return [case.name for case in BY_JOB.values() if not case.transform and wanted(case)]
+    return [case.name for case in BY_JOB.values() if not case.transform and condition(case)]
 
 
-UNSHIFTED = of_cases(lambda case: not case.shifted and not case.counted_locally)
-SHIFTED = of_cases(lambda case: case.shifted)
+UNSHIFTED = case_names(lambda case: not case.shifted and not case.counted_locally)
+SHIFTED = case_names(lambda case: case.shifted)
 
 
 @check(2, name=UNSHIFTED)
 def context_parallel(name):
-    """Plain tensors, each rank with a part of every sequence: the sum of the ranks' losses is that of the whole.
+    """Plain tensors, with a part of every sequence on each rank: the sum of the ranks' losses is that of the whole.
 
     A split lies between two blocks of DFlash.
     """
@@ -244,7 +247,7 @@ def context_parallel(name):
 
 
 class Outputs:
-    """A model that returns several outputs instead of one tensor with all of them side by side."""
+    """A model's output as several tensors instead of one with all of them side by side."""
 
     def __init__(self, outputs):
         self.outputs = outputs
@@ -257,22 +260,22 @@ class Outputs:
 
 
 def along_the_sequence(model, mesh, job):
-    """Return the hidden states of this rank's part of the sequences as a part of a DTensor, or several such."""
+    """Return a function from ids to hidden states of this rank's part of the sequences, as a DTensor or several."""
 
-    def of(ids):
+    def local_part(ids):
         return DTensor.from_local(model(ids.chunk(2, 1)[dist.get_rank()]), mesh, [Shard(1)])
 
     if not job.case.separate:
-        return of
-    return lambda ids: Outputs([of(part) for part in ids.chunk(job.case.width, 1)])
+        return local_part
+    return lambda ids: Outputs([local_part(part) for part in ids.chunk(job.case.width, 1)])
 
 
 @check(2, name=SHIFTED)
 def context_parallel_shifted(name):
-    """DTensors split along the sequence, with whole targets and masks on every rank: the loss is that of the whole.
+    """DTensors split along the sequence, with whole targets and masks on every rank, have the loss of the whole.
 
-    A head that is a DTensor gets its gradient summed; of a plain one each rank has its share, as of the rest of the
-    model.
+    The gradient of a head that is a DTensor is summed. With a plain head, each rank has its share, as for the rest of
+    the model.
     """
     mesh, job = mesh_of("cp"), Job(name)
     loss, grads = Job(name).expected(Model(), 1)
@@ -292,10 +295,12 @@ def context_parallel_shifted(name):
 
 
 @check(
-    2, name=[name for name in SHIFTED if name != "hybrid"]
-)  # whose two halves, cut from one DTensor, are no longer split
+    2,
+    name=[name for name in SHIFTED if name != "hybrid"],
+    # The two halves of hybrid, cut from one DTensor, are no longer split.
+)
 def context_parallel_shifted_fsdp(name):
-    """The same with a model that FSDP2 shards over the ranks that split the sequence, whose gradients it averages."""
+    """FSDP2 shards the model over the ranks that split the sequence, and averages their gradients."""
     mesh, job = mesh_of("cp"), Job(name)
     loss, grads = Job(name).expected(Model(), 1)
     model = Model()
@@ -325,7 +330,7 @@ def context_parallel_shifted_logits(name):
 
 @check(2)
 def context_parallel_targets_of_mtp():
-    """Plain tensors: labels are shifted over the whole sequences first, then cut like the hidden states."""
+    """Plain tensors: labels are shifted over the whole sequences first, then split like the hidden states."""
     job, rank = Job("MTP"), dist.get_rank()
     i, h = job.inputs, [torch.randn(B, L, D).double() for _ in range(2)]
     w = torch.randn(V, D).double()
@@ -356,7 +361,7 @@ def context_parallel_targets_of_mtp():
 
 @check(2)
 def context_parallel_shifted_by_hand():
-    """A plain cut of a shifted loss omits the pair at the border; the primitive on shifted targets includes it."""
+    """A plain split of a shifted loss omits the pair at the border; the primitive on shifted targets includes it."""
     inputs, rank = drawn(BY_NAME["encoder AR"]), dist.get_rank()
     ids, valid = inputs["input_ids"], inputs["valid_mask"]
     valid[0, L // 2 - 1 : L // 2 + 1] = True  # a pair across the border
@@ -376,7 +381,7 @@ def context_parallel_shifted_by_hand():
 
 @check(2)
 def draft_accuracy_over_ranks():
-    """The accuracies of one process with the whole batch."""
+    """The accuracies equal those of one process with the whole batch."""
     inputs, rank, world = drawn(BY_NAME["dflash"]), dist.get_rank(), dist.get_world_size()
     inputs["block_mask"] = (inputs["block_mask"] != 0).float()
     x = torch.randn(B, L, V)
@@ -393,7 +398,7 @@ def draft_accuracy_over_ranks():
 
 @check(2)
 def acceptance_length_over_ranks():
-    """Equals one process with the whole batch, although the ranks have different numbers of blocks, one has none."""
+    """The result equals that of one process, although the ranks have different numbers of blocks, and one has none."""
     rank, world = dist.get_rank(), dist.get_world_size()
     correct, mask = torch.rand(world, 4 * L) < 0.7, (torch.rand(world, 4 * L) < 0.6).float()
     mask[-1] = 0

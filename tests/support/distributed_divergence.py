@@ -1,4 +1,4 @@
-"""Divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out otherwise."""
+"""Divergences in several processes: split vocabularies, sharded heads, split rows, and teachers with other layouts."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ kinds = {"name": tuple(KINDS)}
 
 
 def drawn(name, V=V):
-    """What stands beside the student: its weights, the teacher's hidden states in their own order, and the options."""
+    """Draw everything besides the student: weights, the teacher's hidden states in another order, and the options."""
     torch.manual_seed(0)
     weights = torch.rand(B, L) * (torch.rand(B, L) < 0.8)
     rows = torch.randint(0, 2 * L, (B, L))
@@ -43,11 +43,14 @@ def draw(options, V=V):
 
 @check(2, **kinds)
 def tp_divergence(name):
-    """A shared head split by vocabulary. Hidden states are plain, equal on every rank, or split over the same ranks."""
-    mesh, (teacher, options) = mesh_of("tp"), drawn(name)
-    for of_hidden, of_teacher in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
+    """A shared head is split by vocabulary.
 
-        def ours(h, w, b, p=of_hidden, q=of_teacher):
+    Hidden states are plain, equal on every rank, or split over the same ranks.
+    """
+    mesh, (teacher, options) = mesh_of("tp"), drawn(name)
+    for hidden_layout, teacher_layout in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
+
+        def ours(h, w, b, p=hidden_layout, q=teacher_layout):
             h, t = (x if s is None else shard(x, mesh, s) for x, s in ((h, p), (teacher, q)))
             w, b = (shard(x, mesh, Shard(0)) for x in (w, b))
             return ops.linear_divergence(h, w, t, bias=b, chunk_size=5, backend="torch", **options).loss
@@ -59,7 +62,7 @@ def tp_divergence(name):
 
 @check(2)
 def tp_divergence_to_a_head_of_its_own():
-    """The teacher's head, with a second part, split as the student's is, whole, or with some of its columns picked."""
+    """The teacher's head, with a second part, is split like the student's, whole, or has some columns selected."""
     mesh, (teacher, options) = mesh_of("tp"), drawn("all others")
     weight, bias, u, second = (torch.randn(s).double() for s in ((V, D), (V,), (2, L, 3), (V, 3)))
     columns = torch.randperm(V)
@@ -84,31 +87,34 @@ def tp_divergence_to_a_head_of_its_own():
 
 @check(2, **kinds)
 def tp_divergence_of_logits(name):
-    """Logits split by vocabulary, or by rows; the teacher's laid out like them, whole on every rank, or plain."""
+    """Logits are split by vocabulary, or by rows.
+
+    The teacher's have the same layout, are whole on every rank, or plain.
+    """
     mesh, (_, options) = mesh_of("tp"), drawn(name)
-    its = 2 * torch.randn(2, L, V).double()
-    for of_logits, of_teacher in (
+    teacher_logits = 2 * torch.randn(2, L, V).double()
+    for logits_layout, teacher_layout in (
         (Shard(2), Shard(2)),
         (Shard(2), None),
         (Shard(1), Replicate()),
         (Shard(0), Shard(0)),
         (None, Shard(2)),
     ):
-        t = its if of_teacher is None else distribute_tensor(its, mesh, [of_teacher])
+        t = teacher_logits if teacher_layout is None else distribute_tensor(teacher_logits, mesh, [teacher_layout])
 
-        def ours(z, t=t, p=of_logits):
+        def ours(z, t=t, p=logits_layout):
             z = z if p is None else shard(z, mesh, p)
             return ops.divergence(z, t, backend="torch", **options).loss
 
         def leaves(_):
             return [2 * torch.randn(B, L, V).double()], upstream(options)
 
-        assert_parity(ours, lambda z: reference.divergence(z, its, **options).loss, leaves)
+        assert_parity(ours, lambda z: reference.divergence(z, teacher_logits, **options).loss, leaves)
 
 
 @check(2)
 def backward_of_split_logits_sends_nothing():
-    """Backward reads the statistics of whole rows that forward has gathered."""
+    """Backward reads the statistics of whole rows that forward gathered."""
     mesh = mesh_of("tp")
     for name in KINDS:
         _, options = drawn(name)
@@ -146,9 +152,9 @@ def a_teacher_whose_rows_one_rank_has():
     """The layout, not the local rows, decides whether a rank gathers: a batch of one is split over all ranks."""
     mesh = mesh_of("tp")
     h, t, w, own = (torch.randn(s).double() for s in ((1, L, D), (1, L, D), (V, D), (V, D)))
-    for of_teacher in (Shard(0), Shard(1), Replicate()):
-        for of_head in (Shard(0), Replicate()):
-            theirs, head = distribute_tensor(t, mesh, [of_teacher]), distribute_tensor(own, mesh, [of_head])
+    for teacher_layout in (Shard(0), Shard(1), Replicate()):
+        for head_layout in (Shard(0), Replicate()):
+            theirs, head = distribute_tensor(t, mesh, [teacher_layout]), distribute_tensor(own, mesh, [head_layout])
 
             def ours(h, w, theirs=theirs, head=head):
                 h, w = shard(h, mesh, Shard(0)), shard(w, mesh, Shard(0))
@@ -164,9 +170,9 @@ def a_teacher_whose_rows_one_rank_has():
 @check(2)
 @check(4)
 def special_rows_of_a_divergence():
-    """What is beside the loss; ties over shards, rows of -inf in one, of NaN, without a teacher's row, and of weight 0.
+    """Further outputs; ties over shards, rows of -inf in one shard, of NaN, without a teacher's row, and of weight 0.
 
-    Of three columns one rank of four holds none.
+    With three columns, one rank of four holds none.
     """
     inf, nan = float("inf"), float("nan")
     z = torch.tensor([[0, 0, 0], [-inf, -inf, 2], [0, 1, nan], [1, 0, 0], [nan, 0, 0], [3, 1, 2]]).double()
@@ -185,14 +191,14 @@ def special_rows_of_a_divergence():
         for got, expected in zip(out[1:], want[1:], strict=True):
             close(got, expected.detach(), str(kind))
         got, expected = (torch.autograd.grad(o.loss, leaf_)[0] for o, leaf_ in ((out, leaf), (want, same)))
-        known = torch.tensor([0, 1, 4])  # a row without a value has NaN for a gradient here, and NaN in places there
+        known = torch.tensor([0, 1, 4])  # a row without a value has a NaN gradient here, and NaN entries there
         close(got[known], expected[known], str(kind))
         assert got[[2, 3, 5]].isnan().all()
 
 
 @check(2, name=("kl", "lk, mean"))
 def split_rows_of_a_divergence(name):
-    """The rows split over the ranks, the head whole on every one: the mean of a is that of all of them."""
+    """The rows are split over the ranks, and every rank has the whole head. The mean of a is that of all rows."""
     mesh, (teacher, options) = mesh_of("dp"), drawn(name)
 
     def ours(h, w, b):
@@ -206,13 +212,13 @@ def split_rows_of_a_divergence(name):
 
 @check(2)
 def fsdp_divergence():
-    """A head that FSDP2 shards and both share, trainable or frozen, or a teacher with a sharded one of its own."""
+    """FSDP2 shards a head that both share, trainable or frozen, or a separate head of the teacher."""
     rank, mesh = dist.get_rank(), mesh_of("fsdp")
     torch.manual_seed(0)
     hidden, teacher = (torch.randn(B, L, D).double() for _ in range(2))
     for trains, own in ((True, False), (False, False), (True, True)):
         heads = [nn.Linear(D, V, bias=False).double().requires_grad_(trains) for _ in range(2)]
-        for i, head in enumerate(heads):  # the same on every rank, and in the run of one process
+        for i, head in enumerate(heads):  # equal on every rank, and in the run of one process
             nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(i))
         weights = [head.weight.detach().clone().requires_grad_(trains) for head in heads]
         h, same = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
@@ -222,9 +228,14 @@ def fsdp_divergence():
         want.loss.backward()
         for head in heads:
             fully_shard(head, mesh=mesh)
-        mine, its = (x.chunk(dist.get_world_size())[rank] for x in (h, teacher))
+        mine, teacher_logits = (x.chunk(dist.get_world_size())[rank] for x in (h, teacher))
         out = ops.linear_divergence(
-            mine, heads[0].weight, its, teacher_weight=heads[1].weight if own else None, kind="tv", backend="torch"
+            mine,
+            heads[0].weight,
+            teacher_logits,
+            teacher_weight=heads[1].weight if own else None,
+            kind="tv",
+            backend="torch",
         )
         (out.loss * dist.get_world_size()).backward()
         close(out.acceptance_rate, want.acceptance_rate.chunk(dist.get_world_size())[rank])

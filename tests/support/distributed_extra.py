@@ -41,7 +41,7 @@ def laid(t, mesh, placement):
 
 @check(2, name=NAMES)
 def tp_extra(name):
-    """Both parts are split by vocabulary; several chunks.
+    """Both parts are split by vocabulary, with several chunks.
 
     The rows of each part are plain, equal on every rank, or split over the ranks.
     """
@@ -55,9 +55,9 @@ def tp_extra(name):
         (Shard(1), Shard(1)),
         (Shard(1), Shard(0)),
     ]
-    for of_hidden, of_u in layouts if name == NAMES[0] else [layouts[0], layouts[4]]:
+    for hidden_layout, u_layout in layouts if name == NAMES[0] else [layouts[0], layouts[4]]:
         assert_parity(
-            lambda h, w, b, u, second, p=of_hidden, q=of_u: call(
+            lambda h, w, b, u, second, p=hidden_layout, q=u_layout: call(
                 case, inputs, laid(h, mesh, p), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)),
                 (laid(u, mesh, q), shard(second, mesh, Shard(0))), chunk_size=5, backend="torch",
             ),
@@ -84,12 +84,12 @@ def tp_extra_in_every_dtype_and_through_the_kernels():
 
 @check(2, name=NAMES[:3])
 def split_rows_with_extra(name):
-    """The rows split over the ranks, both parts of the head whole on every one; u split with them, or plain."""
+    """The rows are split over the ranks, every rank has both parts of the head, and u is split or plain."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
-    for of_u in (Shard(1), None):
+    for u_layout in (Shard(1), None):
         assert_parity(
-            lambda h, w, b, u, second, q=of_u: call(
+            lambda h, w, b, u, second, q=u_layout: call(
                 case, inputs, shard(h, mesh, Shard(1)), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()),
                 (laid(u, mesh, q), shard(second, mesh, Replicate())), backend="torch",
             ),
@@ -100,18 +100,18 @@ def split_rows_with_extra(name):
 
 @check(4)
 def rows_and_vocabulary_with_extra():
-    """A 2-D mesh: the rows split over one dimension, both parts of the head, on the other alone, by vocabulary."""
+    """On a 2-D mesh, the rows are split over one dimension, and both parts of the head by vocabulary over the other."""
     case, mesh = BY_NAME["weighted_nll"], mesh_of("dp", "tp")
     inputs, tp = drawn(case), mesh["tp"]
 
     def split(t):
-        """The data-parallel ranks have the same head and rows of their own, whose gradients are summed."""
+        """The data-parallel ranks have equal heads and different rows, and their gradients are summed."""
         whole = shard(t, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
         return shard(whole, tp, Shard(0))
 
-    for of_u in ((Shard(0), Replicate()), None):
+    for u_layout in ((Shard(0), Replicate()), None):
         assert_parity(
-            lambda h, w, b, u, second, q=of_u: call(
+            lambda h, w, b, u, second, q=u_layout: call(
                 case, inputs, shard(h, mesh, Shard(0), Replicate()), split(w), split(b),
                 (u if q is None else shard(u, mesh, *q), split(second)), backend="torch",
             ),
@@ -159,9 +159,9 @@ def step(model, case, inputs, ids, **options):
 
 
 def compare(name, mesh, part, parts, prepare, shards_head=True, trains_head=False):
-    """One step of each rank's own sequences against one process; FSDP2 divides by the number of ranks.
+    """Compare one step on each rank's own sequences with one process; FSDP2 divides by the number of ranks.
 
-    A head that is not sharded is whole on every rank, as a target model's is.
+    A head that is not sharded is whole on every rank, like a target model's.
     """
     case = BY_NAME[name]
     inputs = drawn(case)
@@ -188,7 +188,7 @@ def compare(name, mesh, part, parts, prepare, shards_head=True, trains_head=Fals
 @check(2, name=("weighted_nll", "token_nll", "dflash, dpace"))
 @check(4, name=("weighted_nll",))
 def fsdp_extra(name):
-    """A second part that FSDP2 shards, beside a head that is whole on every rank, or sharded too, frozen or not."""
+    """FSDP2 shards the second part. The head is whole on every rank, or sharded too, frozen or not."""
     world, mesh = dist.get_world_size(), mesh_of("fsdp")
     for shards_head, trains_head in ((False, False), (True, False), (True, True)):
         compare(name, mesh, dist.get_rank(), world, lambda model: None, shards_head, trains_head)
@@ -196,7 +196,7 @@ def fsdp_extra(name):
 
 @check(2)
 def fsdp_extra_in_mixed_precision():
-    """The second part is gathered in the compute dtype; its gradient has the dtype of the shard."""
+    """The second part is gathered in the compute dtype. Its gradient has the dtype of the shard."""
     mesh, model = mesh_of("fsdp"), Drafter().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     model.lm_head.bfloat16()
@@ -212,7 +212,7 @@ def fsdp_extra_in_mixed_precision():
 
 @check(4)
 def fsdp_over_tensor_parallel_extra():
-    """Both parts split by vocabulary over one mesh dimension, the second sharded over the other too."""
+    """Both parts are split by vocabulary over one mesh dimension, and the second is also sharded over the other."""
     mesh = mesh_of("dp", "tp")
     dp, tp = mesh["dp"], mesh["tp"]
 

@@ -28,7 +28,7 @@ from tests.support.distributed_checks import (
     check,
     close,
     mesh_of,
-    plainly,
+    outside_forward,
     raises,
     same_gradients,
     shard,
@@ -49,7 +49,7 @@ def own_unit(model, **options):
     """The head is a separate unit, and its parameters are used outside of its forward."""
     for module in (model.body, model.lm_head, model):
         fully_shard(module, **options)
-    return plainly(model)
+    return outside_forward(model)
 
 
 def in_root(model, **options):
@@ -62,7 +62,7 @@ def in_root(model, **options):
 def after_root(model, **options):
     """The root unit owns the head, and its parameters are used after the root's forward."""
     in_root(model, **options)
-    return plainly(model)
+    return outside_forward(model)
 
 
 def loss_head(model, **options):
@@ -108,7 +108,7 @@ def tie(model):
 def compare(
     name, setup, *, prepare=untouched, bias=True, form="hidden", parts=None, part=None, factor=None, call=(), **options
 ):
-    """One step, its rows split over the data-parallel ranks, against one process; FSDP2 divides by their number.
+    """Compare one step, its rows split over the data-parallel ranks, with one process; FSDP2 divides by their number.
 
     ``call`` holds options of the loss, ``options`` those of the setup.
     """
@@ -143,7 +143,7 @@ def deferring(setup):
 
 @check(2, name=FEW[:2])
 def fsdp_deferred_logits(name):
-    """Of a head in the root unit, and of one that is a unit of its own; accumulated too."""
+    """The head is in the root unit, or a separate unit; accumulation is included."""
     compare(name, deferring(in_root))
     compare(name, deferring(own_unit))
     compare(name, deferring(own_unit), reshard_after_forward=True)
@@ -151,7 +151,7 @@ def fsdp_deferred_logits(name):
 
 @check(2)
 def fsdp_deferred_logits_that_are_made():
-    """The head itself computes them, gathered again: the loss from logits has the same gradients."""
+    """The head itself computes them, gathered again. The loss from logits has equal gradients."""
     for setup in (in_root, own_unit):
         job = Job("mdlm, counted", "logits")
         loss, grads = job.expected(Model(), 2)
@@ -177,7 +177,7 @@ def fsdp_own_unit(name):
 
 @check(2, name=("hybrid", "MTP"))
 def fsdp_kernels(name):
-    """The same through the Triton kernels."""
+    """The Triton kernels give equal results."""
     compare(name, own_unit, call={"backend": "triton"})
 
 
@@ -204,8 +204,8 @@ def fsdp_reshard_after_forward(name):
             compare(name, setup, bias=not reshard, reshard_after_forward=reshard)
 
 
-def logits_of(setup):
-    """The setup with logits, which the head makes, or the root where the head is its."""
+def logits_setup(setup):
+    """Return the setup with logits, computed by the head, or by the root if the head belongs to it."""
 
     def with_logits(model, **options):
         run = setup(model, **options)
@@ -218,14 +218,14 @@ def logits_of(setup):
 
 @check(2, name=NAMES)
 def fsdp_logits(name):
-    """The losses from logits."""
+    """The losses from logits have equal gradients."""
     for setup in (own_unit, in_root, loss_head):
-        compare(name, logits_of(setup), form="logits")
+        compare(name, logits_setup(setup), form="logits")
 
 
 @check(2, name=FEW)
 def fsdp_chunks_and_columns(name):
-    """Several chunks a call; a head that is split by hidden size."""
+    """A call has several chunks; a head is split by hidden size."""
     compare(name, own_unit, call={"chunk_size": 3})
     compare(name, own_unit, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
     compare(name, in_root, call={"chunk_size": 3}, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
@@ -236,7 +236,7 @@ def fsdp_frozen_head(name):
     """The head is gathered, but no gradient of it is computed or sent; the gradient of the hidden states is correct."""
     for setup in (own_unit, in_root, loss_head):
         compare(name, setup, prepare=frozen_head)
-    compare(name, logits_of(own_unit), prepare=frozen_head, form="logits")
+    compare(name, logits_setup(own_unit), prepare=frozen_head, form="logits")
 
 
 @check(2)
@@ -259,15 +259,15 @@ def fsdp_trained_bias_on_a_frozen_weight(setup):
 
 @check(4, name=NAMES)
 def fsdp_hybrid_shard(name):
-    """A 2-D mesh: replicated over one dimension, sharded over the other."""
+    """On a 2-D mesh, parameters are replicated over one dimension and sharded over the other."""
     mesh = mesh_of("replicate", "shard")
     for setup in (own_unit, in_root, loss_head) if name in FEW else (own_unit,):
         compare(name, setup, mesh=mesh)
-    compare(name, logits_of(own_unit), form="logits", mesh=mesh)
+    compare(name, logits_setup(own_unit), form="logits", mesh=mesh)
 
 
 def split_by_vocabulary(setup, tp):
-    """The setup with a head that tensor parallelism has split before."""
+    """Return the setup with a head that tensor parallelism has split before."""
 
     def split(model, **options):
         head = model.lm_head
@@ -281,7 +281,7 @@ def split_by_vocabulary(setup, tp):
 
 @check(4, name=NAMES)
 def fsdp_over_tensor_parallel(name):
-    """The head split by vocabulary over one mesh dimension, and sharded over the other with the rest of the model."""
+    """The head is split by vocabulary over one mesh dimension, and sharded with the model over the other."""
     mesh = mesh_of("dp", "tp")
     dp, tp = mesh["dp"], mesh["tp"]
     rows = {"parts": 2, "part": dp.get_local_rank()}
@@ -293,7 +293,10 @@ def fsdp_over_tensor_parallel(name):
 
 @check(4)
 def fsdp_over_tensor_parallel_sends_its_own_columns():
-    """The head's columns of this tensor-parallel rank, gathered, their gradient reduced once; the rest is per row."""
+    """Each tensor-parallel rank gathers its columns of the head, and reduces their gradient once.
+
+    Other traffic is per row.
+    """
     mesh = mesh_of("dp", "tp")
     dp, tp = mesh["dp"], mesh["tp"]
     model, hidden = Model(bias=False), torch.randn(B, L, D).double().requires_grad_()
@@ -308,7 +311,7 @@ def fsdp_over_tensor_parallel_sends_its_own_columns():
 
 @check(4, name=NAMES)
 def fsdp_over_tensor_parallel_logits(name):
-    """Logits that come out of a head split by vocabulary, as DTensors on the tensor-parallel mesh."""
+    """The logits of a head split by vocabulary are DTensors on the tensor-parallel mesh."""
     mesh = mesh_of("dp", "tp")
     dp, tp = mesh["dp"], mesh["tp"]
 
@@ -321,7 +324,7 @@ def fsdp_over_tensor_parallel_logits(name):
 
 @check(2, name=FEW)
 def fsdp_gradient_divide_factor(name):
-    """The sum over ranks instead of their average."""
+    """The ranks' gradients are summed instead of averaged."""
     for setup in (own_unit, in_root, loss_head):
 
         def summing(model, setup=setup, **options):
@@ -336,7 +339,7 @@ def fsdp_gradient_divide_factor(name):
 
 
 def replace_parameters(model, how):
-    """The same values in other parameters, before the first forward: what loading into a sharded model does."""
+    """Put equal values into other parameters before the first forward, as loading into a sharded model does."""
     values = {key: t.clone() for key, t in model.state_dict().items()}
     if how == "to_empty":
         model.to_empty(device="cpu")
@@ -365,7 +368,10 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
 @check(2, trains=(True, False))
 @check(4, trains=(True, False))
 def fsdp_row_statistics(trains):
-    """A sharded head, gathered once each way; the gradient reaches the shards, averaged over ranks, in every chunk."""
+    """A sharded head is gathered once each way.
+
+    The gradient reaches the shards, averaged over ranks, in every chunk.
+    """
     mesh = mesh_of("dp")
     hidden, ids = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L, 2))
     whole, mix = torch.randn(V, D).double(), (torch.rand(B, L).double(), torch.rand(B, L).double())
@@ -391,7 +397,7 @@ def fsdp_row_statistics(trains):
 
 @check(2)
 def gradient_divide_factor_of_a_parameter_without_a_module():
-    """It is kept with the parameter."""
+    """The factor is stored with the parameter."""
     hidden, y, w = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L)), torch.randn(V, D).double()
     grads = []
     for factor in (1.0, 4.0):
@@ -404,8 +410,8 @@ def gradient_divide_factor_of_a_parameter_without_a_module():
 
 @check(2, name=FEW)
 def fsdp_accumulation(name):
-    """Two micro-batches a rank, the first without synchronisation."""
-    for setup in (*SETUPS.values(), logits_of(own_unit)):
+    """Each rank has two micro-batches, the first without synchronisation."""
+    for setup in (*SETUPS.values(), logits_setup(own_unit)):
         for bias in (True, False):
             job, world = Job(name, "hidden" if setup in SETUPS.values() else "logits"), 2
             loss, grads = job.expected(Model(bias), 2 * world)
@@ -443,21 +449,21 @@ WITH_ORACLE = tuple(name for name in NAMES if name != "pipeline")
 
 @check(2, name=WITH_ORACLE)
 def fsdp_mixed_precision(name):
-    """float32 parameters with bfloat16 computation: as close to float64 as plain PyTorch in bfloat16."""
+    """float32 parameters with bfloat16 computation are as close to float64 as plain PyTorch in bfloat16."""
     rounded = {key: t.bfloat16() for key, t in Model().state_dict().items()}
 
     def model(dtype):
-        made = Model().to(dtype)
-        made.load_state_dict(rounded)
-        return made
+        net = Model().to(dtype)
+        net.load_state_dict(rounded)
+        return net
 
     def plain(seed):
-        """Each part in bfloat16, their gradients summed in float32."""
+        """Compute each part in bfloat16, and sum their gradients in float32."""
         job, grads = Job(name, "oracle", seed, scaled=False), []
         for part in range(2):
-            made = model(torch.bfloat16)
-            (job.loss(plainly(made), part, 2) * job.share(2)).backward()
-            grads.append([p.grad.float() for p in made.parameters()])
+            net = model(torch.bfloat16)
+            (job.loss(outside_forward(net), part, 2) * job.share(2)).backward()
+            grads.append([p.grad.float() for p in net.parameters()])
         return [a + b for a, b in zip(*grads, strict=True)]
 
     def exact(seed):
@@ -465,16 +471,16 @@ def fsdp_mixed_precision(name):
 
     def sharded(setup, seed):
         form = "hidden" if setup in SETUPS.values() else "logits"
-        job, made = Job(name, form, seed, scaled=False), model(torch.float32)
-        (2 * job.loss(setup(made, mp_policy=POLICY), dist.get_rank(), 2) * job.share(2)).backward()
-        return [p.grad.full_tensor() for p in made.parameters()]
+        job, net = Job(name, form, seed, scaled=False), model(torch.float32)
+        (2 * job.loss(setup(net, mp_policy=POLICY), dist.get_rank(), 2) * job.share(2)).backward()
+        return [p.grad.full_tensor() for p in net.parameters()]
 
-    wanted = [exact(seed) for seed in range(PLAIN_DRAWS)]
+    exact_grads = [exact(seed) for seed in range(PLAIN_DRAWS)]
     plain_grads = [plain(seed) for seed in range(PLAIN_DRAWS)]
-    for setup in (own_unit, in_root, loss_head, logits_of(own_unit)):
+    for setup in (own_unit, in_root, loss_head, logits_setup(own_unit)):
         got = [sharded(setup, seed) for seed in range(OUR_DRAWS)]
         for k, (label, _) in enumerate(Model().named_parameters()):
-            exact_k = [e[k] for e in wanted]
+            exact_k = [e[k] for e in exact_grads]
             error = largest_error([p[k] for p in plain_grads], exact_k)
             assert_as_good_as_plain([g[k] for g in got], exact_k, error, label, (V, D, B * L))
             assert got[0][k].dtype == torch.float32
@@ -484,7 +490,7 @@ OUTPUT_IN_BF16 = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
 
 
 def rounding_loss_head(model, **options):
-    """:class:`LossHead` with a policy that casts the output of its forward."""
+    """Return the setup with a :class:`LossHead` whose policy casts the output of its forward."""
     model.lm_head = LossHead.of(model.lm_head)
     fully_shard(model.lm_head, mp_policy=OUTPUT_IN_BF16, **options)
     fully_shard(model, **options)
@@ -500,7 +506,10 @@ def fsdp_output_dtype(name):
 
 @check(2)
 def fsdp_output_dtype_of_counts():
-    """301 is not a bfloat16 number. Logits are rounded by the policy. Also for a head in a unit of several modules."""
+    """301 is not a bfloat16 number, but logits are rounded by the policy.
+
+    A head in a unit of several modules is included.
+    """
     hidden, mask = torch.randn(301, 3, D), torch.ones(301, 3)
     head = LossHead.of(Model().float().lm_head)
     ids = head(hidden).argmax(-1)
@@ -510,10 +519,10 @@ def fsdp_output_dtype_of_counts():
 
     expected = head(hidden, loss)
     assert expected.draft_correct_per_pos.tolist() == [301.0] * 3
-    for alone in (True, False):
+    for separate_unit in (True, False):
         model = Model().float()
         model.lm_head = LossHead.of(model.lm_head)
-        fully_shard(model.lm_head if alone else [model.body, model.lm_head], mp_policy=OUTPUT_IN_BF16)
+        fully_shard(model.lm_head if separate_unit else [model.body, model.lm_head], mp_policy=OUTPUT_IN_BF16)
         fully_shard(model)
         model(ids)
         out = model.lm_head(hidden, loss)
@@ -521,13 +530,16 @@ def fsdp_output_dtype_of_counts():
         for got, plain in [(a, b) for a, b in zip(out, expected, strict=True) if b is not None]:
             assert got.dtype == plain.dtype != torch.bfloat16
             close(got, plain.detach())
-        assert not alone or model.lm_head(hidden).dtype == torch.bfloat16
+        assert not separate_unit or model.lm_head(hidden).dtype == torch.bfloat16
 
 
 @check(2)
 @check(4)
 def fsdp_gathers_once_a_call():
-    """One gather and reduction each of weight and bias, however many chunks; nothing else has a vocabulary's size."""
+    """A call gathers and reduces weight and bias once, for any number of chunks.
+
+    Nothing else has a vocabulary's size.
+    """
     world, ragged = dist.get_world_size(), -(-V // dist.get_world_size())
     for chunk_size in (1, 5, None):
         for loss in (ops.weighted_linear_nll, lambda *x, **o: ops.linear_token_nll(*x[:3], active=x[3], **o)):
@@ -544,7 +556,7 @@ def fsdp_gathers_once_a_call():
 
 @check(2)
 def fsdp_gathers_in_the_dtype_of_the_computation():
-    """A float32 shard is sent as the bfloat16 it is used in, and its gradient summed in float32."""
+    """A float32 shard is sent in bfloat16, in which it is used, and its gradient is summed in float32."""
     model = Model(bias=False).float()
     own_unit(model)
     hidden = torch.randn(B, L, D).bfloat16().requires_grad_()
@@ -557,7 +569,7 @@ def fsdp_gathers_in_the_dtype_of_the_computation():
 
 @check(2)
 def fsdp_several_uses_in_one_graph():
-    """Two losses and, between them, its own forward use the head; two other losses use a manually gathered head."""
+    """Two losses use the head, with its own forward in between; two other losses use a manually gathered head."""
     ids, y = torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L))
 
     def loss(model, ids, y, gather):
@@ -581,7 +593,7 @@ def fsdp_several_uses_in_one_graph():
 
 @check(2)
 def fsdp_mtp_finds_the_head():
-    """MTP and the pipeline's loss take the head from the sharded model; from logits they call forward many times."""
+    """MTP and the pipeline's loss take the head from the sharded model. From logits, they call forward many times."""
     job = Job("MTP")
     i = job.inputs
     for loss_fn in (ours.FusedLinearCrossEntropy(), ours.MaskedCrossEntropy()):
@@ -604,7 +616,7 @@ def fsdp_mtp_finds_the_head():
 
 
 class Adapted(nn.Linear):
-    """A head with an adapter, which a loss that takes its weight would leave out."""
+    """A head with an adapter, which a loss that takes the head's weight would omit."""
 
     def forward(self, hidden):
         return super().forward(hidden) + hidden.sum(-1, keepdim=True)
@@ -612,7 +624,7 @@ class Adapted(nn.Linear):
 
 @check(2)
 def fsdp_heads_that_do_more():
-    """FSDP2's class and hooks are accepted; another forward or hook is rejected, sharded or not."""
+    """FSDP2's class and hooks are accepted. Another forward or hook is rejected, sharded or not."""
     job, loss_fn = Job("MTP"), ours.FusedLinearCrossEntropy()
 
     def loss(model):
@@ -644,22 +656,22 @@ def fsdp_heads_that_do_more():
 
 @check(2, name=FEW)
 def fsdp_tied_embeddings(name):
-    """One parameter for embedding and head, which FSDP2 requires in one unit: the root, or a unit of both."""
+    """Embedding and head share a parameter, which FSDP2 requires in one unit: the root, or a unit of both."""
 
     def together(model):
         fully_shard(model.body)
         fully_shard([model.embed, model.lm_head])
         fully_shard(model)
-        return plainly(model)
+        return outside_forward(model)
 
     for setup in (in_root, after_root, together):
         compare(name, setup, prepare=tie)
-    compare(name, logits_of(in_root), prepare=tie, form="logits")
+    compare(name, logits_setup(in_root), prepare=tie, form="logits")
 
 
 @check(2)
 def replicated_head_gets_the_average():
-    """A head that is a replicated DTensor, with different rows on each rank."""
+    """The head is a replicated DTensor, with different rows on each rank."""
     hidden, y, w = (
         torch.randn(B, L, D).double(),
         torch.randint(0, V, (B, L)),
@@ -674,7 +686,7 @@ def replicated_head_gets_the_average():
 
 @check(4)
 def fsdp_layouts_that_cannot_be_served():
-    """After a forward, ``reshard_after_forward`` with a number leaves a copy, whose gradient would be lost."""
+    """``reshard_after_forward`` with a number leaves a copy after a forward. Its gradient would be lost."""
     ids = torch.randint(0, V, (B, L))
     for setup in (own_unit, after_root):
         model = Model()
@@ -691,7 +703,7 @@ def fsdp_layouts_that_cannot_be_served():
 
 @check(2)
 def fsdp_gradient_that_comes_too_late():
-    """FSDP2 frees a head left gathered by a metric, passed to a loss, then called, before the gradient of the loss."""
+    """FSDP2 frees a head that a metric gathers, a loss takes, and forward calls, before the gradient of the loss."""
     ids = torch.randint(0, V, (B, L))
     for loss in (ops.weighted_linear_nll, lambda *x: ops.linear_token_nll(*x[:3])):
         model = Model()

@@ -30,7 +30,10 @@ class FirstStage(nn.Module):
 
 
 class LastStage(nn.Module):
-    """Returns the outputs that ``output`` names: logits or hidden states, MTP depths, index of packed sub-sequences."""
+    """A stage that returns the outputs named by ``output``.
+
+    They are logits or hidden states, MTP depths, and the index of packed sub-sequences.
+    """
 
     def __init__(self, output):
         super().__init__()
@@ -55,7 +58,7 @@ class LastStage(nn.Module):
 
 
 def batch(output):
-    """Token ids, labels, and the keyword arguments of the last stage: each row is packed in another way."""
+    """Draw token ids, labels, and the keyword arguments of the last stage; each row has another packing."""
     torch.manual_seed(4)
     ids, labels = torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L))
     labels = torch.where(torch.rand(B, L) < 1 / 6, -100, labels)
@@ -63,14 +66,14 @@ def batch(output):
     return ids, labels, {"seq_idx": packed} if "packed" in output else {}
 
 
-def loss_of(model, output):
+def schedule_loss(model, output):
     """Return the loss for a schedule, which requires one on every rank but calls only that of the last stage."""
     fused = output == "hidden states"
     return ours.PipelineCausalLMLoss(ours.FusedLinearCrossEntropy() if fused else ours.MaskedCrossEntropy(), model)
 
 
 def plain_loss(last, output, labels, training):
-    """The reference on what the last stage gives, its hidden states made logits."""
+    """Compute the reference from the last stage's output, with logits from its hidden states."""
     outputs = output if isinstance(output, tuple) else (output,)
     packed = outputs[-1].dtype == torch.int32
     main, *depths = outputs[:-1] if packed else outputs
@@ -85,7 +88,7 @@ def plain_loss(last, output, labels, training):
 
 
 def expected(output, factor=1.0, training=True):
-    """Loss and gradients of both stages in one process, by the reference."""
+    """Compute loss and gradients of both stages in one process, by the reference."""
     first, last = FirstStage(), LastStage(output)
     ids, labels, extra = batch(output)
     loss = plain_loss(last, last(first(ids), **extra), labels, training)
@@ -94,14 +97,14 @@ def expected(output, factor=1.0, training=True):
 
 
 def run(schedule, output, stage, model, extra, method="step", group=None, rows=slice(None), **options):
-    """One step of a schedule on this rank; the loss of every micro-batch."""
+    """Run one step of a schedule on this rank; return the losses of all micro-batches."""
     ids, labels, _ = batch(output)
     ids, labels, losses = ids[rows], labels[rows], []
-    made = schedule(
+    pipeline = schedule(
         PipelineStage(model, stage, 2, torch.device("cpu"), group=group), MICROBATCHES // (B // len(ids)),
-        loss_fn=loss_of(model, output), **options,
+        loss_fn=schedule_loss(model, output), **options,
     )  # fmt: skip
-    step = getattr(made, method)
+    step = getattr(pipeline, method)
     if stage == 0:
         step(ids)
     else:
@@ -111,7 +114,7 @@ def run(schedule, output, stage, model, extra, method="step", group=None, rows=s
 
 @check(2, output=OUTPUTS)
 def pipeline_schedules(output):
-    """The gradients of both stages and the sum of the losses, with the schedule's own scale and without."""
+    """The gradients of both stages and the sum of the losses are correct, with the schedule's own scale and without."""
     stage, extra = dist.get_rank(), batch(output)[2]
     for schedule in SCHEDULES.values():
         for scale in (True, False):
@@ -125,7 +128,7 @@ def pipeline_schedules(output):
 
 @check(2)
 def pipeline_in_evaluation():
-    """Only the main loss, without a gradient."""
+    """Only the main loss is computed, without a gradient."""
     output, stage = "hidden depths, packed", dist.get_rank()
     model = LastStage(output) if stage else FirstStage()
     with torch.no_grad():
@@ -139,7 +142,7 @@ def pipeline_in_evaluation():
 
 @check(4, output=OUTPUTS)
 def pipeline_of_sharded_stages(output):
-    """Two stages, each sharded by FSDP2 over two ranks, which have rows of their own."""
+    """Each of two stages is sharded by FSDP2 over two ranks with different rows."""
     mesh = mesh_of("dp", "pp")
     dp, pp = mesh["dp"], mesh["pp"]
     stage, part, extra = pp.get_local_rank(), dp.get_local_rank(), batch(output)[2]
@@ -159,13 +162,17 @@ def pipeline_output_that_cannot_be_served():
     last = LastStage("hidden states")
     hidden = torch.zeros(B, L, D).double()
     raises(
-        ValueError, "logits first", loss_of(last, last.output), (hidden, hidden), torch.zeros(B, L, dtype=torch.long)
+        ValueError,
+        "logits first",
+        schedule_loss(last, last.output),
+        (hidden, hidden),
+        torch.zeros(B, L, dtype=torch.long),
     )
 
 
 @check(2, form=("logits", "hidden states"))
 def pipeline_of_a_diffusion_loss(form):
-    """Any other loss: a schedule passes a single target, which can hold ids and masks, stacked."""
+    """With any other loss, a schedule passes a single target, which can hold ids and masks, stacked."""
     i, stage = drawn(BY_NAME["mdlm, counted"]), dist.get_rank()
     count, names = i.pop("num_diffusion_tokens"), ("target_ids", "noise_mask", "p_mask", "loss_mask")
     target = torch.stack([i[name].double() for name in names], dim=1)
@@ -187,10 +194,10 @@ def pipeline_of_a_diffusion_loss(form):
     for schedule in SCHEDULES.values():
         first, last = FirstStage(), LastStage(form)
         model, losses = (first, last)[stage], []
-        made = schedule(PipelineStage(model, stage, 2, torch.device("cpu")), B, loss_fn=loss_fn, scale_grads=False)
+        pipeline = schedule(PipelineStage(model, stage, 2, torch.device("cpu")), B, loss_fn=loss_fn, scale_grads=False)
         if stage:
-            made.step(target=target, losses=losses)
+            pipeline.step(target=target, losses=losses)
             close(torch.stack(losses).sum(), expected.detach())
         else:
-            made.step(ids)
+            pipeline.step(ids)
         same_gradients(model, grads[stage])

@@ -21,7 +21,7 @@ PAGE = DOCS / "many-gpus.md"
 
 
 class Model(nn.Module):
-    """What the examples call a model: layers and a head; its forward gives hidden states."""
+    """The model of the examples: layers and a head; its forward returns hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -40,14 +40,14 @@ class ModelWithLogits(Model):
 
 
 def batch():
-    """The whole batch, the same on every rank."""
+    """Draw the whole batch, equal on every rank."""
     inputs = drawn(BY_NAME["mdlm"])
     ids = inputs.pop("target_ids")
     return inputs | {"ids": ids, "noisy": torch.where(inputs["noise_mask"] | (ids < 0), V - 1, ids)}
 
 
 def names(model, rows=slice(None)):
-    """What an example finds defined."""
+    """Return the names that an example expects to be defined."""
     mine = {name: t[rows] for name, t in batch().items()}
     return mine | {"model": model, "rank": dist.get_rank(), "world": WORLD, "device": torch.device("cpu")}
 
@@ -61,7 +61,7 @@ def gradients(model):
 
 
 def whole_batch():
-    """The masked diffusion loss of the whole batch over its supervised tokens, and its gradients, in plain PyTorch."""
+    """Compute the masked diffusion loss over the whole batch's supervised tokens, and gradients, in plain PyTorch."""
     model, b = ModelWithLogits(), batch()
     nll = F.cross_entropy(model(b["noisy"]).transpose(1, 2), b["ids"], reduction="none")
     supervised = b["loss_mask"] != 0
@@ -71,7 +71,7 @@ def whole_batch():
 
 
 def sharded(parameter, in_forward):
-    """Both ways: the ranks' losses add up, and every parameter's gradient is that of the whole batch."""
+    """In both ways, the ranks' losses add up, and every parameter has the gradient of the whole batch."""
     loss, grads = whole_batch()
     model = Model()
     found = names(model, my_rows())
@@ -95,7 +95,7 @@ def split_vocabulary(from_logits, from_head):
 
 
 def accumulated(code):
-    """Micro-batches of one row, two a rank: the losses of all add up."""
+    """Each rank has two micro-batches of one row, and the losses of all add up."""
     loss, grads = whole_batch()
     model = ModelWithLogits()
     found = names(model, my_rows()) | {"micro_batch_size": 1}
@@ -106,7 +106,7 @@ def accumulated(code):
 
 
 def pipelined(code):
-    """Two stages, embedding and head; the loss is the sum over all tokens with a label."""
+    """There are two stages, embedding and head. The loss is the sum over all tokens with a label."""
     b = batch()
     stages = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)).double()
     whole = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)).double()
@@ -122,7 +122,7 @@ def pipelined(code):
     same_gradients(part, gradients(whole[dist.get_rank()]))
 
 
-# Name of a paragraph -> what runs its fences, all of them: it takes as many as the paragraph has.
+# First words of a paragraph -> the function that runs all of its fences; its parameters are the fences.
 SCENARIOS = {
     "FSDP2": sharded,
     "Tensor parallelism": split_vocabulary,
@@ -133,13 +133,13 @@ SCENARIOS = {
 
 @check(WORLD, paragraph=SCENARIOS)
 def readme(paragraph):
-    """The code as printed: the loss and every gradient are those of one process."""
+    """The code runs as printed: the loss and every gradient equal those of one process."""
     SCENARIOS[paragraph](*fences(PAGE.read_text())[paragraph])
 
 
 @check(4)
 def example_fsdp2_tensor_parallel():
-    """The loss of each step of ``examples/fsdp2_tensor_parallel.py`` is that of one process, in float64."""
+    """In float64, the loss of each step of ``examples/fsdp2_tensor_parallel.py`` equals that of one process."""
     spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "fsdp2_tensor_parallel.py")
     example = importlib.util.module_from_spec(spec)
     torch.set_default_dtype(torch.float64)

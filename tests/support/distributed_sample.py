@@ -15,7 +15,7 @@ OPTIONS = {
 
 
 def draw(columns=V):
-    """Multiples of 1/4, whose logits are exact and often equal."""
+    """Draw multiples of 1/4, whose logits are exact and often equal."""
     torch.manual_seed(0)
     h, w, b = (torch.randint(-3, 4, s).float() for s in ((B, L, D), (columns, D), (columns,)))
     return h, w / 4, b / 4, torch.arange(B) - 1
@@ -33,7 +33,7 @@ def same(got, expected):
 @check(2, options=OPTIONS)
 @check(4, options=OPTIONS)
 def tp_linear_sample(options):
-    """Each rank has the part of its columns. A chunk sends its winners, the most likely ids and the statistics."""
+    """Each rank has its part of the columns. A chunk sends its winners, the most likely ids and the statistics."""
     mesh, options = mesh_of("tp"), OPTIONS[options]
     h, w, b, seeds = draw()
     active = torch.arange(B * L).view(B, L) % 5 != 0
@@ -53,7 +53,7 @@ def tp_linear_sample(options):
 
 @check(4)
 def tp_linear_sample_of_few_columns():
-    """Some ranks hold none of them, or fewer than the most likely that are asked for."""
+    """Some ranks hold no columns, or fewer than the requested number of most likely ids."""
     mesh = mesh_of("tp")
     for columns in (3, 5):
         h, w, _, seeds = draw(columns)
@@ -64,7 +64,7 @@ def tp_linear_sample_of_few_columns():
 
 @check(2)
 def linear_sample_of_split_rows():
-    """Rows of one batch on several ranks: each row is drawn by its own seed and number."""
+    """Rows of one batch are on several ranks. Each row is drawn by its own seed and number."""
     mesh = mesh_of("dp")
     h, w, b, seeds = draw()
     head = [shard(t, mesh, Replicate()) for t in (w, b)]

@@ -24,11 +24,12 @@ def draw(dtype=torch.float64):
 @check(2, transform=TRANSFORMS)
 @check(4, transform=TRANSFORMS)
 def tp_soft_embedding(transform):
-    """Each rank has the part of its columns, with bumps at the edges of the shards.
+    """Each rank has its part of the columns, with bumps at the edges of the shards.
 
-    Each chunk sends a number a row, the logit that has the bump, and the embeddings are summed once at the end.
-    The kernels have seven rows, one of each bumped id: under Triton's interpreter a row costs what a call does
-        elsewhere.
+    Each chunk sends one value per row, the logit with the bump. The embeddings are summed once at the end.
+
+    The kernels run on seven rows, one per bumped id, because under Triton's interpreter a row takes as long as a call
+    does elsewhere.
     """
     mesh, transform = mesh_of("tp"), TRANSFORMS[transform]
     (h, w, e, b), bump, ids = draw()
@@ -38,15 +39,15 @@ def tp_soft_embedding(transform):
     every, few = slice(None), slice(0, 7)
 
     def embed(hidden, rows, backend, chunk_size):
-        of_rows = [t if rows == every else t.flatten(0, 1)[rows] for t in (bump, ids, active, expected)]
+        selected = [t if rows == every else t.flatten(0, 1)[rows] for t in (bump, ids, active, expected)]
         with Sent() as sent:
             got = soft_embedding(
-                hidden, parts[0], parts[1], bias=parts[2], bump=of_rows[0], bump_ids=of_rows[1], active=of_rows[2],
+                hidden, parts[0], parts[1], bias=parts[2], bump=selected[0], bump_ids=selected[1], active=selected[2],
                 chunk_size=chunk_size, backend=backend, **transform,
             )  # fmt: skip
         assert type(got) is torch.Tensor
-        close(got, of_rows[3])
-        assert sent.names.count("all_reduce") == 1 + -(-int(of_rows[2].sum()) // chunk_size)
+        close(got, selected[3])
+        assert sent.names.count("all_reduce") == 1 + -(-int(selected[2].sum()) // chunk_size)
         assert not any(n in (V, 10, 9, 5) for shape in sent.shapes[1:] for n in shape), sent.shapes
 
     for hidden in (h, shard(h, mesh, Replicate()), shard(h, mesh, Shard(1))):
@@ -56,7 +57,7 @@ def tp_soft_embedding(transform):
 
 @check(2)
 def tp_soft_embedding_of_a_near_certain_token():
-    """On each rank in turn, also if its shard has no other column with a noticeable probability."""
+    """The token is on each rank in turn, also if its shard has no other column with a noticeable probability."""
     mesh = mesh_of("tp")
     table, ids = torch.eye(V), torch.tensor([0, V // 2 - 1, V // 2, V - 1])
     parts = [shard(table, mesh, Shard(0))] * 2

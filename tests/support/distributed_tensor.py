@@ -85,7 +85,7 @@ def tp_hidden(name):
 
 @check(2)
 def tp_float32_logits():
-    """16-bit operands with a head split by vocabulary: results equal those of the widened operands."""
+    """With 16-bit operands and a head split by vocabulary, results equal those of the operands cast to float32."""
     mesh, wide = mesh_of("tp"), {"logits_dtype": torch.float32, "chunk_size": 5}
     h, w, b, t = (torch.randn(s).bfloat16() for s in ((B, L, D), (V, D), (V,), (B, L, D)))
     y, weights = torch.randint(0, V, (B, L)), torch.rand(B, L)
@@ -102,9 +102,9 @@ def tp_float32_logits():
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
     seeds = torch.arange(B)
     sampled = ops.linear_sample(h, head, bias=bias, seeds=seeds, **wide)
-    of_wide = ops.linear_sample(h.float(), w.float(), bias=b.float(), seeds=seeds)
-    assert torch.equal(sampled.ids, of_wide.ids)
-    torch.testing.assert_close(sampled.log_probs, of_wide.log_probs, rtol=2e-6, atol=2e-6)
+    wide_sample = ops.linear_sample(h.float(), w.float(), bias=b.float(), seeds=seeds)
+    assert torch.equal(sampled.ids, wide_sample.ids)
+    torch.testing.assert_close(sampled.log_probs, wide_sample.log_probs, rtol=2e-6, atol=2e-6)
     mean = ops.soft_embedding(h, head, head, bias=bias, **wide)
     exact = ops.soft_embedding(h.double(), w.double(), w.double(), bias=b.double())
     torch.testing.assert_close(mean.double(), exact, rtol=2**-7, atol=2**-7)
@@ -113,7 +113,7 @@ def tp_float32_logits():
 @check(2, name=("MTP", "pipeline"))
 @check(4, name=("MTP", "pipeline"))
 def tp_mtp(name):
-    """The main loss beside two depths, from split logits and a split head; hidden states split along the sequence."""
+    """The main loss and two depths, from split logits and a split head; hidden states are split along the sequence."""
     mesh = mesh_of("tp")
     for form in ("logits", "hidden", "sequence"):
         job = Job(name, "logits" if form == "logits" else "hidden")
@@ -134,7 +134,7 @@ def tp_mtp(name):
 
 @check(2, name=FEW)
 def tp_kernels(name):
-    """The same through the Triton kernels."""
+    """The Triton kernels give equal results."""
     case, mesh, rows = BY_NAME[name], mesh_of("tp"), 2
     inputs = drawn(case, rows=rows)
     assert_parity(
@@ -154,7 +154,7 @@ def tp_kernels(name):
 @check(2)
 @check(4)
 def a_skipped_column_is_one_of_the_whole_row():
-    """On each rank in turn, and as the largest logit, as a tie, and as the target."""
+    """The column is on each rank in turn, and is the largest logit, a tie, or the target."""
     mesh = mesh_of("tp")
     for skip_id in (0, V // 2, V - 1):
         x, y = torch.randn(5, V, dtype=torch.float64), (torch.arange(5) + 5) % V
@@ -174,7 +174,7 @@ def a_skipped_column_is_one_of_the_whole_row():
 
 @check(2, name=FEW)
 def tp_frozen_head(name):
-    """Only the hidden states have a gradient; no collective has a dimension of the vocabulary or of a shard of it."""
+    """Only the hidden states have a gradient. No collective has a dimension of the vocabulary or of a shard of it."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     h, w = torch.randn(B, L * case.width, D).double(), torch.randn(V, D).double()
@@ -191,7 +191,7 @@ def tp_frozen_head(name):
 
 @check(2, name=FEW)
 def sequence_parallel_hidden(name):
-    """Hidden states split along the sequence over the ranks that split the vocabulary; uneven too."""
+    """Hidden states are split along the sequence over the ranks that split the vocabulary, also unevenly."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     for dim in (0, 1):
@@ -222,7 +222,7 @@ def replicated_hidden(name):
 
 @check(2, name=NAMES)
 def split_rows_of_logits(name):
-    """Logits split along the batch or the sequence: the loss is that of the whole tensor, on every rank."""
+    """Logits are split along the batch or the sequence. Every rank has the loss of the whole tensor."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     for dim in (0, 1):
@@ -235,9 +235,11 @@ def split_rows_of_logits(name):
 
 @check(2, name=FEW)
 def split_rows_of_hidden(name):
-    """Hidden states split along the sequence, or not, the head whole on every rank (tensor parallel without a split).
+    """Every rank has the whole head.
 
-    The gradient of the head is summed over ranks that have rows of their own, and not where all have the same.
+    Hidden states are split along the sequence, or not (tensor parallel without a split).
+
+    The gradient of the head is summed over ranks that have different rows, and not if all ranks have equal rows.
     """
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
@@ -253,7 +255,7 @@ def split_rows_of_hidden(name):
 
 @check(4, name=NAMES)
 def rows_and_vocabulary_of_logits(name):
-    """A 2-D mesh: the batch split over one dimension, the vocabulary over the other."""
+    """On a 2-D mesh, the batch is split over one dimension, and the vocabulary over the other."""
     case, mesh = BY_NAME[name], mesh_of("dp", "tp")
     inputs = drawn(case)
     for placements in ((Shard(0), Shard(2)), (Replicate(), Shard(2)), (Shard(1), Replicate())):
@@ -266,12 +268,12 @@ def rows_and_vocabulary_of_logits(name):
 
 @check(4, name=FEW)
 def rows_of_hidden_and_vocabulary(name):
-    """A 2-D mesh: hidden states split over one dimension, the head, on the other alone, split by vocabulary."""
+    """On a 2-D mesh, hidden states are split over one dimension, and the head by vocabulary over the other alone."""
     case, mesh = BY_NAME[name], mesh_of("dp", "tp")
     inputs, tp = drawn(case), mesh_of("dp", "tp")["tp"]
 
     def summed(w):
-        """The data-parallel ranks have the same head and rows of their own, whose gradients are summed."""
+        """The data-parallel ranks have equal heads and different rows, and their gradients are summed."""
         return shard(w, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
 
     assert_parity(
@@ -282,7 +284,7 @@ def rows_of_hidden_and_vocabulary(name):
         linear_oracle(case, inputs),
         hidden_draw(case, torch.float64),
     )  # fmt: skip
-    # On the whole mesh, as the hidden states: no FSDP2 has a part in it, and the gradients are summed.
+    # On the whole mesh, like the hidden states: FSDP2 is not involved, and the gradients are summed.
     assert_parity(
         lambda h, w, b: case.hidden_form(
             shard(h, mesh, Shard(0), Replicate()), shard(w, mesh, Replicate(), Shard(0)),
@@ -313,15 +315,15 @@ SPECIAL = {
     "large": lambda x: 1e4 * x,
     "targets at the edges": lambda x: x,
 }
-# The rows that the kernels have: a row costs under Triton's interpreter what a call does elsewhere. Special ids stand
-# in the first four, special values in rows 1 and all; of targets at the edges of the shards these are.
+# The rows for the kernels, because under Triton's interpreter a row takes as long as a call does elsewhere. Special ids
+# are in the first four, special values in row 1 or in all; targets at the edges of the shards are in these rows.
 OF_KERNELS = [0, 1, 2, 3, 9, 10, 18]
 
 
 @check(2, kind=SPECIAL)
 @check(4, kind=("-inf in one shard", "targets at the edges"))
 def special_values(kind):
-    """NLL, logsumexp, argmax-match and gradient, from logits and from hidden states, where they are special."""
+    """NLL, logsumexp, argmax match and gradient of special values, from logits and from hidden states."""
     mesh, N = mesh_of("tp"), 24
     x = SPECIAL[kind](torch.randn(N, V)).double()
     y = torch.randint(0, V, (N,))
@@ -359,7 +361,7 @@ def special_values(kind):
 @check(2, kind=SPECIAL)
 @check(4, kind=("-inf in one shard", "targets at the edges"))
 def special_row_statistics(kind):
-    """Every statistic and the gradient of all of them, with ids of all kinds, and a column that is skipped."""
+    """Every statistic and their joint gradient, with ids of all kinds and a skipped column."""
     mesh, N = mesh_of("tp"), 24
     x = SPECIAL[kind](torch.randn(N, V)).double()
     ids = torch.randint(0, V, (N, 3))
@@ -394,7 +396,7 @@ def special_row_statistics(kind):
 
 @check(2)
 def row_statistics_in_few_bytes():
-    """A collective a pass over the logits: maximum, sum, entropy, ids; then, only for a mixture, its two sums."""
+    """Each pass over the logits has one collective: maximum, sum, entropy, ids. A mixture adds one for its two sums."""
     mesh, K = mesh_of("tp"), 2
     logits = distribute_tensor(torch.randn(B, L, V), mesh, [Shard(2)]).requires_grad_()
     ids, ones = torch.randint(0, V, (B, L, K)), torch.ones(B, L)
@@ -408,7 +410,10 @@ def row_statistics_in_few_bytes():
 
 @check(2)
 def row_statistics_of_split_rows_in_the_global_shape():
-    """Logits split along the sequence, ids with and without K: as on one process, in one small sum."""
+    """Logits are split along the sequence, ids have a K dimension or not.
+
+    Results equal one process, with one small sum.
+    """
     mesh, x = mesh_of("cp"), torch.randn(B, L, V).double()
     for ids in (torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L, 3))):
         expected = ops.row_stats(x, ids, entropy=True, with_correct=True)
@@ -440,7 +445,7 @@ def token_log_probs_with_a_split_head():
 
 @check(2)
 def policy_loss_with_a_sharded_head():
-    """Loss, metrics and gradients: the vocabulary split; the head sharded as by FSDP2, and the rows along sequences."""
+    """Loss, metrics and gradients with a split vocabulary, and with a head sharded as by FSDP2 and split sequences."""
     for case in POLICIES:
         inputs = drawn(case)
         h, w = torch.randn(B, L * case.width, D).double(), torch.randn(V, D).double()
@@ -476,7 +481,7 @@ def _same(function, whole, sharded, g):
 
 @check(4)
 def fewer_columns_than_ranks():
-    """V = 3 on four ranks, and V = 5 as 2, 2, 1, 0: the last holds nothing; one row too."""
+    """V = 3 on four ranks, and V = 5 as 2, 2, 1, 0: the last rank holds nothing; one row is included."""
     mesh = mesh_of("tp")
     for columns in (1, 3, 5):
         for shape in ((7,), (2, 3), (2, 2, 2), ()):
@@ -503,7 +508,7 @@ def fewer_columns_than_ranks():
 
 @check(4, name=[name for name in FEW if name != "policy"])
 def a_rank_without_columns(name):
-    """V = 5 as 2, 2, 1, 0, every parameter trained: the last rank holds no column of logits, head or bias."""
+    """V = 5 as 2, 2, 1, 0, with every parameter trained: the last rank holds no column of logits, head or bias."""
     case, mesh, columns = BY_NAME[name], mesh_of("tp"), 5
     torch.manual_seed(0)
     inputs = case.draw(B, L, columns)
@@ -525,7 +530,7 @@ def a_rank_without_columns(name):
 
 @check(4, loss=("weighted_linear_nll", "linear_token_nll"))
 def a_rank_without_columns_gets_an_empty_gradient(loss):
-    """Leaves that are DTensors; the weight frozen or not, the bias trained; both backends."""
+    """Leaves are DTensors, the weight is frozen or not, the bias trains; both backends."""
     mesh, columns = mesh_of("tp"), 3
     h, w, b = torch.randn(1, 4, D), torch.randn(columns, D), torch.randn(columns)
     y, weights = torch.arange(4).view(1, 4) % columns, torch.ones(1, 4)
@@ -588,7 +593,7 @@ def gradient_over_the_logits():
 
 @check(2)
 def bytes_from_logits():
-    """One collective of 16 bytes a row (32 in float64), forward; none backward."""
+    """Forward has one collective of 16 bytes per row (32 in float64), backward has none."""
     mesh = mesh_of("tp")
     for dtype, row_bytes in ((torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 32)):
         logits = distribute_tensor(torch.randn(B, L, V).to(dtype), mesh, [Shard(2)]).requires_grad_()
@@ -603,7 +608,7 @@ def bytes_from_logits():
 
 @check(2)
 def bytes_from_hidden():
-    """The statistics, one collective a call if one chunk suffices; and the sum of hidden's gradient, not the head's."""
+    """A call in one chunk sends the statistics in one collective, and hidden's gradient, but not the head's."""
     mesh = mesh_of("tp")
     for chunk_size, collectives in ((None, 1), (7, 4)):
         hidden = torch.randn(B, L, D, requires_grad=True)
@@ -614,7 +619,7 @@ def bytes_from_hidden():
             ).loss.backward()
         statistics = [call for call in sent.calls if call[0] == "all_gather"]
         assert len(statistics) == collectives
-        assert sum(n for *_, n in statistics) == 12 * B * L  # 16 with the match
+        assert sum(n for *_, n in statistics) == 12 * B * L  # 16 with the argmax match
         rest = [call for call in sent.calls if call not in statistics]
         assert rest == [("all_reduce", (B, L, D), hidden.nbytes)], rest
         assert head.grad.placements == (Shard(0),)
@@ -685,7 +690,7 @@ def targets_and_masks_as_dtensors(name):
 
 
 def all_close(got, expected):
-    """All outputs of a loss, those that were not asked for None on both sides."""
+    """Compare all outputs of a loss; outputs that were not requested are None on both sides."""
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
         if b is not None:
@@ -694,7 +699,7 @@ def all_close(got, expected):
 
 @check(2)
 def dflash_accuracy():
-    """The counts beside the loss, where an argmax over a split vocabulary has to be found."""
+    """Counts that need the argmax over a split vocabulary."""
     case, mesh = BY_NAME["dflash"], mesh_of("tp")
     inputs = drawn(case)
     loss, x = ours.DFlashDecayLoss(), torch.randn(B, L, V).round()
@@ -710,7 +715,7 @@ def dflash_accuracy():
 
 @check(2)
 def mtp_with_a_split_head():
-    """Two depths, packed, from hidden states with a split head and from split logits."""
+    """Two depths with packing, from hidden states with a split head and from split logits."""
     mesh = mesh_of("tp")
     labels, seq_idx = torch.randint(0, V, (B, L)), (torch.arange(L) // 4).expand(B, L)
     h, w = [torch.randn(B, L, D).double() for _ in range(2)], torch.randn(V, D).double()
@@ -810,11 +815,11 @@ def layouts_that_cannot_be_served_in_two_dimensions():
     head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
     raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
     flat, h, w = mesh_of("tp"), torch.zeros(B, L, D), torch.zeros(V, D)
-    for of_hidden, of_head in (
+    for hidden_layout, head_layout in (
         ((mesh, [Shard(0), Shard(1)]), (flat, [Replicate()])),
         ((flat, [Shard(0)]), (mesh, [Replicate(), Replicate()])),
     ):
-        hidden, head = distribute_tensor(h, *of_hidden), distribute_tensor(w, *of_head)
+        hidden, head = distribute_tensor(h, *hidden_layout), distribute_tensor(w, *head_layout)
         raises(ValueError, "the mesh that splits the rows", ops.linear_token_nll, hidden, head, y)
 
 

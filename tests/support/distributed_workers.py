@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch._dynamo  # DTensor and FSDP2 load it on their first use, every rank for itself
+import torch._dynamo  # DTensor and FSDP2 load it on their first use, separately in every rank
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -59,12 +59,12 @@ def join(rank, world, folder, seconds):
     )  # fmt: skip
 
 
-def run_checks(rank, world, folder, asked):
+def run_checks(rank, world, folder, requested):
     """Run the checks. If one fails on a rank, others may wait for it until the timeout of the group."""
     join(rank, world, folder, 30)
     results = {}
     for name, function in CHECKS[world].items():
-        if name not in asked:
+        if name not in requested:
             continue
         start, cpu = time.perf_counter(), time.process_time()
         try:
@@ -76,7 +76,7 @@ def run_checks(rank, world, folder, asked):
         took = f"{time.perf_counter() - start:.2f} s, {time.process_time() - cpu:.2f} CPU s"
         print(f"{name}: {took}{'' if results[name] == '' else ' FAILED'}", flush=True)
         Path(folder, f"{rank}.json").write_text(json.dumps(results))
-        if results[name] and os.environ.get("STOP_AT_FIRST_FAILURE"):  # which the others see at their next collective
+        if results[name] and os.environ.get("STOP_AT_FIRST_FAILURE"):  # the others see this at their next collective
             os._exit(1)
     dist.destroy_process_group()
 
@@ -84,7 +84,7 @@ def run_checks(rank, world, folder, asked):
 def lose_a_peer(rank, world, folder, how):
     """Lose a peer: the last rank exits before the loss, or sleeps instead of calling it, or all ranks sleep.
 
-    The error of each other rank is written to a file.
+    Each other rank writes its error to a file.
     """
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
@@ -115,17 +115,17 @@ def train(rank, world, folder, kinds):
     trainer_ranks.main(f"{folder}/found.pt", [kind for kind in kinds if kind])
 
 
-def groups(folder, asked):
-    """(folder, what a rank runs, how many ranks, what is asked of them), those that run at once together."""
-    if any("compiled" in name for names in asked.values() for name in names):
+def groups(folder, requested):
+    """Yield lists of groups that run at once: (folder, function of a rank, number of ranks, its requests)."""
+    if any("compiled" in name for names in requested.values() for name in names):
         import torch._inductor.compile_fx  # noqa: F401 (which the first compilation loads, in every rank)
-    lost = [(how, lose_a_peer, 2, how) for how in asked.get("lost", ())]  # most of which is waiting
-    yield [*lost, ("2", run_checks, 2, asked["2"])] if "2" in asked else lost
-    yield [("4", run_checks, 4, asked["4"])] if "4" in asked else []
-    if "trainer" in asked:
+    lost = [(how, lose_a_peer, 2, how) for how in requested.get("lost", ())]  # mostly waiting
+    yield [*lost, ("2", run_checks, 2, requested["2"])] if "2" in requested else lost
+    yield [("4", run_checks, 4, requested["4"])] if "4" in requested else []
+    if "trainer" in requested:
         with contextlib.suppress(ImportError):
             import tests.support.trainer_ranks  # noqa: F401
-    yield [("trainer", train, 2, asked["trainer"])] if "trainer" in asked else []
+    yield [("trainer", train, 2, requested["trainer"])] if "trainer" in requested else []
 
 
 def with_parent(parent, function, *arguments):
@@ -140,14 +140,14 @@ def with_parent(parent, function, *arguments):
     function(*arguments)
 
 
-def main(folder, asked, parent):
+def main(folder, requested, parent):
     processes = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    for together in groups(folder, asked):
+    for together in groups(folder, requested):
         started, awaited = [], []
-        for name, function, world, what in together:
+        for name, function, world, requests in together:
             place = Path(folder, name)
             place.mkdir()
-            arguments = [(os.getpid(), function, rank, world, str(place), what) for rank in range(world)]
+            arguments = [(os.getpid(), function, rank, world, str(place), requests) for rank in range(world)]
             ranks = [processes.Process(target=with_parent, args=a) for a in arguments]
             started += ranks
             awaited += ranks[:-1] if function is lose_a_peer else ranks
@@ -163,7 +163,7 @@ if __name__ == "__main__":
     folder, *some = sys.argv[1:]
     if some:
         world, beginning = some[0], "".join(some[1:])
-        asked = {world: [name for name in CHECKS[int(world)] if name.startswith(beginning)]}
+        requested = {world: [name for name in CHECKS[int(world)] if name.startswith(beginning)]}
     else:
-        asked = json.loads(Path(folder, "asked.json").read_text())
-    main(folder, asked, int(os.environ.get("STARTED_BY", os.getppid())))
+        requested = json.loads(Path(folder, "asked.json").read_text())
+    main(folder, requested, int(os.environ.get("STARTED_BY", os.getppid())))

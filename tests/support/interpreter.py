@@ -54,7 +54,7 @@ def internals():
     ]
 
 
-def of_types():
+def sources_of_types():
     """Return the sources that ``types_made_once`` replaces or depends on."""
     return [
         core.dtype.__eq__,
@@ -79,11 +79,11 @@ def types_made_once():
     equal, equal_blocks, of_tensor = dtype.__eq__, block_type.__eq__, tensor.__init__
     np_dtype, binary = triton_interpreter._get_np_dtype, TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
-    as_they_are = {t.name for t in (core.float32, core.float64, core.int32, core.int64)}  # two of one give that one
+    as_they_are = {t.name for t in (core.float32, core.float64, core.int32, core.int64)}  # two of one type give it
 
     @functools.cache
-    def of_sizes(sizes):
-        """Of a block type: its shape, size and the shape's name; of its tensors: size and shape."""
+    def sizes_of_shape(sizes):
+        """Return shape, size and name of the shape of a block type, and size and shape of its tensors."""
         shape = core.tuple(sizes)
         return (
             shape,
@@ -100,7 +100,7 @@ def types_made_once():
         if not sizes:
             raise TypeError("0d block_type is forbidden")
         self.element_ty = element_ty
-        self.shape, self.numel, name, *self.of_tensors = of_sizes(sizes)
+        self.shape, self.numel, name, *self.tensor_sizes = sizes_of_shape(sizes)
         self.name = f"<{name}, {element_ty}>"
         self.made = {}
 
@@ -114,8 +114,8 @@ def types_made_once():
     def tensor_init(self, handle, type):
         if not type.is_block():
             self.numel, self.shape = scalar
-        elif hasattr(type, "of_tensors"):
-            self.numel, self.shape = type.of_tensors
+        elif hasattr(type, "tensor_sizes"):
+            self.numel, self.shape = type.tensor_sizes
         else:
             return of_tensor(self, handle, type)
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -124,9 +124,9 @@ def types_made_once():
     def np_dtype_of(name):
         return np_dtype(dtype(name))
 
-    def np_dtype_once(of):
-        of = of.scalar
-        return np_dtype_of(of.name) if type(of) is dtype else np_dtype(of)
+    def np_dtype_once(dtype_or_block):
+        dtype_or_block = dtype_or_block.scalar
+        return np_dtype_of(dtype_or_block.name) if type(dtype_or_block) is dtype else np_dtype(dtype_or_block)
 
     def binary_once(self, lhs, rhs, *pointers, **checks):
         if type(lhs) is tensor and lhs.dtype.name in as_they_are:
@@ -162,11 +162,11 @@ def patched_once():
             launches.remove(self)
 
     def patch_lang(function):
-        if launches:  # a helper: all is in place, and its caller puts nothing back
+        if launches:  # a helper: everything is in place, and its caller restores nothing
             return triton_interpreter._LangPatchScope()
         if not changes:
             changes.extend(recorded())
-            changes.extend(types_made_once() if hashed(of_types) in KNOWN_TYPES else [])
+            changes.extend(types_made_once() if hashed(sources_of_types) in KNOWN_TYPES else [])
         launch = Launch()
         for change in changes:
             launch.set_attr(*change)
@@ -186,7 +186,7 @@ def recorded():
 
 
 def direct(replaced):
-    """Of what stands for a builtin, which calls what checks that it is called with a semantic: the same in one step."""
+    """Replace a checked builtin, which first verifies its semantic, by one that passes the semantic directly."""
     builtin = (getattr(replaced, "__kwdefaults__", None) or {}).get("member")
     if getattr(builtin, "__code__", None) is not core.builtin(lambda: None).__code__:
         return replaced
@@ -199,7 +199,7 @@ def direct(replaced):
     return call
 
 
-def mend_indices():
+def fix_indices():
     """Fix a conversion of one-element arrays to integers in Triton 3.6 that fails with NumPy 2.4."""
     of_tensor = triton_interpreter._patch_lang_tensor
     if "int(self.handle.data))" not in inspect.getsource(of_tensor):
@@ -216,7 +216,7 @@ def install():
     """Install the patches, once per process and before the first launch."""
     if triton_interpreter._patch_lang is not THEIRS:
         return
-    mend_indices()
+    fix_indices()
     if hashed(internals) in KNOWN:
         triton_interpreter._patch_lang = patched_once()
     _check_overflow(False)
@@ -239,7 +239,7 @@ def checked_overflow():
 
 @contextmanager
 def tritons_own():
-    """Use the original interpreter without the patches of ``install``, except for ``mend_indices``."""
+    """Use the original interpreter without the patches of ``install``, except for ``fix_indices``."""
     ours, builder = triton_interpreter._patch_lang, triton_interpreter.interpreter_builder
     options = builder.options
     triton_interpreter._patch_lang, builder.options = THEIRS, type(options)()
@@ -262,7 +262,7 @@ class _Accesses:
         accesses += [(address, self.program) for address in addresses.tolist()]
 
     def shared(self):
-        """Addresses that one program writes and another one reads or writes."""
+        """Return addresses that one program writes and another one reads or writes."""
         writer = dict(self.written)
         return {at for at, program in (*self.read, *self.written) if writer.get(at, program) != program}
 

@@ -102,7 +102,7 @@ def the_types_are_those_of_real_launches(gpu):
     launches.corrupt(corruption.corrupt_uniform, 8, 4096)
     (specimen,) = gpu.specimens
     assert specimen.types["noise_ptr"].startswith("*u1 D")
-    assert ("S" in specimen.types["noise_ptr"]) == (gpu.limits.backend == "hip")  # below 2 GiB, which only AMD asks
+    assert ("S" in specimen.types["noise_ptr"]) == (gpu.limits.backend == "hip")  # below 2 GiB, which only AMD checks
 
 
 @check
@@ -119,7 +119,7 @@ def alignment_is_seen(gpu):
 
 @check
 @on_each("sm_90")
-def a_row_is_split_alike_whatever_the_number_of_rows(gpu):
+def the_split_of_a_row_does_not_depend_on_the_number_of_rows(gpu):
     found = set()
     for rows in (1, 100, 8192):
         launches.token_nll((1, rows, 126464), torch.bfloat16)
@@ -131,7 +131,7 @@ def a_row_is_split_alike_whatever_the_number_of_rows(gpu):
 
 
 class Dispatched(TorchDispatchMode):
-    """Names of the torch operations that launch a kernel: all except views and empty tensors."""
+    """Record the names of torch operations that launch a kernel: all except views and empty tensors."""
 
     SILENT = ("view", "detach", "expand", "empty", "promote_types", "squeeze")
 
@@ -210,7 +210,7 @@ IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "row_stats_bwd", "divergence_row
 
 
 @check
-def in_place_kernels_have_read_what_they_write_over():
+def in_place_kernels_read_before_they_overwrite():
     """A barrier lies between the load of the ragged columns and the next store into the row.
 
     There are fewer ragged columns than threads. In a tile, the thread that loads a column also stores it.
@@ -222,15 +222,15 @@ def in_place_kernels_have_read_what_they_write_over():
         code = kernels[kernel].compile().asm["ttgir"]
         waiting, ragged, parts = False, 0, [set()]
         for line in code.splitlines():
-            of_row = re.search(r"tt\.(load|store) .*tensor<(\d+)x!tt\.ptr<bf16>, (#\w+)>", line)
-            if of_row and int(of_row[2]) > 16:
-                parts[-1].add(of_row[3])
-            elif of_row and of_row[1] == "load":
+            row_access = re.search(r"tt\.(load|store) .*tensor<(\d+)x!tt\.ptr<bf16>, (#\w+)>", line)
+            if row_access and int(row_access[2]) > 16:
+                parts[-1].add(row_access[3])
+            elif row_access and row_access[1] == "load":
                 waiting, ragged = True, ragged + 1
             if "barrier" in line:
                 waiting = False
                 parts.append(set())
-            assert not (waiting and of_row and of_row[1] == "store"), (kernel, line)
+            assert not (waiting and row_access and row_access[1] == "store"), (kernel, line)
         assert ragged, kernel
         assert max(map(len, parts)) == 1, (kernel, parts)
 
@@ -276,25 +276,25 @@ def every_kind_can_be_looked_at(gpu):
 
 @check
 @on_each("sm_90")
-def what_is_timed_beside_a_prediction_is_what_was_inspected(gpu):
+def predictions_are_of_the_kernels_that_are_timed(gpu):
     inspected = {specimen.key: name for name, specimen in launches.specimens("sm_90").items()}
     timed = tune.launches(LLADA_SHORT, torch.bfloat16, "cuda")
     assert {"linear_nll_rows", "divergence_rows"} < {launch.rule for launch in timed.values()}
     for name, launch in timed.items():
         gpu.launches.clear()
         launch.call()
-        made = [inspected.get(one.specimen.key) for one in gpu.launches]
-        assert predicted.kernel_of(name, launch.rule) in made, (name, made)
+        launched_records = [inspected.get(one.specimen.key) for one in gpu.launches]
+        assert predicted.kernel_of(name, launch.rule) in launched_records, (name, launched_records)
 
 
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
 STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_bwd"}
-OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # which has no mixture
-TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, where a target's are rows' weights
+OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # it has no mixture
+TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, if row weights need them
 
 
-def expected_of(case):
+def expected_kernels(case):
     """Return the kernels that a case may launch, from logits and from hidden states."""
     if case.name.startswith("distillation"):
         return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
@@ -311,7 +311,7 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         inputs, rows = case.draw(B, L, V), case.width * L
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
-        from_logits, from_hidden = expected_of(case)
+        from_logits, from_hidden = expected_kernels(case)
         case.logits_form(t["logits"], inputs).sum().backward()
         assert launched(gpu) in from_logits, (case.name, launched(gpu))
         gpu.launches.clear()
@@ -383,7 +383,7 @@ def blockwise_with_levels(L):
 
 
 LENGTHS = range(992, 1057)
-ANY_LENGTH = {  # (call of a length, kernels for these lengths): a whole row is sorted in a tile of a power of two
+ANY_LENGTH = {  # (function of the length, kernels for these lengths): a whole row is sorted in a tile of a power of two
     "corrupt_uniform": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L), 1),
     "corrupt_all_masked": (lambda L: launches.corrupt(corruption.corrupt_all_masked, 8, L), 1),
     "corrupt_uniform_random": (lambda L: launches.corrupt(corruption.corrupt_uniform_random, 8, L, block_size=32), 1),
@@ -442,7 +442,7 @@ def beginning_at(begin, make, *shape, **options):
     return make(math.prod(shape) + begin, **options)[begin:].view(shape)
 
 
-def of_logits(begin):
+def call_on_logits(begin):
     """Call each op on logits, forward and backward; all per-row tensors begin at element ``begin`` of their memory."""
     logits = torch.empty(2, 256, 32000, dtype=torch.bfloat16, requires_grad=True)
     given = functools.partial(beginning_at, begin)
@@ -459,8 +459,8 @@ def of_logits(begin):
         torch.autograd.grad(loss, logits, given(torch.ones))
 
 
-def of_hidden_states(rows, begin, **options):
-    """Call each op on hidden states and a head, in the same way as ``of_logits``."""
+def call_on_hidden_states(rows, begin, **options):
+    """Call each op on hidden states and a head, in the same way as ``call_on_logits``."""
     hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
     head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
     given = functools.partial(beginning_at, begin)
@@ -482,12 +482,12 @@ def of_hidden_states(rows, begin, **options):
 @check
 @on_each("sm_90", "gfx942")
 def capture_from_logits_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, *(functools.partial(of_logits, begin) for begin in range(3)))
+    needs_nothing_new(gpu, *(functools.partial(call_on_logits, begin) for begin in range(3)))
 
 
 @check
 @on_each("sm_90", "gfx942")
-def kernels_do_not_depend_on_where_what_is_known_of_a_row_begins(gpu):
+def kernels_do_not_depend_on_the_alignment_of_row_inputs(gpu):
     """Targets and weights may be views, and the gradient of a loss may be an element of a larger tensor."""
     for begin in range(3):
         logits = torch.empty(1, 16, 126464, dtype=torch.bfloat16, requires_grad=True)
@@ -510,7 +510,7 @@ def capture_of_corruption_needs_no_new_kernel(gpu):
 @check
 @on_each("sm_90", "gfx942")
 def capture_from_hidden_states_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 8192, begin) for begin in range(3)))
+    needs_nothing_new(gpu, *(functools.partial(call_on_hidden_states, 8192, begin) for begin in range(3)))
 
 
 @check
@@ -518,7 +518,9 @@ def capture_from_hidden_states_needs_no_new_kernel(gpu):
 def capture_in_odd_chunks_needs_no_new_kernel(gpu):
     """The warm-up projects only the active rows, in one chunk. Under capture, all rows need a second chunk."""
     gpu.active_share = 0.25
-    needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 1024, begin, chunk_size=1001) for begin in range(3)))
+    needs_nothing_new(
+        gpu, *(functools.partial(call_on_hidden_states, 1024, begin, chunk_size=1001) for begin in range(3))
+    )
 
 
 class Operations(TorchDispatchMode):
@@ -545,18 +547,18 @@ def corruption_is_one_launch_and_nothing_else(gpu):
     for name, routine in ROUTINES.items():
         with torch.device("cpu"):
             ids, loss_mask, seeds = batch(8, 512)
-            given = routine.given(ids)
+            inputs = routine.inputs(ids)
         ids, loss_mask, seeds = (torch.empty_like(t, device="cuda") for t in (ids, loss_mask, seeds))
-        given = {key: torch.empty_like(t, device="cuda") for key, t in given.items()}
+        inputs = {key: torch.empty_like(t, device="cuda") for key, t in inputs.items()}
         gpu.launches.clear()
         with Operations() as operations:
-            routine.launch(ids, loss_mask, **given, seeds=seeds)
+            routine.launch(ids, loss_mask, **inputs, seeds=seeds)
         assert (len(gpu.launches), operations.names) == (1, []), (name, operations.names)
 
 
 @check
 @on_each("sm_90", "gfx942")
-def nobody_keeps_a_gradient_that_autograd_would_copy(gpu):
+def no_gradient_is_kept_that_autograd_would_copy(gpu):
     logits = torch.empty(2, 8, 1000, dtype=torch.bfloat16, requires_grad=True)
     loss = ops.weighted_nll(logits, torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)).loss
     with Operations() as operations:

@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def adapted(kind="patched", *, dtype=torch.float64, bias=True, **options):
-    """A model whose head is ``kind``, with adapters that are not zero and a copy that is not the original."""
+    """Return a model whose head is ``kind``, with nonzero adapters and a copy that differs from the original."""
     torch.manual_seed(1)
     model = Model(bias).to(dtype)
     head, options = model.lm_head, {"dim": 3, "alpha": 5, **options}
@@ -72,17 +72,17 @@ def adapted(kind="patched", *, dtype=torch.float64, bias=True, **options):
         lora().patch_linear_module(head, use_triton=False, **options)
     elif kind == "plain autograd":
         lora().patch_linear_module(head, use_triton=False, use_memory_efficient_lora=False, **options)
-    elif kind == "Triton":  # whose kernels need a GPU
+    elif kind == "Triton":  # its kernels need a GPU
         lora().patch_linear_module(head, use_triton=True, use_memory_efficient_lora=False, **options)
     else:
-        model = of_peft(model, kind, lora_bias=options.get("lora_bias", True))
+        model = wrap_with_peft(model, kind, lora_bias=options.get("lora_bias", True))
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "modules_to_save" in name:
             nn.init.normal_(parameter)
     return model
 
 
-def of_peft(model, kind, lora_bias):
+def wrap_with_peft(model, kind, lora_bias):
     peft = importlib.import_module("peft")
     options = {
         "PEFT": {"target_modules": ["lm_head"], "r": 3, "lora_alpha": 5, "lora_bias": lora_bias, "lora_dropout": 0.2},
@@ -94,7 +94,7 @@ def of_peft(model, kind, lora_bias):
 
 
 def batch(dtype=torch.float64):
-    """Hidden states of the main path and of the depths in one tensor, labels, and masks of a diffusion loss."""
+    """Draw hidden states of the main path and of the depths in one tensor, labels, and masks of a diffusion loss."""
     torch.manual_seed(2)
     hidden = torch.randn(1 + DEPTHS, B, S, D, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, V, (B, S))
@@ -148,7 +148,7 @@ def pipeline(model, hidden, labels, noise, p):
 
 
 def deferred(loss):
-    """Loss of the logits that the head of the model defers."""
+    """Compute a loss of the logits that the head of the model defers."""
 
     def from_hidden_states(model, hidden, labels, noise, p):
         with deferred_logits(model) as defers:
@@ -189,11 +189,11 @@ def idlm(logits, other, labels, noise, p):
     return module("components.loss.dllm_loss").IDLMLoss()(logits, ids, on.bool(), on, seq_len=4).total_loss
 
 
-def of_logits(loss):
+def mtp_depths_from_logits(loss):
     return lambda model, hidden, *rest: loss(*(model(h) for h in hidden[:2]), *rest)
 
 
-# From hidden states, and the same from logits; the model is in training mode.
+# From hidden states, and the same loss from logits; the model is in training mode.
 def _main(model, hidden, labels, noise, p):
     return cross_entropy(model(hidden[0]), labels)
 
@@ -208,16 +208,16 @@ LOSSES = {
     "calculate_mtp_loss": (calculate_mtp_loss, _mtp),
     "calculate_mtp_loss, one call": (all_depths_in_one_call, _mtp),
     "PipelineCausalLMLoss": (pipeline, lambda *args: _main(*args) + _mtp(*args)),
-    "MDLM": (deferred(mdlm), of_logits(mdlm)),
-    "hybrid": (deferred(hybrid), of_logits(hybrid)),
-    "encoder_ar_loss": (deferred(encoder_ar), of_logits(encoder_ar)),
-    "SCDD": (deferred(scdd), of_logits(scdd)),
-    "I-DLM": (deferred(idlm), of_logits(idlm)),
+    "MDLM": (deferred(mdlm), mtp_depths_from_logits(mdlm)),
+    "hybrid": (deferred(hybrid), mtp_depths_from_logits(hybrid)),
+    "encoder_ar_loss": (deferred(encoder_ar), mtp_depths_from_logits(encoder_ar)),
+    "SCDD": (deferred(scdd), mtp_depths_from_logits(scdd)),
+    "I-DLM": (deferred(idlm), mtp_depths_from_logits(idlm)),
 }
 
 
 def results(loss, model, inputs):
-    """The loss and its gradients: of the hidden states and of all parameters of the head, None if they are frozen."""
+    """Return the loss and its gradients: of the hidden states and of all parameters of the head, None if frozen."""
     torch.manual_seed(3)  # of dropout
     value = loss(model, *inputs)
     for leaf in (inputs[0], *model.parameters()):

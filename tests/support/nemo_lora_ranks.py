@@ -1,8 +1,8 @@
-"""Two processes with the losses of ``tests/support/nemo_lora.py``, whose LM head FSDP2 shards.
+"""Two processes with the losses of ``tests/support/nemo_lora.py`` and an LM head that FSDP2 shards.
 
-Run as ``python -m tests.support.nemo_lora_ranks OUT``. OUT gets, for each case, the results of each rank: from the
-hidden states with the sharded head, and from the logits of an unsharded one, with the gradients of the parameters
-averaged over the ranks.
+Run as ``python -m tests.support.nemo_lora_ranks OUT``. For each case, OUT contains the results of each rank: from the
+hidden states with the sharded head, and from the logits of an unsharded one, with parameter gradients averaged over the
+ranks.
 """
 
 import sys
@@ -41,7 +41,7 @@ def averaged(results):
 
 
 def sharded(loss, kind, unit):
-    """Results of a rank, on its own sequence."""
+    """Compute the results of a rank on its own sequence."""
     rank, (hidden, *rest) = dist.get_rank(), host.batch()
     own = (hidden.detach()[:, rank : rank + 1].requires_grad_(), *(t[rank : rank + 1] for t in rest))
     from_hidden_states, from_logits = host.LOSSES[loss]
@@ -53,7 +53,7 @@ def sharded(loss, kind, unit):
 
 
 def split_by_tensor_parallelism(placement):
-    """The error of an adapter that tensor parallelism splits."""
+    """Return the error of an adapter that tensor parallelism splits."""
     model = host.adapted()
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
     head = model.lm_head

@@ -61,7 +61,7 @@ def import_recipe():
 
 
 class Denoiser(nn.Module):
-    """Logits from the tokens; a causal branch too where the batch is a hybrid one."""
+    """A model that computes logits from the tokens, and a causal branch if the batch is a hybrid one."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Denoiser(nn.Module):
 
 
 class BlockDenoiser(Denoiser):
-    """Logits of the canvas, and of the clean sequence, in float32 and with Gemma's soft cap."""
+    """A model that computes logits of the canvas and of the clean sequence, in float32 with Gemma's soft cap."""
 
     def forward(self, input_ids, canvas_ids, do_self_conditioning=None, decoder_attention_mask=None):
         logits = self.capped(torch.tanh(self.embed(canvas_ids)))
@@ -90,7 +90,7 @@ class BlockDenoiser(Denoiser):
 
 
 class Draft(nn.Module):
-    """Hidden states of the drafted blocks, from the embeddings and the mean of the target's context."""
+    """A model that computes hidden states of drafted blocks from embeddings and the mean of the target's context."""
 
     def __init__(self):
         super().__init__()
@@ -145,7 +145,7 @@ def samples(seed):
 
 
 def bare_recipe(module, strategy, model, config, **more):
-    """The recipe with what a step reads, without a data loader, an optimizer or a model hub."""
+    """Create a recipe with only the attributes that a step reads, without data loader, optimizer or model hub."""
     recipe = SimpleNamespace(
         dllm_strategy=strategy, model_parts=[model], mask_token_id=MASK, cfg=config, device_mesh=None, te_fp8=None,
         dist_env=SimpleNamespace(device=torch.device("cpu")), distributed_config=SimpleNamespace(),
@@ -163,7 +163,7 @@ def bare_recipe(module, strategy, model, config, **more):
 
 
 def step(module, mode, seed, dtype, noise=None, fused=None, target=None, loss_fn=None):
-    """One training step: what the strategy drew, and the loss, its diffusion part and every gradient."""
+    """Run one training step; return the strategy's draws, the loss, its diffusion part and every gradient."""
     torch.manual_seed(seed)
     strategy = module.get_dllm_strategy(mode)
     model = {"dflash": Draft, "block_diffusion": BlockDenoiser}.get(mode, Denoiser)().to(dtype)
@@ -202,7 +202,7 @@ def step(module, mode, seed, dtype, noise=None, fused=None, target=None, loss_fn
 
 
 def compare(module, mode, **options):
-    """Run steps of the host in float64 and in float32, then ours on the same noise."""
+    """Run steps of the host in float64 and float32, then steps with the package on the same noise."""
     host = [step(module, mode, seed, torch.float32, **options) for seed in SEEDS]
     noise = [h["drawn"] for h in host]
     exact = [step(module, mode, s, torch.float64, n, **options) for s, n in zip(SEEDS, noise, strict=True)]
@@ -218,15 +218,15 @@ def compare(module, mode, **options):
             ]
         integration.unpatch()
     if mode == "mdlm":
-        found |= {who: not_replaced(module, who, noise) for who in NOT_REPLACED}
+        found |= {variant: not_replaced(module, variant, noise) for variant in NOT_REPLACED}
     return found
 
 
-def not_replaced(module, who, noise):
-    """Steps under ``fuse_head`` whose loss is not the replaced one, and how their losses were computed."""
+def not_replaced(module, variant, noise):
+    """Run steps under ``fuse_head`` with a loss that is not replaced, and count how the losses were computed."""
     before = module.get_dllm_strategy("mdlm").create_loss_fn({})
-    integration.patch(fuse_head=True, exclude=["MDLMCrossEntropyLoss"] if who == "excluded" else [])
-    loss_fn = {"built before": before, "of this package": MDLMCrossEntropyLoss(), "excluded": None}[who]
+    integration.patch(fuse_head=True, exclude=["MDLMCrossEntropyLoss"] if variant == "excluded" else [])
+    loss_fn = {"built before": before, "of this package": MDLMCrossEntropyLoss(), "excluded": None}[variant]
     with counted() as calls:
         runs = [step(module, "mdlm", s, torch.float32, n, loss_fn=loss_fn) for s, n in zip(SEEDS, noise, strict=True)]
     integration.unpatch()
@@ -235,7 +235,7 @@ def not_replaced(module, who, noise):
 
 @contextlib.contextmanager
 def counted():
-    """How often a loss came from logits and from hidden states, and how often a head made deferred logits after all."""
+    """Count losses from logits, losses from hidden states, and deferred logits that a head computed after all."""
     calls = collections.Counter()
     made, do = DeferredLogits.materialize, _model_output.run
 

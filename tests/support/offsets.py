@@ -1,7 +1,7 @@
-"""Where the integers of a kernel can go, from its Triton IR and one launch's arguments: does an offset pass 32 bits?
+"""Ranges of a kernel's integers, from its Triton IR and the arguments of one launch: does an offset exceed 32 bits?
 
-Every value gets an interval: arguments their value, program ids the grid, loops their range, sums and products what
-follows. What comes from memory or floating point is unknown, and nothing is said of it.
+Every value gets an interval: arguments have their value, program ids the grid, loops their range; sums and products
+follow. Values from memory or floating point are unknown, and nothing is claimed about them.
 """
 
 import re
@@ -38,7 +38,7 @@ SAME = {"arith.extsi", "arith.extui", "arith.trunci", "tt.splat", "tt.broadcast"
 
 
 def narrow_offsets(ttir, arguments, grid):
-    """The 32-bit values behind an address that this launch takes past 32 bits: lines of the IR.
+    """Return the 32-bit values behind an address that this launch takes past 32 bits, as lines of the IR.
 
     Args:
         ttir: Triton IR of a kernel.

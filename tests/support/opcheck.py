@@ -1,4 +1,4 @@
-"""torch's own checks of the custom ops: schema, fake tensors, autograd registration, tracing."""
+"""torch's checks of the custom ops: schema, fake tensors, autograd registration, tracing."""
 
 import torch
 

@@ -33,7 +33,7 @@ def on_head_path(path, monkeypatch):
     return path.split(",")[0]
 
 
-# How logits of some 37 columns may lie in memory.
+# Memory layouts of logits of some 37 columns.
 LAYOUTS = {
     "batch slice": lambda: torch.randn(6, 5, 37)[1:5:3],
     "position slice": lambda: torch.randn(2, 6, 37)[:, :-1],
@@ -59,7 +59,7 @@ SHARED = (
     "expanded positions",
     "transposed columns",
     "four, sliced",
-)  # rows that none can write in place
+)  # rows that cannot be written in place
 
 
 def laid_out(kind):
@@ -68,7 +68,7 @@ def laid_out(kind):
     return LAYOUTS[kind]()
 
 
-# Rows of finite numbers, far apart or far from 0, as changes of tame ones.
+# Rows of finite numbers, far apart or far from 0, as changes of ordinary ones.
 SPREAD = {
     "peaked": lambda x: x.index_fill(-1, torch.tensor([4]), 40.0),
     "flat": lambda x: torch.full_like(x, 3.0),
@@ -76,7 +76,7 @@ SPREAD = {
     "shifted far": lambda x: x + 1e4,
     "spread far": lambda x: 60 * x,
 }
-# Four logits that are to be repeated, so that they span tiles and splits.
+# Four logits, to be repeated so that they span tiles and splits.
 EXTREME = {
     "shifted up": [1e4, 1e4 + 1, 1e4 - 2, 1e4],
     "shifted down": [-1e4, -1e4 - 1, -1e4 + 2, -1e4],
@@ -104,7 +104,7 @@ def extreme_rows(V):
     }
 
 
-def between_tame_ones(rows, dtype):
+def between_ordinary_rows(rows, dtype):
     """Return (names, logits, targets) of the rows, each between two ordinary rows that must not be affected."""
     V = len(next(iter(rows.values()))[0])
     tame = (torch.linspace(-1, 1, V, dtype=torch.float64), V - 1)

@@ -14,7 +14,7 @@ from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, Mask
 
 V, PAD, MASK = 23, 21, 22
 SPECIALS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), PAD)
-# The length of a batch is one of the things that its noise depends on, so it is the same however samples are batched.
+# The noise depends on the length of a batch, so the length is the same for any batching.
 PAD_TO_16 = DLLMCollator(pad_token_id=PAD, pad_seq_len_divisible=16)
 COLLATOR = MaskedDiffusionCollator(MASK, PAD_TO_16, eps=0.2, seed_field="seed")
 
@@ -31,7 +31,7 @@ class TensorParallelTrainer(DiffusionTrainer):
 
 
 class AtEpochs(TrainerCallback):
-    """Calls a function with the epoch that begins, as a plain Trainer needs for a collator with a ``seed_field``."""
+    """Call a function with the epoch that begins, as a plain Trainer needs for a collator with a ``seed_field``."""
 
     def __init__(self, function):
         self.function = function
@@ -74,15 +74,15 @@ def trainer(model, folder, batch_size, accumulation, steps=2, kind=DiffusionTrai
 
 
 def trained(*args, **options):
-    """Parameters after the steps, and the loss that was logged at each."""
-    made = trainer(*args, **options)
-    made.train()
-    losses = [float(entry["loss"]) for entry in made.state.log_history if "loss" in entry]
-    return {k: v.detach().clone() for k, v in made.model.state_dict().items()}, losses
+    """Return the parameters after the steps, and the loss logged at each."""
+    created = trainer(*args, **options)
+    created.train()
+    losses = [float(entry["loss"]) for entry in created.state.log_history if "loss" in entry]
+    return {k: v.detach().clone() for k, v in created.model.state_dict().items()}, losses
 
 
 def head_gradients(net, folder, batch, count):
-    """Gradients of the mixin's loss of one micro-batch, over the tokens of ``count``."""
+    """Return gradients of the mixin's loss of one micro-batch, over the tokens of ``count``."""
     trainer(net, folder, 4, 1).compute_loss(net, batch, num_items_in_batch=count).backward()
     return {k: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for k, p in net.named_parameters()}
 
@@ -102,17 +102,17 @@ NOISE = {
 
 
 def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arguments):
-    """Rows of labels of 16 samples with one text, as each rank trains on them."""
+    """Return the label rows of 16 samples with one text, as each rank trains on them."""
     alike = [{"input_ids": [5] * 32, "loss_mask": [1] * 32, "attention_mask": [1] * 32, "seed": i} for i in range(16)]
     collator = MaskedDiffusionCollator(MASK, PAD_TO_16, eps=0.5, seed_field=seed_field)
     options = {"kind": kind, "arguments": arguments, "data_collator": collator, "train_dataset": alike}
-    made, rows = trainer(model(), folder, 2, 1, 8, **options), []
-    compute = made.compute_loss
-    made.compute_loss = lambda net, inputs, **more: (
+    created, rows = trainer(model(), folder, 2, 1, 8, **options), []
+    compute = created.compute_loss
+    created.compute_loss = lambda net, inputs, **more: (
         rows.extend(inputs["labels"].tolist()),
         compute(net, inputs, **more),
     )[1]
-    made.train()
+    created.train()
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, [tuple(row) for row in rows])
     return everywhere

@@ -1,4 +1,4 @@
-"""Loss modules of the trainers of draft models with which ours are compared, loaded without their other imports.
+"""Loss modules of trainers of draft models, loaded without other imports, for comparison with the package's losses.
 
 Their losses need only torch. Their packages import model code, data generation and its clients, most of which are not
 installed here. Importing the rest would take longer than all tests of a loss.
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 SPECFORGE, SPECULATORS = "specforge==0.2.0", "speculators==0.9.0"
-# Packages whose own __init__ is not run, and modules of which no more is needed than that a name is there.
+# Packages whose own __init__ is not run, and modules of which only the name is needed.
 BARE = {
     "specforge": ("", ".algorithms", ".algorithms.common", ".core", ".modeling", ".modeling.draft"),
     "speculators": ("", ".models", ".models.dflash", ".models.dspark", ".utils"),

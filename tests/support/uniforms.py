@@ -5,7 +5,7 @@ import torch
 
 
 def uniforms(seeds: torch.Tensor, rows: torch.Tensor, V: int) -> torch.Tensor:
-    """Uniforms behind the noise of V columns, float64 ``[..., V]``, strictly inside (0, 1).
+    """Compute the uniforms behind the noise of V columns, float64 ``[..., V]``, strictly inside (0, 1).
 
     ``(2 (high 2^32 + low) + 1) 2^-49``. ``high`` is the v-th piece of 16 bits of NumPy's Philox stream under the row's
     seed from the counter ``(2^32 + r ceil(V / 16), 1)`` on, ``low`` the v-th piece of 32 bits from
