@@ -43,8 +43,9 @@ EVERY_ROW_OP = (
     "tests/ops/test_errors.py tests/internals/test_errors.py tests/internals/test_calls.py tests/ops/test_token_nll.py"
     " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
     " tests/ops/test_extra.py tests/internals/test_extra.py tests/ops/test_transform.py"
-    " tests/internals/test_transform.py tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
-    " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
+    " tests/internals/test_transform.py tests/ops/test_logits_dtype.py tests/ops/test_row_stats.py"
+    " tests/internals/test_row_stats.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
+    " tests/internals/test_soft_embedding.py"
     " tests/ops/test_divergence.py tests/internals/test_divergence.py tests/ops/test_second_order.py"
     " tests/internals/test_compile.py -k 'not triton'"
 )
@@ -173,8 +174,8 @@ JUDGES = (
     ("_utils/_compiled_checks.py", "tests/internals/test_compile.py -k 'check'"),
     (
         "_utils/_plain.py",
-        "tests/ops/test_without_values.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
-        " tests/internals/test_compile.py",
+        "tests/ops/test_without_values.py tests/ops/test_torch_func.py tests/losses/test_mask_values.py"
+        " tests/internals/test_mask_values.py tests/internals/test_compile.py",
     ),
     ("_utils/_head.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
     ("_backends/torch/_workers.py", "tests/internals/test_workers.py"),
@@ -192,6 +193,12 @@ JUDGES = (
         "tests/internals/test_workers.py tests/losses/test_losses.py tests/internals/test_losses.py"
         " tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
         " tests/internals/test_row_stats.py -k 'not triton'",
+    ),
+    (
+        "_backends/_row_stats.py",
+        "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
+        " tests/internals/test_row_stats.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
+        " -k 'not triton'",
     ),
     (
         "*_stats.py",

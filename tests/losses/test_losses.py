@@ -866,6 +866,7 @@ NO_ALPHA = "alpha must be a number or a 0-d tensor, got "
         (None, TypeError, f"{NO_ALPHA}NoneType"),
         (NAN, ValueError, "alpha must be finite, got nan"),
         (math.inf, ValueError, "alpha must be finite, got inf"),
+        (-math.inf, ValueError, "alpha must be finite, got -inf"),
     ],
 )
 def test_an_invalid_alpha_is_rejected_also_when_assigned(alpha, error, message):

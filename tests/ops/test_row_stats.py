@@ -506,6 +506,14 @@ def test_no_active_row(path):
     assert not out.correct.any()
 
 
+def test_outputs_that_were_not_requested_are_none(backend):
+    (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
+    from_hidden = linear_row_stats(hidden, weight, arguments["ids"], backend=backend)
+    from_logits = row_stats(hidden @ weight.T, arguments["ids"], backend=backend)
+    for out in (from_hidden, from_logits):
+        assert (out.entropy, out.mix, out.correct) == (None, None, None)
+
+
 def test_too_small_a_bound_gives_nan(backend):
     (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
     arguments["active"] = torch.ones(9, dtype=torch.bool, device=DEVICE)

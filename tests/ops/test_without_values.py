@@ -15,6 +15,8 @@ OPS = {
     "linear_token_nll": lambda x, h, w, ids, p: ops.linear_token_nll(h, w, ids),
     "weighted_linear_nll": lambda x, h, w, ids, p: ops.weighted_linear_nll(h, w, ids, p, with_correct=True),
     "linear_row_stats": lambda x, h, w, ids, p: ops.linear_row_stats(h, w, ids.unsqueeze(-1), entropy=True),
+    "divergence": lambda x, h, w, ids, p: ops.divergence(x, 2 * x.detach(), p),
+    "linear_divergence": lambda x, h, w, ids, p: ops.linear_divergence(h, w, 2 * h.detach(), p),
     "mdlm": lambda x, h, w, ids, p: MDLMCrossEntropyLoss()(x, ids, p > 0, p, p > 0),
 }
 

@@ -9,7 +9,7 @@ from examples.demo import train
 from tests.support.readme import DOCS, README, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-EPYC, XEON = RESULTS / "amd-epyc-2-cores", RESULTS / "intel-xeon-2-cores"
+MEASURED = RESULTS / "amd-epyc-2-cores"
 pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution holds no results")
 SIZES = ({"B": 1, "L": 1024}, {"B": 8, "L": 4096}, {"B": 64, "L": 4096})
 HALF = {"shape": "CPU 2x960", "active": "50%"}
@@ -76,7 +76,7 @@ def test_the_table_equals_the_results(page):
     for label, _, speeds, *memory in table(page):
         (name,) = (name for name in ROWS if re.match(re.escape(name) + r"(\W|$)", label))
         file, phase, other, cases = ROWS[name]
-        found = results(XEON / f"{file}.json")
+        found = results(MEASURED / f"{file}.json")
         exact = [ratios(found["results"], phase, other, case) for case in cases]
         shown = printed(speeds)
         assert len(shown) >= len(exact)
@@ -96,7 +96,7 @@ def test_the_divergences_equal_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Divergences")[1]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
     assert [kind for kind, _ in rows] == ["kl", "jsd", "tv", "l1", "nla"]
-    file = results(XEON / "divergence_kinds.json")
+    file = results(MEASURED / "divergence_kinds.json")
     assert file["options"]["samples"] == 3
     found = file["results"]
     for kind, cells in rows:
@@ -110,7 +110,7 @@ def test_the_divergences_equal_the_results():
 def test_the_options_of_the_head_equal_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Options of the head")[1].split("## ")[0]
     rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
-    nll, sample = (results(XEON / f"{file}.json") for file in ("head_options", "linear_sample"))
+    nll, sample = (results(MEASURED / f"{file}.json") for file in ("head_options", "linear_sample"))
     assert not nll["environment"]["modified"]
     assert [f"medians of {file['options']['samples']}" in text for file in (nll, sample)] == [True] * 2
     by_case = {(i, result["name"]): result for i, file in enumerate((nll, sample)) for result in file["results"]}
@@ -127,7 +127,7 @@ def test_the_options_of_the_head_equal_the_results():
 def test_the_policy_update_equals_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Policy gradients")[1].split("## ")[0]
     rows = [printed(line) for line in text.splitlines() if re.match(r"\| .*\dx", line)]
-    file = results(XEON / "policy.json")
+    file = results(MEASURED / "policy.json")
     assert f"medians of {file['options']['samples']}" in text
     assert not file["environment"]["modified"]
     found = {result["name"]: result for result in file["results"]}
@@ -138,7 +138,7 @@ def test_the_policy_update_equals_the_results():
 
 
 def test_the_demo_equals_the_results():
-    found = results(EPYC / "demo_mdlm.json")
+    found = results(MEASURED / "demo_mdlm.json")
     assert {name: found["options"][name] for name in train.PRESETS["cpu"]} == train.PRESETS["cpu"]
     plain, ours = found["table"]
     assert ours["heldout_last"] < found["frequency_guess"]
@@ -161,6 +161,6 @@ def test_the_demo_equals_the_results():
 
 def test_results_are_of_one_commit():
     """The pages state that nothing was uncommitted."""
-    found = [results(XEON / f"{file}.json")["environment"] for file in {row[0] for row in ROWS.values()}]
+    found = [results(MEASURED / f"{file}.json")["environment"] for file in {row[0] for row in ROWS.values()}]
     assert not any(environment["modified"] for environment in found)
     assert len({environment["commit"] for environment in found}) == 1
