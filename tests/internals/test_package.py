@@ -18,4 +18,4 @@ def test_every_record_is_found_by_its_name():
 def test_every_shared_description_is_used_by_several_docstrings():
     package = Path(__file__).parents[2] / "dllm_kernels"
     sources = "".join(path.read_text() for path in package.rglob("*.py"))
-    assert not [name for name in SHARED if sources.count(f"{name}: {{{name}}}") < 3]
+    assert not [key for key in SHARED if sources.count(f": {{{key}}}") < 2]  # both forms of an op, at the least
