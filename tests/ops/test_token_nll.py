@@ -193,6 +193,13 @@ def test_nan_stays_in_its_own_row(path):
     assert not out.correct[1]
 
 
+def test_the_nll_of_a_certain_target_is_positive_zero(path):
+    """A negative zero would be printed as -0.0."""
+    nll = token_nll(torch.zeros(3, 1, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE), backend=path).nll
+    assert torch.equal(nll, torch.zeros_like(nll))
+    assert not nll.signbit().any()
+
+
 def test_nan_in_a_row_of_weight_0_does_not_reach_the_loss(path):
     logits, targets = inputs((5,))
     targets.clamp_(min=0)
