@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ def subject_commands(options: argparse.Namespace) -> dict[str, list[str]]:
     if options.threads:
         shared += ["--threads", str(options.threads)]
     own = (
-        {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "divergence", "losses")}
+        {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "row_stats", "divergence", "losses")}
         if options.compiled
         else {}
     )
@@ -51,15 +52,27 @@ def subject_commands(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run_subject(command: Sequence[str], folder: Path) -> bool:
-    """Run one subject; its table goes to ``folder/NAME.md`` and its raw results to ``folder/NAME.json``."""
+    """Run one subject; its output is shown and goes to ``folder/NAME.md``, its raw results to ``folder/NAME.json``.
+
+    Each case is shown and written as soon as it is measured, so that an interrupted run keeps it.
+    """
     name = command[0]
-    words = [sys.executable, "-m", "benchmarks", *command, "--out", str(folder / f"{name}.json")]
+    words = [sys.executable, "-m", "benchmarks", *command, "--live", "--out", str(folder / f"{name}.json")]
     start = time.perf_counter()
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
-    (folder / f"{name}.md").write_text(f"# {name}\n{done.stdout}", encoding="utf-8")
-    state = "done" if done.returncode == 0 else f"FAILED with status {done.returncode}"
+    print(f"=== {name}", flush=True)
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as run,
+        Path(folder, f"{name}.md").open("w", encoding="utf-8") as file,
+    ):
+        file.write(f"# {name}\n")
+        assert run.stdout is not None
+        for line in run.stdout:
+            file.write(line)
+            file.flush()
+            print(line, end="", flush=True)
+    state = "done" if run.returncode == 0 else f"FAILED with status {run.returncode}"
     print(f"{name}: {state} in {time.perf_counter() - start:.0f} s", flush=True)
-    return done.returncode == 0
+    return run.returncode == 0
 
 
 def sweep_cases(size: str) -> dict[str, list[tuple[Shape, tuple[float, ...]]]]:
