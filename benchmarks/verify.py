@@ -12,7 +12,8 @@ A quantity passes if its largest error is at most
 
 ``plain`` is the largest error of the oracle in the dtype of ours, and ``eps_out`` is one rounding step of the result.
 The last term is the rounding noise of a different summation order. This is the rule of ``tests/support/parity.py``, but
-errors are relative to the terms of a number (logits) or to the norm of a row (hidden states and heads). Logits have a
+errors are relative to the terms of a number (logits) or of a row (hidden states and heads), because a row whose terms
+nearly cancel has a large relative error in every implementation, which would hide faults in other rows. Logits have a
 standard deviation of ``SPREAD``, so that softmax and targets contribute equally to the gradients. The exit status is 1
 unless everything passes.
 """
@@ -76,9 +77,11 @@ class Errors:
         largest = [((t.double() - exact).abs() / scale.clamp(min=TINY)).amax() for t in (ours, plain)]
         self._found.setdefault((quantity, ours.dtype), []).append(torch.stack(largest))
 
-    def add_rows(self, quantity: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare a part row by row, each error divided by the norm of the row."""
-        scale = torch.linalg.vector_norm(exact, dim=-1).clamp(min=TINY)
+    def add_rows(
+        self, quantity: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor
+    ) -> None:
+        """Compare a part row by row, each error divided by the size of the terms of the row, see :func:`_row_terms`."""
+        scale = scale.clamp(min=TINY)
         largest = [(torch.linalg.vector_norm(t.double() - exact, dim=-1) / scale).amax() for t in (ours, plain)]
         self._found.setdefault((quantity, ours.dtype), []).append(torch.stack(largest))
 
@@ -124,6 +127,11 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, u
         "nll": active * (lse.abs() + picked.squeeze(-1).abs()),
         "gradient": terms.mul_((weights.double() * upstream.double()).abs().unsqueeze(-1)),
     }
+
+
+def _row_terms(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return the size of the terms of each row of ``grad @ factor``: sum_j |grad_ij| |factor_j|, factor_j a row."""
+    return grad.abs() @ torch.linalg.vector_norm(factor, dim=-1)
 
 
 def nll_from_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
@@ -233,14 +241,15 @@ def nll_from_hidden(
     whole = {way: {key: measure.Distance() for key in ("gradient of hidden", "gradient of head")} for way in ways}
     plain_whole = {key: measure.Distance() for key in ("gradient of hidden", "gradient of head")}
 
-    def compare(key: str, rows: slice, plain: torch.Tensor, exact: torch.Tensor) -> None:
+    def compare(key: str, rows: slice, plain: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor) -> None:
         plain_whole[key].add(plain, exact)
         for way, result in ways.items():
-            found[way].add_rows(f"{key}, worst row", result[key][rows], plain, exact)
+            found[way].add_rows(f"{key}, worst row", result[key][rows], plain, exact, terms)
             whole[way][key].add(result[key][rows], exact)
 
     exact_head, wide = head.double(), torch.promote_types(dtype, torch.float32)
     of_head = None if shape.frozen else (torch.zeros_like(head, dtype=wide), torch.zeros_like(exact_head))
+    terms_of_head = exact_head.new_zeros(V)
     for rows in measure.slices(N, V):
         part = given["targets"][rows], given["weights"][rows], given["upstream"]
         h, exact_h = hidden[rows], hidden[rows].double()
@@ -249,13 +258,15 @@ def nll_from_hidden(
         terms = _terms(exact_z, *part)
         for way, result in ways.items():
             found[way].add("nll", result["nll"][rows], plain["nll"], exact["nll"], terms["nll"])
-        compare("gradient of hidden", rows, plain["gradient"] @ head, exact["gradient"] @ exact_head)
+        of_hidden = plain["gradient"] @ head, exact["gradient"] @ exact_head
+        compare("gradient of hidden", rows, *of_hidden, _row_terms(exact["gradient"], exact_head))
         if of_head is not None:
+            terms_of_head += _row_terms(exact["gradient"].t(), exact_h)
             of_head[0].addmm_(plain["gradient"].t().to(wide), h.to(wide))
             of_head[1].addmm_(exact["gradient"].t(), exact_h)
     if of_head is not None:
         for rows in measure.slices(V, D):
-            compare("gradient of head", rows, of_head[0][rows].to(dtype), of_head[1][rows])
+            compare("gradient of head", rows, of_head[0][rows].to(dtype), of_head[1][rows], terms_of_head[rows])
     for way, errors in found.items():
         yield from errors.findings(dtype)
         for key in [key for key in ways[way] if key != "nll"]:
@@ -291,14 +302,15 @@ def float32_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Findin
             logits = torch.addmm(b, h, w.t()).addmm_(u, U.t())
             of_logits = _oracle(logits, *part)
             gradient = of_logits["gradient"] if wide == torch.float64 else of_logits["gradient"].to(dtype).to(wide)
-            found.append((logits, of_logits["nll"], gradient @ w))
-        (_, plain, plain_gradient), (logits, exact, exact_gradient) = found
+            found.append((logits, of_logits["nll"], gradient @ w, _row_terms(gradient, w)))
+        (_, plain, plain_gradient, _), (logits, exact, exact_gradient, terms) = found
         of_nll.add("nll", result["nll"][rows], plain, exact, _terms(logits, *part)["nll"])
         of_rows.add_rows(
             "gradient of hidden, worst row",
             result["gradient of hidden"][rows],
             plain_gradient.to(dtype),
             exact_gradient,
+            terms,
         )
     yield from of_nll.findings(torch.promote_types(dtype, torch.float32))
     yield from of_rows.findings(dtype)
