@@ -2,7 +2,9 @@
 
 Every peer is a function of the same arguments as ours and returns a scalar loss. ``original`` is nemo-automodel, whose
 losses this package replaces. ``compiled`` is ``torch.compile`` of the plain code. ``gather`` gathers the active rows
-and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel.
+and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel. Liger's losses choose
+its CuTe kernels by themselves on Hopper and newer GPUs where ``nvidia-cutlass-dsl`` is installed, otherwise its Triton
+kernels. ``liger, SM90`` is its kernel that projects and reduces at once.
 ``python -m benchmarks peers`` lists the peers that can be imported here, and the reason for the others.
 """
 
@@ -12,6 +14,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import sys
 import types
@@ -29,6 +32,9 @@ DLLM_LOSS, DLLM_CORRUPTION = (
     "nemo_automodel.components.loss.dllm_loss",
     "nemo_automodel.components.datasets.dllm.corruption",
 )
+LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+TRL_ROWS = "trl.kernels.logprob_entropy"
+VERL_CHUNKED, VERL_KERNEL = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
 #: Name of a peer -> the modules of its candidates.
 MODULES = {
     "original": (DLLM_LOSS, DLLM_CORRUPTION),
@@ -40,10 +46,11 @@ MODULES = {
     ),
     "cut-cross-entropy": ("cut_cross_entropy",),
     "quack": ("quack.cross_entropy", "quack.linear_cross_entropy"),
+    "liger, SM90": (LIGER_SM90,),
     "speculators, eager": ("speculators.losses.eager",),
     "speculators, fused": ("speculators.losses.utils",),
-    "trl": ("trl.kernels",),
-    "verl": ("verl.utils.experimental.torch_functional",),
+    "trl": ("trl.kernels", TRL_ROWS),
+    "verl": (VERL_CHUNKED, VERL_KERNEL),
 }
 _refused: dict[str, str] = {}
 
@@ -52,10 +59,24 @@ _refused: dict[str, str] = {}
 def module(name: str) -> Any:
     """Import the module. If this fails, return None; ``refusals`` then has the reason."""
     try:
+        if name.startswith("verl.") and module("ray") is None:
+            _without_init("verl", "verl.utils")
         return importlib.import_module(name)
     except Exception as error:  # a package with incompatible requirements may raise any exception
         _refused[name] = said(error)
         return None
+
+
+def _without_init(*packages: str) -> None:
+    """Make the modules of packages importable without running ``__init__`` of the packages.
+
+    That of verl imports ray and tensordict, which its kernels do not use.
+    """
+    for name in packages:
+        spec = importlib.util.find_spec(name)
+        if name not in sys.modules and spec is not None:
+            sys.modules[name] = bare = types.ModuleType(name)
+            bare.__path__ = list(spec.submodule_search_locations or ())
 
 
 @contextlib.contextmanager
@@ -228,6 +249,33 @@ def _liger_linear(peer: Any) -> Loss:
     return run
 
 
+def _liger_sm90_linear(peer: Any) -> Loss:
+    """Liger's projection and NLL in one CuTe kernel, for Hopper and bfloat16. It has a gradient per row."""
+    apply = peer.LigerFusedScaledCrossEntropySM90Function.apply
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        labels = torch.where(weights != 0, targets, -100).flatten()
+        total: torch.Tensor = (apply(hidden.flatten(0, -2), weight, labels) * weights.flatten()).sum()
+        return total
+
+    return run
+
+
+def _verl_linear(peer: Any) -> Loss:
+    """The NLL of verl's Triton kernel, which computes the entropy as well."""
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        log_probs, _ = peer.linear_cross_entropy(hidden.flatten(0, -2), weight, targets.flatten(), 1.0, "none", None)
+        total: torch.Tensor = -(log_probs * weights.flatten()).sum()
+        return total
+
+    return run
+
+
 def _cce_linear(peer: Any) -> Loss:
     def run(
         hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
@@ -265,8 +313,11 @@ def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
         losses["torch chunked"] = _torch_chunked
     if torch.device(device).type == "cuda":
         _add(losses, "liger", "liger_kernel.transformers", _liger_linear)
+        if torch.cuda.get_device_capability(device) == (9, 0):
+            _add(losses, "liger, SM90", LIGER_SM90, _liger_sm90_linear)
         _add(losses, "cut-cross-entropy", "cut_cross_entropy", _cce_linear)
         _add(losses, "quack", "quack.linear_cross_entropy", _quack_linear)
+        _add(losses, "verl", VERL_KERNEL, _verl_linear)
     return losses
 
 

@@ -1,7 +1,8 @@
 """Log-probability of the chosen token and entropy of each row, for policy trainers, from logits and hidden states.
 
-Ours is compared with the plain form (log_softmax, gather, entropy) on all rows and on the active rows, and with Liger
-if it is installed. Both outputs have random upstream gradients. Measures forward without a graph, as for old and
+Ours is compared with the plain form (log_softmax, gather, entropy) on all rows and on the active rows, with
+``torch.compile`` of it, and with the kernels of TRL (from logits), verl and Liger (from hidden states) if they are
+installed. Both outputs have random upstream gradients. Measures forward without a graph, as for old and
 reference policies, and both passes. The floors count the fewest bytes or flops. Logits are read in forward, and read
 and written in backward. A head computes its logits once in forward. With backward, it computes them once more, plus one
 product per gradient.
@@ -76,9 +77,23 @@ def statistics(options: Any, form: str) -> dict[str, Statistics]:
     if options.alone:
         return {"ours": ours}
     out: dict[str, Statistics] = {"ours": ours, "plain": _plain_of, "gather": gather}
-    liger = peers.module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-    if form == "hidden" and liger is not None and torch.device(options.device).type == "cuda":
+    if options.compiled:
+        out["compiled"] = torch.compile(_plain_of)
+    if torch.device(options.device).type == "cuda":
+        out |= _on_gpu(form)
+    return out
+
+
+def _on_gpu(form: str) -> dict[str, Statistics]:
+    """Return the peers that run on a GPU only."""
+    if form == "logits":
+        trl = peers.module(peers.TRL_ROWS)
+        return {} if trl is None else {"trl": lambda i: _trl(trl.selective_log_softmax_and_entropy, i)}
+    out: dict[str, Statistics] = {}
+    if (liger := peers.module("liger_kernel.ops.fused_linear_scaled_cross_entropy")) is not None:
         out["liger"] = lambda i: _liger(liger.LigerFusedLinearScaledCrossEntropyFunction, i)
+    if (verl := peers.module(peers.VERL_KERNEL)) is not None:
+        out["verl"] = lambda i: verl.linear_cross_entropy(i.rows, i.head, i.ids, 1.0, "none", None)
     return out
 
 
@@ -90,6 +105,12 @@ def _plain(rows: torch.Tensor, head: torch.Tensor | None, ids: torch.Tensor) -> 
     logits = rows if head is None else F.linear(rows, head)
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _trl(function: Any, i: Inputs) -> Outputs:
+    """TRL's kernel for ``[B, L, V]``, with its mask of the rows."""
+    log_probs, entropy = function(i.rows[None], i.ids[None], 1.0, i.active[None])
+    return log_probs[0], entropy[0]
 
 
 def _liger(function: Any, i: Inputs) -> Outputs:
@@ -167,6 +188,7 @@ def main(argv: list[str]) -> int:
     parser = measure.arguments("row_stats", __doc__)
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
     parser.add_argument("--form", action="append", choices=("logits", "hidden"), help="default: both")
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     measure.add_alone(parser)
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
