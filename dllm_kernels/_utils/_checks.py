@@ -403,7 +403,8 @@ def check_target_range(
     """
     requested = _targets_checked(check_targets)
     targets, counted = _plain.all_plain(targets, counted)
-    if requested is None and _plain.readable_without_sync(targets):
+    readable = _plain.readable_without_sync(targets) and (counted is None or not _plain.is_batched(counted))
+    if requested is None and readable:
         raise_bad_target(targets, name, V, ignore_index, shift, None, counted)
     elif requested and torch.compiler.is_compiling():
         from dllm_kernels._utils._compiled_checks import target_range

@@ -479,13 +479,13 @@ def test_bad_targets_are_named(case, form, monkeypatch):
     for where in ((1, 2), (0, 1)):
         y = Y.clone()
         y[where], y[1, 1] = 7, -100
-        raises(IndexError, message + str(where), call, **{name: y})
+        raises(IndexError, message + str(where), call, **all_on(call), **{name: y})
     first = Y.clone()
     first[:, 0] = 7
     if predicts_the_first_token(call):
-        raises(IndexError, message + "(0, 0)", call, **{name: first})
+        raises(IndexError, message + "(0, 0)", call, **all_on(call), **{name: first})
     else:
-        call(**{name: first})
+        call(**all_on(call), **{name: first})
 
 
 def predicts_the_first_token(call):

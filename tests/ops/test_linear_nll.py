@@ -284,6 +284,7 @@ def test_num_active_of_zero_without_an_active_row(path):
     assert all(t.eq(0).all() for t in got)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_rows_read_beyond_the_weights_are_inert_in_every_gradient(path):
     """``active`` requests NLL and argmax match of rows of weight 0; NaN in them stays in their own NLL."""
     leaves, targets, weights = inputs()
@@ -306,6 +307,7 @@ def test_rows_read_beyond_the_weights_are_inert_in_every_gradient(path):
     assert seen[0][2:].isfinite().all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
     leaves, targets, _ = inputs()
     targets[0], targets[1] = 1, 99
@@ -584,6 +586,7 @@ def test_no_reference_cycle_keeps_anything_alive(backend):
         gc.enable()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_targets_out_of_range_give_nan_in_their_own_row(path):
     leaves, targets, _ = inputs()
     targets[:4] = torch.tensor([37, -1, -101, 10**12])
