@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels._utils._checks import check_int, check_int64, check_positive_int, checked_bool, is_int, type_name
+from dllm_kernels._utils._checks import (
+    check_int,
+    check_int64,
+    check_mask_values,
+    check_positive_int,
+    checked_bool,
+    is_int,
+    type_name,
+)
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -130,7 +138,12 @@ class DLLMCollator:
         is_mask = field == "loss_mask"  # a run after the truncation still counts as a second run
         limit = None if self.max_seq_len is None or (is_mask and self.response_window) else max(self.max_seq_len, 1)
         names = (f"sample {i}, field {field!r}" for i in range(len(samples)))
-        return [_as_row(name, sample[field], limit, is_mask) for name, sample in zip(names, samples, strict=True)]
+        rows = {name: _as_row(name, sample[field], limit, is_mask) for name, sample in zip(names, samples, strict=True)}
+        if field != "input_ids":
+            for name, row in rows.items():
+                if row.dtype.kind in "if":  # a list of small numbers, the common case, is packed into unsigned bytes
+                    check_mask_values(name, torch.from_numpy(row.astype(np.float64)))
+        return list(rows.values())
 
     @staticmethod
     def _first_supervised_index(loss_mask: Sequence[Any] | Row, default: int) -> int:

@@ -35,7 +35,6 @@ from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 
@@ -301,8 +300,8 @@ def corrupt_all_masked(
         input_ids: {input_ids}
         loss_mask: {loss_mask}
         mask_token_id: id of the MASK token.
-        generator: not used; accepted so that all routines take the same arguments.
-        seeds: not used.
+        generator: not used; accepted, and checked, so that all routines take the same arguments.
+        seeds: not used; checked like ``generator``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -316,6 +315,7 @@ def corrupt_all_masked(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
+    _philox.check_sources(generator, seeds, input_ids.shape[:1], input_ids.device)
     return _run(_corrupt.corrupt, Routine("all", mask_id), input_ids, loss_mask, None, None, backend)
 
 
@@ -514,21 +514,13 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     if _fit(input_ids, loss_mask):
         return
     _checks.check_ids("input_ids", input_ids)
-    check_whole_tensor("input_ids", input_ids)
+    _checks.check_whole_tensor("input_ids", input_ids)
     _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
     _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
-    check_whole_tensor("loss_mask", loss_mask)
+    _checks.check_whole_tensor("loss_mask", loss_mask)
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
-
-
-def check_whole_tensor(name: str, tensor: object) -> None:
-    """Raise TypeError for a DTensor, because a routine would read its local rows only."""
-    if is_dtensor(tensor):
-        raise TypeError(
-            f"{name} must be a plain torch.Tensor, got DTensor; corrupt its to_local(), with seeds for its rows"
-        )
 
 
 def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
@@ -549,6 +541,8 @@ def checked_mask_id(mask_token_id: int, input_ids: torch.Tensor, name: str = "in
         index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"mask_token_id must be an int, got {type_name(mask_token_id)}") from None
+    if index < 0:
+        raise ValueError(f"mask_token_id must not be negative, got {index}")
     _check_fits("mask_token_id", index, input_ids, name)
     return index
 
@@ -578,6 +572,7 @@ def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
 def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
     """Convert one value per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
     _checks.check_float(name, value)
+    _checks.check_whole_tensor(name, value)
     B = input_ids.shape[0]
     shapes = [(B,), (B, 1), *([(B, blocks)] if blocks > 1 else [])]
     if tuple(value.shape) not in shapes:

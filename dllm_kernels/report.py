@@ -27,6 +27,7 @@ BESIDE = (
 )  # fmt: skip
 # A valid value of each is a single word or a number.
 VARIABLES = ("DLLM_KERNELS_BACKEND", "DLLM_KERNELS_CHECK", "TRITON_INTERPRET", "OMP_NUM_THREADS")
+HIDDEN = "(no word)"
 # The folders of an absolute path.
 FOLDERS = re.compile(r"(?:[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])+")
 TOLERANCE = 1e-5
@@ -54,11 +55,19 @@ def _facts() -> Iterator[tuple[str, str]]:
             yield name, importlib.metadata.version(name)
     yield "CPU threads of torch", str(torch.get_num_threads())
     for name in VARIABLES:
-        if name in os.environ:  # other values may be paths
-            yield name, os.environ[name] if re.fullmatch(r"[\w.,+-]*", os.environ[name]) else "(no word)"
+        if name in os.environ:
+            yield name, HIDDEN if _hidden(name) else os.environ[name]
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for backend in BACKENDS:
-            yield f"backend={backend} on {device}", _tried(device, backend)
+            # Gradients are compared, so a caller's no_grad() or inference_mode() must not apply.
+            with torch.inference_mode(False), torch.enable_grad():
+                result = _tried(device, backend)
+            yield f"backend={backend} on {device}", result
+
+
+def _hidden(name: str) -> bool:
+    """Return True if the value of a variable is not shown, because values other than a word may be paths."""
+    return not re.fullmatch(r"[\w.,+-]*", os.environ.get(name, ""))
 
 
 def _tried(device: str, backend: str) -> str:
@@ -73,6 +82,8 @@ def _tried(device: str, backend: str) -> str:
             (gradient,) = torch.autograd.grad(loss, logits)
     except Exception as error:  # the report must list any failure
         reason = str(error)
+        if any(name in reason and _hidden(name) for name in VARIABLES):
+            reason = re.sub(r", got .*", f", got {HIDDEN}", reason, flags=re.DOTALL)
         shown = isinstance(error, ValueError) and not re.search(r"[/\\\n]", reason)
         return f"no, {reason}" if shown else f"fails, {type(error).__name__}"
     exact = _logits("cpu").double().requires_grad_()

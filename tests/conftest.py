@@ -227,3 +227,9 @@ def fused_products():
 @pytest.fixture(params=["torch", "triton"])
 def backend(request):
     return request.param
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Switch the check of targets off, so that a bad target reaches the kernels on a CPU, too."""
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "0")

@@ -32,7 +32,7 @@ class Options(NamedTuple):
     Attributes:
         transform: transform of the logits, applied before the softmax.
         ignore_index: target that marks a row to skip.
-        check_targets: True if an out-of-range target raises; None follows the environment variable.
+        check_targets: True if an out-of-range target raises; None: see ``check_target_range``.
         backend: "auto", "triton" or "torch".
         chunk_size: rows of logits that exist at a time; None: chosen from the sizes.
         num_active: upper bound on the number of active rows; None: counted.

@@ -69,7 +69,7 @@ def checked(
         _checks.check_mask("active", inputs.active, x.shape[:-1], f"that of {names.targets}")
         _checks.check_same_device(names.rows, x, active=inputs.active)
     if inputs.weights is not None:
-        _checks.check_mask("weights", inputs.weights, ids.shape, f"that of {names.targets}")
+        _checks.check_weights("weights", inputs.weights, ids.shape, f"that of {names.targets}")
         _checks.check_same_device(names.targets, ids, weights=inputs.weights)
         inputs = replaced(inputs, weights=inputs.weights.detach().to(accum_dtype(x.dtype)))
     for name, t in (("mix[0]", inputs.mix_a), ("mix[1]", inputs.mix_b)):
@@ -80,9 +80,13 @@ def checked(
             _checks.check_constant(name, t)
             if readable_without_sync(t) and bool((t < 0).any()):  # not tested on a GPU, to avoid a sync
                 raise ValueError(f"{name} must not be negative, got {t.min().item()}")
+    counted = inputs.weights if inputs.active is None else inputs.active
+    if counted is not None and ids.dim() > counted.dim():
+        counted = counted.unsqueeze(-1)
     _checks.check_target_range(
-        options.check_targets, names.targets, ids, V, options.ignore_index, skip_id=options.transform.skip_id
-    )
+        options.check_targets, names.targets, ids, V, options.ignore_index, counted=counted,
+        skip_id=options.transform.skip_id,
+    )  # fmt: skip
     return inputs, options
 
 

@@ -56,6 +56,7 @@ draws, so that no word is used for both.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +64,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils._checks import check_dtype, check_tensor, type_name
+from dllm_kernels._utils._checks import check_dtype, check_tensor, check_whole_tensor, type_name
 
 COIN_BITS, TOKEN_BITS = 23, 41
 # Counter of draw 0 of row 0. The levels of row 0, up to 2^35 of them, have smaller counters.
@@ -205,16 +206,10 @@ def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | N
     is then drawn on the CPU, so that a generator state gives the same mask on every device. None is the default
     generator of the device.
     """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type_name(generator)}")
+    check_sources(generator, seeds, (rows,), device)
     if seeds is not None:
-        if generator is not None:
-            raise ValueError("generator and seeds exclude each other: expected one of them, got both")
-        return _checked_seeds(seeds, rows, device)
+        return seeds.contiguous()
     source = device if generator is None else generator.device
-    if source != _CPU and not _same_device(source, device):
-        allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
-        raise ValueError(f"generator must be on {allowed} like the tensors, got one on {source}")
     if device == _CPU and not torch.compiler.is_compiling():
         return _seed_on_host().random_(*_SEED_RANGE, generator=generator)
     seed = torch.randint(*_SEED_RANGE, (), dtype=torch.int64, device=source, generator=generator)
@@ -241,11 +236,31 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
 
 
-def _checked_seeds(seeds: Tensor, rows: int, device: torch.device) -> Tensor:
-    check_tensor("seeds", seeds)
-    check_dtype("seeds", seeds, (torch.int64,))
-    if tuple(seeds.shape) != (rows,):
-        raise ValueError(f"seeds must have shape {(rows,)}, one per row, got {tuple(seeds.shape)}")
-    if seeds.device != device:
-        raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
-    return seeds.contiguous()
+def check_sources(generator: Any, seeds: Any, rows: Sequence[int] | None, device: torch.device) -> None:
+    """Raise unless the sources of randomness of a call are valid; also called if nothing is drawn.
+
+    Args:
+        generator: a generator or None.
+        seeds: int64 seeds or None; then ``generator`` must be None.
+        rows: the shape that the seeds must have; None: the caller checks the shape.
+        device: device of the tensors.
+
+    Raises:
+        TypeError: an argument has the wrong type, or ``seeds`` is a DTensor.
+        ValueError: both are given, or shape, dtype or device do not match.
+    """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {type_name(generator)}")
+    if seeds is not None:
+        if generator is not None:
+            raise ValueError("generator and seeds exclude each other: expected one of them, got both")
+        check_tensor("seeds", seeds)
+        check_whole_tensor("seeds", seeds)
+        check_dtype("seeds", seeds, (torch.int64,))
+        if rows is not None and tuple(seeds.shape) != tuple(rows):
+            raise ValueError(f"seeds must have shape {tuple(rows)}, one per row, got {tuple(seeds.shape)}")
+        if seeds.device != device:
+            raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
+    elif generator is not None and generator.device != _CPU and not _same_device(generator.device, device):
+        allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
+        raise ValueError(f"generator must be on {allowed} like the tensors, got one on {generator.device}")

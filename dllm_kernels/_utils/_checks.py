@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dllm_kernels._utils import _changing, _plain
-from dllm_kernels._utils._target_range import raise_bad_target
+from dllm_kernels._utils._target_range import first_true, raise_bad_target
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -21,6 +21,8 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FACTOR_RANGE = (1e-18, 1e18)
 # Case-insensitive values of an environment variable.
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+# Values that no mask holds: the label that Hugging Face ignores, and the largest bias of additive attention masks.
+IGNORED_LABEL, ADDITIVE = -100, -1000
 Extra = tuple[Tensor, Tensor]  # (u, U), the low-rank part of a head
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MASK_DTYPES = (torch.bool, *INT_DTYPES, *FLOAT_DTYPES)
@@ -59,7 +61,19 @@ def type_name(value: object) -> str:
 def check_tensor(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}")
+        part = "bias" if "bias" in name else "weight"
+        hint = f"; pass its .{part}" if isinstance(value, nn.Module) and hasattr(value, part) else ""
+        raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}{hint}")
+
+
+def check_gathered(**parameters: Tensor | None) -> None:
+    """Raise a ValueError if a parameter is empty and one-dimensional, as DeepSpeed ZeRO-3 keeps it between uses."""
+    for name, value in parameters.items():
+        if value is not None and value.dim() == 1 and not value.numel():
+            raise ValueError(
+                f"{name} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a "
+                "partitioned parameter; compute the loss inside deepspeed.zero.GatheredParameters([...]) of the head"
+            )
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -127,23 +141,74 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
         raise ValueError(f"{name} must not require a gradient, since it is taken as a constant; detach it{or_else}")
 
 
-def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
-    """Raise unless ``value`` is a bool, integer or floating mask of the expected shape."""
+def check_weights(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
+    """Raise unless ``value`` is a bool, integer or floating tensor of the expected shape; its values are free."""
     check_tensor(name, value)
     check_dtype(name, value, MASK_DTYPES)
     check_shape(name, value, expected, of)
 
 
+def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
+    """Raise unless ``value`` is a bool, integer or floating mask of the expected shape with values of a mask."""
+    check_weights(name, value, expected, of)
+    check_mask_values(name, value)
+
+
+def check_whole_tensor(name: str, tensor: object) -> None:
+    """Raise TypeError for a DTensor, because a routine would read its local rows only."""
+    if _plain.is_dtensor(tensor):
+        raise TypeError(
+            f"{name} must be a plain torch.Tensor, got DTensor; pass its to_local(), with seeds for its rows"
+        )
+
+
 def check_like(
     first_name: str, first: Tensor, dtypes: Sequence[torch.dtype] = MASK_DTYPES, /, **others: Tensor | None
 ) -> None:
-    """Raise unless every other tensor has one of the dtypes, by default of a mask, and the first's shape and device."""
+    """Raise unless every other tensor has one of the dtypes, and the shape and device of the first."""
     for name, value in others.items():
         check_tensor(name, value)
         assert value is not None
         check_dtype(name, value, dtypes)
         check_shape(name, value, first.shape, f"that of {first_name}")
     check_same_device(first_name, first, **others)
+
+
+def check_masks_like(first_name: str, first: Tensor, /, **masks: Any) -> None:
+    """Raise unless every mask has the dtype and the values of a mask, and the shape and device of the first."""
+    check_like(first_name, first, MASK_DTYPES, **masks)
+    for name, mask in masks.items():
+        check_mask_values(name, mask)
+
+
+def check_mask_values(name: str, mask: Tensor) -> None:
+    """Raise a ValueError if a mask holds a negative number, NaN or an infinity: it is probably no mask.
+
+    Not checked on a GPU, where it would be a sync, nor while a graph is traced.
+    """
+    if mask.dtype in (torch.bool, torch.uint8):
+        return
+    mask = _plain.plain(mask)
+    if not _plain.readable_without_sync(mask) or not mask.numel():
+        return
+    least, most = (value.item() for value in torch.aminmax(mask))
+    if not (least >= 0 and most < math.inf):  # NaN is both
+        _raise_no_mask(name, mask)
+
+
+def _raise_no_mask(name: str, mask: Tensor) -> None:
+    """Raise the error of :func:`check_mask_values`, which says what the tensor looks like."""
+    labels, additive = mask == IGNORED_LABEL, mask <= ADDITIVE
+    bad, hint = ~((mask >= 0) & (mask < math.inf)), "; pass a mask of 0 and 1"
+    if bool(labels.any()):
+        bad, hint = labels, f"; it looks like labels, pass labels != {IGNORED_LABEL}"
+    elif bool(additive.any()):
+        bad, hint = additive, "; it looks like an additive attention mask, pass mask == 0"
+    where = first_true(bad)
+    assert where is not None
+    raise ValueError(
+        f"{name} must hold no negative number, NaN or infinity, got {mask[where].item()} at position {where}{hint}"
+    )
 
 
 def is_int(value: object) -> bool:
@@ -228,6 +293,7 @@ def check_rows(
     check_ids(names.targets, targets)
     _plain.check_not_batched(rows, targets, weight, bias)
     if weight is not None:
+        check_gathered(**{names.weight: weight})
         check_ndim(names.weight, weight, 2, "[V, D]")
         V, D = weight.shape
         if 0 in (V, D):
@@ -239,6 +305,7 @@ def check_rows(
             )
         if bias is not None:
             check_float(names.bias, bias)
+            check_gathered(**{names.bias: bias})
             check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
         check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})
@@ -298,14 +365,16 @@ def checked_extra(
     return u, second
 
 
-def targets_checked(check_targets: bool | None) -> bool:
-    """Decide if out-of-range targets raise: by the argument, or by ``DLLM_KERNELS_CHECK`` if it is None.
+def _targets_checked(check_targets: bool | None) -> bool | None:
+    """Return the argument, or if it is None the environment variable ``DLLM_KERNELS_CHECK``; None if both are unset.
 
     A compiled function reads the variable only when it is traced.
     """
     if check_targets is not None:
         return checked_bool("check_targets", check_targets)
-    word = os.environ.get("DLLM_KERNELS_CHECK", "").strip().lower()
+    word = os.environ.get("DLLM_KERNELS_CHECK")
+    if word is None or not (word := word.strip().lower()):
+        return None
     if word not in ON and word not in OFF:
         raise ValueError(f"DLLM_KERNELS_CHECK must be one of {', '.join((*ON, *OFF[1:]))} or empty, got {word!r}")
     return word in ON
@@ -313,22 +382,36 @@ def targets_checked(check_targets: bool | None) -> bool:
 
 def check_target_range(
     check_targets: bool | None, name: str, targets: Tensor, V: int, ignore_index: int | None = -100, *,
-    shift: int = 0, skip_id: int | None = None,
+    counted: Tensor | None = None, shift: int = 0, skip_id: int | None = None,
 ) -> None:  # fmt: skip
-    """On request, raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``.
+    """Raise an IndexError naming the first target outside [0, V) that is not ``ignore_index``, in a row that counts.
 
-    Reads the targets back to the host, which is a sync. While a graph is traced, the check is recorded as one custom
-    op, which does not break the graph and runs with it. ``shift``: added to the last index in the message, if the
-    caller's tensor holds these targets that many positions further on.
+    By default, the check runs only if it needs no sync: on eager CPU tensors. On request it also runs on a GPU, and
+    rejects targets equal to ``skip_id``. While a graph is traced, a requested check is recorded as one custom op, which
+    does not break the graph and runs with it.
+
+    Args:
+        check_targets: the argument of the public function; None: see :func:`_targets_checked`.
+        name: name of the targets.
+        targets: integers ``[...]``.
+        V: number of classes.
+        ignore_index: target that is always accepted, or None.
+        counted: of the shape of the targets, 0 in rows that do not count; None: all rows count.
+        shift: added to the last index in the message, if the caller's tensor holds these targets that many positions
+            further on.
+        skip_id: column that is skipped, or None.
     """
-    if not targets_checked(check_targets):
-        return
-    if torch.compiler.is_compiling():
+    requested = _targets_checked(check_targets)
+    targets, counted = _plain.all_plain(targets, counted)
+    readable = _plain.readable_without_sync(targets) and (counted is None or not _plain.is_batched(counted))
+    if requested is None and readable:
+        raise_bad_target(targets, name, V, ignore_index, shift, None, counted)
+    elif requested and torch.compiler.is_compiling():
         from dllm_kernels._utils._compiled_checks import target_range
 
-        target_range(_plain.plain(targets), name, V, ignore_index, shift, skip_id)
-    else:
-        raise_bad_target(_plain.plain(targets), name, V, ignore_index, shift, skip_id)
+        target_range(targets, name, V, ignore_index, shift, skip_id, counted)
+    elif requested:
+        raise_bad_target(targets, name, V, ignore_index, shift, skip_id, counted)
 
 
 def check_inplace(logits: Tensor, rows: Tensor) -> None:
@@ -405,21 +488,36 @@ def check_probability(name: str, value: Any, allowed: str = "a number") -> None:
         raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
-def check_factor(name: str, value: Any) -> None:
-    """Raise unless ``value`` is None or a valid soft cap or scale."""
+def check_factor(name: str, value: Any, allowed: str = "positive") -> None:
+    """Raise unless ``value`` is None or a valid soft cap or scale. ``allowed`` is the condition in the message."""
     if value is None:
         return
     check_number(name, value, "a number or None")
     least, most = FACTOR_RANGE
     if not least <= float(value) <= most:
-        raise ValueError(f"{name} must be positive, from {least} to {most}, got {_changing.printable(float(value))}")
+        raise ValueError(f"{name} must be {allowed}, from {least} to {most}, got {_changing.printable(float(value))}")
 
 
-def checked_temperature(temperature: Any) -> float:
-    """Validate a divisor of the logits."""
+def checked_temperature(temperature: Any, allowed: str = "positive") -> float:
+    """Validate a divisor of the logits. ``allowed`` is the condition in the message."""
     check_number("temperature", temperature)
-    check_factor("temperature", temperature)  # the inverse is used as a scale, which has the same range
+    check_factor("temperature", temperature, allowed)  # the inverse is used as a scale, which has the same range
     return float(temperature)
+
+
+def tempered_scale(scale: Any, temperature: float, name: str = "scale") -> Any:
+    """Divide a scale, or None, by a validated temperature; raise unless the quotient is a valid scale, too."""
+    if _changing.equals(temperature, 1):
+        return scale
+    check_factor(name, scale)
+    quotient = (1.0 if scale is None else scale) / temperature
+    least, most = FACTOR_RANGE
+    if not least <= quotient <= most:
+        raise ValueError(
+            f"{name} / temperature must lie between {least} and {most}, got {name}={_changing.printable(scale)} and "
+            f"temperature={_changing.printable(temperature)}"
+        )
+    return quotient
 
 
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:

@@ -20,11 +20,12 @@ SHARED = {
         "low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U ``[V, "
         "r]``), or None. ``U u`` is added to the logits."
     ),
-    "targets": "``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.",
+    "targets": "``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value raises an IndexError on a "
+    "CPU and gives NaN in that row on a GPU, see ``check_targets``.",
     "ids": (
         "``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0. "
-        "Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the "
-        "gradient of its row is NaN too."
+        "Any other out-of-range id raises an IndexError on a CPU, see ``check_targets``; on a GPU it gives NaN in that "
+        "entry, as ``skip_id`` does everywhere. If the entry receives a gradient, the gradient of its row is NaN too."
     ),
     "weights": "``[...]``, bool or numeric constants; must not require a gradient.",
     "ignore_index": "target of inactive rows.",
@@ -45,8 +46,9 @@ SHARED = {
         "or log-probability of a target or id equal to it is NaN. None: every column can be predicted."
     ),
     "check_targets": (
-        "True to raise an IndexError for the first out-of-range target or id, which costs a host sync. None: True if "
-        "the environment variable ``DLLM_KERNELS_CHECK`` is 1."
+        "raise an IndexError that names the first out-of-range target or id of an active row. None: the environment "
+        "variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and False elsewhere. "
+        "True also rejects ``skip_id``, and costs a host sync on a GPU."
     ),
     "linear_correct": (
         "also return the argmax match: True if the target is the argmax of the logits rounded to the compute dtype."
@@ -60,8 +62,8 @@ SHARED = {
         "legal; F is -inf if one of its logarithms is."
     ),
     "divergence_targets": (
-        "``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value gives NaN in "
-        "that row."
+        "``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value raises an "
+        "IndexError on a CPU and gives NaN in that row on a GPU."
     ),
     "divergence_temperature": (
         "T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared."

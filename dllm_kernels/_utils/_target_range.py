@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils._plain import readable_without_sync
+from dllm_kernels._utils._plain import readable_without_sync, transforms_active
 
 
 def raise_bad_target(
-    targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None
-) -> None:
-    """Raise IndexError for the first target that is outside [0, V) or skipped, and is not ``ignore_index``."""
+    targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None,
+    counted: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Raise IndexError for the first target that is outside [0, V) or skipped, and is not ``ignore_index``.
+
+    Only rows whose entry of ``counted`` is not 0 are checked; None: all rows.
+    """
+    on_host = type(targets) is torch.Tensor and targets.is_cpu and not transforms_active()
+    if skip_id is None and on_host and _in_range(targets, V, ignore_index):
+        return
     targets = targets.long()  # in int8 or uint8, a vocabulary size or -100 would wrap around
     bad, also = (targets < 0) | (targets >= V), ""
     if skip_id is not None:
         bad, also = bad | (targets == skip_id), f" and not be skip_id, {skip_id}"
     if ignore_index is not None:
         bad, also = bad & (targets != ignore_index), f"{also} or be {ignore_index}"
+    if counted is not None:
+        bad = bad & (counted != 0)
     if (where := first_true(bad)) is not None:
         position = (*where[:-1], where[-1] + shift) if where else where
         raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
+
+
+def _in_range(targets: torch.Tensor, V: int, ignore_index: int | None) -> bool:
+    """Return True if all targets lie in [0, V) or are ``ignore_index``; with NumPy, a quarter of the time of torch."""
+    ids = targets.numpy()
+    outside = (ids < 0) | (ids >= V)
+    if ignore_index is not None and outside.any():
+        outside &= ids != ignore_index
+    return not outside.any()
 
 
 def first_true(mask: torch.Tensor) -> tuple[int, ...] | None:

@@ -435,7 +435,7 @@ class _LossCall(NamedTuple):
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
         targets, *_, supervised = self.masks
         weights: Any = self.loss(*self.masks)
-        _checks.check_mask(RETURNED_WEIGHTS, weights, targets.shape, "that of the labels")
+        _checks.check_weights(RETURNED_WEIGHTS, weights, targets.shape, "that of the labels")
         _checks.check_constant(RETURNED_WEIGHTS, weights)
         weights = weights.to(accum_dtype(weights.dtype))
         return divide(weights.masked_fill(~supervised, 0.0), self.num_tokens)

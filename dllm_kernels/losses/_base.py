@@ -68,14 +68,20 @@ class Batch(NamedTuple):
         _common.check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)
-            _checks.check_like("target_ids", self.target_ids, loss_mask_ar=self.loss_mask_ar)
+            _checks.check_masks_like("target_ids", self.target_ids, loss_mask_ar=self.loss_mask_ar)
         check_given(**tensors)
 
     def check_noise(self, **others: torch.Tensor) -> None:
         """Check the masks of a loss that reads ``p_mask``: shape, device, order, constant."""
-        _checks.check_like("target_ids", self.target_ids, **others, p_mask=self.p_mask, loss_mask=self.loss_mask)
+        _checks.check_masks_like("target_ids", self.target_ids, **others, loss_mask=self.loss_mask)
+        _checks.check_like("target_ids", self.target_ids, p_mask=self.p_mask)
         self.check_not_swapped()
         _checks.check_constant("p_mask", self.p_mask)
+
+    def check_unused_noise(self) -> None:
+        """Check the values of a ``noise_mask`` that the loss does not use."""
+        if self.noise_mask is not None and self.noise_mask.dtype in _checks.MASK_DTYPES:
+            _checks.check_mask_values("noise_mask", self.noise_mask)
 
     def check_not_swapped(self) -> None:
         """Raise if two masks appear swapped, judged by dtype and, on CPU, by value; also checks unused masks."""
@@ -193,6 +199,8 @@ class DiffusionLoss(TransformedLoss):
     ) -> DLLMLossOutput:
         """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
 
+        Packed input without a batch dimension, ``[T, V]`` with targets and masks ``[T]``, is a batch of one sequence.
+
         Args:
             logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits
                 followed by the AR logits.
@@ -221,7 +229,7 @@ class DiffusionLoss(TransformedLoss):
         counts = (num_diffusion_tokens, num_ar_tokens)
         batch = Batch(*all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts))
         rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
-        return self._loss(rows, batch, causal_logits, noisy_input_ids)
+        return self._loss_of(rows, batch, causal_logits, noisy_input_ids)
 
     def forward_fused(
         self,
@@ -244,6 +252,8 @@ class DiffusionLoss(TransformedLoss):
         logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:
         """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
+
+        Packed input without a batch dimension, ``[T, D]`` with targets and masks ``[T]``, is a batch of one sequence.
 
         Args:
             hidden: ``[B, L, D]``; for the hybrid loss also ``[B, 2 L, D]``, the diffusion branch followed by the AR
@@ -276,11 +286,22 @@ class DiffusionLoss(TransformedLoss):
             round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype
         )
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        return self._loss(rows, batch, causal_hidden, noisy_input_ids)
+        return self._loss_of(rows, batch, causal_hidden, noisy_input_ids)
 
     def _rounds(self) -> bool:
         """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
+
+    def _loss_of(
+        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+    ) -> DLLMLossOutput:
+        """Compute the loss; packed rows without a batch dimension are a batch of one sequence."""
+        if rows.packed(batch.target_ids):
+            *masks, num_diffusion_tokens, num_ar_tokens = batch
+            batch = Batch(*map(_common.as_batch, masks), num_diffusion_tokens, num_ar_tokens)
+            causal, noisy_input_ids = _common.as_batch(causal, 2), _common.as_batch(noisy_input_ids)
+            rows = rows.as_batch()
+        return self._loss(rows, batch, causal, noisy_input_ids)
 
     def _loss(
         self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
@@ -288,6 +309,7 @@ class DiffusionLoss(TransformedLoss):
         rows.check(batch.target_ids)
         batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
         weights, count = self._weights(batch, rows.accum_dtype)
+        rows.check_targets(batch.target_ids, weights)
         return self._single_part_output(rows, batch.target_ids, weights, _common.divide(weights, count))
 
     def _single_part_output(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,8 +108,13 @@ def logged_sum(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def check_counts(**counts: object) -> None:
     """Check denominators, including unused ones."""
     for name, count in counts.items():
-        _checks.check_count(name, count)
+        _checks.check_total(name, count)
         _checks.check_constant(name, count)
+
+
+def as_batch(t: Any, dims: int = 1) -> Any:
+    """Add a batch dimension of 1 to a tensor of ``dims`` dimensions; return anything else unchanged."""
+    return t.unsqueeze(0) if isinstance(t, torch.Tensor) and t.dim() == dims else t
 
 
 def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:

@@ -146,7 +146,6 @@ class DraftLoss(TransformedLoss):
             _checks.check_positive_int("block_size", block_size)
         counts = Counts(*all_plain(*counts))
         check_counts(num_tokens=counts.tokens, num_sequences=counts.sequences, total_weight=counts.weight)
-        _checks.check_total("total_weight", counts.weight)
         blocks: Any = counts.blocks
         if blocks is None or self.normalize != "sequence_blocks":
             check_counts(num_blocks=blocks)

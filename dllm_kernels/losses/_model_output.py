@@ -18,6 +18,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
+from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.ops.row_stats import Mix
 
@@ -50,6 +51,18 @@ class ModelOutput(NamedTuple):
         """Return this output with other rows ``x`` of the same kind; ``name`` is their argument name."""
         return replaced(self, x=x, names=replaced(self.names, rows=name))
 
+    def packed(self, target_ids: Any) -> bool:
+        """Return True if the rows ``[T, V]`` or ``[T, D]`` and the targets ``[T]`` have no batch dimension."""
+        tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        return tensors and self.x.dim() == 2 and target_ids.dim() == 1
+
+    def as_batch(self) -> ModelOutput:
+        """Return packed rows as a batch of one sequence."""
+        extra: Any = self.extra
+        if isinstance(extra, (tuple, list)) and len(extra) == 2:
+            extra = (_common.as_batch(extra[0], 2), extra[1])
+        return replaced(self, x=self.x.unsqueeze(0), extra=extra)
+
     def stack(self, other: ModelOutput) -> ModelOutput:
         """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
         return replaced(self, x=torch.stack([self.x, other.x]))
@@ -69,13 +82,15 @@ class ModelOutput(NamedTuple):
         """Vocabulary size V."""
         return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
 
-    def check(self, target_ids: torch.Tensor, *, width: int | None = None, shift: int = 0) -> None:
-        """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any.
-
-        ``shift``: offset between a row and its target: row i predicts token i + shift.
-        """
+    def check(self, target_ids: torch.Tensor, *, width: int | None = None) -> None:
+        """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
         names, x = self.names, self.x
-        V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
+        _checks.check_rows(names, x, target_ids, self.weight, self.bias)
+        if self.packed(target_ids):  # a loss that takes packed rows has added the dimension
+            raise ValueError(
+                f"{names.rows} must have shape [B, L, {'V' if self.weight is None else 'D'}], got {tuple(x.shape)}; "
+                "pass packed rows as a batch of one sequence, every tensor with unsqueeze(0)"
+            )
         _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.weight is None else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
         B, L = target_ids.shape
@@ -87,8 +102,16 @@ class ModelOutput(NamedTuple):
             )
         if self.weight is not None:
             _checks.checked_extra(names, x, self.weight, self.extra)
-        targets = plain(target_ids)[:, shift:] if shift else target_ids
-        _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=self.options.transform.skip_id)
+
+    def check_targets(self, target_ids: torch.Tensor, counted: torch.Tensor, *, shift: int = 0) -> None:
+        """Check the range of the plain ``target_ids [B, L]`` from column ``shift`` on, the first that is predicted.
+
+        ``counted [B, L - shift]``: 0 for targets of rows that do not count.
+        """
+        targets, skip_id = target_ids[:, shift:] if shift else target_ids, self.options.transform.skip_id
+        _checks.check_target_range(
+            None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift, skip_id=skip_id
+        )
 
     def weighted(
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **overrides: Any

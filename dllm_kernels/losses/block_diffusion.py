@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils._checks import check_like
+from dllm_kernels._utils._checks import check_masks_like
 from dllm_kernels.losses._base import Batch, DiffusionLoss, check_given
 from dllm_kernels.losses._common import Count
 
@@ -32,7 +32,8 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
         check_given(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
-        check_like("target_ids", batch.target_ids, loss_mask=batch.loss_mask)
+        check_masks_like("target_ids", batch.target_ids, loss_mask=batch.loss_mask)
+        batch.check_unused_noise()
         batch.check_not_swapped()
         supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
         return supervised.to(dtype), supervised.sum() if count is None else count

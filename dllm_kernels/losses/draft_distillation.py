@@ -400,8 +400,9 @@ def _check_layout(
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
         target_ids = torch.full_like(block_mask, IGNORE, dtype=torch.int64)
     rows.check(target_ids)
-    _checks.check_like("target_ids", target_ids, block_mask=block_mask)
+    _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)
     _checks.check_constant("block_mask", block_mask)
+    rows.check_targets(target_ids, block_mask)
     if confidence_logits is not None:
         _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, confidence_logits=confidence_logits)
     return target_ids

@@ -83,7 +83,7 @@ def acceptance_length(
     correct = _rates_of(output) if sampling else _correct_of(output)
     _checks.check_positive_int("block_size", block_size)
     anchor_row, bonus = _checks.checked_bool("anchor_row", anchor_row), _checks.checked_bool("bonus", bonus)
-    _checks.check_like("correct", correct, mask=mask)
+    _checks.check_masks_like("correct", correct, mask=mask)
     _checks.check_ndim("correct", correct, 2, "[B, T]")
     correct, mask = all_plain(correct, mask)
     rows = rows_of_block(correct.shape[1], block_size, anchor_row)

@@ -12,7 +12,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, next_tokens, shift_left
+from dllm_kernels.losses._common import REDUCTIONS, Count, as_batch, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
@@ -76,7 +76,7 @@ def encoder_ar_loss(
         1.0
 
     Args:
-        encoder_logits: ``[B, S, V]``, any float dtype.
+        encoder_logits: ``[B, S, V]``, any float dtype; ``[S, V]`` with ids and mask ``[S]`` is a batch of one sequence.
         input_ids: ``[B, S]`` integers, the clean sequence.
         valid_mask: ``[B, S]``, nonzero if a position is not padding; None: all are valid.
         num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions of this
@@ -122,7 +122,7 @@ def encoder_ar_loss_fused(
     """Compute :func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
 
     Args:
-        hidden: ``[B, S, D]``.
+        hidden: ``[B, S, D]``; ``[S, D]`` with ids and mask ``[S]`` is a batch of one sequence.
         lm_head_weight: ``[V, D]``.
         input_ids, valid_mask, num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
@@ -158,16 +158,19 @@ def encoder_ar_loss_fused(
 def _next_token(
     rows: ModelOutput, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count, reduction: str
 ) -> torch.Tensor:
-    rows.check(input_ids, shift=1)
+    if rows.packed(input_ids):
+        rows, input_ids, valid_mask = rows.as_batch(), as_batch(input_ids), as_batch(valid_mask)
+    rows.check(input_ids)
     _checks.check_choice("reduction", reduction, REDUCTIONS)
     input_ids, valid_mask = all_plain(input_ids, valid_mask)
     check_counts(num_tokens=num_tokens)
     if valid_mask is None:
         valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
     else:
-        _checks.check_like("input_ids", input_ids, valid_mask=valid_mask)
+        _checks.check_masks_like("input_ids", input_ids, valid_mask=valid_mask)
         valid = valid_mask.bool()
     scored, targets = valid & shift_left(valid, False), next_tokens(input_ids)
+    rows.check_targets(input_ids, scored[:, :-1], shift=1)
     if reduction == "none":
         return rows.per_row(targets, scored).nll
     weights = divide(scored.to(rows.accum_dtype), num_tokens, scored)

@@ -127,8 +127,13 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
+        weights, count = self._weights(batch, rows.accum_dtype)
+        rows.check_targets(ids, weights)
+        if batch.loss_mask_ar is not None and (branches or causal is not None):
+            rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
+        divided = divide(weights, count)
         if causal is None or batch.loss_mask_ar is None:
-            return self._one_call(rows, batch, rows.x.shape[1] - ids.shape[1])
+            return self._one_call(rows, batch, weights, divided)
         if rows.extra is not None:
             raise ValueError(
                 "extra must be None with causal_hidden, got both; pass both branches as one hidden [B, 2 L, D], with "
@@ -136,7 +141,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             )
         other = rows.of(causal, causal_name)
         other.check(ids)
-        return self._two_branches(rows, other, batch)
+        return self._two_branches(rows, other, batch, weights, divided)
 
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""
@@ -155,13 +160,16 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             alpha = plain(alpha).reshape(()).to(dtype)
         return alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
 
-    def _one_call(self, rows: ModelOutput, batch: Batch, num_trailing: int) -> DLLMLossOutput:
-        """Compute one call over the concatenated rows. The last ``num_trailing`` rows are the AR branch, or ignored."""
-        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.accum_dtype)
-        divided = divide(weights, count)
+    def _one_call(self, rows: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor) -> DLLMLossOutput:
+        """Compute one call over the concatenated rows. Rows after those of the batch are the AR branch, or ignored.
+
+        ``weights``: the row weights of the diffusion part before the denominator; ``divided``: over the denominator.
+        """
+        targets = batch.target_ids.long()
+        L = targets.shape[1]
+        num_trailing = rows.x.shape[1] - L
         if not num_trailing:
             return self._single_part_output(rows, targets, weights, divided)
-        L = targets.shape[1]
         if batch.loss_mask_ar is None:
             targets = F.pad(targets, (0, num_trailing), value=IGNORE)
             all_weights, all_divided = (F.pad(t, (0, num_trailing)) for t in (weights, divided))
@@ -177,10 +185,11 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             return single_loss(sum_of_rows(nll[:, :L], divided), weights, weighted_rows(nll[:, :L], weights))
         return _per_row_output(nll, all_weights, all_divided, L)
 
-    def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch) -> DLLMLossOutput:
-        """Compute both branches: two calls on logits, or one pass over the LM head."""
-        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.accum_dtype)
-        divided = divide(weights, count)
+    def _two_branches(
+        self, rows: ModelOutput, other: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor
+    ) -> DLLMLossOutput:
+        """Compute both branches: two calls on logits, or one pass over the LM head; see :meth:`_one_call`."""
+        targets = batch.target_ids.long()
         shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
         if not self._returns_rows():
             weight_sum = weights.sum() + ar.sum()

@@ -75,6 +75,8 @@ class IDLMLoss(TransformedLoss):
     ) -> DLLMLossOutput:
         """Compute the loss from logits.
 
+        Packed input without a batch dimension, ``[2 T, V]`` with targets and masks ``[T]``, is a batch of one sequence.
+
         Args:
             logits: ``[B, 2 L, V]``, any float dtype: the masked copy, then the clean copy.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
@@ -142,17 +144,21 @@ class IDLMLoss(TransformedLoss):
     ) -> DLLMLossOutput:  # fmt: skip
         _checks.checked_bool("auto_balance", self.auto_balance)  # the attributes may have been reassigned
         _checks.check_finite("clean_loss_weight", self.clean_loss_weight)
+        if rows.packed(target_ids):
+            rows = rows.as_batch()
+            target_ids, answer_mask, valid_mask = map(_common.as_batch, (target_ids, answer_mask, valid_mask))
         two_dimensional = isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2
-        rows.check(target_ids, width=2 * target_ids.shape[1] if two_dimensional else None, shift=1)
+        rows.check(target_ids, width=2 * target_ids.shape[1] if two_dimensional else None)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
         targets, L = next_tokens(target_ids), target_ids.shape[1]
         _checks.check_int("seq_len", seq_len)
         if seq_len != L:
             raise ValueError(f"seq_len must be the length of target_ids, {L}, got {seq_len}")
-        _checks.check_like("target_ids", target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
+        _checks.check_masks_like("target_ids", target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         _common.check_counts(num_diffusion_tokens=num_diffusion_tokens)
         # A row is scored if its next token is a valid token of the answer.
         scored = shift_left(answer_mask.bool() & valid_mask.bool(), False)
+        rows.check_targets(target_ids, scored[:, :-1], shift=1)
         count = scored.sum()
         weights = divide(scored.to(rows.accum_dtype), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both = torch.cat([targets, targets], 1)

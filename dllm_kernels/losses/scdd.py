@@ -172,7 +172,8 @@ class SCDDLoss(DiffusionLoss):
         supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
         x = batch.target_ids.long()
         active = supervised & (x != IGNORE)
-        _checks.check_target_range(None, "noisy_input_ids", torch.where(active, z, 0), rows.vocabulary, None)
+        _checks.check_target_range(None, "target_ids", x, rows.vocabulary, counted=active)
+        _checks.check_target_range(None, "noisy_input_ids", z, rows.vocabulary, None, counted=active)
         z = z.clamp(min=-1)  # -100 would mark a missing id
         # The time of an unsupervised sequence is arbitrary, so replace it.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
@@ -278,6 +279,7 @@ def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tens
 
 def _check_times(batch: Batch) -> None:
     """Check the masks, and on CPU that each supervised sequence has one time in [0, 1]; on GPU that would sync."""
+    batch.check_unused_noise()
     batch.check_noise()
     p_mask, supervised = batch.p_mask, batch.loss_mask.bool()
     if not readable_without_sync(p_mask):

@@ -33,24 +33,22 @@ class CrossEntropy(TransformedLoss):
 
     ignore_index: int
 
-    def checked_targets(
-        self, names: _checks.Names, rows: Tensor, labels: Tensor, *head: Tensor | None, shift: int = 0
-    ) -> Tensor:
+    def checked_targets(self, names: _checks.Names, rows: Tensor, labels: Tensor, *head: Tensor | None) -> Tensor:
         """Check the rows, the head and the labels; return the labels as targets of the ops, -100 if ignored."""
-        V = _checks.check_rows(names, rows, labels, *head)
-        return self.targets_in_range(names.targets, labels, V, shift)
+        _checks.check_rows(names, rows, labels, *head)
+        return self.targets_of(labels)
 
-    def targets_in_range(self, name: str, labels: Tensor, V: int, shift: int) -> Tensor:
-        """Return the labels as targets of the ops, -100 if ignored.
-
-        If target checks are on, raise IndexError for the first out-of-range label.
-        ``shift``: offset of a label in the caller's tensor, for the error message.
-        """
+    def targets_of(self, labels: Tensor) -> Tensor:
+        """Return the labels as targets of the ops, -100 if ignored."""
         labels = to_int64(labels)
-        if self.ignore_index != IGNORE:
-            labels = labels.masked_fill(labels == self.ignore_index, IGNORE)
-        _checks.check_target_range(None, name, labels, V, shift=shift, skip_id=self.skip_id)
-        return labels
+        return labels if self.ignore_index == IGNORE else labels.masked_fill(labels == self.ignore_index, IGNORE)
+
+    def check_range(self, name: str, targets: Tensor, V: int, counted: Tensor | None, shift: int = 0) -> None:
+        """Check the range of the targets in rows whose entry of ``counted`` is not 0; None: all rows.
+
+        ``shift``: offset of a target in the caller's tensor, for the error message.
+        """
+        _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, skip_id=self.skip_id)
 
     def reduced(self, rows: ModelOutput, targets: Tensor, weights: Tensor, num_label_tokens: Count) -> Tensor:
         """Compute the loss from the weights of the positions."""
@@ -128,6 +126,7 @@ class MaskedCrossEntropy(CrossEntropy):
         shape = _rows_of(logits, labels)
         rows = ModelOutput(LOGITS, self._options(round_nll=rounds), logits)
         weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights)
+        self.check_range("labels", targets, rows.vocabulary, weights)
         return self.reduced(rows, targets.reshape(shape), weights.reshape(shape), num_label_tokens)
 
 
@@ -243,6 +242,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         _checks.checked_extra(HIDDEN, hidden_states, lm_weight, extra)
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
         rows = self.rows(hidden_states, lm_weight, lm_bias, logits_dtype, extra)
+        self.check_range("labels", targets, rows.vocabulary, weights)
         return self.reduced(rows, targets, weights, num_label_tokens)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
+from dllm_kernels._utils._plain import all_plain, plain, readable_without_sync
 from dllm_kernels.losses._common import Count, shift_left
 from dllm_kernels.mtp import cross_entropy as base
 from dllm_kernels.mtp.cross_entropy import CrossEntropy, normalized, position_weights, to_int64
@@ -190,12 +190,14 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         weight = head_weight(model) if lm_weight is None else lm_weight
         bias = head_bias(model) if lm_bias is None else lm_bias
         checked = []
-        for k, (output, target, (name, shift)) in enumerate(zip(outputs, targets, origins, strict=True)):
+        for k, (output, target, (name, _)) in enumerate(zip(outputs, targets, origins, strict=True)):
             names = replaced(base.HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=name)
-            checked.append(loss_fn.checked_targets(names, output, target, weight, bias, shift=shift))
+            checked.append(loss_fn.checked_targets(names, output, target, weight, bias))
             _checks.checked_extra(names, output, weight, low_rank[k])
         base.check_sum_only(loss_fn.reduction, **common)
         counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
+        for target, weights, (name, shift) in zip(checked, counted, origins, strict=True):
+            loss_fn.check_range(name, target, weight.shape[0], weights, shift)
         divided = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
         pair = None if extra is None else (torch.stack([u for u, _ in filter(None, low_rank)]), extra[1])
         rows = loss_fn.rows(torch.stack(outputs), weight, bias, logits_dtype, pair)  # all depths in one call
@@ -279,5 +281,8 @@ def _depth_loss(
         rows, V = {"logits": logits}, logits.shape[-1]
     if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
         name, shift = origin
-        loss_fn.targets_in_range(name, labels, V, shift)
+        counted = plain(common["loss_weights"])
+        if counted is not None:
+            _checks.check_like("labels", labels, loss_weights=counted)
+        loss_fn.check_range(name, loss_fn.targets_of(labels), V, counted, shift)
     return base.calculate_loss(loss_fn, labels=labels, **rows, **common)

@@ -29,7 +29,7 @@ from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options, compute_dtype
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._run import checked, run
-from dllm_kernels._utils import _changing, _checks
+from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._transform import Transform
@@ -123,7 +123,7 @@ def divergence(
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, an option belongs to another kind,
             or a kind or the backend is unknown.
-        IndexError: ``check_targets`` is on and a target, row or column is out of range.
+        IndexError: a target, row or column is out of range and checked, see ``check_targets``.
 
     Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2
     (a); arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
@@ -293,16 +293,17 @@ def _run_divergence(
     _check_rows(name, x, teacher, rows)
     _check_columns(name, x, V, teacher_vocab_size, columns)
     if rows is not None:
-        read = rows.masked_fill(inputs.weights == 0, 0)
-        _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.shape[:-1].numel(), None)
+        count = teacher.shape[:-1].numel()
+        _checks.check_target_range(options.check_targets, "teacher_rows", rows, count, None, counted=inputs.weights)
     if columns is not None:
         always = True if readable_without_sync(columns) else options.check_targets  # a sync on a GPU
         _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
     T = _checks.checked_temperature(temperature)
-    transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T)
-    options = replaced(options, transform=_tempered(options.transform, T))
+    own = "scale" if teacher_transform is None else "teacher_transform['scale']"
+    transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T, own)
+    options = replaced(options, transform=_tempered(options.transform, T, "scale"))
     config = DivergencePlan(spec, transform, T * T, reduction == "none")
     inputs = replaced(inputs, active=inputs.weights)
     return run(DIVERGENCE, inputs, options, divergence=config)  # type: ignore[no-any-return]
@@ -348,8 +349,6 @@ def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
     return _checks.checked_transform(V, **given)
 
 
-def _tempered(transform: Transform, T: float) -> Transform:
-    """Append a division by the temperature T to the transform."""
-    if _changing.equals(T, 1):
-        return transform
-    return replaced(transform, scale=(1.0 if transform.scale is None else transform.scale) / T)
+def _tempered(transform: Transform, T: float, name: str) -> Transform:
+    """Append a division by the temperature T to the transform, whose scale is the argument ``name``."""
+    return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))

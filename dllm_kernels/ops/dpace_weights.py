@@ -54,7 +54,7 @@ def dpace_weights(
             CPU, also if a confidence with nonzero mask is outside [0, 1] by more than 0.01.
     """
     _checks.check_float("confidence", confidence)
-    _checks.check_like("confidence", confidence, mask=mask)
+    _checks.check_masks_like("confidence", confidence, mask=mask)
     if confidence.dim() == 0:
         raise ValueError("confidence must have shape [..., k], got ()")
     _checks.check_probability("alpha", alpha)

@@ -53,6 +53,8 @@ def gumbel_topk_mask(
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
     """
     _checks.check_float("log_w", log_w)
+    for name, value in (("log_w", log_w), ("k", k), ("uniform", uniform)):
+        _checks.check_whole_tensor(name, value)
     _checks.check_ndim("log_w", log_w, 2, "[N, D]")
     check_k(k, log_w)
     if uniform is not None:

@@ -101,7 +101,7 @@ def weighted_linear_nll(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
-        IndexError: ``check_targets`` is on and a target is out of range.
+        IndexError: a target is out of range and checked, see ``check_targets``.
         RuntimeError: a second backward pass through the same loss.
     """
     check_constant("weights", weights, "linear_token_nll(...).nll * weights")
@@ -168,7 +168,7 @@ def linear_token_nll(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
-        IndexError: ``check_targets`` is on and a target is out of range.
+        IndexError: a target is out of range and checked, see ``check_targets``.
     """
     transform = Transform(softcap, scale, skip_id)
     options = Options(

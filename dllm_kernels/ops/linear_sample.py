@@ -20,7 +20,7 @@ from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import LinearSample
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._sample import LINEAR_SAMPLE
-from dllm_kernels._random._philox import resolve_seed
+from dllm_kernels._random._philox import check_sources, resolve_seed
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import any_dtensor, plain
@@ -103,10 +103,11 @@ def linear_sample(
     _checks.check_float("hidden", hidden)
     _checks.check_number("temperature", temperature)
     _checks.check_factor("scale", scale)
-    rows = hidden.shape[:-1]
+    rows, seeds = hidden.shape[:-1], plain(seeds)
+    _check_sources(hidden, seeds, generator)
     noise: dict[str, Any] = {}
     if temperature != 0:
-        scale = (1.0 if scale is None else scale) / _checks.checked_temperature(temperature)
+        scale = _checks.tempered_scale(scale, _checks.checked_temperature(temperature, "0, or positive"))
         if seeds is None and generator is None and any_dtensor(hidden, head):
             raise ValueError("seeds or generator must be given where hidden or head is a DTensor, got neither")
         noise = _seeds_and_numbers(hidden, seeds, generator)
@@ -120,6 +121,16 @@ def linear_sample(
     return run(LINEAR_SAMPLE, replaced(inputs, **constants, **noise), options)  # type: ignore[no-any-return]
 
 
+def _check_sources(hidden: torch.Tensor, seeds: Any, generator: Any) -> None:
+    """Validate the sources of noise, also at T = 0, which does not read them."""
+    rows = hidden.shape[:-1]
+    check_sources(generator, seeds, None, hidden.device)
+    if seeds is not None and (seeds.dim() > len(rows) or seeds.shape != rows[: seeds.dim()]):
+        raise ValueError(
+            f"seeds must have the shape of leading dimensions of hidden, of {tuple(rows)}, got {tuple(seeds.shape)}"
+        )
+
+
 def _seeds_and_numbers(
     hidden: torch.Tensor, seeds: torch.Tensor | None, generator: torch.Generator | None
 ) -> dict[str, torch.Tensor]:
@@ -127,18 +138,6 @@ def _seeds_and_numbers(
     rows = hidden.shape[:-1]
     if seeds is None:
         seeds = resolve_seed(hidden.device, 1, generator, None)
-    else:
-        _checks.check_tensor("seeds", seeds)
-        seeds = plain(seeds)
-        assert seeds is not None
-        if generator is not None:
-            raise ValueError("generator and seeds exclude each other: expected one of them, got both")
-        _checks.check_dtype("seeds", seeds, (torch.int64,))
-        if seeds.dim() > len(rows) or seeds.shape != rows[: seeds.dim()]:
-            raise ValueError(
-                f"seeds must have the shape of leading dimensions of hidden, of {tuple(rows)}, got {tuple(seeds.shape)}"
-            )
-        _checks.check_same_device("hidden", hidden, seeds=seeds)
     rest = rows[seeds.dim() :]
     row_numbers = torch.arange(rest.numel(), device=hidden.device).view(rest)
     seeds = seeds.reshape(seeds.shape + (1,) * len(rest)).expand(rows)

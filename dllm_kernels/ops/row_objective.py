@@ -81,7 +81,7 @@ def row_objective(
         TypeError: ``fn`` is not callable or does not return a floating tensor, or an argument has the wrong type.
         ValueError: ``fn`` returns a shape other than ``[R]``, an ``aux`` tensor requires a gradient, shapes, dtypes or
             devices do not match, a number is out of range, or the backend is unknown.
-        IndexError: ``check_targets`` is on and an id is out of range.
+        IndexError: an id is out of range and checked, see ``check_targets``.
 
     Source: policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """

@@ -74,7 +74,7 @@ def row_stats(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
-        IndexError: ``check_targets`` is on and an id is out of range.
+        IndexError: an id is out of range and checked, see ``check_targets``.
 
     Source: the definitions. The bound of :class:`SCDDLoss` uses F, the sum of log-mixtures.
     """
@@ -139,7 +139,7 @@ def linear_row_stats(
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, ``chunk_size`` < 1, a number is out of range, or the backend
             is unknown.
-        IndexError: ``check_targets`` is on and an id is out of range.
+        IndexError: an id is out of range and checked, see ``check_targets``.
 
     Source: :func:`row_stats` of the projected hidden states.
     """

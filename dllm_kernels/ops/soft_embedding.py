@@ -64,8 +64,9 @@ def soft_embedding(
         bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for example the logit of
             a token that is already decided. -inf in a tensor excludes the token from its row. A large bump causes no
             loss of precision.
-        bump_ids: k, ``[...]`` integers; -100: no bump in this row. Any other value outside ``[0, V)``, or ``skip_id``,
-            gives NaN in that row. Required with ``bump``; None without it.
+        bump_ids: k, ``[...]`` integers; -100: no bump in this row. Any other value outside ``[0, V)`` raises an
+            IndexError on a CPU and gives NaN in that row on a GPU; ``skip_id`` gives NaN. Required with ``bump``; None
+            without it.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected, and their result is 0. None: all rows.
         chunk_size: {chunk_size}
         num_active: {num_active}
@@ -76,8 +77,7 @@ def soft_embedding(
         scale: {scale}
         skip_id: column that is never predicted, such as the MASK column; its probability is 0. None: every column can
             be predicted.
-        check_targets: True to raise an IndexError for the first out-of-range entry of ``bump_ids``, which costs a host
-            sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
+        check_targets: {check_targets} The ids are ``bump_ids``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -88,7 +88,7 @@ def soft_embedding(
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, only one of ``bump`` and
             ``bump_ids`` is given, rows and head have incompatible shardings, or the backend is unknown.
-        IndexError: ``check_targets`` is on and an entry of ``bump_ids`` is out of range.
+        IndexError: an entry of ``bump_ids`` is out of range and checked, see ``check_targets``.
 
     Source: self-conditioning as in DiffusionGemma; introduced by Chen et al. 2022, arXiv 2208.04202, section 3.2.
     """
@@ -112,6 +112,7 @@ def soft_embedding(
 
 def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.Tensor) -> None:
     _checks.check_float("embedding", embedding)
+    _checks.check_gathered(embedding=embedding)
     V = head.shape[0]
     if embedding.dim() != 2 or embedding.shape[0] != V or embedding.shape[1] < 1:
         raise ValueError(
@@ -128,7 +129,7 @@ def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
     rows = hidden.shape[:-1]
     if isinstance(bump, torch.Tensor):
         bump = plain(bump)
-        _checks.check_mask("bump", bump, rows, "that of hidden without its last dimension")
+        _checks.check_weights("bump", bump, rows, "that of hidden without its last dimension")
         _checks.check_same_device("hidden", hidden, bump=bump)
         return bump  # type: ignore[no-any-return]
     _checks.check_number("bump", bump, "a number or a tensor")

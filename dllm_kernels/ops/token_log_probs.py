@@ -83,7 +83,7 @@ def token_log_probs(
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, an argument that needs ``weight``
             is given without it, or the backend is unknown.
-        IndexError: ``check_targets`` is on and an id is out of range.
+        IndexError: an id is out of range and checked, see ``check_targets``.
 
     Source: the definition, :func:`row_stats` and :func:`linear_row_stats` with ``scale=1 / temperature``.
     """

@@ -63,7 +63,7 @@ def token_nll(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
-        IndexError: ``check_targets`` is on and a target is out of range.
+        IndexError: a target is out of range and checked, see ``check_targets``.
     """
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
@@ -121,7 +121,7 @@ def weighted_nll(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
-        IndexError: ``check_targets`` is on and a target is out of range.
+        IndexError: a target is out of range and checked, see ``check_targets``.
     """
     check_constant("weights", weights, "token_nll(...).nll * weights")
     options = Options(

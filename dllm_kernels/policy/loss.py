@@ -339,9 +339,8 @@ def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews) -> None:
     if rows.weight is not None:
         _checks.checked_extra(names, x, rows.weight, rows.extra)
     _checks.checked_transform(V, *rows.options.transform)
-    if _checks.targets_checked(None):
-        targets = torch.where(views.scored.any(0), ids.long(), IGNORE)
-        _checks.check_target_range(True, "ids", targets, V, skip_id=rows.options.transform.skip_id)
+    skip_id = rows.options.transform.skip_id
+    _checks.check_target_range(None, "ids", ids, V, counted=views.scored.any(0), skip_id=skip_id)
 
 
 def _log_probs(rows: ModelOutput, ids: Tensor, scored: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:

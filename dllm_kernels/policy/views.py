@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
-from dllm_kernels.corruption import check_whole_tensor, checked_mask_id, corrupt_uniform, sample_level
+from dllm_kernels.corruption import checked_mask_id, corrupt_uniform, sample_level
 
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
 _EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)
@@ -190,6 +191,7 @@ def policy_views(
     "count": ESPO, arXiv:2512.03759; "quadrature": GDPO, arXiv:2510.08554; "trace": TraceRL, arXiv:2509.06949.
     """
     mask_id = _check_batch(ids, loss_mask, mask_token_id)
+    use_triton(backend, ids)  # raises if the backend is invalid, also if nothing is drawn
     _checks.check_choice("scheme", scheme, SCHEMES)
     _checks.check_positive_int("num", num)
     prob = _checked_prompt_prob(prompt_prob, scheme)
@@ -407,6 +409,7 @@ def _seeds(
     ids: Tensor, num: int, seeds: Tensor | None, generator: torch.Generator | None, draws: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the seeds of the draws ``[num, B]``, and the seed of the call ``[1]`` if no ``seeds`` are given."""
+    _philox.check_sources(generator, seeds, ids.shape[:1], ids.device)
     if not draws and seeds is None:
         return None, None
     B = len(ids)
@@ -429,10 +432,10 @@ def _child_seeds(seeds: Tensor, count: int) -> Tensor:
 def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:
     """Validate the batch; return the id of MASK."""
     _checks.check_ids("ids", ids)
-    check_whole_tensor("ids", ids)
+    _checks.check_whole_tensor("ids", ids)
     _checks.check_ndim("ids", ids, 2, "[B, L]")
-    _checks.check_like("ids", ids, loss_mask=loss_mask)
-    check_whole_tensor("loss_mask", loss_mask)
+    _checks.check_masks_like("ids", ids, loss_mask=loss_mask)
+    _checks.check_whole_tensor("loss_mask", loss_mask)
     return checked_mask_id(mask_token_id, ids, "ids")
 
 
@@ -460,6 +463,7 @@ def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: 
         _checks.check_probability("level", level, "a float or a tensor")
         return torch.full(shape, float(level), dtype=torch.float32, device=ids.device)
     _checks.check_float("level", level)
+    _checks.check_whole_tensor("level", level)
     if tuple(level.shape) not in ((), shape[1:], shape):
         raise ValueError(f"level must have shape {shape[1:]} or {shape}, got {tuple(level.shape)}")
     _checks.check_same_device("ids", ids, level=level)

@@ -131,6 +131,7 @@ def outputs(op, x, *others):
     return [*(t.detach() for t in found), *torch.autograd.grad(total, x)]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

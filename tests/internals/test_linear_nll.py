@@ -129,7 +129,9 @@ def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
         if form == "weighted":
             weighted_linear_nll(hidden, weight, targets, weights, bias=bias, chunk_size=chunk).loss.backward()
         else:
-            linear_token_nll(hidden, weight, targets, bias=bias, active=weights, chunk_size=chunk).nll.sum().backward()
+            linear_token_nll(
+                hidden, weight, targets, bias=bias, active=weights != 0, chunk_size=chunk
+            ).nll.sum().backward()
         hidden.grad = weight.grad = bias.grad = None
 
     run(0)

@@ -198,6 +198,7 @@ def guarded(request, monkeypatch):
     return found
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_beside_a_tensor_is_touched(name, guarded, monkeypatch):
     small_tiles(monkeypatch, splits=3 if "split" in name else 1)

@@ -2,10 +2,26 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
-from dllm_kernels import BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, MDLMCrossEntropyLoss, SCDDLoss
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    DLLMCollator,
+    DraftDistillationLoss,
+    HybridDiffusionLLMLoss,
+    IDLMLoss,
+    MaskedCrossEntropy,
+    MDLMCrossEntropyLoss,
+    SCDDLoss,
+    acceptance_length,
+    corruption,
+    encoder_ar_loss,
+    ops,
+    policy_views,
+)
 from tests.conftest import every_time
 
 B, L, V, D = 2, 4, 7, 5
@@ -88,6 +104,114 @@ def test_a_sequence_has_one_time(name, form):
     varying[1, 0], mask[1, 0] = 0.0, 0  # like a prompt, where nothing is supervised
     raises(message.replace("got 0.25", "got 0.0").replace("0.75 at position (1, 2)", "0.25 at position (1, 1)"),
            name, form, p=varying, mask=mask)  # fmt: skip
+
+
+TWICE = torch.cat([X, X], 1)
+MASKS = {
+    "mdlm, noise_mask": lambda m: MDLMCrossEntropyLoss()(X, Y, m, TIMES, ON),
+    "mdlm, loss_mask": lambda m: MDLMCrossEntropyLoss().forward_fused(H, W, Y, ON, TIMES, m),
+    "mdlm, loss_mask_ar": lambda m: MDLMCrossEntropyLoss()(X, Y, ON, TIMES, ON, m),
+    "hybrid, loss_mask_ar": lambda m: HybridDiffusionLLMLoss()(X, Y, ON, TIMES, ON, m, causal_logits=X),
+    "block, loss_mask": lambda m: BlockDiffusionCrossEntropyLoss()(X, Y, ON, TIMES, m),
+    "block, noise_mask": lambda m: BlockDiffusionCrossEntropyLoss()(X, Y, m, TIMES, ON),
+    "scdd, loss_mask": lambda m: SCDDLoss(V - 1)(X, Y, ON, TIMES, m, noisy_input_ids=Y),
+    "scdd, noise_mask": lambda m: SCDDLoss(V - 1)(X, Y, m, TIMES, ON, noisy_input_ids=Y),
+    "idlm, answer_mask": lambda m: IDLMLoss()(TWICE, Y, m, ON, seq_len=L),
+    "idlm, valid_mask": lambda m: IDLMLoss()(TWICE, Y, ON, m, seq_len=L),
+    "encoder_ar, valid_mask": lambda m: encoder_ar_loss(X, Y, m),
+    "dflash, block_mask": lambda m: DFlashDecayLoss()(X, Y, m),
+    "dflash reduced, block_mask": lambda m: DFlashDecayLoss()._reduce(ON, m, None, None),
+    "distillation, block_mask": lambda m: DraftDistillationLoss("kl")(X, X, None, m),
+    "acceptance, mask": lambda m: acceptance_length(ON, m, L + 1),
+    "acceptance, correct": lambda m: acceptance_length(m, ON, L + 1),
+    "dpace, mask": lambda m: ops.dpace_weights(ON, m),
+    "token_nll, active": lambda m: ops.token_nll(X, Y, active=m),
+    "weighted_nll, active": lambda m: ops.weighted_nll(X, Y, ON, active=m),
+    "linear_row_stats, active": lambda m: ops.linear_row_stats(H, W, Y, active=m),
+    "linear_sample, active": lambda m: ops.linear_sample(H, W, active=m),
+    "soft_embedding, active": lambda m: ops.soft_embedding(H, W, W, active=m),
+    "MTP, mask": lambda m: MaskedCrossEntropy()(X.flatten(0, 1), Y.flatten(), mask=m.flatten()),
+    "uniform, loss_mask": lambda m: corruption.corrupt_uniform(Y, m, 6),
+    "blockwise, loss_mask": lambda m: corruption.corrupt_blockwise(Y, m, 6),
+    "random, loss_mask": lambda m: corruption.corrupt_uniform_random(Y, m, V),
+    "all, loss_mask": lambda m: corruption.corrupt_all_masked(Y, m, 6),
+    "mix, loss_mask": lambda m: corruption.corrupt_mix(Y, m, 6, V, mask_prob=ON[:, 0] / 2, uniform_prob=ON[:, 0] / 4),
+    "complementary, noise_mask": lambda m: corruption.complementary(m, ON),
+    "complementary, loss_mask": lambda m: corruption.complementary(ON, m),
+    "policy_views, loss_mask": lambda m: policy_views(Y, m, 6, "full"),
+}
+LABELS, ADDITIVE = "; it looks like labels, pass labels != -100", "; it looks like an additive attention mask, "
+NO_MASKS = {
+    -100: LABELS,
+    -torch.inf: ADDITIVE + "pass mask == 0",
+    torch.finfo(torch.float32).min: ADDITIVE + "pass mask == 0",
+    -1e4: ADDITIVE + "pass mask == 0",
+    -1: "; pass a mask of 0 and 1",
+    torch.nan: "; pass a mask of 0 and 1",
+    torch.inf: "; pass a mask of 0 and 1",
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_tensor_that_is_no_mask(name):
+    for value, hint in NO_MASKS.items():
+        mask = ON.clone()
+        mask[1, 2] = value
+        where = "(6,)" if name.startswith("MTP") else "(1, 2)"
+        message = f"{name.split(', ')[1]} must hold no negative number, NaN or infinity, got "
+        with pytest.raises(
+            ValueError, match="^" + re.escape(f"{message}{float(value)} at position {where}{hint}") + "$"
+        ):
+            MASKS[name](mask)
+        if value in (-100, -1):
+            with pytest.raises(ValueError, match="^" + re.escape(f"{message}{value} at position {where}{hint}") + "$"):
+                MASKS[name](mask.short())
+
+
+def test_the_value_that_says_most_is_named():
+    mask = torch.tensor([[-1.0, torch.nan, -100.0, -torch.inf]])
+    with pytest.raises(ValueError, match=r"got -100.0 at position \(0, 2\); it looks like labels"):
+        corruption.corrupt_uniform(Y[:1], mask, 6)
+    with pytest.raises(ValueError, match=r"got -inf at position \(0, 1\); it looks like an additive attention mask"):
+        corruption.corrupt_uniform(Y[:1], mask[:, [0, 3, 1, 1]], 6)
+
+
+def test_weights_may_be_negative():
+    assert ops.weighted_nll(X, Y, -ON).loss == -ops.weighted_nll(X, Y, ON).loss
+    ops.weighted_nll(X, Y, -100 * ON)
+
+
+@pytest.mark.parametrize("field", ["loss_mask", "attention_mask"])
+def test_a_field_of_a_sample_that_is_no_mask(field):
+    sample = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "attention_mask": [1, 1, 1]}
+    for values in ([1, 1, -100], torch.tensor([1, 1, -100]), [1.0, 1.0, -100.0]):
+        message = (
+            rf"^sample 1, field '{field}' must hold no negative number, NaN or infinity, got -100.0 at position \(2,"
+        )
+        with pytest.raises(ValueError, match=message + r"\); it looks like labels, pass labels != -100$"):
+            DLLMCollator()([sample, {**sample, field: values}])
+    assert DLLMCollator()([{**sample, "input_ids": [-100, -1, 3]}])["input_ids"].tolist() == [[-100, -1, 3]]
+
+
+def test_a_count_is_not_negative():
+    masks = (Y, ON, TIMES, ON)
+    calls = {
+        "num_diffusion_tokens": lambda n: MDLMCrossEntropyLoss()(X, *masks, num_diffusion_tokens=n),
+        "num_ar_tokens": lambda n: BlockDiffusionCrossEntropyLoss()(X, *masks, num_ar_tokens=n),
+        "num_tokens": lambda n: encoder_ar_loss(X, Y, num_tokens=n),
+        "num_blocks": lambda n: DFlashDecayLoss(normalize="blocks")(X, Y, ON, block_size=3, num_blocks=n),
+        "num_sequences": lambda n: DFlashDecayLoss(normalize="sequences")(X, Y, ON, num_sequences=n),
+    }
+    for name, call in calls.items():
+        for count in (-1, -0.5, torch.tensor(-1), torch.tensor([-1.0]), np.int64(-1)):
+            with pytest.raises(ValueError, match=rf"^{name} must not be negative, got -"):
+                call(count)
+        assert call(0).__class__
+    with pytest.raises(ValueError, match=r"^num_diffusion_tokens must not be negative, got -3$"):
+        IDLMLoss()(TWICE, Y, ON, ON, seq_len=L, num_diffusion_tokens=-3)
+    loss = DFlashDecayLoss(normalize="sequence_blocks")
+    with pytest.raises(ValueError, match=r"^num_blocks must hold no negative number"):
+        loss(X, Y, ON, block_size=3, num_blocks=torch.tensor([1, -1]))
 
 
 @pytest.mark.parametrize("name", every_time(["mdlm"], LOSSES))

@@ -5,12 +5,150 @@ import re
 import pytest
 import torch
 
-from dllm_kernels import SCDDLoss
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    DraftDistillationLoss,
+    FusedLinearCrossEntropy,
+    HybridDiffusionLLMLoss,
+    IDLMLoss,
+    MaskedCrossEntropy,
+    MDLMCrossEntropyLoss,
+    PolicyLoss,
+    PolicyObjective,
+    SCDDLoss,
+    calculate_mtp_loss,
+    encoder_ar_loss,
+    encoder_ar_loss_fused,
+    ops,
+    policy_views,
+)
 from dllm_kernels.ops import token_nll
 
-B, L, V = 2, 3, 10
+B, L, V, D = 2, 3, 10, 4
 X, Y, ON = torch.randn(B, L, V), torch.zeros(B, L, dtype=torch.long), torch.ones(B, L)
+H, W, P = torch.randn(B, L, D), torch.randn(V, D), torch.full((B, L), 0.5)
 BAD = torch.tensor([[0, V, 0], [0, 0, 0]])
+TWICE, HEAD = torch.cat([X, X], 1), torch.nn.Linear(D, V)
+
+
+def first(stats):
+    return stats.log_probs
+
+
+def of_policy(ids, on):
+    views = policy_views(ids.clamp(max=V - 1), on, V - 1, "full")
+    return PolicyLoss(PolicyObjective("reinforce"))(X[None], ids, views, None, torch.ones(B))
+
+
+def of_depths(ids, on):
+    return calculate_mtp_loss(
+        FusedLinearCrossEntropy(), mtp_per_depth_h=[H], mtp_per_depth_targets=[ids], labels=Y, model=HEAD, lm_weight=W,
+        loss_weights=on,
+    )  # fmt: skip
+
+
+def of_depths_from_logits(ids, on):
+    return calculate_mtp_loss(
+        MaskedCrossEntropy(), mtp_per_depth_logits=[X], mtp_per_depth_targets=[ids], labels=Y, model=HEAD,
+        loss_weights=on,
+    )  # fmt: skip
+
+
+# (ids, mask of the rows that count) -> result; the argument that an error names.
+CALLS = {
+    "token_nll": (lambda y, on: ops.token_nll(X, y, active=on), "targets"),
+    "weighted_nll": (lambda y, on: ops.weighted_nll(X, y, on), "targets"),
+    "linear_token_nll": (lambda y, on: ops.linear_token_nll(H, W, y, active=on), "targets"),
+    "weighted_linear_nll": (lambda y, on: ops.weighted_linear_nll(H, W, y, on), "targets"),
+    "row_stats": (lambda y, on: ops.row_stats(X, y, active=on), "ids"),
+    "linear_row_stats": (lambda y, on: ops.linear_row_stats(H, W, y, active=on), "ids"),
+    "row_objective": (lambda y, on: ops.row_objective(X, y, first, active=on), "ids"),
+    "linear_row_objective": (lambda y, on: ops.linear_row_objective(H, W, y, first, active=on), "ids"),
+    "token_log_probs": (lambda y, on: ops.token_log_probs(X, y, active=on), "ids"),
+    "divergence": (lambda y, on: ops.divergence(X, X, on, kind={"ce": 1, "kl": 1}, targets=y), "targets"),
+    "soft_embedding": (lambda y, on: ops.soft_embedding(H, W, W, bump=1.0, bump_ids=y, active=on), "bump_ids"),
+    "mdlm": (lambda y, on: MDLMCrossEntropyLoss()(X, y, ON, P, on), "target_ids"),
+    "mdlm, noise": (lambda y, on: MDLMCrossEntropyLoss().forward_fused(H, W, y, on, P, ON), "target_ids"),
+    "block": (lambda y, on: BlockDiffusionCrossEntropyLoss()(X, y, ON, P, on), "target_ids"),
+    "hybrid": (lambda y, on: HybridDiffusionLLMLoss()(X, y, on, P, ON), "target_ids"),
+    "hybrid, AR": (
+        lambda y, on: HybridDiffusionLLMLoss()(X, y, 0 * ON, P, ON, loss_mask_ar=on, causal_logits=X), "target_ids",
+    ),
+    "hybrid, one tensor": (
+        lambda y, on: HybridDiffusionLLMLoss().forward_fused(TWICE[..., :D], W, y, 0 * ON, P, ON, loss_mask_ar=on),
+        "target_ids",
+    ),
+    "scdd": (lambda y, on: SCDDLoss(V - 1)(X, y, ON, P, on, noisy_input_ids=Y), "target_ids"),
+    "idlm": (lambda y, on: IDLMLoss()(TWICE, y, on, ON, seq_len=L), "target_ids"),
+    "encoder_ar": (lambda y, on: encoder_ar_loss(X, y, on), "input_ids"),
+    "encoder_ar, fused": (lambda y, on: encoder_ar_loss_fused(H, W, y, on), "input_ids"),
+    "dflash": (lambda y, on: DFlashDecayLoss()(X, y, on), "target_ids"),
+    "distillation": (lambda y, on: DraftDistillationLoss(kind="ce")(X, None, y, on), "target_ids"),
+    "policy": (of_policy, "ids"),
+    "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
+    "FusedLinearCrossEntropy": (lambda y, on: FusedLinearCrossEntropy()(H, y, W, loss_weights=on), "labels"),
+    "MTP": (of_depths, r"mtp_per_depth_targets\[0\]"),
+    "MTP from logits": (of_depths_from_logits, r"mtp_per_depth_targets\[0\]"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    monkeypatch.delenv("DLLM_KERNELS_CHECK", raising=False)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_on_a_cpu_a_bad_target_of_a_row_that_counts_is_an_error(name, unset, monkeypatch):
+    call, argument = CALLS[name]
+    message = rf"^{argument} must lie in \[0, 10\) or be -100, got {{}} at position \(0, 1\)$"
+    for bad in (V, -1, -99):
+        with pytest.raises(IndexError, match=message.format(bad)):
+            call(torch.where(BAD == V, bad, Y), ON)
+    call(torch.where(BAD == V, -100, Y), ON)
+    call(BAD, (BAD != V).float())  # the row does not count
+    call(BAD.to(torch.int8), BAD != V)
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "0")
+    call(BAD, ON)
+
+
+def test_the_first_target_of_a_next_token_loss_is_not_predicted(unset):
+    ids = torch.tensor([[V, 0, 0], [-1, 0, 0]])
+    assert encoder_ar_loss(X, ids).isfinite()
+    assert IDLMLoss()(TWICE, ids, ON, ON, seq_len=L).total_loss.isfinite()
+    options = {"loss_mask_ar": ON, "causal_logits": X}
+    assert HybridDiffusionLLMLoss()(X, ids, 0 * ON, P, ON, **options).total_loss.isfinite()
+
+
+def test_a_skipped_target_is_an_error_on_request_only(unset):
+    """Its probability is 0, so its NLL is NaN, but it is a column."""
+    assert token_nll(X, Y, skip_id=0).nll.isnan().all()
+    with pytest.raises(IndexError, match=r"^targets must lie in \[0, 10\) and not be skip_id, 0 or be -100, got 0"):
+        token_nll(X, Y, skip_id=0, check_targets=True)
+
+
+def test_the_argument_switches_the_check_off(unset):
+    assert token_nll(X, BAD, check_targets=False).nll[0, 1].isnan()
+    with pytest.raises(IndexError, match=r"^teacher_rows must lie in \[0, 6\), got 10 at position \(0, 1\)$"):
+        ops.divergence(X, X, teacher_rows=BAD)
+    on = (BAD != V).float()
+    assert ops.divergence(X, X, on, teacher_rows=BAD).loss.isfinite()
+
+
+def test_ids_of_several_columns(unset):
+    with pytest.raises(IndexError, match=r"^ids must lie in \[0, 10\) or be -100, got 10 at position \(0, 1, 1\)$"):
+        ops.row_stats(X, torch.stack([Y, BAD], -1))
+    ops.row_stats(X, torch.stack([Y, BAD], -1), active=BAD != V)
+
+
+def test_empty_targets(unset):
+    assert token_nll(X[:0], Y[:0]).nll.shape == (0, L)
+
+
+def test_no_target_is_read_in_a_graph(unset):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda y: token_nll(X, y).nll, backend="eager", fullgraph=True)
+    assert compiled(BAD)[0, 1].isnan()
 
 
 @pytest.mark.parametrize("word", ["1", "true", "TRUE", "Yes", "on", " 1 "])
@@ -20,10 +158,17 @@ def test_values_that_enable_the_check(word, monkeypatch):
         token_nll(X, BAD)
 
 
-@pytest.mark.parametrize("word", ["", "0", "false", "No", "off"])
+@pytest.mark.parametrize("word", ["0", "false", "No", "off"])
 def test_values_that_disable_the_check(word, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", word)
     assert token_nll(X, BAD).nll[0, 1].isnan()
+
+
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_empty_value_is_the_default(word, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", word)
+    with pytest.raises(IndexError):
+        token_nll(X, BAD)
 
 
 @pytest.mark.parametrize("word", ["2", "ture", "-1", "None"])

@@ -17,6 +17,7 @@ from dllm_kernels import (
     FusedLinearCrossEntropy,
     IDLMLoss,
     MaskedCrossEntropy,
+    MDLMCrossEntropyLoss,
     SCDDLoss,
     acceptance_length,
     calculate_mtp_loss,
@@ -25,9 +26,14 @@ from dllm_kernels import (
     scdd_schedule,
 )
 from dllm_kernels.ops import (
+    divergence,
+    linear_divergence,
     linear_row_stats,
+    linear_sample,
     linear_token_nll,
     row_stats,
+    soft_embedding,
+    token_log_probs,
     token_nll,
     weighted_linear_nll,
     weighted_nll,
@@ -212,7 +218,7 @@ def test_targets_out_of_range_are_named_on_request(op, by, bad, where, monkeypat
     y[where] = bad
     y[1, 1] = -100
     message = f"targets must lie in [0, 5) or be -100, got {bad} at position {where}"
-    monkeypatch.delenv("DLLM_KERNELS_CHECK", raising=False)
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "0")
     op(y)  # without the check, the result is NaN, which other tests cover
     if by == "argument":
         raises(IndexError, message, op, y, check_targets=True)
@@ -473,13 +479,13 @@ def test_bad_targets_are_named(case, form, monkeypatch):
     for where in ((1, 2), (0, 1)):
         y = Y.clone()
         y[where], y[1, 1] = 7, -100
-        raises(IndexError, message + str(where), call, **{name: y})
+        raises(IndexError, message + str(where), call, **all_on(call), **{name: y})
     first = Y.clone()
     first[:, 0] = 7
     if predicts_the_first_token(call):
-        raises(IndexError, message + "(0, 0)", call, **{name: first})
+        raises(IndexError, message + "(0, 0)", call, **all_on(call), **{name: first})
     else:
-        call(**{name: first})
+        call(**all_on(call), **{name: first})
 
 
 def predicts_the_first_token(call):
@@ -900,3 +906,79 @@ def test_an_ignore_index_is_an_int():
     for op in (token_nll, weighted_nll):
         others = (ON,) if op is weighted_nll else ()
         raises(TypeError, "ignore_index must be an int, got float", op, X, Y, *others, ignore_index=-100.0)
+
+
+MODULE = torch.nn.Linear(D, V)
+IN_PLACE_OF_THE_HEAD = {
+    "linear_token_nll": (lambda w, b: linear_token_nll(H, w, Y, bias=b), "weight", "bias"),
+    "mdlm": (
+        lambda w, b: MDLMCrossEntropyLoss().forward_fused(H, w, Y, ON, ON, ON, lm_head_bias=b),
+        "lm_head_weight", "lm_head_bias",
+    ),
+    "FusedLinearCrossEntropy": (
+        lambda w, b: FusedLinearCrossEntropy()(H, Y, w, lm_bias=b), "lm_weight", "lm_bias",
+    ),
+    "linear_sample": (lambda w, b: linear_sample(H, w, bias=b, temperature=0), "head", "bias"),
+    "soft_embedding": (lambda w, b: soft_embedding(H, w, W, bias=b), "head", "bias"),
+    "linear_divergence": (lambda w, b: linear_divergence(H, w, H, bias=b), "weight", "bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PLACE_OF_THE_HEAD)
+def test_a_module_in_place_of_a_parameter(name):
+    call, weight, bias = IN_PLACE_OF_THE_HEAD[name]
+    linear = "torch.nn.modules.linear.Linear"
+    raises(TypeError, f"{weight} must be a torch.Tensor, got {linear}; pass its .weight", call, MODULE, None)
+    raises(TypeError, f"{bias} must be a torch.Tensor, got {linear}; pass its .bias", call, W, MODULE)
+    embedding = torch.nn.Embedding(V, D)
+    kind = "torch.nn.modules.sparse.Embedding"
+    raises(TypeError, f"{weight} must be a torch.Tensor, got {kind}; pass its .weight", call, embedding, None)
+    with pytest.raises(TypeError, match=rf"^{weight} must be a torch.Tensor, got torch\.nn\.modules\.\S+\.Dropout$"):
+        call(torch.nn.Dropout(), None)
+
+
+@pytest.mark.parametrize("name", IN_PLACE_OF_THE_HEAD)
+def test_a_partitioned_parameter(name):
+    """DeepSpeed ZeRO-3 replaces the data of a parameter by an empty tensor while it is partitioned."""
+    call, weight, bias = IN_PLACE_OF_THE_HEAD[name]
+    partitioned = torch.nn.Parameter(torch.empty(0))
+    message = "{} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a partitioned "
+    raises(ValueError, message.format(weight), call, partitioned, None)
+    raises(ValueError, message.format(bias), call, W, partitioned)
+    with pytest.raises(ValueError, match=r"compute the loss inside deepspeed\.zero\.GatheredParameters"):
+        call(partitioned, None)
+
+
+def test_a_partitioned_embedding():
+    raises(ValueError, "embedding must hold its values, ", soft_embedding, H, W, torch.empty(0))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda **o: linear_sample(H, W, **o), "scale"),
+        (lambda **o: divergence(X, X, **o), "scale"),
+        (lambda **o: linear_divergence(H, W, H, **o), "scale"),
+    ],
+)
+def test_a_scale_that_overflows_by_the_temperature(call, name):
+    for scale, temperature in ((1e10, 1e-10), (1e-10, 1e10)):
+        message = (
+            f"scale / temperature must lie between 1e-18 and 1e+18, got scale={scale} and temperature={temperature}"
+        )
+        raises(ValueError, message, call, scale=scale, temperature=temperature)
+    raises(ValueError, "scale must be positive, from 1e-18 to 1e+18, got -1", call, scale=-1.0, temperature=2.0)
+    assert call(scale=1e-10, temperature=1e-10)
+
+
+def test_the_teachers_scale_is_named():
+    own = {"temperature": 1e-10, "teacher_transform": {"scale": 1e10}}
+    message = "teacher_transform['scale'] / temperature must lie between 1e-18 and 1e+18, got "
+    raises(ValueError, message, divergence, X, X, **own)
+
+
+def test_a_temperature_of_zero():
+    """It is legal in samples only, and a message says so."""
+    assert linear_sample(H, W, temperature=0).ids.shape == (B, L)
+    raises(ValueError, "temperature must be 0, or positive, from ", linear_sample, H, W, temperature=-1)
+    raises(ValueError, "temperature must be positive, from ", token_log_probs, X, Y, temperature=0)

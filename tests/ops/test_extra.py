@@ -203,8 +203,8 @@ def test_the_large_products_are_no_more_than_without_it(trains, weighted, per_ro
         return -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
 
     weigh = functools.partial(ops.weighted_linear_nll, h, w, y, weights, **options)
-    each = functools.partial(ops.linear_token_nll, h, w, y, active=weights, **options)
-    own = functools.partial(ops.linear_row_objective, h, w, y, focal, active=weights, **options)
+    each = functools.partial(ops.linear_token_nll, h, w, y, active=weights != 0, **options)
+    own = functools.partial(ops.linear_row_objective, h, w, y, focal, active=weights != 0, **options)
     assert products(lambda: step(weigh().loss), rows) == weighted
     assert products(lambda: step(each().nll.sum()), rows) == per_row
     assert products(lambda: step(own().loss), rows) == objective

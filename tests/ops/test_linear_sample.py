@@ -295,7 +295,7 @@ def test_bad_input():
     raises(TypeError, "head must be a torch.Tensor, got NoneType", h, None)
     raises(ValueError, "hidden must have shape [..., 5] to go with head [V, D] = (70, 5), got (2, 6, 4)", h[..., 1:], w)
     raises(TypeError, "temperature must be a number, got NoneType", h, w, temperature=None)
-    raises(ValueError, "temperature must be positive, from ", h, w, temperature=-1.0)
+    raises(ValueError, "temperature must be 0, or positive, from ", h, w, temperature=-1.0)
     raises(ValueError, "scale must be positive, from ", h, w, scale=0.0)
     raises(TypeError, "seeds must be a torch.Tensor, got int", h, w, seeds=3)
     raises(ValueError, "seeds must have dtype int64, got int32", h, w, seeds=seeds.int())

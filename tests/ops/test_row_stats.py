@@ -287,6 +287,7 @@ def test_extreme_rows(dtype, path):
     judge_special_rows(extreme_rows(40), dtype, path)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}], ids=str)
@@ -311,6 +312,7 @@ def test_inactive_rows_are_not_read(path):
         assert g.isfinite().all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_ids_out_of_range_give_nan_in_their_entries(path):
     logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)
     ids = torch.tensor([[0, 37], [-1, 3], [2**40, 3], [5, 5], [-101, 3]], device=DEVICE)

@@ -136,6 +136,7 @@ def test_gradcheck():
     torch.autograd.gradcheck(lambda h, w: linear_token_nll(h, w, targets, **steps).nll, (h, w))
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}, STEPS[0]], ids=names)
@@ -213,6 +214,7 @@ def test_a_slope_far_beyond_the_cap_keeps_its_precision():
     torch.testing.assert_close(ours[1].double(), exact[1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_skipped_target_affects_only_its_own_row(path):
     logits, targets, weights = drawn({"skip_id": 9})
     targets[3] = 9

@@ -95,7 +95,25 @@ def test_the_report_contains_no_path_machine_or_user(plain, monkeypatch, environ
     assert "\\" not in text
     assert {"libcudnn.so.9.1", "cudnn64_9.dll"} <= set(text.splitlines())
     assert "DLLM_KERNELS_BACKEND: (no word)" in text
-    assert "backend=auto on cpu: fails, ValueError" in text  # the message of which contains the path
+    assert "backend=auto on cpu: no, DLLM_KERNELS_BACKEND must be one of auto, triton, torch, got (no word)" in text
+
+
+@pytest.mark.parametrize("name", ["DLLM_KERNELS_BACKEND", "DLLM_KERNELS_CHECK"])
+def test_a_hidden_value_is_not_shown_in_an_error(plain, monkeypatch, name):
+    monkeypatch.setenv(name, "my secret")
+    found = facts()
+    assert found[name] == "(no word)"
+    assert found["backend=auto on cpu"].startswith(f"no, {name} must be one of ")
+    assert not any("secret" in value for value in found.values())
+    monkeypatch.setenv(name, "foo")
+    assert found.keys() == facts().keys()
+    assert facts()["backend=auto on cpu"].endswith("got 'foo'")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_report_without_gradient_mode(plain, mode):
+    with mode():
+        assert facts()["backend=torch on cpu"] == "torch, right"
 
 
 def broken(*args, **options):

@@ -262,11 +262,11 @@ def _one_number(out):
 
 
 def _row_stats(logits, ids, a, b, weights, **options):
-    return _one_number(ops.row_stats(logits, ids, entropy=True, mix=(a, b), active=weights, **options))
+    return _one_number(ops.row_stats(logits, ids, entropy=True, mix=(a, b), active=weights != 0, **options))
 
 
 def _linear_row_stats(hidden, lm_head_weight, lm_head_bias, ids, a, b, weights, **options):
-    options |= {"bias": lm_head_bias, "entropy": True, "mix": (a, b), "active": weights}
+    options |= {"bias": lm_head_bias, "entropy": True, "mix": (a, b), "active": weights != 0}
     return _one_number(ops.linear_row_stats(hidden, lm_head_weight, ids, **options))
 
 
@@ -281,11 +281,11 @@ def _focal(stats, weights):
 
 
 def _row_objective(logits, targets, weights, **options):
-    return ops.row_objective(logits, targets, _focal, weights, entropy=True, active=weights, **options).loss
+    return ops.row_objective(logits, targets, _focal, weights, entropy=True, active=weights != 0, **options).loss
 
 
 def _linear_row_objective(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
-    options |= {"bias": lm_head_bias, "entropy": True, "active": weights}
+    options |= {"bias": lm_head_bias, "entropy": True, "active": weights != 0}
     return ops.linear_row_objective(hidden, lm_head_weight, targets, _focal, weights, **options).loss
 
 
@@ -294,11 +294,11 @@ def _objective_oracle(logits, targets, weights):
 
 
 def _token_nll(logits, targets, weights, **options):
-    return ops.token_nll(logits, targets, active=weights, **options).nll
+    return ops.token_nll(logits, targets, active=weights != 0, **options).nll
 
 
 def _linear_token_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
-    return ops.linear_token_nll(hidden, lm_head_weight, targets, bias=lm_head_bias, active=weights, **options).nll
+    return ops.linear_token_nll(hidden, lm_head_weight, targets, bias=lm_head_bias, active=weights != 0, **options).nll
 
 
 def _token_oracle(logits, targets, weights):

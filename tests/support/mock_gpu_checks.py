@@ -472,9 +472,9 @@ def call_on_hidden_states(rows, begin, **options):
     ]
     for loss in losses:
         torch.autograd.grad(loss, hidden, given(torch.ones))
-    nll = ops.linear_token_nll(hidden, head, targets, active=weights, **options).nll
+    nll = ops.linear_token_nll(hidden, head, targets, active=weights != 0, **options).nll
     torch.autograd.grad(nll, hidden, given(torch.rand, rows))
-    stats = ops.linear_row_stats(hidden, head, ids, entropy=True, mix=mix, active=weights, **options)[:4]
+    stats = ops.linear_row_stats(hidden, head, ids, entropy=True, mix=mix, active=weights != 0, **options)[:4]
     stats = [t for t in stats if t is not None and t.requires_grad]
     torch.autograd.grad(stats, hidden, [given(torch.rand, *t.shape) for t in stats])
 
