@@ -46,6 +46,7 @@ class ActiveRows:
         if num_active is not None:
             self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
             self.overflow = (mask if counted is None else counted != IGNORE).sum() > num_active
+            self._zero = self.checked_(torch.zeros((), device=targets.device))
         elif not _captured(mask):
             index = mask.nonzero().squeeze(1)
             self._index = index if index.numel() < self.total else None
@@ -75,12 +76,13 @@ class ActiveRows:
         """Allocate zeros; NaN if ``num_active`` is too small and the dtype has NaN."""
         if self.overflow is None or not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=device)
-        zero = torch.zeros((), dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device=device).copy_(self.checked_(zero))  # one pass, as for zeros
+        return torch.empty(shape, dtype=dtype, device=device).copy_(self._zero)  # one pass, as for zeros
 
     def checked_(self, t: Tensor) -> Tensor:
-        """Overwrite a floating tensor by NaN if ``num_active`` is too small."""
-        return t if self.overflow is None else t.masked_fill_(self.overflow, math.nan)
+        """Overwrite a tensor by NaN, or by zeros if it is not floating, if ``num_active`` is too small."""
+        if self.overflow is None:
+            return t
+        return t.masked_fill_(self.overflow, math.nan if t.is_floating_point() else 0)
 
     def put(self, out: Tensor, chunk: slice, value: Tensor) -> None:
         """Write the chunk's rows; the padding of a given ``num_active`` goes to a spare last row."""
@@ -96,11 +98,8 @@ class ActiveRows:
                 self.put(whole, chunk, value)
 
     def finished(self, out: Outputs) -> list[Any]:
-        """Call :meth:`whole` on each result; fill them with NaN if ``num_active`` is too small."""
-        for t in out:
-            if t is not None and t.is_floating_point():
-                self.checked_(t)
-        return [None if t is None else self.whole(t) for t in out]
+        """Call :meth:`checked_` and :meth:`whole` on each result."""
+        return [None if t is None else self.whole(self.checked_(t)) for t in out]
 
     def whole(self, out: Tensor) -> Tensor:
         """Drop the spare row; copy results ``[N]``, because callers may write into them."""
