@@ -16,7 +16,8 @@ def own_graph() -> contextlib.AbstractContextManager[Any]:
     function. A graph that is differentiated inside that function would therefore run it once more for each call, and
     ``save_on_cpu`` would copy each tensor to the host and back.
     """
-    if torch.compiler.is_compiling() or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd
+    if torch.compiler.is_compiling() or not autograd._saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()  # there are no hooks, and setting any would raise
     return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
 
