@@ -99,7 +99,7 @@ class DivergenceSpec(NamedTuple):
     """A weighted sum of kinds.
 
     Attributes:
-        parts: the terms; no two have the same kind and options.
+        parts: the terms; no two have the same kind.
         lam_of_mean: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
     """
 
@@ -108,11 +108,15 @@ class DivergenceSpec(NamedTuple):
 
     @classmethod
     def of(cls, parts: Iterable[Part], lam_of_mean: bool) -> DivergenceSpec:
-        """Make a spec; add the coefficients of parts with the same kind and options."""
-        total: dict[tuple[str, Hyper], float] = {}
+        """Make a spec; add the coefficients of parts of the same kind, which have the same options.
+
+        The options are not compared, because they may be symbolic while a graph is traced.
+        """
+        total: dict[str, Part] = {}
         for kind, coefficient, hyper in map(_settled, parts):
-            total[kind, hyper] = total.get((kind, hyper), 0.0) + coefficient
-        return cls(tuple(Part(kind, c, hyper) for (kind, hyper), c in total.items()), lam_of_mean)
+            same = total.get(kind)
+            total[kind] = Part(kind, coefficient if same is None else same.coefficient + coefficient, hyper)
+        return cls(tuple(total.values()), lam_of_mean)
 
     @property
     def wants_targets(self) -> bool:

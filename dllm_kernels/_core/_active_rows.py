@@ -23,11 +23,15 @@ class ActiveRows:
     Attributes:
         count: number of rows to process.
         total: number of all rows, N.
-        overflow: 0-d bool, True if ``num_active`` is too small; None if it is not given.
+        overflow: 0-d bool, True if ``num_active`` is too small; None if it is not given. All that the call computes is
+            then NaN, because it covers some of the active rows only.
     """
 
-    def __init__(self, targets: Tensor, num_active: int | None) -> None:
+    def __init__(self, targets: Tensor, num_active: int | None, counted: Tensor | None = None) -> None:
         """List the rows whose target in ``targets [N]`` is not ``IGNORE``.
+
+        ``num_active`` must be at least the number of such rows in ``counted``, by default in ``targets``. Backward
+        lists fewer rows than forward if some have no upstream gradient.
 
         Reading their number is a host sync on a GPU, which is worthwhile, because the matrix products then run on these
         rows only. There is no sync during CUDA-graph capture, which processes all rows, nor if the caller gives
@@ -41,7 +45,8 @@ class ActiveRows:
         mask = targets != IGNORE
         if num_active is not None:
             self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
-            self.overflow = mask.sum() > num_active
+            self.overflow = (mask if counted is None else counted != IGNORE).sum() > num_active
+            self._zero = self.checked_(torch.zeros((), device=targets.device))
         elif not _captured(mask):
             index = mask.nonzero().squeeze(1)
             self._index = index if index.numel() < self.total else None
@@ -65,7 +70,19 @@ class ActiveRows:
         """Allocate a per-row result for :meth:`put` to fill; inactive rows are zero."""
         if self._index is None:
             return torch.empty(self.total, *columns, dtype=dtype, device=device)
-        return torch.zeros(self.total + self._padded, *columns, dtype=dtype, device=device)
+        return self.zeros(self.total + self._padded, *columns, dtype=dtype, device=device)
+
+    def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate zeros; NaN if ``num_active`` is too small and the dtype has NaN."""
+        if self.overflow is None or not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device).copy_(self._zero)  # one pass, as for zeros
+
+    def checked_(self, t: Tensor) -> Tensor:
+        """Overwrite a tensor by NaN, or by zeros if it is not floating, if ``num_active`` is too small."""
+        if self.overflow is None:
+            return t
+        return t.masked_fill_(self.overflow, math.nan if t.is_floating_point() else 0)
 
     def put(self, out: Tensor, chunk: slice, value: Tensor) -> None:
         """Write the chunk's rows; the padding of a given ``num_active`` goes to a spare last row."""
@@ -81,12 +98,8 @@ class ActiveRows:
                 self.put(whole, chunk, value)
 
     def finished(self, out: Outputs) -> list[Any]:
-        """Call :meth:`whole` on each result; fill them with NaN if ``num_active`` is too small."""
-        if self.overflow is not None:
-            for t in out:
-                if t is not None and t.is_floating_point():
-                    t.masked_fill_(self.overflow, math.nan)
-        return [None if t is None else self.whole(t) for t in out]
+        """Call :meth:`checked_` and :meth:`whole` on each result."""
+        return [None if t is None else self.whole(self.checked_(t)) for t in out]
 
     def whole(self, out: Tensor) -> Tensor:
         """Drop the spare row; copy results ``[N]``, because callers may write into them."""

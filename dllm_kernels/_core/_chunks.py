@@ -58,9 +58,14 @@ class Chunks:
 
     An optional low-rank term, ``extra_x extra_weight^T``, is accumulated into the chunk's logits in place. Both terms
     share the gradient with respect to the logits.
+
+    ``targets`` restricts the active rows to those that it does not mark as ``IGNORE``; None: those of the inputs.
     """
 
-    def __init__(self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS) -> None:
+    def __init__(
+        self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS, *,
+        targets: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.inputs, self.plan, self.needs, self.factors = inputs, plan, needs, factors
         self.weight = inputs.head.to(plan.dtype)
         others = (inputs.bias, inputs.extra_weight)
@@ -72,7 +77,10 @@ class Chunks:
         if needs.bias:
             self.grads["bias"] = torch.zeros(V, dtype=plan.accum_dtype, device=device)
         # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
-        self.rows = ActiveRows(inputs.targets, plan.options.num_active)
+        listed, counted = (inputs.targets, None) if targets is None else (targets, inputs.targets)
+        self.rows = ActiveRows(listed, plan.options.num_active, counted)
+        if needs.bias:
+            self.rows.checked_(self.grads["bias"])
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.logits_dtype, device=device)
@@ -127,14 +135,15 @@ class Chunks:
         for field, weight in zip(OF_ROWS, (self.weight, self.extra_weight), strict=True):
             if weight is not None and field in self.grads:
                 rows = torch.mm(grad_logits, weight)
-                self.rows.put(self.grads[field], chunk, rows if of_hidden is None else rows * of_hidden)
+                rows = self.rows.checked_(rows if of_hidden is None else rows * of_hidden)
+                self.rows.put(self.grads[field], chunk, rows)
         if self.needs.weight or self.needs.extra_weight:
             # Zero the rows without a gradient, because 0 * NaN would spread to the whole gradient of the head.
             idle = ((scale == 0) | (y == IGNORE)).unsqueeze(1)
             for field in ("weight", "extra_weight"):
                 if getattr(self.needs, field):
                     rows = h if field == "weight" else self._extra_rows(chunk)
-                    rows = (rows if of_head is None else rows * of_head).masked_fill(idle, 0)
+                    rows = self.rows.checked_((rows if of_head is None else rows * of_head).masked_fill(idle, 0))
                     dtype = getattr(self.inputs, field).dtype
                     self.grads[field] = self._accumulate_product(self.grads.get(field), rows, grad_logits, dtype)
         if self.needs.bias:
@@ -162,7 +171,12 @@ class Chunks:
             h = h.to(a.dtype)
         single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.needs_loss_scaling
         if a.dtype == acc or single:
-            return torch.mm(a, h) if total is None else total.addmm_(a, h)
+            if total is not None:
+                return total.addmm_(a, h)
+            if self.size >= self.rows.count:
+                return torch.mm(a, h)
+            # A selective activation checkpoint may keep the result of mm, and raises if it is written to later.
+            return torch.mm(a, h, out=a.new_empty(a.shape[0], h.shape[1]))
         if a.is_cuda and torch.version.hip is None:
             if total is None:
                 return torch.mm(a, h, out_dtype=acc)
@@ -185,7 +199,7 @@ class Chunks:
                 continue
             grad = self.grads.get(field)
             if grad is None:  # no chunk was processed
-                grad = torch.zeros(t.shape, dtype=acc, device=t.device)
+                grad = self.rows.zeros(*t.shape, dtype=acc, device=t.device)
             if field in OF_ROWS:
                 out[field] = self.rows.whole(grad)
             else:

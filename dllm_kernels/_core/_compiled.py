@@ -36,7 +36,7 @@ def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
 
 
 _OPTIONAL = "".join(f"Tensor? {name}, " for name in TENSORS[2:])
-_SCHEMA = f"(str op, Tensor x, Tensor ids, {_OPTIONAL}int[] packed, float[] factors, Tensor? changing) -> Tensor[]"
+_SCHEMA = f"(str op, Tensor x, Tensor ids, {_OPTIONAL}SymInt[] packed, float[] factors, Tensor? changing) -> Tensor[]"
 
 
 @torch.library.custom_op("dllm_kernels::rows", mutates_args=(), schema=_SCHEMA)

@@ -70,6 +70,10 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         grads = chunks.gradients(wide=loss_scale is not None) if any(needs) else Gradients()
         value = value * config.value_scale
         weighted = torch.where(weights != 0, weights * value, 0.0)
+        if plan.from_hidden:  # rows of weight 0 too
+            for t in (weighted, size):
+                if t is not None:
+                    chunks.rows.checked_(t)
         stats, argmax = (kept.stats, kept.teacher_argmax) if kept is not None and any(plan.needs) else (None, None)
         return {
             "loss": weighted if config.per_row else weighted.sum(), "value": value, "acceptance_rate": acceptance_rate,
@@ -89,8 +93,8 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
             kept = Kept(outputs["kept_stats"], outputs["kept_argmax"])
             return Gradients(_grad_of_logits(inputs, plan, scale, mean, kept))
         scale, factors, loss_scale = unit_scale(scale, plan)
-        rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, IGNORE))
-        chunks = Chunks(_with_teacher_head(rows, plan), plan, plan.needs, factors)
+        targets = inputs.targets.masked_fill(scale == 0, IGNORE)
+        chunks = Chunks(_with_teacher_head(inputs, plan), plan, plan.needs, factors, targets=targets)
         for _ in _compare_chunks(chunks, scale, mean, with_grad=True):
             pass
         return chunks.gradients(loss_scale)

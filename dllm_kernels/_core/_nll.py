@@ -132,11 +132,17 @@ def scales_loss(plan: Plan) -> bool:
     return plan.needs_loss_scaling and any(plan.needs)
 
 
+SCALES = (
+    _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
+    _op.Output("row_size", _op.per_row(scales_loss), public=False),
+)
+
+
 def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the loss, the per-row results, and the gradients that the plan needs.
 
-    If the plan needs loss scaling, backward multiplies the gradients of the rows by their weights, and those of the
-    head by ``loss_scale``. The gradients of the head are then in the accumulation dtype.
+    If the plan needs loss scaling, backward multiplies the gradients of the rows by their weights, ``row_size``, and
+    those of the head by ``loss_scale``. The gradients of the head are then in the accumulation dtype.
     """
     with no_autocast(inputs):
         needed = any(plan.needs)
@@ -147,7 +153,9 @@ def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         nll = rounded(nll, plan)
         grads = chunks.gradients(wide=loss_scale is not None)
         loss = weighted_sum(nll, inputs.weights, plan)
-        return {"loss": loss, **_named(plan, nll, *stats), **_op.as_outputs(grads), "loss_scale": loss_scale}
+        row_size = None if loss_scale is None else chunks.rows.checked_(inputs.weights.clone())
+        scales = {"loss_scale": loss_scale, "row_size": row_size}
+        return {"loss": loss, **_named(plan, nll, *stats), **_op.as_outputs(grads), **scales}
 
 
 def scale_in_place(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
@@ -164,14 +172,12 @@ def scale_in_place(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Output
 def scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, _: Plan) -> Gradients:
     """Scale the gradients saved by forward out of place.
 
-    With loss scaling or a loss per row, each row's gradient is also multiplied by the size of the row: ``row_size`` if
-    the op has that output, otherwise its weight.
+    With loss scaling or a loss per row, each row's gradient is also multiplied by its ``row_size``.
     """
     grads, loss_scale, grad_loss = _op.gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
     if loss_scale is None and not grad_loss.dim():
         return Gradients(*(None if g is None else _times(g, grad_loss) for g in grads))
-    size = outputs["row_size"] if outputs.get("row_size") is not None else inputs.weights
-    of_rows = size * grad_loss
+    of_rows = outputs["row_size"] * grad_loss
     of_head = grad_loss if loss_scale is None else grad_loss * loss_scale
     head = Gradients(*(None if g is None else _times(g, of_head) for g in grads._replace(x=None, extra_x=None)))
     return head._replace(x=_op.scaled_rows(grads.x, of_rows), extra_x=_op.scaled_rows(grads.extra_x, of_rows))
@@ -187,10 +193,10 @@ WEIGHTED_LINEAR_NLL = _op.RowOp(
     rows=weighted_targets,
     outputs=(
         *_WEIGHTED_OUTPUTS, *STATS_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
-        _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
+        *SCALES,
     ),
     forward=_weighted_linear_forward,
-    saved=lambda plan: (("weights",) if scales_loss(plan) else (), (*_op.GRADS, "loss_scale")),
+    saved=lambda _: ((), (*_op.GRADS, "loss_scale", "row_size")),
     backward=scale_in_place,
     result=WeightedNLL,
     instead=CROSS_ENTROPY,

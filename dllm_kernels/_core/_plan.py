@@ -169,7 +169,7 @@ class Plan(NamedTuple):
         transform, divergence = self.options.transform, self.divergence
         values = [_checks.FLOAT_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
-        integers, floats = [_NONE if value is None else int(value) for value in values], transform.factors
+        integers, floats = [_integer(value) for value in values], transform.factors
         if divergence is not None:
             integers, floats = [*integers, *divergence.integers], [*floats, *divergence.floats]
         return integers, *_changing.packed(floats)
@@ -189,6 +189,11 @@ class Plan(NamedTuple):
 
 
 _NONE = -(1 << 62)
+
+
+def _integer(value: bool | int | None) -> int:
+    """Encode a field; an int stays as it is, because it may be symbolic while a graph is traced."""
+    return _NONE if value is None else int(value) if isinstance(value, bool) else value
 
 
 def _fields(kinds: dict[str, Any], integers: Iterator[int]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         for chunk, _, targets, logits in chunks:
             noise = None
             if inputs.seeds is not None and inputs.row_numbers is not None:
-                noise = Noise(rows.take(inputs.seeds, chunk), rows.take(inputs.row_numbers, chunk), 0, logits.shape[1])
+                noise = Noise(rows.take(inputs.seeds, chunk), rows.take(inputs.row_numbers, chunk))
             chosen = primitives.sample(logits, transform, noise)[1].unsqueeze(1)
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)

@@ -17,10 +17,11 @@ from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
-from dllm_kernels._core._nll import STATS_OUTPUTS, scale_in_place, scales_loss
+from dllm_kernels._core._nll import SCALES, STATS_OUTPUTS, scale_in_place, scales_loss
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import RowObjective, RowStats
 from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._own_graph import own_graph
 
 Tensor = torch.Tensor
 
@@ -72,7 +73,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
         if plan.needs_loss_scaling:
             c = c.over(torch.where(size == 0, 1.0, size))
         size, factors, loss_scale = unit_scale(size, plan)
-        chunks = Chunks(inputs._replace(targets=request.targets), plan, plan.needs, factors)
+        chunks = Chunks(inputs, plan, plan.needs, factors, targets=request.targets)
         take = chunks.rows.take
         for chunk, h, targets, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
@@ -155,10 +156,11 @@ class Objective(NamedTuple):
         given = (result.log_probs, result.row_max + result.log_sum, result.entropy)
         leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
         log_probs, lse, entropy = leaves
-        with torch.set_grad_enabled(needed):
+        # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
+        with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
             stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, result.correct)
             value = torch.where(targets != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
-            upstream = _gradients(value.sum(), leaves) if needed else [None] * len(leaves)
+            upstream = _gradients(value.sum(), leaves)
         return value.detach(), Upstream._make([*upstream, None])
 
 
@@ -236,10 +238,9 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
                 here = _with_gradient(here, size)
                 chunks.primitives.stats.backward(logits[None], here, c, result.row_max, result.log_sum, logits[None])
                 chunks.add_gradients(chunk, h, here.targets, logits, size, factors)
-        value, *whole = rows.finished([value, *out])
+        value, row_size, *whole = rows.finished([value, sizes, *out])
         stats = StatsResult(*whole)
         grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()
-        row_size = None if sizes is None else rows.whole(sizes)
         of_call = {"loss": value.sum(), "value": value, "loss_scale": loss_scale, "row_size": row_size}
         return {**stats._asdict(), "lse": stats.row_max + stats.log_sum, **of_call, **_op.as_outputs(grads)}
 
@@ -252,8 +253,7 @@ ROW_OBJECTIVE = _op.RowOp(
         _op.Output("value", _op.per_row()),
         *(out._replace(differentiable=False) for out in (_LOG_PROBS, _LSE, _ENTROPY, _CORRECT)),
         *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
-        _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
-        _op.Output("row_size", _op.per_row(scales_loss), public=False),
+        *SCALES,
     ),
     forward=_objective_forward,
     saved=lambda _: ((), (*_op.GRADS, "loss_scale", "row_size")),

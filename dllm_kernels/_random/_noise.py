@@ -16,32 +16,30 @@ HIGH, LOW = 1, 2
 
 
 class Noise(NamedTuple):
-    """Uniforms of 48 bits for a range of columns of R rows; they do not depend on how a row is split into ranges.
+    """Uniforms of 48 bits for a range of columns of R rows; each depends on seed, row number and column only.
 
     Attributes:
         seeds: int64 ``[R]``.
         row_numbers: int64 ``[R]``, number of the row under its seed.
         first: the first column of the range.
-        total: number of columns of a whole row.
     """
 
     seeds: Tensor
     row_numbers: Tensor
-    first: int
-    total: int
+    first: int = 0
 
     @property
-    def first_counter(self) -> Tensor:
-        """Counter of the high bits of the first column, counted from ``_philox.ZERO``, int64 ``[R]``."""
-        return self.row_numbers * -(-self.total // 16) + self.first // 16
+    def first_counter(self) -> int:
+        """Counter of the high bits of the first column, counted from ``_philox.ZERO``."""
+        return self.first // 16
 
 
 def high_on_host(noise: Noise, count: int) -> Array:
     """Compute :func:`high` with NumPy, uint16."""
     skip = noise.first % 16
     words = np.empty((len(noise.row_numbers), 4 * -(-(skip + count) // 16)), np.uint64)
-    for to, seed, counter in zip(words, noise.seeds.tolist(), noise.first_counter.tolist(), strict=True):
-        to[:] = words_from(seed, ZERO + counter, HIGH).random_raw(len(to))
+    for to, seed, number in zip(words, noise.seeds.tolist(), noise.row_numbers.tolist(), strict=True):
+        to[:] = words_from(seed, ZERO + noise.first_counter, HIGH, number=number).random_raw(len(to))
     return words.view(np.uint16)[:, skip : skip + count]
 
 
@@ -55,25 +53,25 @@ def low(noise: Noise, count: int) -> Tensor:
     return _pieces(noise, 2 * noise.first_counter, LOW, 32, count)
 
 
-def _pieces(noise: Noise, counter: Tensor, stream: int, bits: int, count: int) -> Tensor:
-    """Split the words that begin at ``counter`` into pieces of ``bits`` bits, the lowest of a word first."""
-    skip = noise.first % 16
-    counter = counter[:, None] + torch.arange(-(-(skip + count) * bits // 256), device=counter.device)
-    words = _words(noise.seeds[:, None], counter, stream)
+def _pieces(noise: Noise, first: int, stream: int, bits: int, count: int) -> Tensor:
+    """Split the words that begin at the counter ``first`` into pieces of ``bits`` bits, the lowest of a word first."""
+    skip, number = noise.first % 16, noise.row_numbers[:, None]
+    counter = first + torch.arange(-(-(skip + count) * bits // 256), device=number.device)
+    words = _words(noise.seeds[:, None], number, counter, stream)
     pieces = torch.stack([(words >> shift) & ((1 << bits) - 1) for shift in range(0, 64, bits)], dim=-1)
-    return pieces.view(len(counter), -1)[:, skip : skip + count]
+    return pieces.view(len(number), -1)[:, skip : skip + count]
 
 
 def low_of_on_host(noise: Noise, row: Array, column: Array) -> Array:
     """Draw the low 32 bits of single columns ``[n]``, int64, with NumPy, because torch would start threads."""
     v = column + noise.first % 16
-    counter = 2 * noise.first_counter.numpy()[row] + (v >> 3) + ZERO
+    counter = 2 * noise.first_counter + (v >> 3) + ZERO
     zero = np.zeros_like(counter)
-    words = philox4x64((counter, zero + LOW, zero, zero), (noise.seeds.numpy()[row], zero))
+    words = philox4x64((counter, zero + LOW, noise.row_numbers.numpy()[row], zero), (noise.seeds.numpy()[row], zero))
     return (np.choose((v >> 1) & 3, words) >> ((v & 1) << 5)) & MASK32
 
 
-def _words(seed: Tensor, counter: Tensor, stream: int) -> Tensor:
-    """Draw the four words of each counter, counted from ``ZERO``, int64 ``[..., 4]``."""
-    zero = torch.zeros_like(counter)
-    return torch.stack(philox4x64((counter + ZERO, zero + stream, zero, zero), (seed, zero)), dim=-1)
+def _words(seed: Tensor, number: Tensor, counter: Tensor, stream: int) -> Tensor:
+    """Draw the four words of each counter, counted from ``ZERO``, of rows ``[R, 1]``, int64 ``[R, n, 4]``."""
+    zero = torch.zeros_like(number + counter)
+    return torch.stack(philox4x64((zero + counter + ZERO, zero + stream, zero + number, zero), (seed, zero)), dim=-1)

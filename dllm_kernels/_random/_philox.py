@@ -28,13 +28,14 @@ d = 2i and 2i + 1        position i, if the routine takes a whole word: 23 bits 
 ``stride`` is the number of counters of a row, ``ceil(levels / 8) + ceil(draws of its positions / 8)``. The draws of a
 batch are therefore contiguous in the stream. ``gumbel_topk_mask`` draws no levels.
 
-The noise of a row of logits (``linear_sample``) has 48 bits per column v. The high 16 bits rule out most columns:
+The noise of a row of logits (``linear_sample``) has 48 bits per column v, whatever the number of columns. The high 16
+bits rule out most columns:
 
 ========  ===================================================================================
 high      16 bits, quarter ``v & 3`` from the low end of word ``(v >> 2) & 3`` of the counter
-          ``(2^32 + row * ceil(V / 16) + (v >> 4), 1, 0, 0)``
+          ``(2^32 + (v >> 4), 1, row, 0)``
 low       32 bits, half ``v & 1`` of word ``(v >> 1) & 3`` of the counter
-          ``(2^32 + 2 row * ceil(V / 16) + (v >> 3), 2, 0, 0)``
+          ``(2^32 + (v >> 3), 2, row, 0)``
 ========  ===================================================================================
 
 **Child seeds.** A row may need several independent masks, such as the views of a policy gradient. Each mask uses a
@@ -149,13 +150,13 @@ _local = threading.local()
 _CPU = torch.device("cpu")
 
 
-def words_from(seed: int, counter: int, stream: int = 0, family: int = 0) -> Any:
+def words_from(seed: int, counter: int, stream: int = 0, family: int = 0, number: int = 0) -> Any:
     """Set this thread's NumPy generator to begin at a counter; five times as fast as constructing a generator."""
     try:
         philox = _local.philox
     except AttributeError:
         philox = _local.philox = np.random.Philox(0)
-    state = {"counter": (counter - 1, stream, 0, 0), "key": (seed & _MASK64, family)}
+    state = {"counter": (counter - 1, stream, number, 0), "key": (seed & _MASK64, family)}
     unused = {"buffer": (0, 0, 0, 0), "buffer_pos": 4, "has_uint32": 0, "uinteger": 0}
     philox.state = {"bit_generator": "Philox", "state": state, **unused}
     return philox

@@ -32,8 +32,8 @@ SHARED = {
     "with_lse": "also return the logsumexp of each row.",
     "chunk_size": "rows per chunk of logits; None: chosen from the sizes.",
     "num_active": (
-        "upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN if the "
-        "bound is too small."
+        "upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is too small, "
+        "all floating results and all gradients are NaN, and flags are False."
     ),
     "logits_dtype": (
         "torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax. The "

@@ -67,7 +67,7 @@ def _sample(
 ) -> tuple[Tensor, Tensor]:
     """Select the best column of all ranks from the best of each, 16 bytes per row; the lowest rank wins a tie."""
     if noise is not None:
-        noise = noise._replace(first=shard.start, total=shard.total)
+        noise = noise._replace(first=shard.start)
     best = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
     if shard.size:
         score, ids = local(logits, shard.local_transform(transform), noise)

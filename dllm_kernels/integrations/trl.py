@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from dllm_kernels import ops
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.integrations._deferred import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
 from dllm_kernels.integrations._lora import dtype_of_logits, in_dtype_of
@@ -243,7 +244,7 @@ class _FrozenHead(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.options, ctx.call_state = {"bias": bias, **options}, CallState.now(hidden)
         known = () if outside is None else (outside,)
-        with torch.enable_grad():
+        with own_graph(), torch.enable_grad():
             h = hidden.detach().requires_grad_()
             out = ops.linear_row_objective(h, weight, targets, _or_outside, *known, entropy=entropy, **ctx.options)
             (grad,) = torch.autograd.grad(out.loss, h)
@@ -266,7 +267,7 @@ class _FrozenHead(torch.autograd.Function):
                 return torch.addcmul(a * _or_outside(stats, *outside), b, stats.entropy)
 
             options = {**ctx.options, "with_correct": False, "entropy": True}
-            with ctx.call_state.restored(hidden), torch.enable_grad():
+            with ctx.call_state.restored(hidden), own_graph(), torch.enable_grad():
                 h = hidden.detach().requires_grad_()
                 given = upstream.contiguous(), of_entropy.contiguous(), *known
                 out = ops.linear_row_objective(h, weight, targets, both, *given, **options)

@@ -84,7 +84,8 @@ def linear_sample(
             the dtype of the operands.
         softcap: {softcap}
         scale: s > 0 multiplies each logit, after the cap; None: 1.
-        skip_id: column that is never chosen, such as the MASK column; None: every column can be chosen.
+        skip_id: column that is never chosen, such as the MASK column, not the only one; None: every column can be
+            chosen.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -117,6 +118,8 @@ def linear_sample(
     )  # fmt: skip
     ids = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # placeholder until sampled
     inputs, options = checked(NAMES, RowInputs(hidden, ids, head, bias, active=active), options, extra=extra)
+    if skip_id is not None and head.shape[0] == 1:
+        raise ValueError(f"skip_id must leave a column to choose, got {skip_id} and a head of one column")
     constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
     return run(LINEAR_SAMPLE, replaced(inputs, **constants, **noise), options)  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ The logits are therefore computed once: two matrix products with a frozen head, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -176,7 +177,7 @@ def linear_row_objective(
         LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
     )
     if torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
-        return _objective_of(fn, aux, run(ROW_STATS, inputs, options), inputs.active)
+        return _objective_of(fn, aux, run(ROW_STATS, inputs, options), inputs.active, options.num_active)
     objective = Objective(fn, several=inputs.ids.dim() == hidden.dim())
     return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]
 
@@ -199,7 +200,9 @@ def _checked_aux(fn: Any, x: Any, aux: tuple[Any, ...], name: str) -> tuple[Any,
     return aux
 
 
-def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:
+def _objective_of(
+    fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None, num_active: int | None = None
+) -> RowObjective:
     """Evaluate the objective of computed statistics, differentiable through them."""
     rows = stats.lse.dim()
     log_probs, lse, entropy, _, correct = (
@@ -208,4 +211,7 @@ def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
     value = checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
+    if num_active is not None:  # fn may have ignored the NaN of a bound that is too small
+        count = torch.ones_like(stats.lse) if active is None else active != 0
+        value = torch.where(count.sum() > num_active, math.nan, value)
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct)  # type: ignore[arg-type]

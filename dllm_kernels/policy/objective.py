@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.ops import RowStats
 
 KINDS = ("clip", "cispo", "reinforce")
@@ -226,7 +227,7 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
     if not callable(objective):
         raise TypeError(f"objective must be a function of the log-probabilities, got {_checks.type_name(objective)}")
     _checks.check_float("log_probs", log_probs)
-    with torch.enable_grad():
+    with own_graph(), torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         loss = objective(leaf)
         if not isinstance(loss, Tensor):

@@ -25,7 +25,7 @@ SEEDS, ROWS = torch.tensor([3, -5, 2**62]), torch.tensor([0, 7, 1 << 20])
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 70), (16, 54), (21, 33), (69, 1)])
 def test_the_bits_of_a_uniform(first, count):
     """NumPy and torch's integer products give equal bits, for a row and for any part of it."""
-    noise = Noise(SEEDS, ROWS, first, 70)
+    noise = Noise(SEEDS, ROWS, first)
     expected = uniforms(SEEDS, ROWS, 70)[:, first : first + count]
     high, low = _noise.high(noise, count), _noise.low(noise, count)
     assert torch.equal(high, torch.from_numpy(_noise.high_on_host(noise, count).astype(np.int64)))
@@ -39,7 +39,7 @@ def test_columns_excluded_by_bounds_on_a_cpu_do_not_win():
     torch.manual_seed(0)
     spreads = torch.tensor([0.0, 1.0, 5.0, 40.0, 1e4]).repeat(40)
     x = torch.randn(200, 300) * spreads[:, None]
-    noise = Noise(torch.arange(200), torch.arange(200) % 7, 5, 400)
+    noise = Noise(torch.arange(200), torch.arange(200) % 7, 5)
     score, ids = _sample.sample(x, NO_TRANSFORM, noise)
     every = _sample._scores(x.double(), _noise.high(noise, 300), _noise.low(noise, 300))
     assert every.dtype == torch.float64
@@ -52,7 +52,7 @@ def test_the_kernel_finds_the_same_scores():
     kernel = pytest.importorskip("dllm_kernels._backends.triton.sample")
     torch.manual_seed(0)
     x = (torch.randn(12, 300) * torch.tensor([0.0, 1.0, 5.0, 40.0]).repeat(3)[:, None]).to(DEVICE)
-    noise = Noise(torch.arange(12, device=DEVICE) - 5, torch.arange(12, device=DEVICE) % 7, 5, 400)
+    noise = Noise(torch.arange(12, device=DEVICE) - 5, torch.arange(12, device=DEVICE) % 7, 5)
     every = _sample._scores(x.double(), _noise.high(noise, 300), _noise.low(noise, 300))
     score, ids = kernel.sample(x, NO_TRANSFORM, noise)
     assert torch.equal(ids, every.argmax(1))

@@ -113,6 +113,40 @@ def test_a_row_depends_only_on_its_seed_and_number(backend):
     assert torch.equal(shared.ids.flatten(), flat.ids)
 
 
+def test_the_noise_of_a_column_does_not_depend_on_the_number_of_columns(backend):
+    """Columns without a probability, such as a padded vocabulary, leave the tokens of numbered rows unchanged."""
+    (h, w, b), _ = draw()
+    options = {"seeds": torch.tensor([3, 4, 5], device=DEVICE)[:B], "backend": backend}
+    expected = linear_sample(h, w, bias=b, **options)
+    for more in (1, 15, 70):
+        wide = torch.cat([w, torch.ones(more, D, device=DEVICE)])
+        never = torch.cat([b, torch.full((more,), -math.inf, device=DEVICE)])
+        got = linear_sample(h, wide, bias=never, **options)
+        assert torch.equal(got.ids, expected.ids)
+        torch.testing.assert_close(got.log_probs, expected.log_probs)
+
+
+def test_a_vocabulary_of_one_skipped_column():
+    """No column is left, so that any id would be wrong: an error before anything runs."""
+    h, w = torch.randn(3, D, device=DEVICE), torch.randn(1, D, device=DEVICE)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ValueError, match=r"^skip_id must leave a column to choose, got 0 and a head of one column"):
+            linear_sample(h, w, temperature=temperature, skip_id=0)
+        assert not linear_sample(h, w, temperature=temperature).ids.any()
+
+
+@pytest.mark.parametrize("skip_id", [None, 0, 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_in_which_every_column_is_excluded(temperature, skip_id, backend):
+    """The id is valid, an embedding can read it, and the log-probability shows that it means nothing."""
+    h, w = torch.randn(3, D, device=DEVICE), torch.randn(2, D, device=DEVICE)
+    never = torch.full((2,), -math.inf, device=DEVICE)
+    out = linear_sample(h, w, bias=never, temperature=temperature, skip_id=skip_id, top_k=2, backend=backend)
+    assert (out.ids == int(skip_id == 0)).all()
+    assert out.log_probs.isnan().all()
+    assert ((out.top_ids >= 0) & (out.top_ids < 2)).all()
+
+
 def test_the_generator_decides_without_seeds():
     (h, w, _), _ = draw()
 

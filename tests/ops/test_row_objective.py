@@ -289,6 +289,23 @@ def test_a_closure_over_a_tensor_that_requires_a_gradient():
         FORMS["hidden"](lambda s: s.log_probs / temperature)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["of the value", "of the whole row"])
+def test_a_closure_that_alone_requires_a_gradient(inside):
+    """Neither the hidden states nor the head require one, so that nothing else would show that it is lost."""
+    temperature = torch.ones((), requires_grad=True)
+    h, w, ids = torch.zeros(3, D), torch.zeros(V, D), torch.tensor([1, 2, 3])
+
+    def fn(stats):
+        return stats.log_probs.detach() / temperature if inside else stats.log_probs + torch.zeros(3) * temperature
+
+    with pytest.raises(ValueError, match=r"^fn must not use a tensor that requires a gradient"):
+        linear_row_objective(h, w, ids, fn)
+    row_objective(h @ w.t(), ids, fn).loss.backward()  # from logits, it receives the gradient
+    assert temperature.grad is not None
+    with torch.no_grad():
+        assert linear_row_objective(h, w, ids, fn).loss.isfinite()
+
+
 def test_a_constant_has_a_gradient_of_0():
     h, w, ids = torch.randn(3, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.tensor([1, 2, 3])
     out = linear_row_objective(h, w, ids, lambda s: torch.ones_like(s.log_probs))

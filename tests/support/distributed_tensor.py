@@ -653,6 +653,25 @@ def every_rank_cuts_the_same_chunks():
 
 
 @check(2)
+def a_short_bound_with_a_split_head():
+    """All results and gradients of every rank are NaN, also in the columns of a skipped id."""
+    mesh = mesh_of("tp")
+    w, y = torch.randn(V, D), torch.randint(1, V, (B, L))
+    for op in (ops.weighted_linear_nll, ops.linear_token_nll, ops.linear_row_stats):
+        head = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+        hidden = torch.randn(B, L, D, requires_grad=True)
+        weights = (torch.ones(B, L),) if op is ops.weighted_linear_nll else ()
+        out = op(hidden, head, y, *weights, num_active=B * L - 1, chunk_size=5, skip_id=0)
+        assert all(t.isnan().all() for t in out if t is not None)
+        out[0].sum().backward()
+        assert hidden.grad.isnan().all()
+        assert head.grad.to_local().isnan().all()
+    sampled = ops.linear_sample(hidden, head, seeds=torch.arange(B), num_active=B * L - 1)
+    assert sampled.log_probs.isnan().all()
+    assert ((sampled.ids >= 0) & (sampled.ids < V)).all()
+
+
+@check(2)
 def autocast_with_a_split_head():
     mesh = mesh_of("tp")
     hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)

@@ -8,8 +8,8 @@ def uniforms(seeds: torch.Tensor, rows: torch.Tensor, V: int) -> torch.Tensor:
     """Compute the uniforms behind the noise of V columns, float64 ``[..., V]``, strictly inside (0, 1).
 
     ``(2 (high 2^32 + low) + 1) 2^-49``. ``high`` is the v-th piece of 16 bits of NumPy's Philox stream under the row's
-    seed from the counter ``(2^32 + r ceil(V / 16), 1)`` on, ``low`` the v-th piece of 32 bits from
-    ``(2^32 + 2 r ceil(V / 16), 2)`` on, for row r; in a word the low piece comes first.
+    seed from the counter ``(2^32, 1, r, 0)`` on, ``low`` the v-th piece of 32 bits from ``(2^32, 2, r, 0)`` on, for row
+    r; in a word the low piece comes first.
 
     Args:
         seeds: int64 ``[...]``.
@@ -25,7 +25,7 @@ def uniforms(seeds: torch.Tensor, rows: torch.Tensor, V: int) -> torch.Tensor:
 
     def pieces(stream: int, columns: int, dtype: str) -> np.ndarray:
         n = 16 // columns * -(-V // 16)
-        starts = [(seed % 2**64, 2**32 + row * n - 1 + (stream << 64)) for seed, row in keys]
+        starts = [(seed % 2**64, 2**32 - 1 + (stream << 64) + (row << 128)) for seed, row in keys]
         words = [np.random.Philox(key=seed, counter=start).random_raw(4 * n) for seed, start in starts]
         return np.array(words, dtype=np.uint64).reshape(-1, 4 * n).view(dtype)[:, :V].astype(np.float64)
 

@@ -39,12 +39,12 @@ def philox4x64(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def counter_words(seed, counter, STREAM: tl.constexpr):
-    """Compute the words of counters ``[n]``, counted from ``_ZERO``, uint64 ``[4 n]``, for a scalar seed."""
+def counter_words(seed, number, counter, STREAM: tl.constexpr):
+    """Compute the words of counters ``[n]``, counted from ``_ZERO``, uint64 ``[4 n]``, for a scalar seed and number."""
     low = (counter + _ZERO).to(tl.uint64)
     zero = tl.zeros_like(low)
     key = tl.zeros_like(low) + seed.to(tl.uint64)
-    w0, w1, w2, w3 = philox4x64(low, zero + STREAM, zero, zero, key, zero)
+    w0, w1, w2, w3 = philox4x64(low, zero + STREAM, zero + number.to(tl.uint64), zero, key, zero)
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * counter.shape[0]])
 
 

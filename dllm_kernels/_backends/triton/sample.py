@@ -19,8 +19,8 @@ from dllm_kernels._random._noise import HIGH, LOW, Noise
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
 
-ROWS = [*PER_ROW, "seed_ptr", "counter_ptr"]
-COLUMNS = [*SIZES, "stride_n", "before"]
+ROWS = [*PER_ROW, "seed_ptr", "number_ptr"]
+COLUMNS = [*SIZES, "stride_n", "before", "first"]
 _HIGH, _LOW = tl.constexpr(HIGH), tl.constexpr(LOW)
 
 
@@ -41,15 +41,15 @@ def _logits(row_ptr, v, V, transform, ACC: tl.constexpr):
 
 
 @triton.jit
-def _high(seed, counter, BLOCK_V: tl.constexpr):
+def _high(seed, number, counter, BLOCK_V: tl.constexpr):
     """Draw the high 16 bits of the uniforms of BLOCK_V columns, from a counter on."""
-    return _quarters(counter_words(seed, counter + tl.arange(0, BLOCK_V // 16), _HIGH))
+    return _quarters(counter_words(seed, number, counter + tl.arange(0, BLOCK_V // 16).to(tl.int64), _HIGH))
 
 
 @triton.jit
-def _scores(x, seed, counter, BLOCK_V: tl.constexpr):
-    low = halves(counter_words(seed, 2 * counter + tl.arange(0, BLOCK_V // 8), _LOW))
-    bits = (_high(seed, counter, BLOCK_V).to(tl.int64) << 32) + low.to(tl.int64)
+def _scores(x, seed, number, counter, BLOCK_V: tl.constexpr):
+    low = halves(counter_words(seed, number, 2 * counter + tl.arange(0, BLOCK_V // 8).to(tl.int64), _LOW))
+    bits = (_high(seed, number, counter, BLOCK_V).to(tl.int64) << 32) + low.to(tl.int64)
     return score(x, (bits.to(tl.float64) + 0.5) * 3.552713678800501e-15)  # 2^-48
 
 
@@ -65,8 +65,8 @@ def _better(best, column, scores, v):
 
 @triton.jit(do_not_specialize_on_alignment=ROWS, do_not_specialize=COLUMNS)
 def _sample(
-    logits_ptr, seed_ptr, counter_ptr, score_ptr, column_ptr,
-    stride_n, V, before, gain, rate, skip, TILES, SPLITS,
+    logits_ptr, seed_ptr, number_ptr, score_ptr, column_ptr,
+    stride_n, V, before, first, gain, rate, skip, TILES, SPLITS,
     WITH_NOISE: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = (tl.program_id(0) // SPLITS).to(tl.int64)
@@ -78,23 +78,23 @@ def _sample(
     column = tl.zeros([], tl.int32)
     if WITH_NOISE:
         seed = tl.load(seed_ptr + n)
-        counter = tl.load(counter_ptr + n)
+        number = tl.load(number_ptr + n)
     for tile in range(start, end, BLOCK_V):
         v = tile - before + tl.arange(0, BLOCK_V)
         x = _logits(row_ptr, v, V, transform, ACC)
         if WITH_NOISE:
-            high = _high(seed, counter + (tile >> 4), BLOCK_V)
+            high = _high(seed, number, first + (tile >> 4), BLOCK_V)
             least = tl.maximum((65535 - high).to(tl.float32), 1.1641532182693481e-10)  # of 2^16 (1 - u): 2^-33
             bound = tl.max(x.to(tl.float32) - (tl.log(least) - 11.090354888959125), 0)  # 16 ln 2
             if (bound + 1e-6 * (64 + tl.abs(bound))).to(tl.float64) >= best:
                 if BLOCK_V == FEW:
-                    best, column = _better(best, column, _scores(x, seed, counter + (tile >> 4), FEW), v)
+                    best, column = _better(best, column, _scores(x, seed, number, first + (tile >> 4), FEW), v)
                 else:
                     # Scores of a whole tile at once would take 240 registers.
                     for part in range(tile, tl.minimum(tile + BLOCK_V, end), FEW):
                         i = part - before + tl.arange(0, FEW)
                         y = _logits(row_ptr, i, V, transform, ACC)
-                        scores = _scores(y, seed, counter + (part >> 4), FEW)
+                        scores = _scores(y, seed, number, first + (part >> 4), FEW)
                         best, column = _better(best, column, scores, i)
         else:
             best, column = _better(best, column, x.to(tl.float64), v)
@@ -109,14 +109,14 @@ def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> t
     (C, V), device = logits.shape, logits.device
     tile = _tiles.sample(V, logits.dtype.itemsize)
     # 16 columns share a counter, and a tile must begin with a counter, ``before`` columns ahead of the first column.
-    before = 0 if noise is None else noise.first % 16
+    before, first = (0, 0) if noise is None else (noise.first % 16, noise.first_counter)
     tiles, splits = _launch.share(V + before, tile)
     score = torch.empty(C, splits, dtype=torch.float64, device=device)
     column = torch.empty(C, splits, dtype=torch.int32, device=device)
     if C:
-        of_noise = (None, None) if noise is None else (noise.seeds, noise.first_counter)
+        of_noise = (None, None) if noise is None else (noise.seeds, noise.row_numbers)
         _sample[(C * splits,)](
-            logits, *of_noise, score, column, logits.stride(0), V, before, *arguments(transform), tiles, splits,
+            logits, *of_noise, score, column, logits.stride(0), V, before, first, *arguments(transform), tiles, splits,
             WITH_NOISE=noise is not None, BLOCK_V=tile.block_v, FEW=_tiles.FEW_COLUMNS,
             ACC=_launch.acc(accum_dtype(logits.dtype)), num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip

@@ -1,0 +1,26 @@
+"""Graphs of autograd that a call builds and differentiates before it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def own_graph() -> contextlib.AbstractContextManager[Any]:
+    """Hide the graph that is built inside from the caller's hooks of saved tensors.
+
+    Under activation checkpointing without reentrant autograd, reading a saved tensor recomputes the checkpointed
+    function. A graph that is differentiated inside that function would therefore run it once more for each call, and
+    ``save_on_cpu`` would copy each tensor to the host and back.
+    """
+    autograd: Any = torch._C._autograd
+    if torch.compiler.is_compiling() or not autograd._saved_tensors_hooks_is_enabled():
+        return contextlib.nullcontext()  # there are no hooks, and setting any would raise
+    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+
+
+def _unchanged(t: Tensor) -> Tensor:
+    return t

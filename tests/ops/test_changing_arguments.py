@@ -1,0 +1,310 @@
+"""Compiled steps in which everything changes at once: batch size, length, counts and numbers, ten times over.
+
+Every public function is part of a graph without breaks. The first step compiles it, the second one with symbols for
+all that changed, and no later step compiles anything.
+"""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+
+import dllm_kernels as ours
+from tests.conftest import DEVICE, every_time
+from tests.support.cases import FIRSTS, value_of
+
+V, D, MASK = 19, 8, 2
+STEPS = 10
+# Batch sizes and lengths that are neither 1 nor equal to each other or to V and D in the second step.
+SHAPES = [(2 + k % 4, 3 * (4 + (5 * k) % 7)) for k in range(STEPS)]
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Step:
+    """Draws of step k: shape, tensors of usual kinds, and numbers that change with k."""
+
+    def __init__(self, k: int):
+        torch.manual_seed(k)
+        self.k, (self.B, self.L) = k, SHAPES[k]
+        self.shape = self.B, self.L
+        self.factor = 0.5 + 0.03 * k  # a scale, a temperature, a probability
+        self.count = 5 + 7 * k
+        self.all_rows = self.B * self.L  # a bound on the number of active rows
+
+    def floats(self, *columns: int) -> torch.Tensor:
+        return torch.randn(*self.shape, *columns, device=DEVICE)
+
+    def leaf(self, *columns: int) -> torch.Tensor:
+        return self.floats(*columns).requires_grad_()
+
+    def head(self) -> torch.Tensor:
+        return torch.randn(V, D, device=DEVICE, requires_grad=True)
+
+    def ids(self) -> torch.Tensor:
+        return torch.randint(MASK + 1, V, self.shape, device=DEVICE)
+
+    def mask(self) -> torch.Tensor:
+        return torch.rand(self.shape, device=DEVICE) < 0.7
+
+    def seeds(self) -> torch.Tensor:
+        return torch.randint(1 << 40, (self.B,), device=DEVICE)
+
+    def linear(self) -> dict[str, Any]:
+        """Return hidden states, head, and the numbers of the linear ops, all of which change."""
+        sizes = {"num_active": self.all_rows, "chunk_size": 5 + self.k}
+        return {"hidden": self.leaf(D), "weight": self.head(), **sizes}
+
+
+Draw = Callable[[Step], dict[str, Any]]
+
+
+def objective(stats, weights):
+    return (1 - stats.log_probs.exp()).square() * weights
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head = nn.Linear(D, V, bias=False, device=DEVICE)
+
+
+MODEL = Model()
+
+
+def pipeline(depths, labels, count):
+    output = {"logits": MODEL.lm_head(depths[0]), "hidden_states": depths[0], "mtp_per_depth_h": depths[1:]}
+    loss = ours.PipelineCausalLMLoss(ours.MaskedCrossEntropy(), MODEL, scaling_factor=0.3)
+    return loss(output, labels)
+
+
+def accepted(output, mask):
+    drafts = ours.DFlashDecayLoss()(output, mask.long(), mask, None, 4)
+    return ours.acceptance_length(drafts, mask, 4), ours.draft_accuracy(drafts)
+
+
+def mtp(first, second, labels, count):
+    return ours.calculate_mtp_loss(
+        ours.FusedLinearCrossEntropy(), mtp_per_depth_h=[first, second], labels=labels, model=MODEL,
+        num_label_tokens=count,
+    )  # fmt: skip
+
+
+def fused_cross_entropy(hidden, labels, weight, count):
+    return ours.FusedLinearCrossEntropy()(hidden, labels, weight, num_label_tokens=count)
+
+
+def masked_cross_entropy(logits, labels, count):
+    return ours.calculate_loss(ours.MaskedCrossEntropy(), logits=logits, labels=labels, num_label_tokens=count)
+
+
+# function, the arguments of a step, and the public names that it stands for beside its own
+CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
+    "token_nll": (ours.token_nll, lambda s: {"logits": s.leaf(V), "targets": s.ids(), "scale": s.factor}),
+    "weighted_nll": (
+        ours.weighted_nll,
+        lambda s: {"logits": s.leaf(V), "targets": s.ids(), "weights": s.floats(), "softcap": 3 + s.factor},
+    ),
+    "linear_token_nll": (
+        ours.linear_token_nll, lambda s: {**s.linear(), "targets": s.ids(), "active": s.mask(), "scale": s.factor},
+    ),
+    "weighted_linear_nll": (
+        ours.weighted_linear_nll, lambda s: {**s.linear(), "targets": s.ids(), "weights": s.floats() * s.mask()},
+    ),
+    "row_stats": (
+        ours.row_stats, lambda s: {"logits": s.leaf(V), "ids": s.ids(), "entropy": True, "active": s.mask()},
+    ),
+    "linear_row_stats": (
+        ours.linear_row_stats, lambda s: {**s.linear(), "ids": s.ids(), "entropy": True, "scale": s.factor},
+    ),
+    "row_objective": (
+        lambda logits, ids, weights, scale: ours.row_objective(logits, ids, objective, weights, scale=scale),
+        lambda s: {"logits": s.leaf(V), "ids": s.ids(), "weights": s.floats(), "scale": s.factor},
+    ),
+    "linear_row_objective": (
+        lambda hidden, weight, ids, aux, **o: ours.linear_row_objective(hidden, weight, ids, objective, aux, **o),
+        lambda s: {**s.linear(), "ids": s.ids(), "aux": s.floats()},
+    ),
+    "token_log_probs": (
+        ours.token_log_probs, lambda s: {**s.linear(), "ids": s.ids(), "with_entropy": True},
+    ),
+    "divergence": (
+        ours.divergence,
+        lambda s: {"logits": s.leaf(V), "teacher_logits": s.floats(V), "kind": "jsd", "beta": s.factor},
+    ),
+    "linear_divergence": (
+        ours.linear_divergence,
+        lambda s: {**s.linear(), "teacher_hidden": s.floats(D), "weights": s.floats(), "temperature": s.factor},
+    ),
+    "soft_embedding": (
+        lambda hidden, weight, table, **o: ours.soft_embedding(hidden.detach(), weight.detach(), table, **o),
+        lambda s: {**s.linear(), "table": torch.randn(V, 3, device=DEVICE), "active": s.mask(), "scale": s.factor},
+    ),
+    "linear_sample": (
+        lambda hidden, weight, **o: ours.linear_sample(hidden, weight, **o),
+        lambda s: {**s.linear(), "seeds": s.seeds(), "temperature": s.factor, "top_k": 3},
+    ),
+    "dpace_weights": (
+        ours.dpace_weights, lambda s: {"confidence": s.floats().sigmoid(), "mask": s.mask(), "alpha": s.factor},
+    ),
+    "compute_per_token_nll": (
+        ours.compute_per_token_nll, lambda s: {"logits": s.leaf(V), "target_ids": s.ids(), "scale": s.factor},
+    ),
+    "encoder_ar_loss": (
+        ours.encoder_ar_loss, lambda s: {"encoder_logits": s.leaf(V), "input_ids": s.ids(), "num_tokens": s.count},
+    ),
+    "encoder_ar_loss_fused": (
+        ours.encoder_ar_loss_fused,
+        lambda s: {
+            "hidden": s.leaf(D), "lm_head_weight": s.head(), "input_ids": s.ids(), "valid_mask": s.mask(),
+            "num_tokens": s.count, "num_active": s.all_rows,
+        },
+    ),
+    "scdd_schedule": (
+        lambda t, ratio: ours.scdd_schedule(t, max_ratio=ratio, gamma_shape=1.0, t_peak=0.5),
+        lambda s: {"t": torch.rand(s.B, device=DEVICE), "ratio": s.factor / 4},
+    ),
+    "acceptance_length": (accepted, lambda s: {"output": s.leaf(V), "mask": s.mask().float()}),
+    "MaskedCrossEntropy": (
+        masked_cross_entropy, lambda s: {"logits": s.leaf(V), "labels": s.ids(), "count": s.count},
+    ),
+    "FusedLinearCrossEntropy": (
+        fused_cross_entropy,
+        lambda s: {"hidden": s.leaf(D), "labels": s.ids(), "weight": s.head(), "count": s.count},
+    ),
+    "calculate_mtp_loss": (
+        mtp, lambda s: {"first": s.leaf(D), "second": s.leaf(D), "labels": s.ids(), "count": s.count},
+    ),
+    "PipelineCausalLMLoss": (
+        pipeline, lambda s: {"depths": [s.leaf(D), s.leaf(D)], "labels": s.ids(), "count": s.count},
+    ),
+    "mtp_labels": (lambda labels: ours.mtp_labels(labels, 1), lambda s: {"labels": s.ids()}),
+    "corrupt_uniform": (
+        lambda ids, mask, eps, seeds: ours.corrupt_uniform(ids, mask, MASK, eps, seeds=seeds),
+        lambda s: {"ids": s.ids(), "mask": s.mask(), "eps": s.factor / 9, "seeds": s.seeds()},
+    ),
+    "corrupt_blockwise": (
+        lambda ids, mask, eps, half, seeds: ours.corrupt_blockwise(ids, mask, MASK, 4, eps, half, seeds=seeds),
+        lambda s: {"ids": s.ids(), "mask": s.mask(), "eps": s.factor / 9, "half": s.factor, "seeds": s.seeds()},
+    ),
+    "corrupt_uniform_random": (
+        lambda ids, mask, eps, seeds: ours.corrupt_uniform_random(ids, mask, V, None, eps, seeds=seeds),
+        lambda s: {"ids": s.ids(), "mask": s.mask(), "eps": s.factor / 9, "seeds": s.seeds()},
+    ),
+    "corrupt_all_masked": (
+        lambda ids, mask: ours.corrupt_all_masked(ids, mask, MASK), lambda s: {"ids": s.ids(), "mask": s.mask()},
+    ),
+    "corrupt_mix": (
+        lambda ids, mask, p, q, seeds: ours.corrupt_mix(ids, mask, MASK, V, mask_prob=p, uniform_prob=q, seeds=seeds),
+        lambda s: {
+            "ids": s.ids(), "mask": s.mask(), "p": torch.rand(s.B, device=DEVICE) / 2,
+            "q": torch.rand(s.B, device=DEVICE) / 2, "seeds": s.seeds(),
+        },
+    ),
+    "complementary": (ours.complementary, lambda s: {"noise_mask": s.mask(), "loss_mask": s.mask()}),
+    "sample_level": (
+        lambda B, low, seeds: ours.sample_level(B, method="stratified", low=low, seeds=seeds, device=DEVICE),
+        lambda s: {"B": s.B, "low": s.factor / 2, "seeds": s.seeds()},
+    ),
+    "gumbel_topk": (
+        lambda log_w, k, u: ours.gumbel_topk(log_w, k, uniform=u),
+        lambda s: {"log_w": s.floats()[0], "k": 2 + s.k, "u": torch.rand(s.L, device=DEVICE) * 0.9 + 0.05},
+    ),
+    "batched_gumbel_topk": (
+        ours.batched_gumbel_topk,
+        lambda s: {"log_w": s.floats(), "k": torch.full((s.B,), 2 + s.k, device=DEVICE), "seeds": s.seeds()},
+    ),
+    "gumbel_topk_mask": (
+        ours.gumbel_topk_mask, lambda s: {"log_w": s.floats(), "k": 2 + s.k, "seeds": s.seeds()},
+    ),
+}  # fmt: skip
+# Names that no entry of CALLS is called after.
+COVERED = {
+    "calculate_loss": "MaskedCrossEntropy",
+    "draft_accuracy": "acceptance_length",
+    **{case.loss.__name__: case.name for case in FIRSTS if isinstance(case.loss, type)},
+}
+NOT_IN_A_GRAPH = {
+    "DLLMCollator": "runs on the host",
+    "MTPLossConfig": "settings, whose loss is PipelineCausalLMLoss",
+    "mtp_loss_scaling_factor": "reads an attribute of a model",
+}
+ELSEWHERE = dict.fromkeys(ours.policy.__all__, "tests/policy")
+
+
+def test_every_public_function_has_a_case():
+    names = {name for name in ours.__all__ if callable(getattr(ours, name)) and not is_record(getattr(ours, name))}
+    assert names == {*CALLS, *COVERED, *NOT_IN_A_GRAPH, *(names & ELSEWHERE.keys())}
+
+
+def is_record(value):
+    return isinstance(value, type) and (issubclass(value, tuple) or is_dataclass(value))
+
+
+def evaluate(function, arguments):
+    """Return all floating results, and the gradients of the sum of their squares; integers and masks as they are."""
+    leaves = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor) and t.requires_grad]
+    results = [t for t in tree_leaves(function(**arguments)) if isinstance(t, torch.Tensor)]
+    differentiable = [t.square().sum() for t in results if t.requires_grad]
+    grads = torch.autograd.grad(sum(differentiable), leaves, materialize_grads=True) if differentiable else ()
+    return [t.detach() for t in (*results, *grads)]
+
+
+def assert_two_graphs(function, draw, steps=STEPS):
+    """Assert the results of eager mode in each step, no graph break, and no graph after the second step."""
+    counters.clear()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for k in range(steps):
+        expected, got = (evaluate(f, draw(Step(k))) for f in (function, compiled))
+        torch.testing.assert_close(got, expected)
+        assert counters["stats"]["unique_graphs"] <= min(k + 1, 2), f"step {k}"
+    assert not counters["graph_break"]
+
+
+EVERY_DAY = ["weighted_linear_nll", "linear_row_stats"]
+
+
+@pytest.mark.parametrize("name", every_time(EVERY_DAY, CALLS))
+def test_two_graphs_serve_all_steps(name):
+    assert_two_graphs(*CALLS[name])
+
+
+def draw_case(case, form):
+    def draw(step):
+        inputs = {name: t.to(DEVICE) for name, t in case.draw(step.B, step.L, V).items()}
+        inputs |= {name: step.count + i for i, name in enumerate(case.counts)}
+        rows = torch.randn(step.B, step.L * case.width, V if form == "logits" else D, device=DEVICE)
+        return {
+            "rows": rows.requires_grad_(), "weight": step.head(), "bias": torch.randn(V, device=DEVICE),
+            "inputs": inputs, "num_active": rows[..., 0].numel(),
+        }  # fmt: skip
+
+    return draw
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("case", [c for c in FIRSTS if isinstance(c.loss, type)], ids=lambda case: case.name)
+def test_two_graphs_serve_all_steps_of_a_loss(case, form):
+    loss = case.loss(**case.settings)
+
+    def step(rows, weight, bias, inputs, num_active):
+        if form == "logits":
+            return value_of(loss(**case.arguments(form, rows, inputs)))
+        arguments = case.arguments(form, rows, inputs, (weight, bias))
+        return value_of(loss.forward_fused(**arguments, num_active=num_active))
+
+    assert_two_graphs(step, draw_case(case, form))

@@ -1,0 +1,225 @@
+"""A ``num_active`` that is too small: everything that a call computes is NaN, results and gradients alike."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dllm_kernels.losses import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    HybridDiffusionLLMLoss,
+    MDLMCrossEntropyLoss,
+    SCDDLoss,
+)
+from dllm_kernels.ops import (
+    linear_divergence,
+    linear_row_objective,
+    linear_row_stats,
+    linear_sample,
+    linear_token_nll,
+    soft_embedding,
+    token_log_probs,
+    weighted_linear_nll,
+)
+from tests.conftest import DEVICE, every_time
+
+N, V, D, R = 6, 11, 5, 2
+INACTIVE = 1  # one row is not active; the others are one more than num_active
+SKIPPED = 3
+
+
+def blind(stats, weights):
+    """Ignore NaN statistics, as an objective may."""
+    return torch.where(stats.log_probs.isfinite(), stats.log_probs, 0.0) * weights
+
+
+@dataclass
+class Call:
+    """Leaves and constants of one call, and the options that every op takes."""
+
+    leaves: list[Any]
+    options: dict[str, Any]
+    num_active: int
+
+    def __post_init__(self):
+        torch.manual_seed(0)
+        self.ids = torch.tensor([0, 1, 2, 4, 5, 6], device=DEVICE)
+        self.active = torch.ones(N, device=DEVICE)
+        self.active[INACTIVE] = 0
+        self.teacher = torch.randn(N, D, device=DEVICE).to(self.leaves[0].dtype)
+
+    @property
+    def head(self):
+        _, w, b, u, second = self.leaves
+        return {"weight": w, "bias": b, "extra": (u, second), "num_active": self.num_active, **self.options}
+
+
+def nll(h, call):
+    targets = call.ids.masked_fill(call.active == 0, -100)
+    out = linear_token_nll(h, targets=targets, with_lse=True, with_correct=True, **call.head)
+    return out.nll.sum(), out
+
+
+def weighted(h, call):
+    out = weighted_linear_nll(h, targets=call.ids, weights=call.active, **call.head)
+    return out.loss, out
+
+
+def statistics(h, call):
+    mix = (call.active + 1, call.active + 1)
+    out = linear_row_stats(h, ids=call.ids, entropy=True, mix=mix, active=call.active, **call.head)
+    return sum(t.sum() for t in (out.log_probs, out.lse, out.entropy, out.mix)), out
+
+
+def entropy_alone(h, call):
+    out = linear_row_stats(h, ids=call.ids, entropy=True, active=call.active, **call.head)
+    return out.entropy[2:].sum(), out  # some rows have no upstream gradient
+
+
+def objective(h, call):
+    head = call.head
+    out = linear_row_objective(
+        h, head.pop("weight"), call.ids, blind, call.active + 1, entropy=True, active=call.active, **head
+    )
+    return out.loss, out
+
+
+def divergence(reduction):
+    def run(h, call):
+        out = linear_divergence(
+            h, teacher_hidden=call.teacher, weights=call.active, kind={"kl": 1.0, "tv": 0.5}, reduction=reduction,
+            **call.head,
+        )  # fmt: skip
+        return out.loss.sum(), out
+
+    return run
+
+
+def log_probs(h, call):
+    out = token_log_probs(h, call.ids, active=call.active, with_entropy=True, **call.head)
+    return (out.log_probs + out.entropy).sum(), out
+
+
+def embedding(h, call):
+    head, table = call.head, torch.ones(V, 3, device=DEVICE, dtype=h.dtype)
+    out = soft_embedding(h.detach(), head.pop("weight"), table, active=call.active, **head)
+    return None, (out,)
+
+
+def samples(h, call):
+    head = call.head
+    seeds = torch.arange(N, device=DEVICE)
+    out = linear_sample(h, head.pop("weight"), seeds=seeds, active=call.active, top_k=2, **head)
+    return None, out
+
+
+OPS = {
+    "linear_token_nll": nll,
+    "weighted_linear_nll": weighted,
+    "linear_row_stats": statistics,
+    "linear_row_stats, some rows": entropy_alone,
+    "linear_row_objective": objective,
+    "linear_divergence": divergence("sum"),
+    "linear_divergence of each row": divergence("none"),
+    "token_log_probs": log_probs,
+    "soft_embedding": embedding,
+    "linear_sample": samples,
+}
+TRAINED = {"head": (0, 1, 2, 3, 4), "rows": (0, 3), "hidden": (0,), "bias": (2,)}
+
+
+def make_leaves(dtype, trained):
+    torch.manual_seed(1)
+    shapes = [(N, D), (V, D), (V,), (N, R), (V, R)]
+    leaves = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+    return [leaf.requires_grad_(i in trained) for i, leaf in enumerate(leaves)]
+
+
+def floats(results):
+    return [t for t in results if t is not None and t.is_floating_point()]
+
+
+def assert_all_nan(op, trained, dtype=torch.float32, bound=N - 2, run=None, **options):
+    leaves = make_leaves(dtype, trained)
+    loss, out = (run or OPS[op])(leaves[0], Call(leaves, {"skip_id": SKIPPED, **options}, bound))
+    assert floats(out)
+    for t in out:
+        if t is not None and t.dtype == torch.bool:
+            assert not t.any()
+        elif t is not None and t.is_floating_point():
+            assert t.isnan().all()
+        elif t is not None:  # ids, which an embedding may read
+            assert ((t == -100) | (t >= 0) & (t < V)).all()
+    if loss is not None:
+        loss.backward()
+        for i in trained:
+            assert leaves[i].grad.isnan().all(), i
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("bound", [N - 2, 1, 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("op", OPS)
+def test_every_result_and_gradient_is_nan(op, trained, dtype, bound, backend):
+    assert_all_nan(op, TRAINED[trained], dtype, bound, chunk_size=3, backend=backend)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("trained", TRAINED)
+@pytest.mark.parametrize("op", OPS)
+def test_a_bound_that_is_exact_changes_nothing(op, trained):
+    exact, unbounded = (make_leaves(torch.float32, TRAINED[trained]) for _ in range(2))
+    results = []
+    for leaves, bound in ((exact, N - 1), (unbounded, None)):
+        loss, out = OPS[op](leaves[0], Call(leaves, {"skip_id": SKIPPED, "chunk_size": 3}, bound))
+        if loss is not None:
+            loss.backward()
+        results.append([*floats(out), *(leaf.grad for leaf in leaves if leaf.requires_grad and loss is not None)])
+    for got, expected in zip(*results, strict=True):
+        assert got.isfinite().all()
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "op", every_time(["weighted_linear_nll", "linear_row_stats"], [name for name in OPS if "some" not in name])
+)
+@pytest.mark.parametrize("trained", ["head", "rows"])
+def test_every_result_and_gradient_of_a_graph_is_nan(op, trained):
+    torch.compiler.reset()
+    assert_all_nan(op, TRAINED[trained], run=torch.compile(OPS[op], backend="aot_eager", fullgraph=True))
+
+
+def batch():
+    torch.manual_seed(0)
+    ids, ones = torch.arange(6, device=DEVICE).view(2, 3), torch.ones(2, 3, device=DEVICE)
+    return {"target_ids": ids, "noise_mask": ones, "p_mask": ones / 2, "loss_mask": ones}
+
+
+MASK = 9
+LOSSES = {
+    "mdlm": (MDLMCrossEntropyLoss, batch),
+    "block diffusion": (BlockDiffusionCrossEntropyLoss, batch),
+    "hybrid": (HybridDiffusionLLMLoss, batch),
+    "scdd": (lambda: SCDDLoss(MASK), lambda: batch() | {"noisy_input_ids": torch.full((2, 3), MASK, device=DEVICE)}),
+    "dflash": (
+        DFlashDecayLoss,
+        lambda: {"target_ids": batch()["target_ids"], "block_mask": batch()["loss_mask"]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_and_its_gradients_are_nan(name, backend):
+    make, inputs = LOSSES[name]
+    h = torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
+    w = torch.randn(V, D, device=DEVICE, requires_grad=True)
+    loss = make()
+    loss.backend = backend
+    out = loss.forward_fused(h, w, **inputs(), num_active=5)
+    out.total_loss.backward()
+    for t in (out.total_loss, out.dllm_loss, h.grad, w.grad):
+        assert t.isnan().all()
