@@ -242,8 +242,8 @@ class PolicyLoss(nn.Module):
         self._check_num_tokens(num_tokens)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, given, num_tokens, rows.accum_dtype)
-        of_rows = self.level == "token" and scored_once(views) and rows.weight is not None
-        if of_rows and not torch.compiler.is_compiling():  # linear_row_objective would recompute the logits in a graph
+        compiling = torch.compiler.is_compiling()  # linear_row_objective would recompute the logits in a graph
+        if not compiling and self.level == "token" and rows.weight is not None and scored_once(views):
             loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
         else:
@@ -312,9 +312,10 @@ class PolicyLoss(nn.Module):
     def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
         self.objective._check_given(old, ref)
         of_tokens, of_rows = tuple(ids.shape), tuple(ids.shape[:1])
-        scores = of_tokens if self.level == "token" else of_rows
+        by_token = self.level == "token"
+        scores = of_tokens if by_token else of_rows
         _check_constant("old", old, ids, (scores,), self.level)
-        _check_constant("advantages", advantages, ids, tuple(dict.fromkeys((of_rows, scores))), self.level)
+        _check_constant("advantages", advantages, ids, (of_rows, scores) if by_token else (of_rows,), self.level)
         _check_constant("ref", ref, ids, (scores,), self.level)
 
     def _check_num_tokens(self, num_tokens: Count) -> None:
@@ -336,6 +337,7 @@ def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews) -> None:
         raise ValueError(f"views must be [K, B, L] with [B, L] = {tuple(ids.shape)}, that of ids, got {shape}")
     _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
     _checks.check_same_device(names.rows, x, views=views.scored)
+    _checks.check_constant("views.weights", views.weights)
     if rows.weight is not None:
         _checks.checked_extra(names, x, rows.weight, rows.extra)
     _checks.checked_transform(V, *rows.options.transform)
@@ -357,7 +359,7 @@ def _check_constant(name: str, value: Any, ids: Tensor, shapes: tuple[tuple[int,
     if value is None and name != "advantages":
         return
     _checks.check_float(name, value)
-    if tuple(value.shape) not in shapes:
+    if all(tuple(value.shape) != shape for shape in shapes):  # "in" compares symbolic sizes by identity
         expected = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {expected} for level={level!r}, got {tuple(value.shape)}")
     _checks.check_same_device("ids", ids, **{name: value})

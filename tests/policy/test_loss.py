@@ -512,7 +512,7 @@ def test_settings_are_checked_at_each_call():
         ({"ids": torch.zeros(L, dtype=torch.long)}, ValueError, r"ids must have shape \[B, L\], got \(5,\)"),
         ({"views": None}, TypeError, "views must be PolicyViews, got NoneType"),
         (
-            {"views": PolicyViews(*[torch.zeros(3, 2, L, dtype=torch.bool)] * 3)},
+            {"views": policy_views(torch.zeros(2, L, dtype=torch.long), S[:2], MASK, "coupled")},
             ValueError,
             r"views must be \[K, B, L\] with \[B, L\] = \(3, 5\), that of ids, got \(3, 2, 5\)",
         ),
