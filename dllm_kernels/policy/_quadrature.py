@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def quadrature_rule(like: Tensor, num: int) -> Tensor:
-    """Return ascending nodes, and weights with sum 1, float32 ``[2, num]`` on the device of ``like``."""
+    """Return ascending nodes t and g / t with weights g of sum 1, float32 ``[2, num]`` on the device of ``like``."""
     if torch.compiler.is_compiling():
         from dllm_kernels.policy import _compiled
 
@@ -19,8 +19,10 @@ def quadrature_rule(like: Tensor, num: int) -> Tensor:
 
 def filled_rule(like: Tensor, num: int) -> Tensor:
     """Compute the rule outside a graph: one fill per number, because copying a list to a GPU is a host sync."""
-    on = {"dtype": torch.float32, "device": like.device}
-    return torch.stack([torch.stack([torch.full((), x, **on) for x in each]) for each in gauss_legendre(num)])
+    nodes, factors = gauss_legendre(num)
+    numbers = [*nodes, *(g / t for t, g in zip(nodes, factors, strict=True))]
+    filled = [torch.full((), x, dtype=torch.float32, device=like.device) for x in numbers]
+    return torch.stack(filled).view(2, num)
 
 
 def gauss_legendre(num: int) -> tuple[list[float], list[float]]:

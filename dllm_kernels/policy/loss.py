@@ -42,7 +42,8 @@ class PolicyLossOutput(NamedTuple):
     Attributes:
         loss: float32 (float64 for float64 inputs), differentiable.
         ratio: mean of ``exp(s - old)``, clamped as in the objective; None without ``old``.
-        clip_fraction: fraction of the scores whose loss is changed by clipping; None for "reinforce".
+        clip_fraction: fraction of the scores whose loss or gradient is changed by clipping, none with an advantage of
+            0; None for "reinforce".
         kl: mean of the KL estimate, without its coefficient; None without ``kl``.
         entropy: mean entropy of the scored rows of all views; None unless requested.
     """
@@ -91,8 +92,9 @@ class PolicyLoss(nn.Module):
     in B. Only scored rows are read or projected, so the content of other rows has no effect.
 
     Matrix products with a frozen and with a trainable head: 2 and 3 with ``level="token"`` if each token is scored at
-    most once (one view of any scheme, "trace", or one pair of "count"). Otherwise, and always under ``torch.compile``,
-    2 and 4, or 3 and 4 with ``with_entropy``.
+    most once (one view of any scheme, or "trace" and one pair of "count" as :func:`policy_views` returned them).
+    Otherwise, and always under ``torch.compile``, 2 and 4, or 3 and 4 with ``with_entropy``. One graph serves all sizes
+    B, L and K above 1 if torch.compile treats them as dynamic.
 
     Examples:
         >>> ids, loss_mask, MASK = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]]), 9

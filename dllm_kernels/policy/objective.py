@@ -44,6 +44,14 @@ class PolicyObjective:
     k3 ``exp(ref - s) - (ref - s) - 1``
     == =============================================
 
+    A clipped loss has the gradient 0 at any distance of s from the old score, also if the ratio overflows. If A is 0,
+    the policy term and its gradient are 0. With ``kl_coef=0`` the penalty is not computed.
+
+    Two losses have no upper bound and may overflow: "clip" with A < 0 and without ``dual_clip``, if ``|A| r`` exceeds
+    float32, and k3, if ``ref - s`` is above about 88. Loss and gradient of this score are then infinite, or NaN if both
+    overflow with opposite signs. Other scores keep their gradients. ``dual_clip`` or ``log_ratio_clamp`` bounds the
+    ratio; k1 and k2 do not overflow.
+
     Examples:
         >>> objective = PolicyObjective(clip_low=0.2, clip_high=0.28)
         >>> scores, old = torch.tensor([0.5, 0.1]), torch.zeros(2)
@@ -114,7 +122,7 @@ class PolicyObjective:
             ref: scores under the reference policy; only used with ``kl``.
 
         Returns:
-            Loss, of the shape of the scores, differentiable in them.
+            Loss, of the shape of the scores, float32 (float64 for float64 scores), differentiable in them.
 
         Raises:
             TypeError: an argument has the wrong type.

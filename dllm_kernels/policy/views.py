@@ -198,8 +198,8 @@ def policy_views(
         scheme: "full", "coupled", "elbo", "count", "quadrature" or "trace".
         num: number of views, pairs or triples to draw. For "trace", the number of groups of consecutive decoding steps.
             Step s of the T steps of a row belongs to group ``floor(num s / T)``, and each group is treated as one step.
-            For "trace", 1 means that every step is a group, and K is read back from a GPU, a host sync. (One group of
-            all steps would be "full".)
+            For "trace", 1 means that every step is a group, and K is read back from a GPU, a host sync; in a graph of
+            ``torch.compile`` this raises. (One group of all steps would be "full".)
         level: levels to use instead of drawn levels, in [0, 1]: a number, ``[B]``, or ``[num, B]`` with one level per
             draw. Only for "coupled", "elbo" and "count". For "count", x is ``round(level n)`` (half to even, at least
             one if the level is not 0).
@@ -392,9 +392,9 @@ def _count(rows: _Rows) -> _Made:
 
 
 def _quadrature(rows: _Rows) -> _Made:
-    nodes, factors = quadrature_rule(rows.ids, rows.num)
-    scored = rows.masks(nodes[:, None].expand(-1, rows.ids.shape[0]))
-    return _Made(scored, scored, (factors / nodes)[:, None])
+    level, weight = quadrature_rule(rows.ids, rows.num)[..., None]
+    scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
+    return _Made(scored, scored, weight)
 
 
 def _trace(rows: _Rows) -> _Made:
