@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm_kernels.policy._quadrature import filled_rule
+from dllm_kernels.policy import _quadrature
 
 
 @torch.library.custom_op("dllm_kernels::quadrature_rule", mutates_args=())
 def quadrature_rule(like: Tensor, num: int) -> Tensor:
-    """See ``_quadrature.filled_rule``."""
-    return filled_rule(like, num)
+    """See ``_quadrature.quadrature_rule``."""
+    return _quadrature.quadrature_rule(like, num)
 
 
 @quadrature_rule.register_fake

@@ -9,16 +9,10 @@ from torch import Tensor
 
 
 def quadrature_rule(like: Tensor, num: int) -> Tensor:
-    """Return ascending nodes t and g / t with weights g of sum 1, float32 ``[2, num]`` on the device of ``like``."""
-    if torch.compiler.is_compiling():
-        from dllm_kernels.policy import _compiled
+    """Return ascending nodes t and g / t with weights g of sum 1, float32 ``[2, num]`` on the device of ``like``.
 
-        return _compiled.quadrature_rule(like, num)
-    return filled_rule(like, num)
-
-
-def filled_rule(like: Tensor, num: int) -> Tensor:
-    """Compute the rule outside a graph: one fill per number, because copying a list to a GPU is a host sync."""
+    One fill per number, because copying a list to a GPU is a host sync. Not traced: see ``_compiled.py``.
+    """
     nodes, factors = gauss_legendre(num)
     numbers = [*nodes, *(g / t for t, g in zip(nodes, factors, strict=True))]
     filled = [torch.full((), x, dtype=torch.float32, device=like.device) for x in numbers]
