@@ -392,10 +392,11 @@ def _count(rows: _Rows) -> _Made:
 
 
 def _quadrature(rows: _Rows) -> _Made:
+    rule: Callable[[Tensor, int], Tensor] = quadrature_rule
     if torch.compiler.is_compiling():
-        from dllm_kernels.policy._compiled import quadrature_rule as rule
-    else:
-        rule = quadrature_rule
+        from dllm_kernels.policy import _compiled
+
+        rule = _compiled.quadrature_rule
     level, weight = rule(rows.ids, rows.num)[..., None]
     scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
     return _Made(scored, scored, weight)
