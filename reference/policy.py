@@ -198,20 +198,24 @@ def policy_objective(
 ) -> torch.Tensor:
     """Compute the loss of each score, elementwise.
 
+    The clipped ratio is an exponential of a clamped logarithm. It cannot overflow, and its gradient is 0 where it is
+    clipped: -min(r A, clip(r) A) is -A min(r, 1 + clip_high) for A > 0, and -A max(r, 1 - clip_low) for A < 0.
+
     Source: PPO, arXiv:1707.06347, eq. 7; dual clip, arXiv:1912.09729; CISPO, arXiv:2506.13585; k1, k2 and k3: J.
     Schulman, "Approximating KL Divergence", 2020.
     """
     bound = math.inf if log_ratio_clamp is None else log_ratio_clamp
-    ratio = torch.exp((scores - old).clamp(-bound, bound))
-    if kind == "reinforce":
-        loss = -advantages * scores
-    elif kind == "cispo":
-        loss = -torch.clamp(ratio, max=1 + clip_high).detach() * advantages * scores
+    log_ratio = (scores - old).clamp(-bound, bound)
+    most = math.log1p(clip_high)
+    if kind == "clip":
+        least = math.log1p(-clip_low) if clip_low < 1 else -math.inf
+        of_negative = log_ratio.clamp(least, math.inf if dual_clip is None else math.log(dual_clip))
+        # With an advantage of 0, any finite ratio gives 0.
+        loss = -advantages * torch.exp(torch.where(advantages < 0, of_negative, log_ratio.clamp(max=most)))
     else:
-        loss = -torch.min(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-        if dual_clip is not None:
-            loss = torch.where(advantages < 0, torch.min(loss, -dual_clip * advantages), loss)
-    if kl is None or ref is None:
+        weight = 1 if kind == "reinforce" else torch.exp(log_ratio.clamp(max=most)).detach()
+        loss = -advantages * weight * torch.where(advantages * weight == 0, 0, scores)
+    if kl is None or ref is None or kl_coef == 0:
         return loss
     away = ref - scores
     penalty = {"k1": -away, "k2": away**2 / 2, "k3": torch.exp(away) - away - 1}[kl]

@@ -77,7 +77,7 @@ corrupt = _op(_corrupt.corrupt, _corrupted, _corrupt.Routine)
 mix_tokens = _op(_corrupt.mix_tokens, _mixed)
 complement = _op(_corrupt.complement, _mask)
 sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))
-child_seeds = _op(_philox.child_seeds, lambda seeds, count: seeds.new_empty(len(seeds), count))
+child_seeds = _op(_philox.child_seeds, lambda seeds, count: seeds.new_empty(seeds.shape[0], count))
 
 
 @torch.library.custom_op("dllm_kernels::gumbel_topk_mask", mutates_args=())

@@ -42,7 +42,8 @@ class PolicyLossOutput(NamedTuple):
     Attributes:
         loss: float32 (float64 for float64 inputs), differentiable.
         ratio: mean of ``exp(s - old)``, clamped as in the objective; None without ``old``.
-        clip_fraction: fraction of the scores whose loss is changed by clipping; None for "reinforce".
+        clip_fraction: fraction of the scores whose loss or gradient is changed by clipping, none with an advantage of
+            0; None for "reinforce".
         kl: mean of the KL estimate, without its coefficient; None without ``kl``.
         entropy: mean entropy of the scored rows of all views; None unless requested.
     """
@@ -91,8 +92,9 @@ class PolicyLoss(nn.Module):
     in B. Only scored rows are read or projected, so the content of other rows has no effect.
 
     Matrix products with a frozen and with a trainable head: 2 and 3 with ``level="token"`` if each token is scored at
-    most once (one view of any scheme, "trace", or one pair of "count"). Otherwise, and always under ``torch.compile``,
-    2 and 4, or 3 and 4 with ``with_entropy``.
+    most once (one view of any scheme, or "trace" and one pair of "count" as :func:`policy_views` returned them).
+    Otherwise, and always under ``torch.compile``, 2 and 4, or 3 and 4 with ``with_entropy``. One graph serves all sizes
+    B, L and K above 1 if torch.compile treats them as dynamic.
 
     Examples:
         >>> ids, loss_mask, MASK = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]]), 9
@@ -242,8 +244,8 @@ class PolicyLoss(nn.Module):
         self._check_num_tokens(num_tokens)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, given, num_tokens, rows.accum_dtype)
-        of_rows = self.level == "token" and scored_once(views) and rows.weight is not None
-        if of_rows and not torch.compiler.is_compiling():  # linear_row_objective would recompute the logits in a graph
+        compiling = torch.compiler.is_compiling()  # linear_row_objective would recompute the logits in a graph
+        if not compiling and self.level == "token" and rows.weight is not None and scored_once(views):
             loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
         else:
@@ -312,9 +314,10 @@ class PolicyLoss(nn.Module):
     def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
         self.objective._check_given(old, ref)
         of_tokens, of_rows = tuple(ids.shape), tuple(ids.shape[:1])
-        scores = of_tokens if self.level == "token" else of_rows
+        by_token = self.level == "token"
+        scores = of_tokens if by_token else of_rows
         _check_constant("old", old, ids, (scores,), self.level)
-        _check_constant("advantages", advantages, ids, tuple(dict.fromkeys((of_rows, scores))), self.level)
+        _check_constant("advantages", advantages, ids, (of_rows, scores) if by_token else (of_rows,), self.level)
         _check_constant("ref", ref, ids, (scores,), self.level)
 
     def _check_num_tokens(self, num_tokens: Count) -> None:
@@ -336,6 +339,7 @@ def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews) -> None:
         raise ValueError(f"views must be [K, B, L] with [B, L] = {tuple(ids.shape)}, that of ids, got {shape}")
     _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
     _checks.check_same_device(names.rows, x, views=views.scored)
+    _checks.check_constant("views.weights", views.weights)
     if rows.weight is not None:
         _checks.checked_extra(names, x, rows.weight, rows.extra)
     _checks.checked_transform(V, *rows.options.transform)
@@ -356,7 +360,7 @@ def _check_constant(name: str, value: Any, ids: Tensor, shapes: tuple[tuple[int,
     if value is None and name != "advantages":
         return
     _checks.check_float(name, value)
-    if tuple(value.shape) not in shapes:
+    if all(tuple(value.shape) != shape for shape in shapes):  # "in" compares symbolic sizes by identity
         expected = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {expected} for level={level!r}, got {tuple(value.shape)}")
     _checks.check_same_device("ids", ids, **{name: value})

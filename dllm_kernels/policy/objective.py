@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.ops import RowStats
 
@@ -43,6 +44,14 @@ class PolicyObjective:
     k2 ``(s - ref)^2 / 2``
     k3 ``exp(ref - s) - (ref - s) - 1``
     == =============================================
+
+    A clipped loss has the gradient 0 at any distance of s from the old score, also if the ratio overflows. If A is 0,
+    the policy term and its gradient are 0. With ``kl_coef=0`` the penalty is not computed.
+
+    Two losses have no upper bound and may overflow: "clip" with A < 0 and without ``dual_clip``, if ``|A| r`` exceeds
+    float32, and k3, if ``ref - s`` is above about 88. Loss and gradient of this score are then infinite, or NaN if both
+    overflow with opposite signs. Other scores keep their gradients. ``dual_clip`` or ``log_ratio_clamp`` bounds the
+    ratio; k1 and k2 do not overflow.
 
     Examples:
         >>> objective = PolicyObjective(clip_low=0.2, clip_high=0.28)
@@ -114,7 +123,7 @@ class PolicyObjective:
             ref: scores under the reference policy; only used with ``kl``.
 
         Returns:
-            Loss, of the shape of the scores, differentiable in them.
+            Loss, of the shape of the scores, float32 (float64 for float64 scores), differentiable in them.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -127,8 +136,11 @@ class PolicyObjective:
         for name, value in (("old", old), ("advantages", advantages), ("ref", ref)):
             if value is not None or name == "advantages":
                 _check_beside(name, value, s)
+        s = s.to(accum_dtype(s.dtype))
         loss = self._policy_term(s, old, advantages)  # type: ignore[arg-type]
-        return loss if self.kl is None else loss + self.kl_coef * self._penalty(s - ref)  # type: ignore[operator]
+        if self.kl is None or self.kl_coef == 0:
+            return loss
+        return loss + self._penalty(s - ref, self.kl_coef)  # type: ignore[operator]
 
     def _check_given(self, old: Tensor | None, ref: Tensor | None) -> None:
         """Raise ValueError if scores that the objective needs are missing."""
@@ -138,30 +150,53 @@ class PolicyObjective:
             raise ValueError(f"ref must be given for kl={self.kl!r}, got None")
 
     def _policy_term(self, s: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        # Select by ``where`` before the exponential: where it overflows, a selection after it has the gradient
+        # 0 * inf = NaN. A NaN score stays NaN at any advantage.
+        zero = (advantages == 0) & ~s.isnan()
         if self.kind == "reinforce":
-            return -advantages * s
-        ratio = self._ratio(s, old)
+            return -advantages * torch.where(zero, 0.0, s)
+        log_ratio = self._log_ratio(s, old)
+        ratio = log_ratio.detach().exp()
+        bounded = self._bounded(ratio, advantages)
         if self.kind == "cispo":
-            return -ratio.detach().clamp(max=1.0 + self.clip_high) * advantages * s
-        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
-        loss = -torch.minimum(ratio * advantages, clipped * advantages)
-        if self.dual_clip is not None:
-            loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
-        return loss
+            factor = torch.where(zero, 0.0, bounded * advantages)
+            return -factor * torch.where(factor == 0, 0.0, s)
+        clipped = _differ(ratio, bounded)
+        live = torch.where(zero | clipped, 0.0, log_ratio)
+        return _times_growing(torch.where(clipped, bounded, 1.0) * -advantages, live)
 
-    def _ratio(self, s: Tensor, old: Tensor) -> Tensor:
-        log_ratio = s - old
-        if self.log_ratio_clamp is not None:
-            log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
-        return log_ratio.exp()
+    def _log_ratio(self, s: Tensor, old: Tensor) -> Tensor:
+        log_ratio, c = s - old, self.log_ratio_clamp
+        return log_ratio if c is None else log_ratio.clamp(-c, c)
 
-    def _penalty(self, away: Tensor) -> Tensor:
-        """Estimate the KL divergence from ``away = s - ref``."""
+    def _bounded(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """Clip ratios on the side on which the loss does: ``-min(r A, clip(r) A)`` is ``-A`` times the result."""
+        above = ratio.clamp(max=1.0 + self.clip_high)
+        if self.kind == "cispo":
+            return above
+        return torch.where(advantages < 0, ratio.clamp(1.0 - self.clip_low, self.dual_clip), above)
+
+    def _penalty(self, away: Tensor, coef: float = 1.0) -> Tensor:
+        """Estimate the KL divergence from ``away = s - ref``, times a coefficient."""
         if self.kl == "k1":
-            return away
+            return coef * away
         if self.kl == "k2":
-            return away.square() / 2
-        return torch.expm1(-away) + away
+            return coef * (away.square() / 2)
+        return _times_growing(coef, -away, lambda x: torch.expm1(x) - x)
+
+
+def _times_growing(factor: Tensor | float, x: Tensor, function: Callable[[Tensor], Tensor] = torch.exp) -> Tensor:
+    """Compute ``factor * function(x)`` for a function that grows as exp does; infinite only if the product is.
+
+    Float32 holds exp(80), and above 80 such a function equals ``function(80) exp(x - 80)``, up to rounding.
+    """
+    large = x > 80.0
+    return factor * function(torch.where(large, 80.0, x)) * torch.where(large, x - 80.0, 0.0).exp()
+
+
+def _differ(ratio: Tensor, bounded: Tensor) -> Tensor:
+    """Return True where clipping changed a ratio; False for NaN."""
+    return (ratio > bounded) | (ratio < bounded)
 
 
 class ScoreMetrics(NamedTuple):
@@ -183,16 +218,11 @@ def score_metrics(
 ) -> ScoreMetrics:
     """Compute the metrics of the scores; the arguments are documented in :meth:`PolicyObjective.__call__`."""
     s = scores.detach()
-    ratio = None if old is None else objective._ratio(s, old)
+    ratio = None if old is None else objective._log_ratio(s, old).exp()
     kl = None if objective.kl is None else objective._penalty(s - ref)  # type: ignore[operator]
     if objective.kind == "reinforce" or ratio is None:
         return ScoreMetrics(ratio, None, kl)
-    above = ratio > 1.0 + objective.clip_high
-    if objective.kind == "cispo":
-        return ScoreMetrics(ratio, above, kl)
-    clipped = torch.where(advantages < 0, ratio < 1.0 - objective.clip_low, above & (advantages > 0))
-    if objective.dual_clip is not None:
-        clipped = clipped | ((ratio > objective.dual_clip) & (advantages < 0))
+    clipped = _differ(ratio, objective._bounded(ratio, advantages)) & (advantages != 0)
     return ScoreMetrics(ratio, clipped, kl)
 
 

@@ -12,9 +12,8 @@ rows. With a generator, one seed per call is drawn from it, and its child seed b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,10 @@ from torch import Tensor
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._plain import is_dtensor, plain
 from dllm_kernels.corruption import checked_mask_id, corrupt_uniform, sample_level
+from dllm_kernels.policy._quadrature import quadrature_rule
 
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
 _EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)
@@ -40,7 +42,13 @@ class PolicyViews:
         num_supervised: number of supervised tokens per row, int64 ``[B]``, the denominator of the mean score. It cannot
             be computed from ``scored``, because a random mask may omit a token in every view. None: the number of
             tokens that are scored in any view.
-        scheme: scheme of the views, or None; :func:`eubo` supports only some schemes.
+        scheme: scheme of the views, or None; :func:`eubo` supports only some schemes. Copies with other tensors (a
+            slice, several views concatenated) may keep it: only views as :func:`policy_views` returned them are taken
+            to score each token at most once.
+
+    Raises:
+        TypeError: a field has the wrong type, or is a DTensor.
+        ValueError: shapes, dtypes or devices do not match, or the scheme is unknown.
     """
 
     noisy: Tensor
@@ -48,6 +56,25 @@ class PolicyViews:
     weights: Tensor
     num_supervised: Tensor | None = None
     scheme: str | None = None
+    # Version of ``scored`` in which no token is scored in two views; None: not known. A copy does not have it.
+    _scored_once_in: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Validate the fields."""
+        fields = {"noisy": _checks.INT_DTYPES, "scored": (torch.bool,), "weights": _checks.FLOAT_DTYPES}
+        for name, dtypes in fields.items():
+            _check_field(name, getattr(self, name), dtypes)
+        _checks.check_ndim("scored", self.scored, 3, "[K, B, L]")
+        for name in ("noisy", "weights"):
+            _checks.check_shape(name, getattr(self, name), self.scored.shape, "that of scored")
+        if self.num_supervised is not None:
+            _check_field("num_supervised", self.num_supervised, _checks.INT_DTYPES)
+            _checks.check_shape("num_supervised", self.num_supervised, self.scored.shape[1:2], "one per row")
+        _checks.check_same_device(
+            "scored", self.scored, noisy=self.noisy, weights=self.weights, num_supervised=self.num_supervised
+        )
+        if self.scheme is not None:
+            _checks.check_choice("scheme", self.scheme, SCHEMES)
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield noisy, scored and weights."""
@@ -67,8 +94,7 @@ class PolicyViews:
             TypeError: ``log_probs`` is not a tensor.
             ValueError: ``log_probs`` has another shape or device than the views, or is not floating.
         """
-        _check_log_probs(log_probs, self)
-        return (self.weights * torch.where(self.scored, log_probs, 0.0)).sum(0)
+        return (self.weights * torch.where(self.scored, _checked_log_probs(log_probs, self), 0.0)).sum(0)
 
     def sequence_scores(self, log_probs: Tensor, *, mean: bool = False) -> Tensor:
         r"""Score each sequence: :math:`S_b = \sum_k \sum_i w_{kbi} \, l_{kbi}`.
@@ -97,9 +123,16 @@ def supervised_tokens(views: PolicyViews) -> Tensor:
 
 
 def scored_once(views: PolicyViews) -> bool:
-    """Return True if the scheme implies that no token is scored in two views. Does not read values."""
-    K = len(views.scored)
-    return K == 1 or views.scheme == "trace" or (views.scheme == "count" and K == 2)  # a mask and its complement
+    """Return True if no token can be scored in two views, without reading values; not called while a graph is traced.
+
+    More than one view are known to do so if :func:`policy_views` made them and ``scored`` was not modified since.
+    """
+    return len(views.scored) == 1 or views._scored_once_in == _version(views.scored)
+
+
+def _version(t: Tensor) -> int:
+    """Return the number of in-place modifications of a tensor; -1 if torch does not count them."""
+    return -1 if t.is_inference() else t._version
 
 
 def policy_views(
@@ -166,8 +199,8 @@ def policy_views(
         scheme: "full", "coupled", "elbo", "count", "quadrature" or "trace".
         num: number of views, pairs or triples to draw. For "trace", the number of groups of consecutive decoding steps.
             Step s of the T steps of a row belongs to group ``floor(num s / T)``, and each group is treated as one step.
-            For "trace", 1 means that every step is a group, and K is read back from a GPU, a host sync. (One group of
-            all steps would be "full".)
+            For "trace", 1 means that every step is a group, and K is read back from a GPU, a host sync; in a graph of
+            ``torch.compile`` this raises. (One group of all steps would be "full".)
         level: levels to use instead of drawn levels, in [0, 1]: a number, ``[B]``, or ``[num, B]`` with one level per
             draw. Only for "coupled", "elbo" and "count". For "count", x is ``round(level n)`` (half to even, at least
             one if the level is not 0).
@@ -192,12 +225,13 @@ def policy_views(
     """
     mask_id = _check_batch(ids, loss_mask, mask_token_id)
     use_triton(backend, ids)  # raises if the backend is invalid, also if nothing is drawn
-    _checks.check_choice("scheme", scheme, SCHEMES)
+    _check_scheme(scheme)
     _checks.check_positive_int("num", num)
+    _checks.check_whole_tensor("step_map", step_map)
     prob = _checked_prompt_prob(prompt_prob, scheme)
     supervised = loss_mask != 0
     if scheme == "trace":
-        _check_step_map(step_map, ids)
+        _check_step_map(step_map, ids, num)
     elif step_map is not None:
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, int(num), scheme)
@@ -207,7 +241,11 @@ def policy_views(
     made = SCHEMES[scheme](rows)
     weights = torch.where(made.scored, made.weight[..., None], 0.0)
     noisy = torch.where(made.masked, mask_id, ids)
-    return PolicyViews(noisy, made.scored, weights, supervised.sum(-1), scheme)
+    views = PolicyViews(noisy, made.scored, weights, supervised.sum(-1), scheme)
+    once = scheme == "trace" or (scheme == "count" and num == 1)  # the view of a step; a mask and its complement
+    if once and not torch.compiler.is_compiling() and (version := _version(made.scored)) >= 0:
+        object.__setattr__(views, "_scored_once_in", version)
+    return views
 
 
 def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
@@ -240,7 +278,7 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
         raise TypeError(f"views must be PolicyViews, got {_checks.type_name(views)}")
     if views.scheme is not None and views.scheme not in _EUBO_SCHEMES:
         raise ValueError(f"views must be of scheme {' or '.join(_EUBO_SCHEMES)} for eubo, got {views.scheme!r}")
-    _check_log_probs(log_probs, views)
+    log_probs = _checked_log_probs(log_probs, views)
     _checks.check_finite("beta", beta)
     if not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}")
@@ -355,54 +393,38 @@ def _count(rows: _Rows) -> _Made:
 
 
 def _quadrature(rows: _Rows) -> _Made:
-    nodes, factors = _gauss_legendre(rows.num)
-    # One fill per number, because copying a list to a GPU is a host sync.
-    level, weight = (
-        torch.stack([torch.full((len(rows.ids),), x, dtype=torch.float32, device=rows.ids.device) for x in numbers])
-        for numbers in (nodes, [g / t for t, g in zip(nodes, factors, strict=True)])
-    )
-    scored = rows.masks(level)
+    rule: Callable[[Tensor, int], Tensor] = quadrature_rule
+    if torch.compiler.is_compiling():
+        from dllm_kernels.policy import _compiled
+
+        rule = _compiled.quadrature_rule
+    level, weight = rule(rows.ids, rows.num)[..., None]
+    scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
     return _Made(scored, scored, weight)
 
 
 def _trace(rows: _Rows) -> _Made:
     step = rows.step_map.to(torch.int64).clamp(min=-1)
-    if step.numel() == 0:
-        K = rows.num
-    elif rows.num == 1:
-        K = int(step.max().clamp(min=0)) + 1  # a host sync on a GPU
-    else:
-        K = rows.num
-        steps = (step.amax(-1, keepdim=True) + 1).clamp(min=1)
-        step = torch.where(step >= 0, (step * K).div(steps, rounding_mode="floor"), step)
-    view = torch.arange(K, device=step.device)[:, None, None]
-    scored = (step == view) & rows.supervised
-    return _Made(step >= view, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
+    last = torch.nn.functional.pad(step, (0, 1)).amax(-1)  # at least 0, also without tokens
+    every = rows.num == 1 and step.numel() > 0
+    K = int(last.max()) + 1 if every else rows.num  # a host sync on a GPU if each step is a group
+    view = torch.arange(K, device=step.device)[:, None]
+    # The least step of group g of T = last + 1 steps is ceil(g T / K). Neither T nor K times a step need fit int64.
+    least = view if every else view * (last // K) + (view * (last % K + 1) + K - 1) // K
+    masked = step >= least[..., None]
+    scored = torch.cat([masked[:-1] & ~masked[1:], masked[-1:]]) & rows.supervised
+    return _Made(masked, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
 
 
 SCHEMES: dict[str, Callable[[_Rows], _Made]] = {
     "full": _full, "coupled": _coupled, "elbo": _elbo, "count": _count, "quadrature": _quadrature, "trace": _trace,
 }  # fmt: skip
-
-
-def _gauss_legendre(num: int) -> tuple[list[float], list[float]]:
-    """Return ascending nodes in (0, 1) and weights with sum 1, in plain Python, so that torch.compile can trace it.
-
-    The nodes are the roots of the Legendre polynomial P_num, by Newton's method from Tricomi's approximation. With x a
-    root, the weight is ``1 / ((1 - x^2) P'(x)^2)``, half of that on (-1, 1).
-    """
-    nodes, factors = [], []
-    for i in range(num, 0, -1):
-        x = math.cos(math.pi * (i - 0.25) / (num + 0.5))
-        for _ in range(8):
-            before, p = 1.0, x
-            for j in range(2, num + 1):
-                before, p = p, ((2 * j - 1) * x * p - (j - 1) * before) / j
-            slope = num * (before - x * p) / (1.0 - x * x)
-            x -= p / slope
-        nodes.append((1.0 + x) / 2)
-        factors.append(1.0 / ((1.0 - x * x) * slope * slope))
-    return nodes, factors
+# Published methods, and the scheme with their views.
+METHODS = {
+    "d1": "full", "diffu-grpo": "full", "wd1": "full", "diffucoder": "coupled", "coupled-grpo": "coupled",
+    "vrpo": "elbo", "llada-1.5": "elbo", "bgpo": "elbo", "spg": "elbo", "espo": "count", "gdpo": "quadrature",
+    "tracerl": "trace", "dipo": "trace", "mdpo": "trace",
+}  # fmt: skip
 
 
 def _seeds(
@@ -446,9 +468,24 @@ def _checked_prompt_prob(prompt_prob: float, scheme: str) -> float:
     return float(prompt_prob)
 
 
-def _check_step_map(step_map: Tensor | None, ids: Tensor) -> None:
+def _check_scheme(scheme: Any) -> None:
+    method = scheme.lower().replace("_", "-").replace(" ", "-") if isinstance(scheme, str) else None
+    if method in METHODS:
+        raise ValueError(
+            f"scheme must be one of {', '.join(SCHEMES)}, got {scheme!r}; pass {METHODS[method]!r}, the views of this "
+            "method"
+        )
+    _checks.check_choice("scheme", scheme, SCHEMES)
+
+
+def _check_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> None:
     if step_map is None:
         raise ValueError("step_map must be given for scheme 'trace', got None")
+    if num == 1 and torch.compiler.is_compiling():
+        raise ValueError(
+            "num must be at least 2 for scheme 'trace' in a graph of torch.compile, where the number of steps is not "
+            "known, got 1"
+        )
     _checks.check_like("ids", ids, _checks.INT_DTYPES, step_map=step_map)
 
 
@@ -471,7 +508,17 @@ def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: 
     return level.detach().to(torch.float32).expand(shape).contiguous()
 
 
-def _check_log_probs(log_probs: Tensor, views: PolicyViews) -> None:
+def _check_field(name: str, value: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    _checks.check_tensor(name, value)
+    if is_dtensor(value):
+        raise TypeError(f"{name} must be a plain torch.Tensor, got DTensor; pass its full_tensor()")
+    _checks.check_dtype(name, value, dtypes)  # type: ignore[arg-type]
+
+
+def _checked_log_probs(log_probs: Tensor, views: PolicyViews) -> Tensor:
+    """Validate log-probabilities; return them as a plain tensor in the dtype of sums."""
     _checks.check_float("log_probs", log_probs)
+    log_probs = plain(log_probs)
     _checks.check_shape("log_probs", log_probs, views.scored.shape, "that of the views")
     _checks.check_same_device("views", views.scored, log_probs=log_probs)
+    return log_probs.to(accum_dtype(log_probs.dtype))

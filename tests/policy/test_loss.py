@@ -257,6 +257,81 @@ def test_schemes_that_score_a_token_twice_with_and_without_their_name():
             torch.testing.assert_close(found, expected)
 
 
+def of_pairs(views, select):
+    return replace(views, **{name: select(getattr(views, name)) for name in ("noisy", "scored", "weights")})
+
+
+COPIES = {
+    "concatenated trace": lambda v: of_pairs(v["trace"], lambda t: torch.cat([t, t])),
+    "repeated trace": lambda v: of_pairs(v["trace"], lambda t: t[[0, 1, 1]]),
+    "first masks of two pairs": lambda v: of_pairs(v["pairs"], lambda t: t[::2]),
+    "stacked pair": lambda v: of_pairs(v["pair"], lambda t: torch.cat([t[:1], t[:1]])),
+    "by hand": lambda v: PolicyViews(v["pairs"].noisy[::2], *(t[::2] for t in list(v["pairs"])[1:]), None, "count"),
+    "modified": lambda v: v["modified"],
+}
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_the_scheme_of_copied_views_is_not_taken_for_their_data(copy):
+    """Slices and stacks that keep the scheme, but score tokens twice, have the loss of their views from both forms."""
+    ids, loss_mask = batch("full", "token")[:2]
+    make = lambda scheme, **more: policy_views(ids, loss_mask, MASK, scheme, seeds=torch.arange(B), **more)  # noqa: E731
+    v = {
+        "trace": make("trace", step_map=STEPS),
+        "pair": make("count", level=0.7),
+        "pairs": make("count", num=2, level=0.7),
+    }
+    v["modified"] = make("trace", step_map=STEPS)
+    for t, value in zip(list(v["modified"])[1:], (True, 1.0), strict=True):
+        t[:, 0, 2] = value
+    views = COPIES[copy](v)
+    assert (views.scored.sum(0) > 1).any()
+    h, w = torch.randn(len(views.scored), B, L, D), torch.randn(V, D, requires_grad=True)
+    old, A = torch.full((B, L), -2.0), torch.ones(B)
+    policy_loss = PolicyLoss(PolicyObjective(clip_low=1.0, clip_high=1e9))
+    fused = policy_loss.forward_fused(h, w, ids, views, old, A)
+    plain = policy_loss(F.linear(h, w), ids, views, old, A)
+    torch.testing.assert_close(fused[:4], plain[:4])
+    grads = [torch.autograd.grad(out.loss, w)[0] for out in (fused, plain)]
+    torch.testing.assert_close(*grads)
+
+
+def stale(old, ref):
+    """Move some scores so far that ratios and k3 overflow."""
+    off = torch.zeros(old.shape)
+    off.view(-1)[::3], off.view(-1)[1::3] = -300.0, 300.0
+    return old + off, ref - off
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dual_clip": 3.0}, {"dual_clip": 3.0, "kl": "k3", "kl_coef": 0.0}, {"kind": "cispo", "kl": "k2", "kl_coef": 0.1},
+     {"kind": "reinforce", "kl": "k3", "kl_coef": 0.0}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "token"), ("coupled", "sequence")])
+def test_stale_scores_have_finite_losses_and_gradients(scheme, level, settings, backend):
+    ids, loss_mask, views, old, advantages, ref = batch(scheme, level)
+    old, ref = stale(old, ref)
+    advantages = torch.where(torch.arange(len(advantages.flatten())).view(advantages.shape) % 4 == 3, 0.0, advantages)
+    policy_loss = PolicyLoss(PolicyObjective(**settings), level=level)
+    oracle = make_oracle(level, "tokens", (ids, loss_mask, views, old, advantages, ref), **settings)
+    torch.manual_seed(0)
+    h, w = torch.randn(*views.scored.shape, D), torch.randn(V, D)
+    wide = [t.double().requires_grad_() for t in (h, w)]
+    expected = oracle(F.linear(*wide))
+    grads = [g.float() for g in torch.autograd.grad(expected, wide)]
+    assert all(g.isfinite().all() for g in grads)
+    leaves = [t.requires_grad_() for t in (h, w)]
+    options = {"backend": backend}
+    for out in (
+        policy_loss.forward_fused(*leaves, ids, views, old, advantages, ref, **options),
+        policy_loss(F.linear(*leaves), ids, views, old, advantages, ref, **options),
+    ):
+        torch.testing.assert_close(out.loss, expected.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(list(torch.autograd.grad(out.loss, leaves)), grads, rtol=1e-4, atol=1e-4)
+
+
 def test_metrics_by_hand():
     """In both forms, with two tokens of log-probabilities log 1/2 and log 1/4, and one row without tokens."""
     ids, loss_mask = torch.tensor([[0, 1, 0], [0, 0, 0]]), torch.tensor([[0, 1, 1], [0, 0, 0]])
@@ -285,6 +360,9 @@ def test_metrics_by_hand():
         ({}, [1.3, 0.7, 1.3, 0.7, 1.0], [1.0, 1.0, -1.0, -1.0, 1.0], [1, 0, 0, 1, 0]),
         ({"dual_clip": 3.0}, [4.0, 2.0, 4.0, 0.7], [-1.0, -1.0, 1.0, 1.0], [1, 0, 1, 0]),
         ({"kind": "cispo"}, [1.3, 0.7, 1.3, 0.7], [1.0, 1.0, -1.0, -1.0], [1, 0, 1, 0]),
+        ({"kind": "cispo"}, [1.3, 9.0, 1.3], [0.0, 0.0, 1.0], [0, 0, 1]),
+        ({"dual_clip": 3.0}, [4.0, 0.1], [0.0, 0.0], [0, 0]),
+        ({"clip_high": 0.0, "clip_low": 0.0}, [1.0, 1.0], [1.0, -1.0], [0, 0]),
         ({}, [1.3, 0.7], [0.0, 0.0], [0, 0]),
     ],
 )
@@ -416,6 +494,37 @@ def test_one_graph_under_compile(scheme, level):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("form", ["hidden", "logits"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_graph_for_all_sizes(level, form, dynamic):
+    """B, L and K take ten values each, without reaching the limit of recompilations."""
+    torch.compiler.reset()
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
+    head = torch.randn(V, D)
+
+    def step(x, ids, views, old, advantages, ref):
+        if form == "hidden":
+            return policy_loss.forward_fused(x, head, ids, views, old, advantages, ref, with_entropy=True)
+        return policy_loss(x, ids, views, old, advantages, ref, with_entropy=True)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for i in range(10):
+        B, L, K = 2 + i, 5 + (3 * i + 2) % 11, 2 + (7 * i) % 10
+        ids = torch.arange(B * L).view(B, L) % MASK
+        views = policy_views(ids, ids % 3 > 0, MASK, "elbo", num=K, level=0.5, seeds=torch.arange(B))
+        old, ref = torch.randn(2, *((B, L) if level == "token" else (B,))) - 3
+        results = []
+        for function in (step, compiled):
+            torch.manual_seed(0)
+            x = (0.1 * torch.randn(K, B, L, D if form == "hidden" else V)).requires_grad_()
+            out = function(x, ids, views, old, torch.randn(B), ref)
+            out.loss.backward()
+            results.append([*(t.detach() for t in out), x.grad])
+        torch.testing.assert_close(*results)
+
+
 def test_the_backend_and_the_bound_of_rows_are_passed_on():
     ids, _, views, old, advantages, _ = batch("full", "token")
     h, w = torch.randn(*views.scored.shape, D), torch.randn(V, D)
@@ -512,7 +621,7 @@ def test_settings_are_checked_at_each_call():
         ({"ids": torch.zeros(L, dtype=torch.long)}, ValueError, r"ids must have shape \[B, L\], got \(5,\)"),
         ({"views": None}, TypeError, "views must be PolicyViews, got NoneType"),
         (
-            {"views": PolicyViews(*[torch.zeros(3, 2, L, dtype=torch.bool)] * 3)},
+            {"views": policy_views(torch.zeros(2, L, dtype=torch.long), S[:2], MASK, "coupled")},
             ValueError,
             r"views must be \[K, B, L\] with \[B, L\] = \(3, 5\), that of ids, got \(3, 2, 5\)",
         ),

@@ -92,6 +92,151 @@ def test_equals_the_oracle(settings):
     assert_parity(lambda s: objective(s, old, advantages, ref), oracle, draw)
 
 
+# Ratios and penalties that overflow
+
+EXTREMES = [
+    {}, {"clip_low": 1.0, "clip_high": 0.0}, {"dual_clip": 3.0}, {"log_ratio_clamp": 0.1}, {"log_ratio_clamp": 150.0},
+    {"dual_clip": 1.1, "log_ratio_clamp": 99.0}, {"kind": "cispo"}, {"kind": "cispo", "log_ratio_clamp": 0.1},
+    {"kind": "reinforce"}, {"kl": "k1", "kl_coef": 0.5}, {"kl": "k2", "kl_coef": 0.5}, {"kl": "k3", "kl_coef": 0.5},
+    {"kl": "k3", "kl_coef": 1e-30}, {"kl": "k3", "kl_coef": 0.0}, {"kind": "reinforce", "kl": "k3", "kl_coef": 0.5},
+    {"kind": "cispo", "dual_clip": None, "kl": "k3", "kl_coef": 0.0},
+]  # fmt: skip
+
+
+def exponential(x, factor=1.0):
+    """Compute ``factor e^x``, infinite only if the product is."""
+    if factor == 0 or x < 700:
+        return factor * math.exp(x) if factor else 0.0
+    x += math.log(abs(factor))
+    return math.copysign(math.inf if x > 709 else math.exp(x), factor)
+
+
+def policy_by_hand(s, old, A, kind="clip", clip_low=0.2, clip_high=0.2, dual_clip=None, log_ratio_clamp=math.inf):
+    """Return the loss of one score without a penalty, and its derivative in the score, one case after another."""
+    d = min(max(s - old, -log_ratio_clamp), log_ratio_clamp)
+    within = abs(s - old) <= log_ratio_clamp
+    r = exponential(d)
+    if A == 0:
+        return 0.0, 0.0
+    if kind == "reinforce":
+        return -A * s, -A
+    if kind == "cispo":
+        return -min(r, 1 + clip_high) * A * s, -min(r, 1 + clip_high) * A
+    if A > 0 and r > 1 + clip_high:
+        return -A * (1 + clip_high), 0.0
+    if A < 0 and r < 1 - clip_low:
+        return -A * (1 - clip_low), 0.0
+    if A < 0 and dual_clip is not None and r > dual_clip:
+        return -A * dual_clip, 0.0
+    return exponential(d, -A), exponential(d, -A) if within else 0.0
+
+
+def penalty_by_hand(away, kl=None, kl_coef=0.0):
+    """Return a penalty and its derivative in the score, with ``away = s - ref``."""
+    if kl == "k1":
+        return kl_coef * away, kl_coef
+    if kl == "k2":
+        return kl_coef * away**2 / 2, kl_coef * away
+    e = exponential(-away, kl_coef)
+    return e + kl_coef * (away - 1), kl_coef - e
+
+
+@pytest.mark.parametrize("settings", EXTREMES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_each_branch_at_extreme_differences(settings, dtype):
+    """Every score has the loss and the derivative of its own case, beside scores whose ratio overflows."""
+    differences = [0.0, 0.05, -0.05, 0.5, -0.5, 1.5, 80.0, 88.0, 100.0, 200.0, 1e4, -88.0, -100.0, -200.0, -1e4]
+    advantages = [1.0, -1.0, 0.0, -0.0, 1e-8, -1e-8, 1e-30, -1e-30, torch.finfo(torch.float32).tiny]
+    s = torch.full((len(differences), len(advantages), len(differences)), -1.0, dtype=dtype, requires_grad=True)
+    wide = torch.promote_types(dtype, torch.float32)
+    old, ref = (-1 - torch.tensor(differences, dtype=wide) for _ in range(2))
+    old, A = old[:, None, None], torch.tensor(advantages, dtype=wide)[None, :, None]
+    loss = PolicyObjective(**settings)(s, old, A, ref[None, None])
+    assert loss.dtype == wide
+    loss.sum().backward()
+    penalty = {name: settings[name] for name in settings if name in ("kl", "kl_coef")}
+    policy = {name: settings[name] for name in settings if name not in penalty}
+    terms = [[policy_by_hand(-1.0, x.item(), a.item(), **policy) for a in A.flatten().double()] for x in old.double()]
+    penalties = [penalty_by_hand(-1.0 - y.item(), **penalty) for y in ref.double()]
+    # Infinite outside the range of the dtype. The gradient is NaN only if it is the difference of two infinities.
+    terms, penalties = (torch.tensor(t, dtype=torch.float64).to(wide) for t in (terms, penalties))
+    expected = terms[:, :, None] + penalties
+    for found, values in ((loss, expected[..., 0]), (s.grad, expected[..., 1])):
+        rtol = 8 * torch.finfo(found.dtype).eps  # at 1, the size of the terms of k3, rtol / 2 is four roundings
+        torch.testing.assert_close(found.detach(), values.to(found.dtype), rtol=rtol, atol=rtol / 2, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "s", "old", "A", "loss", "grad"),
+    [
+        ({}, -math.inf, -1.0, 1.0, 0.0, 0.0),
+        ({}, -math.inf, -1.0, -1.0, 0.8, 0.0),
+        ({"clip_low": 1.0}, -math.inf, -1.0, -1.0, 0.0, 0.0),
+        ({}, -1.0, -math.inf, 1.0, -1.2, 0.0),
+        ({}, -1.0, -math.inf, -1.0, math.inf, math.inf),
+        ({"dual_clip": 3.0}, -1.0, -math.inf, -1.0, 3.0, 0.0),
+        ({"log_ratio_clamp": 1.0}, -1.0, -math.inf, -1.0, math.e, 0.0),
+        ({"kind": "cispo"}, -math.inf, -1.0, 1.0, 0.0, 0.0),
+        ({"kind": "cispo"}, -1.0, -math.inf, 1.0, 1.2, -1.2),
+        *(({"kind": kind}, s, old, 0.0, 0.0, 0.0) for kind in ("clip", "cispo", "reinforce")
+          for s, old in ((-math.inf, -1.0), (-1.0, -math.inf), (-math.inf, -math.inf))),
+        ({"kind": "reinforce"}, -math.inf, -1.0, 1.0, math.inf, -1.0),
+        ({"kl": "k3", "kl_coef": 0.5}, -math.inf, -math.inf, 0.0, math.inf, -math.inf),
+        ({"kl": "k3", "kl_coef": 0.0}, -math.inf, -math.inf, 0.0, 0.0, 0.0),
+    ],
+)  # fmt: skip
+def test_infinite_scores_by_hand(settings, s, old, A, loss, grad):
+    s = torch.tensor([s, -1.0], requires_grad=True)
+    objective, old = PolicyObjective(**settings), torch.tensor([old, -1.0])
+    found = objective(s, old, torch.tensor([A, 1.0]), torch.tensor([-2.0, -1.0]))
+    found.sum().backward()
+    assert found[0].item() == pytest.approx(loss)
+    assert s.grad[0].item() == pytest.approx(grad)
+    assert s.grad[1].item() == -1.0
+
+
+@pytest.mark.parametrize("settings", [{}, {"dual_clip": 3.0}, {"kind": "cispo"}, {"kind": "reinforce"}], ids=str)
+@pytest.mark.parametrize("A", [-1.0, 0.0, 1.0])
+def test_a_nan_score_is_visible_in_its_own_entry(settings, A):
+    s = torch.tensor([math.nan, -1.0], requires_grad=True)
+    loss = PolicyObjective(**settings)(s, torch.full((2,), -1.0), torch.full((2,), A))
+    assert loss.isnan().tolist() == [True, False]
+    loss.sum().backward()
+    assert s.grad[1].item() == -A
+
+
+@pytest.mark.parametrize("settings", [{}, {"dual_clip": 3.0}, {"kind": "cispo"}], ids=str)
+def test_stale_tokens_leave_the_other_rows_unchanged(settings, backend, device):
+    """Rows whose ratio overflows but is clipped, or has an advantage of 0, add nothing to the gradients."""
+    torch.manual_seed(0)
+    h, w, ids = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
+    old = torch.full((6,), -2.0)
+    stale, A = old.clone(), torch.tensor([1.0, -1.0, 0.5, 1.0, 0.0, -1.0])
+    stale[3:5] = -500.0
+    A, stale[5] = (A, -500.0) if settings else (A.clone().index_fill_(0, torch.tensor([5]), 0.0), -500.0)
+    objective, results = PolicyObjective(**settings), []
+    for before, dtype in ((stale, torch.float32), (stale, torch.float64)):
+        leaves = [t.to(device, dtype).requires_grad_() for t in (h, w)]
+        aux = [t.to(device, dtype) for t in (before, A)]
+        if dtype is torch.float64:
+            log_p = F.linear(*leaves).log_softmax(-1).gather(-1, ids.to(device)[:, None])[:, 0]
+            loss = reference.policy_objective(log_p, *aux, **settings).sum()
+            results.append([t.float() for t in torch.autograd.grad(loss, leaves)] * 2)
+        else:
+            linear = linear_row_objective(*leaves, ids.to(device), objective, *aux, backend=backend).loss
+            rows = row_objective(F.linear(*leaves), ids.to(device), objective, *aux, backend=backend).loss
+            results.append([g for loss in (linear, rows) for g in torch.autograd.grad(loss, leaves)])
+    torch.testing.assert_close(*results)
+
+
+def test_weights_of_an_objective_whose_ratio_overflows():
+    log_probs = torch.tensor([-1.0, -2.0, -3.0])
+    old, A = torch.tensor([-1.0, -302.0, -303.0]), torch.tensor([2.0, 1.0, 0.0])
+    ref = torch.tensor([-1.0, 98.0, 97.0])
+    objective = PolicyObjective(kl="k3", kl_coef=0.0)
+    assert nll_weights(lambda x: objective(x, old, A, ref).sum(), log_probs).tolist() == [2.0, 0.0, 0.0]
+
+
 def test_constants_may_have_sizes_of_one_and_any_shape():
     objective, s = PolicyObjective(), torch.randn(2, 3)
     wide = objective(s, torch.zeros(2, 3), torch.tensor([[1.0], [-1.0]]).expand(2, 3))

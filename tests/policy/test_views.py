@@ -1,5 +1,6 @@
 """Noisy views and their scores, compared with the oracle on equal random bits, and their documented properties."""
 
+import dataclasses
 import functools
 import math
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels import PolicyViews, eubo, policy_views, sample_level
+from dllm_kernels import PolicyViews, eubo, nll_weights, policy_views, sample_level
 from tests.conftest import every_time
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error
 
@@ -165,6 +166,20 @@ def test_a_trace_scores_each_generated_token_once(num):
     assert torch.equal(views.scored.sum(0), ((loss_mask != 0) & (steps >= 0)).long())
     assert len(views.noisy) == (7 if num == 1 else num)
     assert not (views.scored & (views.noisy != MASK)).any()
+
+
+@pytest.mark.parametrize("num", [2, 3, 7])
+@pytest.mark.parametrize("last", [2**62, 2**63 - 1, 2**63 - 2])
+def test_groups_of_steps_of_any_size(num, last):
+    """The group of step s of T steps is floor(num s / T), in exact arithmetic."""
+    steps = [*range(-2, 4), last // 7 * 3, last // 2, last // 2 + 1, last // 3, last // 3 * 2 + 1, last - 1, last]
+    views = policy_views(IDS_OF_STEPS, IDS_OF_STEPS + 1, MASK, "trace", num=num, step_map=torch.tensor([steps]))
+    group = [-1 if s < 0 else num * s // (last + 1) for s in steps]
+    assert views.scored[:, 0].long().tolist() == [[int(g == k) for g in group] for k in range(num)]
+    assert (views.noisy[:, 0] == MASK).tolist() == [[g >= k for g in group] for k in range(num)]
+
+
+IDS_OF_STEPS = torch.zeros(1, 13, dtype=torch.int64)
 
 
 # Laws
@@ -354,6 +369,59 @@ def test_compiled_views_equal_eager_ones(scheme, compiler):
         assert got.scheme == scheme
 
 
+SIZES = [(2 + i, 5 + (3 * i + 2) % 11, 2 + (7 * i) % 10) for i in range(10)]  # B, L and num, each of ten values
+DYNAMIC = [(scheme, dynamic) for scheme in (*SCHEMES, "prompt") for dynamic in (None, True)]
+
+
+@pytest.mark.parametrize(("scheme", "dynamic"), every_time([("quadrature", True)], DYNAMIC, str))
+def test_one_graph_for_all_sizes(scheme, dynamic):
+    """Views and scores of ten sizes are compiled less often than the limit of recompilations allows."""
+    torch.compiler.reset()
+
+    def make(ids, loss_mask, seeds, num):
+        more = {"prompt_prob": 0.4} if scheme == "prompt" else options(scheme, ids - 1)
+        views = policy_views(
+            ids, loss_mask, MASK, "full" if more.get("prompt_prob") else scheme, num=num, seeds=seeds, **more
+        )
+        log_probs = views.weights.log1p()
+        return (*views, views.token_scores(log_probs), views.sequence_scores(log_probs, mean=True))
+
+    compiled = torch.compile(make, backend="eager", fullgraph=True, dynamic=dynamic)
+    for B, L, num in SIZES:
+        ids = torch.arange(B * L).view(B, L) % 13
+        given = ids, (ids % 3 > 0).float(), torch.arange(B), num
+        torch.testing.assert_close(compiled(*given), make(*given))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_one_graph_of_eubo_and_weights_for_all_sizes(dynamic):
+    torch.compiler.reset()
+
+    def bound(log_probs, views):
+        return eubo(log_probs, views)
+
+    def weights(log_probs, views):
+        return nll_weights(lambda x: views.sequence_scores(x, mean=True).square().sum(), log_probs)
+
+    for function in (bound, weights):
+        compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=dynamic)
+        for B, L, num in SIZES:
+            ids = torch.zeros(B, L, dtype=torch.int64)
+            views = policy_views(ids, ids + 1, MASK, "elbo", num=num, level=0.5, seeds=torch.arange(B))
+            log_probs = drawn_log_probs(views)[1].float()
+            torch.testing.assert_close(compiled(log_probs, views), function(log_probs, views))
+
+
+def test_the_steps_of_a_trace_are_not_known_in_a_graph():
+    ids, loss_mask, steps = batch()
+    make = lambda steps: policy_views(ids, loss_mask, MASK, "trace", step_map=steps)  # noqa: E731
+    with pytest.raises(Exception, match="num must be at least 2 for scheme 'trace' in a graph of"):
+        torch.compile(make, backend="eager", fullgraph=True)(steps)
+    with_breaks = torch.compile(make, backend="eager")(steps)
+    assert all(torch.equal(a, b) for a, b in zip(with_breaks, make(steps), strict=True))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_value_is_read_back_from_the_device(scheme):
     """Reading a value of a meta tensor raises. The steps of a trace are known from ``num``."""
@@ -434,6 +502,22 @@ def test_eubo_by_hand():
     log_probs = torch.tensor([[[-1.0, -1.0, math.nan]], [[-2.0, math.nan, math.nan]]])
     expected = (math.log((math.exp(-2) / 0.5 + math.exp(-4) / 0.25) / 2) + math.log(math.exp(-2) / 0.5 / 2)) / 4
     assert eubo(log_probs, views, beta=2).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_and_eubo_of_sixteen_bits_are_computed_in_float32(dtype):
+    ids, loss_mask, _ = batch()
+    views = policy_views(ids, loss_mask, MASK, "elbo", num=3, seeds=SEEDS)
+    views = dataclasses.replace(views, weights=views.weights.to(dtype))
+    log_probs = (-3 * torch.rand(views.scored.shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for score in (views.token_scores, views.sequence_scores, functools.partial(eubo, views=views, beta=1.3)):
+        leaves = [t.clone().requires_grad_() for t in (log_probs, log_probs.float())]
+        found, expected = map(score, leaves)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        for t in (found, expected):
+            t.sum().backward()
+        assert torch.equal(leaves[0].grad, leaves[1].grad.to(dtype))
 
 
 @pytest.mark.parametrize(("scheme", "num"), [("full", 2), ("elbo", 3)])
@@ -563,15 +647,58 @@ def test_bad_input(changed, error, message):
         policy_views(**given)
 
 
-def test_a_dtensor_raises_with_advice():
-    class Split(torch.Tensor):
-        device_mesh = None  # the attribute by which DTensors are recognised
+class Split(torch.Tensor):
+    device_mesh = None  # the attribute by which DTensors are recognised
 
-    for name in ("ids", "loss_mask"):
-        given = {"ids": IDS, "loss_mask": ONES}
-        given[name] = given[name].clone().as_subclass(Split)
+
+def test_a_dtensor_raises_with_advice():
+    given = {"ids": IDS, "loss_mask": ONES, "seeds": IDS[:, 0], "level": LEVEL, "step_map": IDS}
+    for name in given:
+        changed = given | {name: given[name].clone().as_subclass(Split)}
+        scheme = "trace" if name == "step_map" else "elbo"
+        del changed["level" if scheme == "trace" else "step_map"]
         with pytest.raises(TypeError, match=f"{name} must be a plain torch.Tensor, got DTensor"):
-            policy_views(**given, mask_token_id=MASK, scheme="elbo")
+            policy_views(**changed, mask_token_id=MASK, scheme=scheme)
+    views = policy_views(IDS, ONES, MASK, "elbo", num=2)
+    for name in ("noisy", "scored", "weights", "num_supervised"):
+        changed = {name: getattr(views, name).clone().as_subclass(Split)}
+        with pytest.raises(TypeError, match=f"{name} must be a plain torch.Tensor, got DTensor; pass its full_tensor"):
+            dataclasses.replace(views, **changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"noisy": None}, TypeError, "noisy must be a torch.Tensor, got NoneType"),
+        ({"noisy": ONES.expand(2, 2, 3)}, ValueError, "noisy must have dtype int64, .*, got float32"),
+        ({"noisy": IDS}, ValueError, r"noisy must have shape \(2, 2, 3\) \(that of scored\), got \(2, 3\)"),
+        ({"scored": ONES.expand(2, 2, 3)}, ValueError, "scored must have dtype bool, got float32"),
+        ({"scored": ONES.bool()}, ValueError, r"scored must have shape \[K, B, L\], got \(2, 3\)"),
+        ({"weights": ONES.bool().expand(2, 2, 3)}, ValueError, "weights must have dtype float16, .*, got bool"),
+        ({"weights": ONES.expand(1, 2, 3)}, ValueError, r"weights must have shape \(2, 2, 3\) \(that of scored\)"),
+        ({"weights": torch.ones(2, 2, 3, device="meta")}, ValueError, "weights must be on cpu like scored, got meta"),
+        ({"num_supervised": LEVEL}, ValueError, "num_supervised must have dtype int64, .*, got float32"),
+        ({"num_supervised": 3}, TypeError, "num_supervised must be a torch.Tensor, got int"),
+        ({"num_supervised": IDS}, ValueError, r"num_supervised must have shape \(2,\) \(one per row\), got \(2, 3\)"),
+        ({"scheme": "mine"}, ValueError, "scheme must be one of full, .*, trace, got 'mine'"),
+    ],
+)
+def test_bad_fields_of_views(changed, error, message):
+    views = policy_views(IDS, ONES, MASK, "elbo", num=2)
+    with pytest.raises(error, match=message):
+        dataclasses.replace(views, **changed)
+
+
+@pytest.mark.parametrize(
+    ("method", "scheme"),
+    [("d1", "full"), ("diffu-grpo", "full"), ("Diffu_GRPO", "full"), ("wd1", "full"), ("DiffuCoder", "coupled"),
+     ("coupled-GRPO", "coupled"), ("vrpo", "elbo"), ("LLaDA 1.5", "elbo"), ("spg", "elbo"), ("bgpo", "elbo"),
+     ("ESPO", "count"), ("gdpo", "quadrature"), ("TraceRL", "trace"), ("dipo", "trace"), ("mdpo", "trace")],
+)  # fmt: skip
+def test_the_name_of_a_method_raises_with_its_scheme(method, scheme):
+    message = f"scheme must be one of full, .*, trace, got '{method}'; pass '{scheme}', the views of this method"
+    with pytest.raises(ValueError, match=message):
+        policy_views(IDS, ONES, MASK, method)
 
 
 @pytest.mark.parametrize(
