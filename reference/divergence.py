@@ -147,7 +147,8 @@ def divergence(
         targets: ``[...]``, for ``ce``; -100: no target.
         teacher_rows: ``[...]``, index of the teacher row of each student row; an index out of range gives NaN.
         draft_to_target: ``[V]``, for each student token the teacher's column. The acceptance rate and ``agree`` cover
-            all columns of the teacher, as speculative sampling does: a is ``sum_v min(p_v, q_full[draft_to_target_v])``.
+            all columns of the teacher, as speculative sampling does: a is ``sum_v min(p_v, q_full[d_v])``, d the
+            argument.
         teacher: q of the loss with ``draft_to_target``: ``draft``, the teacher's softmax over the student's tokens, or
             ``full``, the probabilities of these tokens in its softmax over all columns. a in a kind is that of this q.
         temperature: T.

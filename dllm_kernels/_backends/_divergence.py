@@ -140,7 +140,7 @@ class Whole(NamedTuple):
 
     Attributes:
         norms: acc ``[N, 2]``: maximum and log sum e^(x - maximum) of all columns.
-        best: int64 ``[N]``, the student's column for the teacher's argmax; -100 if the student does not have this token.
+        best: int64 ``[N]``, the student's column for the teacher's argmax; -100 if the student lacks this token.
     """
 
     norms: torch.Tensor

@@ -275,7 +275,9 @@ def _rows_of_logits(
     return _RowsOfCall(value, acceptance, agree, Kept(stats, teacher_argmax), norms)
 
 
-def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept, norms: Any) -> Tensor:
+def _grad_of_logits(
+    inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept, norms: Any
+) -> Tensor:
     """Compute the gradient of N rows of given logits, each times its scale; ``norms`` of :class:`Whole`, or None."""
     grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     logits, out = as_blv(inputs.x), as_blv(grad)

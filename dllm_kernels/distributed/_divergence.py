@@ -179,7 +179,9 @@ def _columns(
     if program.full and log_mass is not None:
         mass, norms = log_mass.exp(), norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     log_p, log_q = _local.logarithms(block, norms, more, None)
-    columns = _local.Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass)
+    columns = _local.Columns(
+        torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass
+    )
     return columns, more[2:]
 
 

@@ -100,8 +100,8 @@ def divergence(
         teacher_rows: ``[...]`` integers: for each student row, the index of its teacher row. The index runs over the
             flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
             NaN in that row. None: student and teacher have the same layout.
-        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
-            teacher's column. The teacher's softmax is over these columns only. None: both have the same vocabulary.
+        draft_to_target: {draft_to_target} None: both have the same vocabulary.
+        teacher: {teacher}
         temperature: {divergence_temperature}
         reduction: {divergence_reduction}
         beta: {jsd_beta}
@@ -123,13 +123,15 @@ def divergence(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, an option belongs to another kind,
-            or a kind or the backend is unknown.
+            or a kind or the backend is unknown. On CPU, also if ``draft_to_target`` holds a column twice.
         IndexError: ``check_targets`` is on and a target, row or column is out of range.
 
     Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2
     (a); arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
     """
-    spec = checked_spec(kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    spec = checked_spec(
+        kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
+    )
     _checks.check_float("logits", logits)
     targets, weights = _defaults(logits, targets, weights, spec)
     options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
@@ -201,9 +203,9 @@ def linear_divergence(
         targets: {divergence_targets}
         teacher_rows: ``[...]`` integers: for each student row, the index of its row of ``teacher_hidden``. The rows are
             copied one chunk at a time. None: student and teacher have the same layout.
-        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
-            teacher's column. These rows of the teacher's head are copied once per call, and only they are multiplied.
-            None: both have the same vocabulary.
+        draft_to_target: {draft_to_target} The whole head of the teacher is multiplied. Its columns are copied one chunk
+            at a time. None: both have the same vocabulary.
+        teacher: {teacher}
         temperature: {divergence_temperature}
         reduction: {divergence_reduction}
         beta: {jsd_beta}
@@ -233,7 +235,9 @@ def linear_divergence(
 
     Source: as in :func:`divergence`, of the projected hidden states.
     """
-    spec = checked_spec(kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    spec = checked_spec(
+        kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
+    )
     _checks.check_float("hidden", hidden)
     targets, weights = _defaults(hidden, targets, weights, spec)
     options = Options(
