@@ -172,7 +172,8 @@ def sample_prefix(
     """Sample how many tokens of each block precede the first predicted one, the anchor included.
 
     The length l lies in [min(2, block_size - 1), block_size - 1] and has a probability proportional to ``base ** l``.
-    Pass the result to :class:`DFlashDecayLoss` as ``prefix``.
+    Pass the result to :class:`DFlashDecayLoss` as ``prefix``. The anchor alone is never the prefix of a block of more
+    than two positions. To also train blocks of which only the anchor is given, set some entries to 1.
 
     Args:
         shape: shape of the result, such as (B, num).
