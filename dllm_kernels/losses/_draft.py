@@ -131,7 +131,7 @@ class DraftLoss(TransformedLoss):
 
     def _decay_weights(
         self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype,
-        prefix: Tensor | None = None,
+        *, prefix: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the decay of T predicted positions ``[T]``, restarting at each block; all ones without a gamma.
 
@@ -156,7 +156,7 @@ class DraftLoss(TransformedLoss):
         """
         T = mask.shape[1]
         if self.position_weights == "decay":
-            return self._decay_weights(T, block_size, mask.device, mask.dtype, prefix) * mask
+            return self._decay_weights(T, block_size, mask.device, mask.dtype, prefix=prefix) * mask
         assert q is not None
         rows = rows_of_block(T, block_size, self.anchor_row)
         q, valid = in_blocks(q.detach(), rows), in_blocks(mask, rows)

@@ -444,7 +444,8 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     pairs = Pairs(logits, request, program.work_blocks)
     given = pairs.take(request.weights), pairs.out_of_range, pairs.take(request.targets)
     whole, best = pairs.take_whole(request.whole)
-    rows = Results(*given, *(pairs.empty(dtype=dtype) for dtype in (None, None, torch.bool)), whole=whole, best=best)
+    results = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
+    rows = Results(*given, *results, None, None, whole, best)
     if not with_grad:
         rows = rows._replace(stats=pairs.empty(KEPT_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
     pairs.for_each_block(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
@@ -469,8 +470,9 @@ def _columns(
     ``log_mass``: logarithm of the sum of q, or None if it is 0.
     """
     p, q, *room = block.more
-    mass = None if log_mass is None else log_mass.exp()
-    if mass is not None:
+    mass = None
+    if log_mass is not None:
+        mass = log_mass.exp()
         q.mul_(mass)
         norms = norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     if not program.logs:
@@ -542,8 +544,8 @@ def _gradient(
     log_mass = norms.log_mass(whole)
     columns, work = _columns(program, request, block, norms, log_mass)
     best = teacher_argmax if program.full else None
-    flags = (None if t is None else at(block.z, t, norms.row_max, norms.log_sum)[1] for t in (y, best))
-    c = program.coefficients(stats, weight, program.flags(*flags, columns.mass))
+    of_y, of_best = (None if t is None else at(block.z, t, norms.row_max, norms.log_sum)[1] for t in (y, best))
+    c = program.coefficients(stats, weight, program.flags(of_y, of_best, columns.mass))
     return with_single_columns(
         program.write_gradient(columns._replace(guard_zeros=True), work, c, out), teacher_argmax, y, c
     )

@@ -634,10 +634,9 @@ def _row_norms(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0).to(tl.int64)
     row_ptr = _row_at(logits_ptr, n * stride, WIDE, ALIGNED)
-    skip = None
+    transform = (gain, rate, None)
     if skip_ptr is not None:
-        skip = tl.load(skip_ptr).to(tl.int32)
-    transform = (gain, rate, skip)
+        transform = (gain, rate, tl.load(skip_ptr).to(tl.int32))
     wide = V // WIDE * WIDE
     v = wide + tl.arange(0, WIDE)
     tail = _math.masked_tile(_tail(row_ptr, wide, V, WIDE), v, v < V, transform, ACC)
