@@ -16,10 +16,17 @@ from reference.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
-from reference.dflash import acceptance_length, decay_weights, dflash_loss, draft_accuracy_per_position
+from reference.dflash import (
+    acceptance_length,
+    acceptance_stats,
+    decay_weights,
+    dflash_loss,
+    draft_accuracy_per_position,
+)
 from reference.divergence import Divergence, divergence, linear_divergence, row_divergence
 from reference.dpace_weights import dpace_weights
 from reference.draft_distillation import draft_distillation_loss
+from reference.draft_sampling import block_targets, prefix_probabilities, prefix_weights, sample_anchors
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
@@ -60,9 +67,11 @@ __all__ = [
     "RowStats",
     "SCDDSchedule",
     "acceptance_length",
+    "acceptance_stats",
     "argmax_match",
     "batched_gumbel_topk",
     "block_diffusion_loss",
+    "block_targets",
     "collate",
     "complementary",
     "compute_per_token_nll",
@@ -96,9 +105,12 @@ __all__ = [
     "policy_objective",
     "policy_views",
     "possible_targets",
+    "prefix_probabilities",
+    "prefix_weights",
     "row_divergence",
     "row_objective",
     "row_stats",
+    "sample_anchors",
     "sample_level",
     "scdd_loss",
     "scdd_schedule",

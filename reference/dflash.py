@@ -72,30 +72,58 @@ def draft_accuracy_per_position(
     return hits.reshape(shape).sum(dim=(0, 1)), valid.reshape(shape).sum(dim=(0, 1))
 
 
-def acceptance_length(correct: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False) -> torch.Tensor:
-    """Compute the mean of ``sum_j mask_j prod_{i <= j} (correct_i or not mask_i)`` over blocks with a valid row.
+def acceptance_stats(
+    rates: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False, anchor_row: bool = False
+) -> tuple[float, int]:
+    """Sum ``sum_j mask_j prod_{i <= j} rate_i`` over blocks, each of which ends before its first row with mask 0.
 
     Args:
-        correct: argmax matches ``[B, T]``, ``T = n_blocks * rows``.
+        rates: argmax matches or acceptance rates ``[B, T]``, ``T = n_blocks * rows``.
         block_mask: valid positions ``[B, T]``.
-        rows: predicted positions per block.
+        rows: positions per block.
         bonus: True to count one more token per block, the token of the target model.
+        anchor_row: True if the first row of a block is the anchor's, which may be invalid without ending the block.
 
     Returns:
-        A float32 scalar, 0 if no block has a valid row.
+        (sum, number of blocks that have a valid row before they end).
 
-    Source: greedy speculative decoding, Leviathan et al. 2023, arXiv:2211.17192, section 2.
+    Source: speculative decoding, Leviathan et al. 2023, arXiv:2211.17192, section 2.
     """
-    lengths = []
-    for block, mask in zip(correct.reshape(-1, rows).tolist(), block_mask.reshape(-1, rows).tolist(), strict=True):
-        if not any(mask):
+    total, count = 0.0, 0
+    for block, mask in zip(rates.reshape(-1, rows).tolist(), block_mask.reshape(-1, rows).tolist(), strict=True):
+        if anchor_row and not mask[0]:
+            block, mask = block[1:], mask[1:]
+        if not mask or not mask[0]:
             continue
-        length, accepted = float(bonus), True
-        for right, valid in zip(block, mask, strict=True):
-            accepted = accepted and (bool(right) or not valid)
-            length += valid * accepted
-        lengths.append(length)
-    return torch.tensor(sum(lengths) / max(len(lengths), 1), device=correct.device)
+        count, accepted = count + 1, 1.0
+        total += bonus
+        for rate, valid in zip(block, mask, strict=True):
+            if not valid:
+                break
+            accepted *= rate
+            total += valid * accepted
+    return total, count
+
+
+def acceptance_length(
+    rates: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False, anchor_row: bool = False
+) -> torch.Tensor:
+    """Compute the mean over blocks of :func:`acceptance_stats`.
+
+    Args:
+        rates: as in :func:`acceptance_stats`.
+        block_mask: as in :func:`acceptance_stats`.
+        rows: as in :func:`acceptance_stats`.
+        bonus: as in :func:`acceptance_stats`.
+        anchor_row: as in :func:`acceptance_stats`.
+
+    Returns:
+        A float32 scalar, 0 if no block counts.
+
+    Source: :func:`acceptance_stats`.
+    """
+    total, count = acceptance_stats(rates, block_mask, rows, bonus, anchor_row)
+    return torch.tensor(total / max(count, 1), device=rates.device)
 
 
 def dflash_loss(
@@ -158,7 +186,9 @@ def dflash_loss(
     else:
         q = torch.exp(-token_nll(logits, target_ids, active=block_mask).detach())
         blocks = (B, T // rows, rows)
-        weights = dpace_weights(q.reshape(blocks), mask.reshape(blocks), dpace_alpha, position_weights).reshape(B, T)
+        weights = dpace_weights(
+            q.reshape(blocks), mask.reshape(blocks), dpace_alpha, position_weights, anchor_row
+        ).reshape(B, T)
     if reduction == "none":
         return weighted_nll(logits, target_ids, weights, reduction="none")
     if normalize == "tokens":

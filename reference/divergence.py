@@ -42,8 +42,6 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """``beta KL(q||m) + (1 - beta) KL(p||m)``, ``m = beta q + (1 - beta) p``."""
-    if beta in (0, 1):
-        return _kl(log_p, log_q) if beta == 0 else _kl(log_q, log_p)
     m = beta * log_q.exp() + (1 - beta) * log_p.exp()
     log_m = torch.where(m == 0, 1.0, m).log()
     return beta * _kl(log_m, log_q) + (1 - beta) * _kl(log_m, log_p)
@@ -58,15 +56,22 @@ def _at(log_p: Tensor, index: Tensor) -> Tensor:
 
 def row_divergence(
     kind: str, log_p: Tensor, log_q: Tensor, targets: Tensor | None = None, lam_rate: Tensor | None = None,
-    *, beta: float = 0.5, floor: float = 1e-5, eta: float = 3.0, kl_scale: float = 1.0, base: str = "kl",
+    best: Tensor | None = None, *, beta: float = 0.5, floor: float = 1e-5, eta: float = 3.0, kl_scale: float = 1.0,
+    base: str = "kl",
 ) -> Tensor:  # fmt: skip
     """Compute one kind of divergence per row of log-probabilities, differentiable in the student's.
+
+    The teacher's probabilities may sum to a mass below 1, if the others are of tokens that the student does not have.
+    The student's probability of these tokens is 0. Terms that would be infinite are omitted from ``kl`` and
+    ``soft_ce``, and so is the constant ``mass log mass`` of ``kl``, which is then the mass times a divergence.
 
     Args:
         kind: ``kl``, ``rkl``, ``jsd``, ``tv``, ``l1``, ``nla``, ``lk``, ``soft_ce``, ``teacher_ce`` or ``ce``.
         log_p: the student's ``[..., V]``.
         log_q: the teacher's ``[..., V]``, constants.
         targets: ``[...]``, for ``ce``.
+        best: ``[...]``, the teacher's argmax, -100 if it is a token that the student does not have; None: the argmax of
+            ``log_q``.
         lam_rate: acceptance rate from which lam of ``lk`` is computed; None: the acceptance rate of the row.
         beta: option of ``jsd``.
         floor: option of ``nla``.
@@ -82,12 +87,16 @@ def row_divergence(
     """
     p, q = log_p.exp(), log_q.exp()
     a = _overlap(p, q)
+    mass = torch.ones_like(a) if best is None else q.sum(-1)
+    kl = _kl(log_p, log_q) - _times(mass, mass.log())
     if kind == "kl":
-        return _kl(log_p, log_q)
+        return kl
     if kind == "rkl":
         return _kl(log_q, log_p)
     if kind == "jsd":
-        return _jsd(log_p, log_q, beta)
+        if beta in (0, 1):
+            return kl if beta == 0 else _kl(log_q, log_p)
+        return _jsd(log_p, log_q, beta) - beta * (1 - mass) * math.log(beta)
     if kind in ("tv", "l1"):
         return (1 - a) * (1 if kind == "tv" else 2)
     if kind == "nla":
@@ -95,13 +104,13 @@ def row_divergence(
     if kind == "soft_ce":
         return -_times(q, log_p).sum(-1)
     if kind == "teacher_ce":
-        return _at(log_p, log_q.argmax(-1))
+        return _at(log_p, log_q.argmax(-1) if best is None else best)
     if kind == "ce":
         assert targets is not None
         return _at(log_p, targets)
     assert kind == "lk"
     lam = kl_scale * torch.exp(-eta * (a if lam_rate is None else lam_rate).detach())
-    of_base = _kl(log_p, log_q) if base == "kl" else -_times(q, log_p).sum(-1)
+    of_base = kl if base == "kl" else -_times(q, log_p).sum(-1)
     return lam * of_base + (1 - lam) * (1 - a)
 
 
@@ -114,6 +123,7 @@ def divergence(
     targets: Tensor | None = None,
     teacher_rows: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    teacher: str = "draft",
     temperature: float = 1.0,
     reduction: str = "sum",
     alpha: str = "row",
@@ -136,8 +146,11 @@ def divergence(
         kind: a kind of :func:`row_divergence`, or a dict of kinds and coefficients.
         targets: ``[...]``, for ``ce``; -100: no target.
         teacher_rows: ``[...]``, index of the teacher row of each student row; an index out of range gives NaN.
-        draft_to_target: ``[V]``, for each student token the teacher's column; the teacher's softmax is over these
-            columns.
+        draft_to_target: ``[V]``, for each student token the teacher's column. The acceptance rate and ``agree`` cover
+            all columns of the teacher, as speculative sampling does: a is ``sum_v min(p_v, q_full[d_v])``, d the
+            argument.
+        teacher: q of the loss with ``draft_to_target``: ``draft``, the teacher's softmax over the student's tokens, or
+            ``full``, the probabilities of these tokens in its softmax over all columns. a in a kind is that of this q.
         temperature: T.
         reduction: ``sum`` or ``none``.
         alpha: option of ``lk``: ``row`` computes lam from the acceptance rate of the row, ``mean`` from the weighted
@@ -159,34 +172,48 @@ def divergence(
     on = weights != 0
     weights = weights.to(torch.promote_types(logits.dtype, torch.float32))
     t = teacher_logits.detach()
-    if draft_to_target is not None:
-        t = t[..., draft_to_target]
+    columns = torch.arange(V, device=t.device) if draft_to_target is None else draft_to_target
     if teacher_rows is not None:
-        flat = t.reshape(-1, V)
+        flat = t.reshape(-1, t.shape[-1])
         valid = (teacher_rows >= 0) & (teacher_rows < flat.shape[0])
         t = torch.where(valid[..., None], flat[torch.where(valid, teacher_rows, 0)], math.nan)
     student_options = {"softcap": softcap, "scale": scale, "skip_id": skip_id}
-    teacher_options = student_options if teacher_transform is None else teacher_transform
+    teacher_options = dict(student_options if teacher_transform is None else teacher_transform)
+    if teacher_options.get("skip_id") is not None:  # a column of the student
+        teacher_options["skip_id"] = int(columns[teacher_options["skip_id"]])
     z = transformed(torch.where(on[..., None], logits, 0.0), **student_options) / temperature  # type: ignore[arg-type]
     t = transformed(torch.where(on[..., None], t, 0.0), **teacher_options) / temperature
-    log_p, log_q = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
+    log_p, log_full = torch.log_softmax(z, -1), torch.log_softmax(t, -1)[..., columns]
+    full = teacher == "full" and draft_to_target is not None
+    log_q, best = log_full if full else torch.log_softmax(t[..., columns], -1), None
+    student_argmax, teacher_argmax = _first_argmax(z), _first_argmax(t)
+    if full:
+        best = _column_of(teacher_argmax, columns)
     y = None if targets is None else targets.long()
     if y is not None and skip_id is not None:
         y = torch.where(y == skip_id, -1, y)
-    a = torch.where(on, torch.minimum(log_p.exp(), log_q.exp()).sum(-1).detach(), 0.0)
-    mean = torch.where(on, weights * a, 0.0).sum() / weights.sum()
+    a, a_of_loss = (
+        torch.where(on, torch.minimum(log_p.exp(), log.exp()).sum(-1).detach(), 0.0) for log in (log_full, log_q)
+    )
+    mean = torch.where(on, weights * a_of_loss, 0.0).sum() / weights.sum()
     parts = {kind: 1.0} if isinstance(kind, str) else kind
     value = torch.zeros_like(a)
     for name, coefficient in parts.items():
         given_options = {k: v for k, v in options.items() if v is not None}
         value = value + coefficient * row_divergence(
-            name, log_p, log_q, y, mean if alpha == "mean" else None, **given_options
+            name, log_p, log_q, y, mean if alpha == "mean" else None, best, **given_options
         )
-    valid = torch.where(a.isnan(), math.nan, 1.0)  # NaN if a row of either model has no distribution
+    valid = torch.where(a_of_loss.isnan(), math.nan, 1.0)  # NaN if a row of either model has no distribution
     value = torch.where(on, value * valid * temperature**2, 0.0)
     loss = torch.where(on, weights * value, 0.0)
-    agree = on & ~a.isnan() & (_first_argmax(z) == _first_argmax(t))
+    agree = on & ~a.isnan() & (columns[student_argmax.clamp(max=V - 1)] == teacher_argmax)
     return Divergence(loss.sum() if reduction == "sum" else loss, value, a, agree)
+
+
+def _column_of(ids: Tensor, columns: Tensor) -> Tensor:
+    """Return for each id the index at which ``columns`` holds it; -100 if it does not hold it."""
+    held = ids[..., None] == columns
+    return torch.where(held.any(-1), held.to(torch.int64).argmax(-1), IGNORE_INDEX)
 
 
 def _first_argmax(z: Tensor) -> Tensor:

@@ -14,7 +14,15 @@ from reference.token_nll import Count, compute_dtype, token_nll
 
 
 def position_weights_of(
-    mask: torch.Tensor, rows: int, q: torch.Tensor, *, gamma: float | None, decay_from: int, variant: str, alpha: float
+    mask: torch.Tensor,
+    rows: int,
+    q: torch.Tensor,
+    *,
+    gamma: float | None,
+    decay_from: int,
+    variant: str,
+    alpha: float,
+    anchor_row: bool = False,
 ) -> torch.Tensor:
     """Compute ``w m`` of each row ``[B, T]``, with w from D-PACE, or from a decay that begins at row ``decay_from``.
 
@@ -28,6 +36,7 @@ def position_weights_of(
         decay_from: first row of a block with a nonzero weight in the decay.
         variant: ``"decay"`` or a variant of ``dpace_weights``.
         alpha: alpha of ``dpace_weights``.
+        anchor_row: True if each block includes the row of its anchor.
 
     Returns:
         ``[B, T]``.
@@ -37,7 +46,7 @@ def position_weights_of(
     B, T = mask.shape
     if variant != "decay":
         blocks = (B, T // rows, rows)
-        return dpace_weights(q.reshape(blocks), mask.reshape(blocks), alpha, variant).reshape(B, T)
+        return dpace_weights(q.reshape(blocks), mask.reshape(blocks), alpha, variant, anchor_row).reshape(B, T)
     w = torch.zeros(T, dtype=mask.dtype, device=mask.device)
     late = [t for t in range(T) if t % rows >= decay_from]
     per_block = decay_weights(rows, None, gamma, mask.dtype, mask.device)
@@ -162,7 +171,14 @@ def draft_distillation_loss(
     else:
         q = each.acceptance_rate
     weights = position_weights_of(
-        mask, rows, q, gamma=loss_gamma, decay_from=decay_from, variant=position_weights, alpha=dpace_alpha
+        mask,
+        rows,
+        q,
+        gamma=loss_gamma,
+        decay_from=decay_from,
+        variant=position_weights,
+        alpha=dpace_alpha,
+        anchor_row=anchor_row,
     )
     value = each.value
     if confidence_logits is not None:

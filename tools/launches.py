@@ -112,6 +112,9 @@ def divergences() -> Iterator[Call]:
         yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=kind, **ALL_STEPS)
         yield partial(divergence, REAL_LOGITS, torch.bfloat16, kind=kind)
     yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=KINDS[-1], **ALL_STEPS)
+    for teacher in ("draft", "full"):
+        yield partial(divergence_of_a_draft_vocabulary, REAL_HIDDEN, torch.bfloat16, kind="kl", teacher=teacher)
+        yield partial(divergence_of_a_draft_vocabulary, REAL_HIDDEN, torch.bfloat16, kind=KINDS[-1], teacher=teacher)
 
 
 def odd() -> Iterator[Call]:
@@ -256,6 +259,18 @@ def divergence(
     rows, targets = (torch.zeros(logits.shape[:-1], dtype=torch.int64) for _ in range(2))
     options |= {"targets": targets} if checked_spec(options.get("kind", "kl")).wants_targets else {}
     loss = ops.divergence(logits, teacher, torch.rand(rows.shape), teacher_rows=rows, **options).loss
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def divergence_of_a_draft_vocabulary(
+    shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, columns: int = 32000, **options: Any
+) -> None:
+    """Call ``ops.linear_divergence`` forward and backward, with a student of fewer columns than the teacher."""
+    *rows, V = shape
+    hidden, teacher, head, of_teacher = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (columns,), (V,)))
+    options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_spec(options["kind"]).wants_targets else {}
+    options |= {"teacher_weight": of_teacher, "draft_to_target": torch.arange(columns)}
+    loss = ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss
     loss.backward()  # type: ignore[no-untyped-call]
 
 

@@ -34,9 +34,22 @@ The row primitives of a backend:
     ``mean_acceptance``, acc, 0-d, on the device of the logits: the acceptance rate in lam if ``spec.lam_of_mean``.
     None: the row's own rate, as in the preceding pass that computes the mean.
 
+    ``whole``: a :class:`Whole` if the teacher's logits are some columns of longer rows, otherwise None. The acceptance
+    rate is then ``sum_v min(p_v, q_v)`` with the probabilities q of the whole rows, and ``agree`` compares the
+    student's argmax with ``whole.best``. q in the kinds is the softmax of the given columns; with ``spec.full`` it
+    holds their probabilities in the whole rows. In ``teacher_ce`` the teacher's argmax is then ``whole.best``; a row
+    without one has the value 0 and no gradient. ``divergence_grad`` reads ``whole`` with ``spec.full`` only.
+
     A NaN logit, or a row of nothing but -inf, on either side makes value, acceptance rate and gradient of its row NaN.
     A logit of -inf is a probability of 0. ``skip_id`` of each transform is a column of -inf on its side. The gradient
     of that column of the student is 0.
+
+``row_norms(logits [C, V'], transform, skip, start) -> (norms [C, 2], column [C])``
+
+    Maximum and log sum e^(x - maximum) of the transformed logits of each row, in acc, and the first column that has the
+    maximum, int64; any column if the row has NaN. ``skip``: a column that counts as -inf, an integer tensor ``[1]``, or
+    None; a column that is out of range is ignored. ``start`` is added to the column. If rows are split, the logits are
+    the columns ``part_of(V')`` of each row, which begin at ``start``, and the results are those of whole rows.
 
 ``divergence_grad(logits, request, kept, out) -> None``
 
@@ -101,13 +114,15 @@ class DivergenceSpec(NamedTuple):
     Attributes:
         parts: the terms; no two have the same kind.
         lam_of_mean: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
+        full: True if q of the kinds is the teacher's probability in its whole row (:class:`Whole`).
     """
 
     parts: tuple[Part, ...]
     lam_of_mean: bool = False
+    full: bool = False
 
     @classmethod
-    def of(cls, parts: Iterable[Part], lam_of_mean: bool) -> DivergenceSpec:
+    def of(cls, parts: Iterable[Part], lam_of_mean: bool, full: bool = False) -> DivergenceSpec:
         """Make a spec; add the coefficients of parts of the same kind, which have the same options.
 
         The options are not compared, because they may be symbolic while a graph is traced.
@@ -116,12 +131,24 @@ class DivergenceSpec(NamedTuple):
         for kind, coefficient, hyper in map(_settled, parts):
             same = total.get(kind)
             total[kind] = Part(kind, coefficient if same is None else same.coefficient + coefficient, hyper)
-        return cls(tuple(total.values()), lam_of_mean)
+        return cls(tuple(total.values()), lam_of_mean, full)
 
     @property
     def wants_targets(self) -> bool:
         """True if a part needs the targets."""
         return any(part.kind == "ce" for part in self.parts)
+
+
+class Whole(NamedTuple):
+    """Whole rows of a teacher of which only some columns are compared.
+
+    Attributes:
+        norms: acc ``[N, 2]``: maximum and log sum e^(x - maximum) of all columns.
+        best: int64 ``[N]``, the student's column for the teacher's argmax; -100 if the student lacks this token.
+    """
+
+    norms: torch.Tensor
+    best: torch.Tensor
 
 
 class DivergenceRequest(NamedTuple):
@@ -133,8 +160,14 @@ class DivergenceRequest(NamedTuple):
     teacher_rows: torch.Tensor | None = None
     targets: torch.Tensor | None = None
     mean_acceptance: torch.Tensor | None = None
+    whole: Whole | None = None
     transform: Transform = NO_TRANSFORM
     teacher_transform: Transform = NO_TRANSFORM
+
+    @property
+    def full(self) -> Whole | None:
+        """``whole`` if q of the kinds depends on it."""
+        return self.whole if self.spec.full else None
 
 
 class Kept(NamedTuple):
@@ -143,7 +176,7 @@ class Kept(NamedTuple):
     Attributes:
         stats: acc ``[N, KEPT_STATS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
             the gradient of the spec reads. Their order and units depend on the backend.
-        teacher_argmax: int64 ``[N]``, the teacher's argmax.
+        teacher_argmax: int64 ``[N]``, the teacher's argmax; ``best`` of :class:`Whole` with ``spec.full``.
     """
 
     stats: torch.Tensor

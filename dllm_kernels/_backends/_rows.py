@@ -29,7 +29,7 @@ replace such targets by -1.
 ``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
     ``nll`` and ``nll_grad`` in one call; the gradient overwrites the logits.
 
-``divergence(...)``, ``divergence_grad(...)``
+``divergence(...)``, ``divergence_grad(...)``, ``row_norms(...)``
     Divergence of rows to a teacher's rows: ``_backends/_divergence.py``.
 
 ``sample(logits [C, V], transform, noise)``
@@ -44,6 +44,9 @@ replace such targets by -1.
 
 ``add_parts(t)``
     Returns the sum of ``t`` over all parts of a split row; may work in place. None if rows are whole.
+
+``part_of(V)``
+    Returns (start, length) of the columns of a row of V that ``row_norms`` reads here. None if rows are whole.
 
 ``local_ids(ids)``
     Converts ids of whole rows to columns of this part, ``IGNORE`` for columns of other parts. None if rows are whole.
@@ -86,10 +89,12 @@ class RowPrimitives(NamedTuple):
     scale_: Callable[[Tensor, Tensor], None]
     divergence: Divergences
     divergence_grad: Callable[..., None]
+    row_norms: Callable[..., tuple[Tensor, Tensor]]
     sample: Callable[..., tuple[Tensor, Tensor]]
     largest: Callable[..., tuple[Tensor, Tensor]]
     add_parts: Callable[[Tensor], Tensor] | None = None
     local_ids: Callable[[Tensor], Tensor] | None = None
+    part_of: Callable[[int], tuple[int, int]] | None = None
 
 
 def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:

@@ -81,7 +81,8 @@ class Chunks:
         self.rows = ActiveRows(listed, plan.options.num_active, counted)
         if needs.bias:
             self.rows.checked_(self.grads["bias"])
-        size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
+        widest = V if inputs.teacher_weight is None else max(V, len(inputs.teacher_weight))
+        size = plan.options.chunk_size or choose_chunk(self.rows.count, widest, D, plan, sms)
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.logits_dtype, device=device)
         for field in OF_ROWS:

@@ -20,15 +20,20 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 # Other names that callers may use.
 ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}
 NAMES = (*(name for name in KINDS if name != "lk_soft_ce"), "l1", *ALIASES)
+# Distributions of a teacher with more tokens than the student: over the student's tokens, or over all.
+TEACHERS = ("draft", "full")
 _ORDER = list(KINDS)
 _OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.options.items()}
 
 
-def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> DivergenceSpec:
+def checked_spec(
+    kind: Any, *, teacher: Any = "draft", alpha: Any = None, base: Any = None, **options: Any
+) -> DivergenceSpec:
     """Make the spec from the arguments of a public function, of which None means not given.
 
     Args:
         kind: a name, or a dict from names to coefficients.
+        teacher: "draft" or "full".
         alpha: option of ``lk``, "row" or "mean".
         base: option of ``lk``, "kl" or "soft_ce".
         options: a number or None for each option of a kind.
@@ -38,6 +43,7 @@ def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: A
         ValueError: an unknown name, a number out of range, or an option that belongs to none of the kinds.
     """
     coefficients = _coefficients(kind)
+    check_choice("teacher", teacher, TEACHERS)
     for name, value, known in (("alpha", alpha, ("row", "mean")), ("base", base, ("kl", "soft_ce"))):
         if value is not None:
             check_choice(name, value, known)
@@ -49,7 +55,7 @@ def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: A
             raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
     numbers = {name: _checked_option(name, options.get(name), option) for name, option in _OPTIONS.items()}
     parts = [_part(name, coefficient, base, numbers) for name, coefficient in coefficients.items()]
-    return DivergenceSpec.of(parts, alpha == "mean")
+    return DivergenceSpec.of(parts, alpha == "mean", teacher == "full")
 
 
 def _options_of(kind: str) -> Collection[str]:
@@ -114,7 +120,7 @@ class DivergencePlan(NamedTuple):
         """All fields except floats, encoded for :meth:`unpacked`."""
         skip, spec = self.teacher_transform.skip_id, self.spec
         kinds = [_ORDER.index(part.kind) for part in spec.parts]
-        return [int(self.per_row), -1 if skip is None else skip, int(spec.lam_of_mean), *kinds]
+        return [int(self.per_row), -1 if skip is None else skip, int(spec.lam_of_mean), int(spec.full), *kinds]
 
     @property
     def floats(self) -> list[float]:
@@ -125,9 +131,9 @@ class DivergencePlan(NamedTuple):
     @classmethod
     def unpacked(cls, integers: Sequence[int], numbers: Sequence[float]) -> DivergencePlan:
         """Rebuild from :attr:`integers` and :attr:`floats`."""
-        per_row, skip, lam_of_mean, *kinds = integers
+        per_row, skip, lam_of_mean, full, *kinds = integers
         value_scale, softcap, scale, *of_parts = numbers
         triples = zip(*[iter(of_parts)] * 3, strict=True)
         parts = (Part(_ORDER[k], c, (first, second)) for k, (c, first, second) in zip(kinds, triples, strict=True))
         transform = Transform.of((softcap, scale), None if skip < 0 else skip)
-        return cls(DivergenceSpec.of(parts, bool(lam_of_mean)), transform, value_scale, bool(per_row))
+        return cls(DivergenceSpec.of(parts, bool(lam_of_mean), bool(full)), transform, value_scale, bool(per_row))

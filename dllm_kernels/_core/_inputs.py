@@ -86,6 +86,8 @@ class RowInputs(NamedTuple):
         teacher_bias: bias of ``teacher_weight``, or None.
         teacher_rows: int64 ``[...]``, teacher row of each student row; None for the same row.
         teacher_columns: int64 ``[V]``, teacher column of each student column; None for the same column.
+        teacher_inverse: int64 ``[V']``, student column of each teacher column, -100 for teacher columns without one;
+            None without ``teacher_columns``.
         teacher_extra_x: ``[..., r]``, rows of the low-rank part of the teacher's head, or None.
         teacher_extra_weight: ``[V', r]`` or None.
         aux: tensors ``[..., *]`` passed on to the objective.
@@ -111,6 +113,7 @@ class RowInputs(NamedTuple):
     teacher_bias: Tensor | None = None
     teacher_rows: Tensor | None = None
     teacher_columns: Tensor | None = None
+    teacher_inverse: Tensor | None = None
     teacher_extra_x: Tensor | None = None
     teacher_extra_weight: Tensor | None = None
     aux: tuple[Tensor, ...] = ()

@@ -81,6 +81,17 @@ SHARED = {
         'of a over the call, which takes one more pass over the logits. None: "row".'
     ),
     "lk_base": 'option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".',
+    "draft_to_target": (
+        "``[V]`` integers, for a student with a smaller vocabulary: for each student token the teacher's column, all "
+        "distinct. Offsets such as d2t of EAGLE-3 are converted by ``torch.arange(len(d2t)) + d2t``. The acceptance "
+        "rate and the argmax match cover all columns of the teacher."
+    ),
+    "teacher": (
+        'distribution q of the loss with ``draft_to_target``. "draft": the softmax over these columns. "full": their '
+        "probabilities in the softmax over all columns of the teacher, which sum to a mass M. kl and soft_ce are then "
+        "weighted by M. a in tv, l1, nla and lk is the acceptance rate. rkl increases by -log M, jsd by "
+        "-beta (1 - M) log beta. teacher_ce is 0 if the student does not have the argmax. ce does not change."
+    ),
     "teacher_transform": (
         '``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher\'s logits, ``{}`` for no transform. Its '
         "``skip_id`` is a column after ``draft_to_target``. None: ``softcap``, ``scale`` and ``skip_id`` apply to the "

@@ -1,10 +1,12 @@
 r"""Divergence of rows whose vocabulary is split over ranks; the logits of neither side are ever gathered.
 
 Each rank computes the maximum, the sum of exponentials and the argmax of its columns, for student and teacher. One
-all-gather of these six numbers per row gives all ranks the normalisers of p and q. The acceptance rate a and all sums
-of a kind are then sums over the ranks: one all-reduce of a few numbers per row. The value follows from the sums and is
-equal on all ranks. The gradient is local. Plain torch computes the columns, whatever the backend
-(``_backends/torch/_divergence.py``), in three passes. A separate backward pass reads them once, without communication.
+all-gather of these six numbers per row gives all ranks the normalisers of p and q. If the student has a smaller
+vocabulary, each rank also reduces a part of the teacher's whole rows, which takes a second, smaller all-gather
+(:func:`row_norms`). The acceptance rate a and all sums of a kind are then sums over the ranks: one all-reduce of a few
+numbers per row. The value follows from the sums and is equal on all ranks. The gradient is local. Plain torch computes
+the columns, whatever the backend (``_backends/torch/_divergence.py``), in three passes. A separate backward pass reads
+them once, without communication.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dllm_kernels._backends._divergence import DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._backends.torch import _divergence as _local
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._layout import VocabShard
 
 Tensor = torch.Tensor
@@ -29,26 +34,54 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
     pairs = _pairs(shard, logits, request, program)
     norms, student_argmax, teacher_argmax = _combine(shard, pairs, _local_stats(shard, pairs))
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
-    sums = pairs.empty(3 + len(program.sums)).zero_()
+    whole, best = pairs.take_whole(request.whole)
+    log_mass = norms.log_mass(whole)
+    if program.full:
+        teacher_argmax = best
+    has_rate = log_mass is not None and not program.full
+    sums = pairs.empty(3 + has_rate + len(program.sums)).zero_()
     if shard.size:
         columns = (None if t is None else shard.local_ids(t) for t in (teacher_argmax, y))
-        pairs.for_each_block(partial(_sum, program), (sums, *columns, *norms))
+        pairs.for_each_block(partial(_sum, program), (sums, *columns, log_mass, *norms))
     acceptance, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
+    rate = of_features.pop() if has_rate else acceptance
     if pairs.out_of_range is not None:
-        acceptance = acceptance.masked_fill(pairs.out_of_range, math.nan)
-    target_flag = _target_flags(shard, y, acceptance.dtype)
-    if target_flag is not None:
+        acceptance, rate = (t.masked_fill(pairs.out_of_range, math.nan) for t in (acceptance, rate))
+    flags = _flags(shard, program, y, teacher_argmax, log_mass)
+    if (target_flag := flags["target_flag"]) is not None:
         at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
-    n = _local.RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, target_flag)
+    n = _local.RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
     value = program.rows(of_features, n, weight)[0]
     stats = program.kept_stats(norms, acceptance, of_features)
-    result = DivergenceResult(
-        pairs.put(value), pairs.put(acceptance), pairs.put((student_argmax == teacher_argmax) & ~acceptance.isnan())
-    )
+    agree = (student_argmax == (teacher_argmax if best is None else best)) & ~rate.isnan()
+    result = DivergenceResult(pairs.put(value), pairs.put(rate), pairs.put(agree))
     if not with_grad:
         return result._replace(kept=Kept(pairs.put(stats), pairs.put(teacher_argmax)))
     _write_gradient(shard, _local.Program(request, known=True), pairs, request, Kept(stats, teacher_argmax), logits)
     return result
+
+
+def part_of(shard: VocabShard, V: int) -> tuple[int, int]:
+    """See ``_backends/_rows.py``."""
+    ranks, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
+    step = -(-V // ranks)
+    start = min(rank * step, V)
+    return start, min(step, V - start)
+
+
+def row_norms(
+    shard: VocabShard, local: Any, logits: Tensor, transform: Transform, skip: Tensor | None, start: int
+) -> tuple[Tensor, Tensor]:
+    """See ``_backends/_divergence.py``; ``local`` is that of the backend. One all-gather of three numbers per row."""
+    acc = accum_dtype(logits.dtype)
+    part = torch.empty(len(logits), 3, dtype=acc, device=logits.device)
+    _fill_neutral(part)
+    if logits.shape[1]:
+        norms, column = local(logits, transform, skip, start)
+        lowest = torch.finfo(acc).min  # -inf cannot be subtracted from itself
+        torch.cat([norms[:, :1].clamp(min=lowest), norms[:, 1:], column.unsqueeze(1).to(acc)], 1, out=part)
+    row_max, log_sum, column = _combined(*shard.gather(part).unsqueeze(3).unbind(2))
+    return torch.cat([row_max, log_sum], 1), column.squeeze(1)
 
 
 def divergence_grad(shard: VocabShard, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
@@ -72,18 +105,23 @@ def _write_gradient(
     if not shard.size:
         return
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
-    c = program.coefficients(kept.stats, _target_flags(shard, y, kept.stats.dtype), weight)
+    log_mass = _local.Norms.of(kept.stats).log_mass(pairs.take_whole(request.full)[0])
+    c = program.coefficients(kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass))
     teacher_argmax, y = shard.local_ids(kept.teacher_argmax), None if y is None else shard.local_ids(y)
-    per_row = (kept.stats, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.of))
+    per_row = (kept.stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.of))
     pairs.for_each_block(partial(_gradient, program), per_row, out=out)
 
 
-def _target_flags(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return 1 for rows with a target, 0 for rows without, NaN for a target outside of the whole vocabulary."""
-    if y is None:
-        return None
-    in_range = shard.in_vocabulary(y)
-    return in_range.to(dtype).masked_fill_(~in_range & (y != IGNORE), math.nan)
+def _flags(
+    shard: VocabShard, program: _local.Program, y: Tensor | None, teacher_argmax: Tensor, log_mass: Tensor | None
+) -> dict[str, Any]:
+    """Return the flags of rows: 1 with a target, 0 without, NaN if it is outside of the whole vocabulary."""
+    flag, mass = None, None if log_mass is None else log_mass.exp()
+    best_flag = (teacher_argmax != IGNORE).to(torch.float64 if mass is None else mass.dtype)
+    if y is not None:
+        in_range = shard.in_vocabulary(y)
+        flag = in_range.to(best_flag.dtype).masked_fill_(~in_range & (y != IGNORE), math.nan)
+    return program.flags(flag, best_flag, mass)
 
 
 def _local_stats(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
@@ -94,8 +132,7 @@ def _local_stats(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
     stats = pairs.empty(6)
     lowest = torch.finfo(stats.dtype).min
     if not shard.size:
-        for i, nothing in enumerate((lowest, -math.inf, -1)):
-            stats[:, i::3].fill_(nothing)  # a copy from the host would be a sync
+        _fill_neutral(stats)
         return stats
 
     def work(block: _local.Block, _: None, row: tuple[Tensor]) -> None:
@@ -110,41 +147,63 @@ def _local_stats(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
     return stats
 
 
+def _fill_neutral(stats: Tensor) -> None:
+    """Fill every three columns with the maximum, log sum and argmax of no columns."""
+    for i, nothing in enumerate((torch.finfo(stats.dtype).min, -math.inf, -1)):
+        stats[:, i::3].fill_(nothing)  # a copy from the host would be a sync
+
+
 def _combine(shard: VocabShard, pairs: _local.Pairs, local_stats: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
     """Combine the results of all ranks into (normalisers of whole rows, student's argmax, teacher's argmax)."""
-    norms, columns = [], []
     gathered = shard.gather(local_stats).unsqueeze(3).unbind(2)
-    for row_max, log_sum, column in (gathered[:3], gathered[3:]):
-        whole = row_max.amax(0)
-        norms += [whole, torch.logsumexp(log_sum + (row_max - whole), 0)]
-        first = torch.where((row_max == whole) & (log_sum > -math.inf), column, math.inf).amin(0)
-        columns.append(torch.where(first.isfinite(), first, 0).to(torch.int64))
-    return _local.Norms(*norms), columns[0], columns[1]
+    (row_max, log_sum, student), (teacher_row_max, teacher_log_sum, teacher) = (
+        _combined(*of_side) for of_side in (gathered[:3], gathered[3:])
+    )
+    return _local.Norms(row_max, log_sum, teacher_row_max, teacher_log_sum), student, teacher
 
 
-def _columns(block: _local.Block, norms: _local.Norms) -> tuple[_local.Columns, list[Tensor]]:
+def _combined(row_max: Tensor, log_sum: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the parts of all ranks, ``[ranks, n, 1]``, into maximum, log sum and argmax of whole rows."""
+    whole = row_max.amax(0)
+    total = torch.logsumexp(log_sum + (row_max - whole), 0)
+    first = torch.where((row_max == whole) & (log_sum > -math.inf), column, math.inf).amin(0)
+    return whole, total, torch.where(first.isfinite(), first, 0).to(torch.int64)
+
+
+def _columns(
+    program: _local.Program, block: _local.Block, norms: _local.Norms, log_mass: Tensor | None
+) -> tuple[_local.Columns, list[Tensor]]:
     """Compute this rank's columns of p and q; return them with the unused buffers."""
     p, q, *more = block.more
+    mass = None
+    if program.full and log_mass is not None:
+        mass, norms = log_mass.exp(), norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     log_p, log_q = _local.logarithms(block, norms, more, None)
-    columns = _local.Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True)
+    columns = _local.Columns(
+        torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass
+    )
     return columns, more[2:]
 
 
 def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, ...]) -> None:
-    """Compute this rank's share of a, of -log p at the teacher's argmax and at the target, and of the feature sums."""
-    part, teacher_argmax, y, *of_norms = row
+    """Compute this rank's share of the sums.
+
+    They are a, -log p at the teacher's argmax and at the target, the features, and a of whole rows if it differs.
+    """
+    part, teacher_argmax, y, log_mass, *of_norms = row
     norms = _local.Norms(*of_norms)
-    columns, room = _columns(block, norms)
+    columns, room = _columns(program, block, norms, log_mass)
     acceptance, *sums = program.summed(columns, room)
     nothing = torch.zeros_like(acceptance)
     picked = [
         nothing if c is None else _local.at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)
     ]
-    part.copy_(torch.cat([acceptance, *picked, *sums], 1))
+    rate = [] if log_mass is None or program.full else [_local.overlap(columns, log_mass, room[0])]
+    part.copy_(torch.cat([acceptance, *picked, *sums, *rate], 1))
 
 
 def _gradient(program: _local.Program, block: _local.Block, out: Tensor, row: tuple[Any, ...]) -> Tensor:
-    stats, teacher_argmax, y, best, target, *features = row
-    columns, room = _columns(block, _local.Norms.of(stats))
+    stats, log_mass, teacher_argmax, y, best, target, *features = row
+    columns, room = _columns(program, block, _local.Norms.of(stats), log_mass)
     c = _local.Coefficients(features, best, target)
     return _local.with_single_columns(program.write_gradient(columns, room, c, out), teacher_argmax, y, c)

@@ -48,7 +48,7 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     """
     here, rows, shard = (_local_hidden if plan.from_hidden else _local_logits)(inputs)
     if shard is not None:
-        plan = _sharded_plan(here.x, plan, shard)
+        plan = _sharded_plan(inputs, here.x, plan, shard)
     if plan.divergence is not None:
         here = here._replace(**_local_teacher(inputs, plan.from_hidden, rows, shard))
         plan = plan._replace(divergence=plan.divergence._replace(all_reduce=lambda t: sum_over(t, rows.groups)))
@@ -85,7 +85,7 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     return [restored(t) for t in out]
 
 
-def _sharded_plan(x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
+def _sharded_plan(inputs: RowInputs, x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
     """Adapt the plan to a split vocabulary.
 
     Every rank must use the same chunks, whatever number of columns it holds, because each chunk ends in a collective.
@@ -97,7 +97,8 @@ def _sharded_plan(x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
         return plan
     ranks = dist.get_world_size(shard.group)
     rows, sms = -(-x.shape[:-1].numel() // ranks), multiprocessors(x.device)
-    chunk_size = ranks * choose_chunk(rows, shard.step * ranks, x.shape[-1], plan, sms)
+    V = shard.step * ranks if inputs.teacher_weight is None else max(shard.step * ranks, inputs.teacher_weight.shape[0])
+    chunk_size = ranks * choose_chunk(rows, V, x.shape[-1], plan, sms)
     return plan._replace(options=plan.options._replace(chunk_size=chunk_size))
 
 

@@ -34,7 +34,7 @@ from dllm_kernels._core._plan import Plan
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.distributed._divergence import divergence, divergence_grad
+from dllm_kernels.distributed._divergence import divergence, divergence_grad, part_of, row_norms
 from dllm_kernels.distributed._layout import VocabShard
 
 Tensor = torch.Tensor
@@ -56,9 +56,9 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 
     return RowPrimitives(
         stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
-        functools.partial(divergence_grad, shard), functools.partial(_sample, shard, local.sample),
-        functools.partial(_largest, shard, local.largest),
-        add_parts=shard.add_parts, local_ids=shard.local_ids,
+        functools.partial(divergence_grad, shard), functools.partial(row_norms, shard, local.row_norms),
+        functools.partial(_sample, shard, local.sample), functools.partial(_largest, shard, local.largest),
+        add_parts=shard.add_parts, local_ids=shard.local_ids, part_of=functools.partial(part_of, shard),
     )  # fmt: skip
 
 

@@ -194,7 +194,8 @@ def speculators_metrics(
     With ``acceptance`` or ``confidence_logits`` this is ``compute_metrics`` of ``models/dspark/metrics.py``, otherwise
     of ``models/dflash/metrics.py``. The gradient is computed in the forward pass, in three matrix products with a
     frozen head. If ``loss_config`` has several terms, the loss of each is a metric. These metrics are free for tv, nla
-    and one other term, and cost two more products for each further term and for each term of small weight.
+    (not with ``draft_to_target``) and one other term, and cost two more products for each further term and for each
+    term of small weight.
 
     Rows of weight 0 are not read. With ``sample_from_anchor=False`` the anchor's row predicts nothing. Unless
     ``loss_mask`` masks it, as the trainer does, it counts only in the number of valid rows that the loss is divided by.
@@ -223,7 +224,9 @@ def speculators_metrics(
         teacher_rows: ``[1, T]`` int64, the row of ``teacher_hidden`` for each row of ``hidden``, called
             ``target_indices`` in ``core.py``; None: the two have the same layout.
         draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary and a verifier's head of the whole
-            vocabulary: the verifier's column of each of the draft's tokens.
+            vocabulary: the verifier's column of each of the draft's tokens, ``torch.arange(len(d2t)) + d2t``. The
+            metrics of acceptance and accuracy then cover the whole vocabulary, and so does the target of the confidence
+            head. In speculators they cover the draft's vocabulary only.
         chunk_size: rows per chunk of logits; None: chosen from the sizes.
         logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; None: the dtype of the operands.
         backend: "auto", "triton" or "torch".
@@ -256,7 +259,8 @@ def speculators_metrics(
         loss_gamma=gamma, position_weights="dpace" if dpace else "decay", dpace_alpha=dpace_alpha, anchor_row=True,
         decay_from=first,
     )  # fmt: skip
-    call = _Metrics(compared, terms, loss_mask.detach().float(), block_size, weighting)
+    mask = loss_mask.detach().float()
+    call = _Metrics(compared, terms, mask, block_size, weighting, truncated=draft_to_target is not None)
     loss, found, term_losses = call.dpace() if dpace else call.decay()
     metrics: Metrics = {}
     if confidence_logits is not None:
@@ -310,7 +314,7 @@ class _Metrics:
     """One call of :func:`speculators_metrics`.
 
     ``compared(weights, kind=..., reduction=...)`` returns the divergence of the rows. ``weighting`` computes their
-    weights. ``mask`` is ``loss_mask`` in the dtype of sums.
+    weights. ``mask`` is ``loss_mask`` in the dtype of sums. ``truncated``: True if the draft has a smaller vocabulary.
     """
 
     compared: Callable[..., ops.Divergence]
@@ -318,6 +322,7 @@ class _Metrics:
     mask: torch.Tensor
     block_size: int
     weighting: DraftDistillationLoss
+    truncated: bool
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
@@ -382,6 +387,8 @@ class _Metrics:
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of each term: from a, as the remainder of the sum (one term), or by a separate pass."""
         free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
+        if self.truncated:  # a of the loss is another one
+            free = {}
         values = {name: free[name] for name in self.terms if name in free}
         # A term that is a small part of the sum would lose most digits in the subtraction.
         least = 0.01 * max(map(abs, self.terms.values()))

@@ -4,7 +4,8 @@ from dllm_kernels.losses._common import DLLMLossOutput
 from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss
 from dllm_kernels.losses.dflash import DFlashDecayLoss
 from dllm_kernels.losses.draft_distillation import DraftDistillationLoss
-from dllm_kernels.losses.draft_metrics import acceptance_length, draft_accuracy
+from dllm_kernels.losses.draft_metrics import acceptance_length, acceptance_stats, draft_accuracy
+from dllm_kernels.losses.draft_sampling import block_targets, sample_anchors, sample_prefix
 from dllm_kernels.losses.encoder_ar import compute_per_token_nll, encoder_ar_loss, encoder_ar_loss_fused
 from dllm_kernels.losses.hybrid import HybridDiffusionLLMLoss
 from dllm_kernels.losses.idlm import IDLMLoss
@@ -24,9 +25,13 @@ __all__ = [
     "SCDDLoss",
     "SCDDSchedule",
     "acceptance_length",
+    "acceptance_stats",
+    "block_targets",
     "compute_per_token_nll",
     "draft_accuracy",
     "encoder_ar_loss",
     "encoder_ar_loss_fused",
+    "sample_anchors",
+    "sample_prefix",
     "scdd_schedule",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, div
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.dpace_weights import VARIANTS, weights_of_blocks
 
+PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # block size: gamma, the DFlash paper, appendix A.1
 POSITION_WEIGHTS = ("decay", *VARIANTS)
 NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
 
@@ -56,6 +57,19 @@ def in_blocks(t: Tensor, rows: int) -> Tensor:
     return t.reshape(t.shape[0], t.shape[1] // rows, rows)
 
 
+def _of_rows(blocks: Tensor, rows: int) -> Tensor:
+    """Repeat the value of each block ``[B, blocks]`` for its rows, ``[B, blocks * rows]``."""
+    return blocks.unsqueeze(2).expand(*blocks.shape, rows).flatten(1)
+
+
+def predicted_mask(block_mask: Tensor, prefix: Tensor, block_size: int, anchor_row: bool) -> Tensor:
+    """Set the mask of the rows that the prefix of their block covers to 0."""
+    T = block_mask.shape[1]
+    rows = rows_of_block(T, block_size, anchor_row)
+    given = torch.arange(T, device=block_mask.device) % rows + 1 < _of_rows(prefix, rows)
+    return torch.where(given, 0, block_mask)
+
+
 def _over_total(weights: Tensor, total: float | Tensor) -> Tensor:
     """Divide row weights by the step total, clamped to avoid division by zero; a negative total gives NaN."""
     total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
@@ -64,7 +78,7 @@ def _over_total(weights: Tensor, total: float | Tensor) -> Tensor:
 
 def _check_gamma(loss_gamma: Any) -> None:
     _checks.check_constant("loss_gamma", loss_gamma)
-    if loss_gamma is not None and not isinstance(loss_gamma, Tensor):
+    if loss_gamma is not None and not isinstance(loss_gamma, Tensor) and loss_gamma != "paper":
         _checks.check_number("loss_gamma", loss_gamma, "a number or None")
 
 
@@ -75,12 +89,12 @@ class DraftLoss(TransformedLoss):
     """
 
     def __init__(
-        self, loss_gamma: float | None, chunk_size: int | None, normalize: str, position_weights: str,
+        self, loss_gamma: float | str | None, chunk_size: int | None, normalize: str, position_weights: str,
         dpace_alpha: float, anchor_row: bool, decay_from: int = 0, **common: Any,
     ) -> None:  # fmt: skip
         super().__init__(**common)
         _check_gamma(loss_gamma)  # before the conversion to float, which drops a gradient and accepts strings
-        self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
+        self.loss_gamma = loss_gamma if loss_gamma is None or isinstance(loss_gamma, str) else float(loss_gamma)
         self.chunk_size = chunk_size
         self.normalize = normalize
         self.position_weights = position_weights
@@ -98,27 +112,56 @@ class DraftLoss(TransformedLoss):
         _checks.checked_bool("anchor_row", self.anchor_row)
         _checks.check_int("decay_from", self.decay_from, 0)
         _checks.checked_chunk_size(self.chunk_size)
-        if self.loss_gamma is not None and (self.loss_gamma == 0 or math.isnan(self.loss_gamma)):
+        gamma = self.loss_gamma
+        if gamma is not None and not isinstance(gamma, str) and (gamma == 0 or math.isnan(gamma)):
             raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
 
-    def _decay_weights(self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """Compute the decay of T predicted positions ``[T]``, restarting at each block; all ones without a gamma."""
-        if self.loss_gamma is None and not self.decay_from:
-            return torch.ones(T, device=device, dtype=dtype)
-        row = torch.arange(T, device=device) % rows_of_block(T, block_size, self.anchor_row)
-        steps = row - self.decay_from
-        decay = torch.exp(-steps.to(dtype) / (math.inf if self.loss_gamma is None else self.loss_gamma))
-        return torch.where(steps < 0, 0.0, decay) if self.decay_from else decay
+    def _gamma(self, block_size: int | None) -> float | None:
+        """Return gamma of blocks of this size.
 
-    def _row_weights(self, mask: Tensor, block_size: int | None, q: Tensor | None = None) -> Tensor:
-        """Compute the detached row weights ``[B, T]`` before the denominator; the decay needs no confidence ``q``."""
+        Raises:
+            ValueError: ``loss_gamma="paper"``, and the paper has no gamma for the size.
+        """
+        if not isinstance(self.loss_gamma, str):
+            return self.loss_gamma
+        if block_size not in PAPER_GAMMAS:
+            sizes = ", ".join(map(str, PAPER_GAMMAS))
+            raise ValueError(f"block_size must be one of {sizes} with loss_gamma='paper', got {block_size}")
+        return PAPER_GAMMAS[block_size]
+
+    def _decay_weights(
+        self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype,
+        *, prefix: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the decay of T predicted positions ``[T]``, restarting at each block; all ones without a gamma.
+
+        With a ``prefix [B, blocks]`` it is ``[B, T]`` and begins at the row ``prefix - 1`` of each block, counted from
+        0.
+        """
+        gamma = self._gamma(block_size)
+        if gamma is None and not self.decay_from and prefix is None:
+            return torch.ones(T, device=device, dtype=dtype)
+        rows = rows_of_block(T, block_size, self.anchor_row)
+        row = torch.arange(T, device=device) % rows
+        steps = row - (self.decay_from if prefix is None else _of_rows(prefix, rows) - 1)
+        decay = torch.exp(-steps.to(dtype) / (math.inf if gamma is None else gamma))
+        return torch.where(steps < 0, 0.0, decay) if self.decay_from or prefix is not None else decay
+
+    def _row_weights(
+        self, mask: Tensor, block_size: int | None, q: Tensor | None = None, prefix: Tensor | None = None
+    ) -> Tensor:
+        """Compute the detached row weights ``[B, T]`` before the denominator.
+
+        The decay needs no confidence ``q``, and D-PACE takes no ``prefix``.
+        """
         T = mask.shape[1]
         if self.position_weights == "decay":
-            return self._decay_weights(T, block_size, mask.device, mask.dtype) * mask
+            return self._decay_weights(T, block_size, mask.device, mask.dtype, prefix=prefix) * mask
         assert q is not None
         rows = rows_of_block(T, block_size, self.anchor_row)
         q, valid = in_blocks(q.detach(), rows), in_blocks(mask, rows)
-        return weights_of_blocks(q, valid, self.dpace_alpha, VARIANTS[self.position_weights]).reshape(mask.shape)
+        variant = VARIANTS[self.position_weights]
+        return weights_of_blocks(q, valid, self.dpace_alpha, variant, self.anchor_row).reshape(mask.shape)
 
     def _normalized(self, weights: Tensor, mask: Tensor, block_size: int | None, counts: Counts) -> Tensor:
         """Divide row weights ``[B, T]`` by the denominator.
@@ -201,6 +244,7 @@ class DraftCall:
     block_mask: Tensor
     block_size: int | None
     counts: Counts
+    prefix: Tensor | None = field(default=None, kw_only=True)
 
     def cross_entropy(self, summed: bool, coefficient: float = 1.0) -> DraftResult:
         """Compute the cross-entropy as a weighted sum, or per row if the weights depend on the target probabilities."""
@@ -220,7 +264,7 @@ class DraftCall:
     def weights(self, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the row weights before and over the denominator; the decay needs no confidence ``q``."""
         mask = self.block_mask.detach().to(self.rows.accum_dtype)
-        weights = self.loss._row_weights(mask, self.block_size, q)
+        weights = self.loss._row_weights(mask, self.block_size, q, self.prefix)
         return weights, self.loss._normalized(weights, mask, self.block_size, self.counts)
 
     def output(self, found: DraftResult) -> DLLMLossOutput:

@@ -137,7 +137,7 @@ class ModelOutput(NamedTuple):
         out: RowStats = self._run(ROW_STATS, ids, overrides, active=active, mix_a=mix_a, mix_b=mix_b)
         return out
 
-    def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **overrides: Any) -> Divergence:
+    def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, /, **overrides: Any) -> Divergence:
         """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
         keywords = self.keywords() | overrides
         if self.weight is None:

@@ -12,14 +12,18 @@ from dllm_kernels._core._run import call
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels._utils._plain import all_plain, readable_without_sync
+from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses._common import DLLMLossOutput, single_loss, sum_of_rows
-from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
+from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, predicted_mask, rows_of_block
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
 class DFlashDecayLoss(DraftLoss):
     r"""Cross-entropy of the drafted tokens, with larger weights for earlier positions of a block.
+
+    Pass ``block_size`` with every call whose rows hold several blocks. Without it each sequence is one block, whose
+    weights decay from its first row to its last.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
@@ -46,11 +50,12 @@ class DFlashDecayLoss(DraftLoss):
 
     Args:
         loss_gamma: gamma of the decay, not 0; a negative one makes the weights grow. None: every row has the weight 1.
-            Used with ``position_weights="decay"`` only.
+            "paper": 7, 5, 4 for a ``block_size`` of 16, 10, 8. Used with ``position_weights="decay"`` only.
         use_fused_linear_ce: attribute for the training loop: True to call :meth:`forward_fused` with hidden states,
             False to call :meth:`forward` with logits. The methods ignore it.
         chunk_size: rows per chunk of logits in :meth:`forward_fused`. Larger chunks take more memory and mean fewer,
-            larger matrix products. None: chosen from the sizes.
+            larger matrix products. None: chosen from the sizes. It is an attribute of the same name, which stays None
+            in this case.
         normalize: denominator N. "tokens": ``num_tokens``; if None the loss is a sum. "rows": ``num_tokens``, or if
             None the sum of ``block_mask``. "mean": the sum of the weights plus 1e-6. "blocks": the number of blocks
             with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences with a
@@ -77,9 +82,9 @@ class DFlashDecayLoss(DraftLoss):
 
     def __init__(
         self,
-        loss_gamma: float | None = 7.0,
+        loss_gamma: float | str | None = 7.0,
         use_fused_linear_ce: bool = False,
-        chunk_size: int | None = 1024,
+        chunk_size: int | None = None,
         normalize: str = "tokens",
         *,
         position_weights: str = "decay",
@@ -108,6 +113,7 @@ class DFlashDecayLoss(DraftLoss):
         *,
         num_blocks: int | Tensor | None = None,
         num_sequences: int | Tensor | None = None,
+        prefix: Tensor | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss and the draft accuracy from logits.
 
@@ -128,6 +134,9 @@ class DFlashDecayLoss(DraftLoss):
                 for calls that hold only a part of each sequence. Not used otherwise.
             num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call
                 with a valid row. Not used otherwise.
+            prefix: ``[B, blocks]`` integers, the number l of tokens at the start of each block that the draft is given,
+                the anchor included, as from :func:`sample_prefix`. Rows k < l are not read and do not count, and
+                ``w_k = e^(-(k - l) / gamma)`` from k = l on. None: 1. With the decay and a ``block_size`` only.
 
         Returns:
             :class:`DLLMLossOutput` with ``total_loss == dllm_loss`` and the counts, or None for the counts if
@@ -135,10 +144,13 @@ class DFlashDecayLoss(DraftLoss):
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, or T is not a whole number of blocks.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, the paper has no
+                gamma for ``block_size``, or on CPU a prefix is outside [1, rows of a block].
         """
-        rows = ModelOutput(LOGITS, self._options(), logits)
-        return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
+        counts = Counts(num_tokens, num_blocks, num_sequences)
+        return self._loss(
+            ModelOutput(LOGITS, self._options(), logits), target_ids, block_mask, block_size, counts, prefix
+        )
 
     def forward_fused(
         self,
@@ -152,6 +164,7 @@ class DFlashDecayLoss(DraftLoss):
         *,
         num_blocks: int | Tensor | None = None,
         num_sequences: int | Tensor | None = None,
+        prefix: Tensor | None = None,
         extra: _checks.Extra | None = None,
         num_active: int | None = None,
         logits_dtype: torch.dtype | None = None,
@@ -167,7 +180,7 @@ class DFlashDecayLoss(DraftLoss):
             lm_head_weight: ``[V, D]``.
             target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            num_blocks, num_sequences: as in :meth:`forward`.
+            num_blocks, num_sequences, prefix: as in :meth:`forward`.
             extra: {extra} In a drafter's Markov head, u is the embedding of the previous token.
             num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
@@ -184,11 +197,13 @@ class DFlashDecayLoss(DraftLoss):
         """
         options = self._options(chunk_size=self.chunk_size, num_active=num_active, logits_dtype=logits_dtype)
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
+        counts = Counts(num_tokens, num_blocks, num_sequences)
+        return self._loss(rows, target_ids, block_mask, block_size, counts, prefix)
 
     def _loss(
-        self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts
-    ) -> DLLMLossOutput:
+        self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
+        prefix: Tensor | None,
+    ) -> DLLMLossOutput:  # fmt: skip
         rows.check(target_ids)
         self._check_settings()
         target_ids, block_mask = all_plain(target_ids, block_mask)
@@ -196,8 +211,24 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_constant("block_mask", block_mask)
         rows.check_targets(target_ids, block_mask)
         counts = self._checked_counts(counts, block_size, target_ids)
-        call = DraftCall(self, rows, target_ids, block_mask, block_size, counts)
+        if prefix is not None:
+            prefix = self._checked_prefix(prefix, block_mask, block_size)
+            block_mask = predicted_mask(block_mask, prefix, int(block_size or 0), self.anchor_row)
+        call = DraftCall(self, rows, target_ids, block_mask, block_size, counts, prefix=prefix)
         return call.output(call.cross_entropy(summed=not self._returns_rows()))
+
+    def _checked_prefix(self, prefix: Tensor, block_mask: Tensor, block_size: int | None) -> Tensor:
+        """Check the prefix against the blocks of the mask; return it as a plain tensor."""
+        if block_size is None or self.position_weights != "decay":
+            raise ValueError("prefix must be None without a block_size, or with position_weights other than 'decay'")
+        (B, T), rows = block_mask.shape, rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
+        _checks.check_ids("prefix", prefix)
+        _checks.check_shape("prefix", prefix, (B, T // rows), "an entry for each block")
+        _checks.check_same_device("block_mask", block_mask, prefix=prefix)
+        (prefix,) = all_plain(prefix)
+        if readable_without_sync(prefix) and (where := first_true((prefix < 1) | (prefix > rows))) is not None:
+            raise ValueError(f"prefix must lie in [1, {rows}], got {int(prefix[where])} at position {where}")
+        return prefix
 
     def _reduce(
         self,

@@ -22,6 +22,7 @@ from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
+OF_OP = ("kind", "teacher", "temperature", "teacher_transform", *OPTIONS)  # attributes that the op takes
 CONFIDENCE = ("target", "teacher", "acceptance")
 # Objectives of block-drafter trainers with their default settings. Their blocks hold a row for the anchor, which is
 # masked if it predicts nothing.
@@ -86,7 +87,8 @@ class DraftDistillationLoss(DraftLoss):
             "tv", "l1", "nla", "lk", "soft_ce", "teacher_ce" and "ce". "ce" is the cross-entropy of ``target_ids``, the
             only kind that needs no teacher.
         loss_gamma: gamma of the decay: the k-th row of a block has the weight ``w = e^(-(k - 1) / gamma)``. None: every
-            row has the weight 1. Used with ``position_weights="decay"`` only.
+            row has the weight 1. "paper": 7, 5, 4 for a ``block_size`` of 16, 10, 8. Used with
+            ``position_weights="decay"`` only.
         normalize: denominator N. "tokens": ``num_tokens``; if None the loss is a sum. "rows": ``num_tokens``, or if
             None the sum of ``block_mask``. "mean": ``total_weight``, or if None the sum of this call's weights plus
             1e-6. "blocks": the number of blocks with a valid row, which is one whose ``block_mask`` is not 0.
@@ -107,6 +109,8 @@ class DraftDistillationLoss(DraftLoss):
         confidence_weight: c, the coefficient of the confidence term.
         temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the
             acceptance rate of the distributions at this temperature.
+        teacher: {teacher} With "acceptance", the confidence is always the acceptance rate over all columns. With
+            "teacher", it is the probability of the likeliest token among those of the draft.
         beta, floor: options of :func:`divergence`, of the kinds "jsd" and "nla".
         eta, kl_scale, alpha, base: options of :func:`divergence`, of the kind "lk"; alpha is "row" or "mean", base "kl"
             or "soft_ce". With D-PACE all valid rows have equal weight in the mean.
@@ -129,7 +133,7 @@ class DraftDistillationLoss(DraftLoss):
     def __init__(
         self,
         kind: str | Mapping[str, float] = "kl",
-        loss_gamma: float | None = 7.0,
+        loss_gamma: float | str | None = 7.0,
         *,
         normalize: str = "tokens",
         position_weights: str = "decay",
@@ -139,6 +143,7 @@ class DraftDistillationLoss(DraftLoss):
         decay_from: int = 0,
         confidence_weight: float = 1.0,
         temperature: float = 1.0,
+        teacher: str = "draft",
         beta: float | None = None,
         floor: float | None = None,
         eta: float | None = None,
@@ -162,6 +167,7 @@ class DraftDistillationLoss(DraftLoss):
         self.confidence = confidence
         self.confidence_weight = confidence_weight
         self.temperature = temperature
+        self.teacher = teacher
         self.beta = beta
         self.floor = floor
         self.eta = eta
@@ -243,9 +249,8 @@ class DraftDistillationLoss(DraftLoss):
                 counted per offset. None: each sequence is one block, and no accuracy is counted.
             teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's
                 rows are numbered through all dimensions but the last. None: the two have the same layout.
-            draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary: the teacher's column of each of its
-                tokens. The teacher's softmax is over these columns, and ``target_ids`` are ids of the draft's
-                vocabulary.
+            draft_to_target: {draft_to_target} ``target_ids`` are ids of the draft's vocabulary. None: both have the
+                same vocabulary.
             confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a
                 gradient for it.
             num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
@@ -259,7 +264,7 @@ class DraftDistillationLoss(DraftLoss):
         Returns:
             :class:`DLLMLossOutput`. ``dllm_loss`` is the loss without the confidence term. ``draft_correct`` is True
             where the draft's argmax is the teacher's argmax, or without a teacher the target. ``acceptance_rate`` is a,
-            and ``weight_sum`` the sum of ``w m``.
+            and ``weight_sum`` the sum of ``w m``. Both metrics cover the teacher's whole vocabulary.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
@@ -367,7 +372,7 @@ class DraftDistillationLoss(DraftLoss):
 
     def _checked_spec(self) -> DivergenceSpec:
         """Return the spec of the kinds and check the other settings; attributes may be reassigned between calls."""
-        spec = checked_spec(self.kind, **{name: getattr(self, name) for name in OPTIONS})
+        spec = checked_spec(self.kind, teacher=self.teacher, **{name: getattr(self, name) for name in OPTIONS})
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.checked_temperature(self.temperature)
         _checks.check_not_negative("confidence_weight", self.confidence_weight)
@@ -462,11 +467,12 @@ class _Call(DraftCall):
             return None
         if self.confidence == "acceptance":
             return each.acceptance_rate.clamp(0, 1)
-        if part.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered:
+        of_draft = self.loss.teacher == "draft"
+        if part.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and of_draft:
             return torch.exp(-each.value / part.coefficient)
         if self.confidence == "target":
             return self._target_probabilities()
-        overrides = {"kind": "teacher_ce", "temperature": 1.0, **dict.fromkeys(OPTIONS)}
+        overrides = {"kind": "teacher_ce", "teacher": "draft", "temperature": 1.0, **dict.fromkeys(OPTIONS)}
         with torch.no_grad():
             return torch.exp(-self._divergence(self._active_mask, **overrides).value)
 
@@ -479,7 +485,7 @@ class _Call(DraftCall):
     def _divergence(self, weights: Tensor, **changes: Any) -> Divergence:
         """Compute the divergence of the active rows; ``changes`` override the options of the loss."""
         assert self.teacher.x is not None
-        overrides = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
+        overrides = {name: getattr(self.loss, name) for name in OF_OP}
         overrides |= self.teacher.options | changes
         if self.spec.wants_targets and "kind" not in changes:
             overrides["targets"] = self.target_ids

@@ -10,6 +10,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput
 from dllm_kernels.losses._draft import in_blocks, rows_of_block
+from dllm_kernels.ops.dpace_weights import accepted_prefix, rows_of_accepted_prefix
 
 
 def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
@@ -50,10 +51,10 @@ def acceptance_length(
 ) -> torch.Tensor:
     r"""Compute the mean number of accepted drafted tokens per block, by greedy verification or by sampling.
 
-    .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
+    .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ and } m_i \ne 0]
 
-    m is ``mask``; a row is valid if its entry is not 0. The mean is over the N blocks with a valid row. A block is
-    accepted up to its first wrong token. An invalid row is skipped and does not end the accepted prefix. With
+    m is ``mask``; a row is valid if its entry is not 0. The mean is over the N blocks whose first row is valid. A block
+    is accepted up to its first wrong token, and ends before its first row that is not valid. With
     ``sampling`` the result is the expected number of tokens that speculative sampling accepts: the acceptance rate
     :math:`a_i` replaces [correct].
 
@@ -65,20 +66,61 @@ def acceptance_length(
         mask: ``[B, T]``, the ``block_mask`` of the loss call: 0 for rows that predict nothing. Fractions are weights.
         block_size: ``block_size`` of the loss call: positions of a block, including the anchor. A block has
             ``block_size - 1`` rows.
-        anchor_row: ``anchor_row`` of the loss: a block has ``block_size`` rows.
+        anchor_row: ``anchor_row`` of the loss: a block has ``block_size`` rows, the first of which is the anchor's. If
+            the anchor's row is not valid, the block begins at its second row.
         bonus: also count the token that the target model samples after the accepted tokens, 1 per block.
         sampling: use acceptance rates instead of matches. :class:`DraftDistillationLoss` returns them if it has a
             teacher.
         group: process group over which the sums are reduced before dividing; None: this rank only.
 
     Returns:
-        0-d float32, detached; 0 if no block has a valid row.
+        0-d float32, detached; 0 if no block counts.
 
     Raises:
         TypeError: an argument that should be a tensor, an int or a bool is not.
         ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``output`` comes from
             another loss.
     """
+    total, count = _summed(_stats(output, mask, block_size, anchor_row, bonus, sampling), group)
+    return total / count.clamp(min=1)
+
+
+def acceptance_stats(
+    output: DLLMLossOutput | torch.Tensor,
+    mask: torch.Tensor,
+    block_size: int,
+    *,
+    anchor_row: bool = False,
+    bonus: bool = False,
+    sampling: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""Return numerator and denominator of :func:`acceptance_length`, to be summed over micro-batches and ranks.
+
+    Examples:
+        >>> correct, mask = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
+        >>> total, count = acceptance_stats(correct, mask, block_size=4)  # a wrong token, and a hole
+        >>> total.item(), count.item()
+        (3.0, 2.0)
+
+    Args:
+        output, mask, block_size, anchor_row, bonus, sampling: as in :func:`acceptance_length`.
+
+    Returns:
+        (sum, count), 0-d float32, detached: the number of accepted tokens, or with ``sampling`` its expectation, and
+        the number of blocks whose first row is valid.
+
+    Raises:
+        TypeError: as in :func:`acceptance_length`.
+        ValueError: as in :func:`acceptance_length`.
+
+    Source: as in :func:`acceptance_length`.
+    """
+    total, count = _stats(output, mask, block_size, anchor_row, bonus, sampling).unbind()
+    return total, count
+
+
+def _stats(output: Any, mask: Any, block_size: Any, anchor_row: Any, bonus: Any, sampling: Any) -> torch.Tensor:
+    """Validate the arguments of :func:`acceptance_stats` and return its results, ``[2]``."""
     sampling = _checks.checked_bool("sampling", sampling)
     correct = _rates_of(output) if sampling else _correct_of(output)
     _checks.check_positive_int("block_size", block_size)
@@ -88,11 +130,10 @@ def acceptance_length(
     correct, mask = all_plain(correct, mask)
     rows = rows_of_block(correct.shape[1], block_size, anchor_row)
     valid = in_blocks(mask.detach().to(torch.float32), rows)
-    rates = (correct.detach() if sampling else correct != 0).to(torch.float32)
-    passed = torch.where(valid == 0, 1.0, in_blocks(rates, rows))
-    sums = torch.stack([(passed.cumprod(-1) * valid).sum(), (valid != 0).any(-1).sum().to(torch.float32)])
-    accepted, blocks = _summed(sums, group)
-    return (accepted + blocks if bonus else accepted) / blocks.clamp(min=1)
+    rates = in_blocks((correct.detach() if sampling else correct != 0).to(torch.float32), rows)
+    count = rows_of_accepted_prefix(valid, anchor_row).any(-1).sum().to(torch.float32)
+    total = (accepted_prefix(rates, valid, anchor_row) * valid).sum()
+    return torch.stack([total + count if bonus else total, count])
 
 
 def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:

@@ -141,7 +141,7 @@ class SCDDLoss(DiffusionLoss):
         max_ratio: float = 0.1,
         gamma_shape: float = 1.0,
         t_peak: float = 0.5,
-        chunk_size: int | None = 1024,
+        chunk_size: int | None = None,
         *,
         softcap: float | None = None,
         scale: float | None = None,

@@ -48,6 +48,7 @@ def divergence(
     targets: torch.Tensor | None = None,
     teacher_rows: torch.Tensor | None = None,
     draft_to_target: torch.Tensor | None = None,
+    teacher: str = "draft",
     temperature: float = 1.0,
     reduction: str = "sum",
     beta: float | None = None,
@@ -99,8 +100,8 @@ def divergence(
         teacher_rows: ``[...]`` integers: for each student row, the index of its teacher row. The index runs over the
             flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
             NaN in that row. None: student and teacher have the same layout.
-        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
-            teacher's column. The teacher's softmax is over these columns only. None: both have the same vocabulary.
+        draft_to_target: {draft_to_target} None: both have the same vocabulary.
+        teacher: {teacher}
         temperature: {divergence_temperature}
         reduction: {divergence_reduction}
         beta: {jsd_beta}
@@ -122,13 +123,15 @@ def divergence(
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, an option belongs to another kind,
-            or a kind or the backend is unknown.
+            or a kind or the backend is unknown. On CPU, also if ``draft_to_target`` holds a column twice.
         IndexError: a target, row or column is out of range and checked, see ``check_targets``.
 
     Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2
     (a); arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
     """
-    spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    spec = checked_spec(
+        kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
+    )
     _checks.check_float("logits", logits)
     targets, weights = _defaults(logits, targets, weights, spec)
     options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
@@ -156,6 +159,7 @@ def linear_divergence(
     targets: torch.Tensor | None = None,
     teacher_rows: torch.Tensor | None = None,
     draft_to_target: torch.Tensor | None = None,
+    teacher: str = "draft",
     temperature: float = 1.0,
     reduction: str = "sum",
     beta: float | None = None,
@@ -199,9 +203,9 @@ def linear_divergence(
         targets: {divergence_targets}
         teacher_rows: ``[...]`` integers: for each student row, the index of its row of ``teacher_hidden``. The rows are
             copied one chunk at a time. None: student and teacher have the same layout.
-        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
-            teacher's column. These rows of the teacher's head are copied once per call, and only they are multiplied.
-            None: both have the same vocabulary.
+        draft_to_target: {draft_to_target} The whole head of the teacher is multiplied. Its columns are copied one chunk
+            at a time. None: both have the same vocabulary.
+        teacher: {teacher}
         temperature: {divergence_temperature}
         reduction: {divergence_reduction}
         beta: {jsd_beta}
@@ -231,7 +235,9 @@ def linear_divergence(
 
     Source: as in :func:`divergence`, of the projected hidden states.
     """
-    spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    spec = checked_spec(
+        kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
+    )
     _checks.check_float("hidden", hidden)
     targets, weights = _defaults(hidden, targets, weights, spec)
     options = Options(
@@ -295,9 +301,14 @@ def _run_divergence(
     if rows is not None:
         count = teacher.shape[:-1].numel()
         _checks.check_target_range(options.check_targets, "teacher_rows", rows, count, None, counted=inputs.weights)
-    if columns is not None:
+    if columns is None:
+        spec = replaced(spec, full=False)
+    else:
         always = True if readable_without_sync(columns) else options.check_targets  # a sync on a GPU
         _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
+        inverse = _inverse(columns, teacher_vocab_size)
+        _check_distinct(columns, inverse)
+        inputs = replaced(inputs, teacher_inverse=inverse)
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
     T = _checks.checked_temperature(temperature)
@@ -335,6 +346,25 @@ def _check_columns(name: str, x: torch.Tensor, V: int, teacher_vocab_size: int, 
             f"teacher_{name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
             f"got {teacher_vocab_size}"
         )
+
+
+def _check_distinct(columns: torch.Tensor, inverse: torch.Tensor) -> None:
+    """Raise ValueError if a teacher column is repeated. Skipped on GPU, because it would cost a sync."""
+    if not readable_without_sync(columns) or int((inverse != IGNORE).sum()) == len(columns):
+        return
+    raise ValueError(
+        "draft_to_target must hold the distinct ids of the teacher's vocabulary, got repeated entries, which look like "
+        "the offsets d2t of EAGLE-3; pass torch.arange(n) + d2t, with n the size of the draft's vocabulary"
+    )
+
+
+def _inverse(columns: torch.Tensor, teacher_vocab_size: int) -> torch.Tensor:
+    """Return the student's column of each teacher column, int64 ``[V']``, IGNORE for those without one."""
+    columns = columns.to(torch.int64)
+    inside = columns.clamp(0, teacher_vocab_size - 1)
+    ids = torch.arange(len(columns), device=columns.device).masked_fill_(inside != columns, IGNORE)
+    none = torch.full((teacher_vocab_size,), IGNORE, dtype=torch.int64, device=columns.device)
+    return none.scatter_reduce_(0, inside, ids, "amax")
 
 
 def _checked_transform(given: Any, V: int, students: Transform) -> Transform:

@@ -21,35 +21,39 @@ ROUNDING = 0.01  # tolerance for probabilities computed in bfloat16
 
 
 def dpace_weights(
-    confidence: torch.Tensor, mask: torch.Tensor, *, alpha: float = 0.5, variant: str = "dpace"
-) -> torch.Tensor:
+    confidence: torch.Tensor, mask: torch.Tensor, *, alpha: float = 0.5, variant: str = "dpace",
+    anchor_row: bool = False,
+) -> torch.Tensor:  # fmt: skip
     r"""Position weights of drafted blocks, computed from the confidence of the draft instead of a fixed decay.
 
     .. math::
         \tilde q_i = (1 - \alpha) \, q_i + \alpha, \qquad C_j = \prod_{i \le j} \tilde q_i, \qquad
         S_j = \sum_{m \ge j} C_m \, \text{mask}_m
 
-    with :math:`\tilde q_i = 1` if the mask is 0. The prefix product C is the smoothed probability that a block is
-    accepted up to position j. The suffix sum S is the expected number of accepted tokens from j on. S / C is this
-    expected number given that all tokens up to j are accepted. Early positions have larger weights because more tokens
-    depend on them. Positions after one of low confidence have smaller weights. The weights are detached.
+    A block ends before its first position whose mask is 0: :math:`\tilde q_i = 0` from there on. The prefix product C
+    is the smoothed probability that a block is accepted up to position j. The suffix sum S is the expected number of
+    accepted tokens from j on. S / C is this expected number given that all tokens up to j are accepted. Early positions
+    have larger weights because more tokens depend on them. Positions after one of low confidence have smaller weights.
+    The weights are detached.
 
     Source: D-PACE, arXiv 2605.18810.
 
     Args:
         confidence: ``[..., k]`` floating, in [0, 1], one block per row: the draft's probability of each target token,
-            ``exp(-nll)``, or the acceptance rate of the token. Ignored if the mask is 0.
-        mask: ``[..., k]``, 0 for positions that predict nothing. Fractions are weights.
+            ``exp(-nll)``, or the acceptance rate of the token. Ignored if the mask is 0, and after such a position.
+        mask: ``[..., k]``, 0 for positions that predict nothing. The block ends there. Fractions are weights.
         alpha: smoothing, in [0, 1]: the minimum of the smoothed confidence. With 1, S is the number of tokens from j
             on. With 0, all tokens after a token of confidence 0 have the weight 0.
         variant: "dpace" is S, "prefix" is C and "continuation" is S / C, each times the mask. The trainers' names
             "dpace-cumulative-confidence-only" and "dpace-continuation-value-only" mean "prefix" and "continuation".
+        anchor_row: True: the first position is the anchor's, and may have the mask 0 without ending the block.
 
     Returns:
         ``[..., k]``, float32 (float64 for float64 confidence), detached.
 
     Raises:
-        TypeError: ``confidence`` or ``mask`` is not a tensor, or ``alpha`` is not a number.
+        TypeError: ``confidence`` or ``mask`` is not a tensor, ``alpha`` is not a number, or ``anchor_row`` is not a
+            bool.
         ValueError: shapes, dtypes or devices do not match, ``alpha`` is outside [0, 1], or ``variant`` is unknown. On
             CPU, also if a confidence with nonzero mask is outside [0, 1] by more than 0.01.
     """
@@ -59,15 +63,37 @@ def dpace_weights(
         raise ValueError("confidence must have shape [..., k], got ()")
     _checks.check_probability("alpha", alpha)
     _checks.check_choice("variant", variant, VARIANTS)
+    anchor_row = _checks.checked_bool("anchor_row", anchor_row)
     confidence, mask = all_plain(confidence, mask)
     _check_confidence(confidence, mask)
     q = confidence.detach().to(accum_dtype(confidence.dtype))
-    return weights_of_blocks(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant])
+    return weights_of_blocks(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant], anchor_row)
 
 
-def weights_of_blocks(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str) -> torch.Tensor:
+def rows_of_accepted_prefix(mask: torch.Tensor, anchor_row: bool) -> torch.Tensor:
+    """Return True for the rows of blocks ``[..., k]`` before the first row that is not valid, whose mask is 0.
+
+    With ``anchor_row`` the first row may be invalid without ending the block.
+    """
+    valid = mask != 0
+    passed = torch.cat([torch.ones_like(valid[..., :1]), valid[..., 1:]], -1) if anchor_row else valid
+    return (passed.to(torch.int32).cumprod(-1) != 0) & valid
+
+
+def accepted_prefix(rates: torch.Tensor, mask: torch.Tensor, anchor_row: bool) -> torch.Tensor:
+    """Return the products of the rates up to each row of a block, 0 from its end on; other rates are not read."""
+    factors = torch.where(rows_of_accepted_prefix(mask, anchor_row), rates, 0.0)
+    if anchor_row:
+        first = torch.where(mask[..., :1] != 0, factors[..., :1], 1.0)
+        factors = torch.cat([first, factors[..., 1:]], -1)
+    return factors.cumprod(-1)
+
+
+def weights_of_blocks(
+    q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str, anchor_row: bool
+) -> torch.Tensor:
     """Compute :func:`dpace_weights` from validated arguments, both in the dtype of the result."""
-    prefix = torch.where(mask != 0, (1 - alpha) * q + alpha, 1.0).cumprod(-1)
+    prefix = accepted_prefix((1 - alpha) * q + alpha, mask, anchor_row)
     if variant == "prefix":
         return prefix * mask
     suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)

@@ -115,7 +115,7 @@ def formula_of_dflash(i, h, w, loss_type="dflash", gamma=None, alpha=0.5):
         weights = mask * (torch.exp(-(k - 1).clamp(min=0) / gamma) if gamma else 1.0)
         return (weights * nll).sum() / weights.sum()
     q = torch.exp(-nll.detach())
-    weights = reference.dpace_weights(in_blocks(q), in_blocks(mask), alpha, loss_type).reshape(B, T)
+    weights = reference.dpace_weights(in_blocks(q), in_blocks(mask), alpha, loss_type, anchor_row=True).reshape(B, T)
     return (weights * nll).sum() / B
 
 
@@ -173,7 +173,10 @@ def test_the_formulas_of_specforge_without_a_teacher(form, loss_type, gamma):
 
 @pytest.mark.parametrize(("loss_type", "gamma"), DFLASH)
 def test_specforge_without_a_teacher(specforge, loss_type, gamma):
+    """Blocks have no hole: with D-PACE the trainer continues a block after one."""
     i = drawn()
+    i.mask[:, 1::BLOCK] = True
+    i.mask[:, 3::BLOCK] &= i.mask[:, 2::BLOCK]
     ours = ours_of_dflash("hidden", loss_type, gamma, i)
     assert_same(ours, lambda h, w: specforge_dflash(specforge, i, h, w, loss_type, gamma), i.hidden, i.head)
 
@@ -259,7 +262,7 @@ def plain_speculators(i, h, w, s, loss_fn, weighting, from_anchor):
     weights = mask * decay
     if weighting == "dpace":
         q = torch.exp(-ce.detach()).reshape(-1, BLOCK)
-        weights = reference.dpace_weights(q, mask.reshape(-1, BLOCK)).flatten()
+        weights = reference.dpace_weights(q, mask.reshape(-1, BLOCK), anchor_row=True).flatten()
     bce = (
         0.0 if s is None else F.binary_cross_entropy_with_logits(s.flatten(), a.detach().clamp(0, 1), reduction="none")
     )
@@ -493,8 +496,8 @@ def test_sampling_accepts_by_hand():
     rates = torch.tensor([[0.5, 0.5, 1.0, 0.25, 1.0, 1.0]], device=DEVICE)
     mask = torch.tensor([[1, 1, 1, 1, 0, 1]], device=DEVICE)
     length = acceptance_length(rates, mask, 4, sampling=True)
-    assert length.item() == pytest.approx((0.5 + 0.25 + 0.25 + 0.25 + 0.25) / 2)
-    assert acceptance_length(rates, mask, 4, sampling=True, bonus=True).item() == pytest.approx(1.75)
+    assert length.item() == pytest.approx((0.5 + 0.25 + 0.25 + 0.25) / 2)  # the second block ends at its hole
+    assert acceptance_length(rates, mask, 4, sampling=True, bonus=True).item() == pytest.approx(1.625)
     with pytest.raises(ValueError, match=r"^output must have acceptance_rate, which DraftDistillationLoss returns"):
         acceptance_length(DraftDistillationLoss("ce")(torch.randn(1, 6, V), None, mask, mask), mask, 4, sampling=True)
 

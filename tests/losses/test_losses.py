@@ -22,6 +22,7 @@ from dllm_kernels import (
     MDLMCrossEntropyLoss,
     SCDDLoss,
     acceptance_length,
+    acceptance_stats,
     compute_per_token_nll,
     draft_accuracy,
     encoder_ar_loss,
@@ -610,7 +611,7 @@ def test_acceptance_length(form, anchor_row, bonus, backend):
     out = loss(x, y, mask, None, size) if form == "logits" else loss.forward_fused(h, w, y, mask, None, size)
     assert torch.equal(out.draft_correct, reference.argmax_match(x, y, active=mask))
     assert out.draft_count_per_pos.shape == (3,)
-    expected = reference.acceptance_length(out.draft_correct, mask, BLOCK - 1, bonus)
+    expected = reference.acceptance_length(out.draft_correct, mask, BLOCK - 1, bonus, anchor_row)
     assert bonus < expected < BLOCK - 1 + bonus
     options = {"anchor_row": anchor_row, "bonus": bonus}
     torch.testing.assert_close(acceptance_length(out, mask, size, **options), expected)
@@ -620,12 +621,33 @@ def test_acceptance_length(form, anchor_row, bonus, backend):
 
 
 def test_acceptance_length_by_hand():
-    """All correct; wrong at the second; the second masked, which ends nothing; wrong at once; nothing to predict."""
-    correct = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
+    """All correct; two correct, a wrong one; a correct one, then a hole; wrong at once; nothing to predict."""
+    correct = torch.tensor([[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]], device=DEVICE)
-    assert acceptance_length(correct, mask, BLOCK) == (3 + 1 + 2 + 0) / 4
-    assert acceptance_length(correct, mask, BLOCK, bonus=True) == (4 + 2 + 3 + 1) / 4
+    assert acceptance_length(correct, mask, BLOCK) == (3 + 2 + 1 + 0) / 4
+    assert acceptance_length(correct, mask, BLOCK, bonus=True) == (4 + 3 + 2 + 1) / 4
     assert acceptance_length(correct, 0 * mask, BLOCK, bonus=True) == 0
+    assert [t.item() for t in acceptance_stats(correct, mask, BLOCK)] == [6, 4]
+    assert [t.item() for t in acceptance_stats(correct, mask, BLOCK, bonus=True)] == [10, 4]
+
+
+def test_a_block_that_begins_with_a_hole():
+    """It accepts nothing and does not count, unless the hole is the row of an anchor that predicts nothing."""
+    rates, mask = torch.tensor([[0.5, 0.5, math.nan]], device=DEVICE), torch.tensor([[0, 1, 0]], device=DEVICE)
+    assert [t.item() for t in acceptance_stats(rates, mask, 4, sampling=True)] == [0, 0]
+    assert [t.item() for t in acceptance_stats(rates, mask, 3, anchor_row=True, sampling=True)] == [0.5, 1]
+    first = torch.tensor([[1, 0, 1]], device=DEVICE)
+    assert [t.item() for t in acceptance_stats(rates, first, 4, sampling=True)] == [0.5, 1]
+
+
+def test_acceptance_stats_add_up_over_calls():
+    torch.manual_seed(0)
+    rates, mask = torch.rand(4, 12, device=DEVICE), (torch.rand(4, 12, device=DEVICE) < 0.8).float()
+    parts = [acceptance_stats(rates[b : b + 1], mask[b : b + 1], BLOCK, sampling=True) for b in range(4)]
+    total, count = (sum(t) for t in zip(*parts, strict=True))
+    torch.testing.assert_close(total / count, acceptance_length(rates, mask, BLOCK, sampling=True))
+    expected = reference.acceptance_stats(rates, mask, BLOCK - 1)
+    torch.testing.assert_close(torch.stack([total, count]).cpu(), torch.tensor(expected))
 
 
 def test_draft_accuracy_without_counted_positions():

@@ -106,6 +106,7 @@ SETTINGS = {  # of hidden states: (chunk_size, num_active, reduction, the teache
     "of a prime, a bound": (3, 10, "none", "its own"),
     "one chunk": (None, None, "sum", "some of its columns"),
     "a longer one": (64, None, "none", "shared"),
+    "some columns, the full teacher": (4, None, "none", "some of its columns"),
 }
 
 
@@ -139,6 +140,7 @@ def parity_from_hidden_states(name, dtype, setting, backend):
         teacher_head["teacher_extra"] = (u, second)
     if head == "some of its columns":
         same["draft_to_target"] = torch.randperm(2 * V, device=DEVICE)[:V]
+        same["teacher"] = "full" if "full" in setting else "draft"
 
     def plain(h, w, b):
         own = {k: tuple(t.to(h) for t in v) if isinstance(v, tuple) else v.to(h) for k, v in teacher_head.items()}
@@ -459,6 +461,122 @@ def test_a_column_missing_in_the_teacher_raises():
     columns = torch.arange(V) + 1
     with pytest.raises(IndexError, match=r"^draft_to_target must lie in \[0, 23\), got 23 at position \(22,\)$"):
         divergence(z, t, draft_to_target=columns)
+
+
+def smaller_vocabulary(dtype=torch.float64, vocabulary=3 * V):
+    """Draw student logits, logits of a teacher with a larger vocabulary, and the teacher's ids of the student's."""
+    torch.manual_seed(0)
+    columns = torch.randperm(vocabulary, device=DEVICE)[:V]
+    z, t = (2 * torch.randn(9, size, dtype=dtype, device=DEVICE) for size in (V, vocabulary))
+    t[3, columns[z[3].argmax()]] = 9  # the argmax of both
+    return z, t, columns
+
+
+@every_kind
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("teacher", ["draft", "full"])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_metrics_cover_the_whole_vocabulary_of_the_teacher(name, teacher, form, transform, backend):
+    """a and the agreement are those of speculative sampling; value and gradient are of the truncated teacher or not."""
+    z, t, columns = smaller_vocabulary()
+    weights, rows = drawn(9)[0], torch.randint(0, 9, (9,), device=DEVICE)
+    rows[:4] = torch.arange(4, device=DEVICE)
+    ours, oracle = both_options(name, 9)
+    ours, oracle = (o | TRANSFORMS[transform] for o in (ours, oracle))
+    same = {"teacher_rows": rows, "draft_to_target": columns, "teacher": teacher, "reduction": "none"}
+    one_hot = {"weight": torch.eye(V, dtype=z.dtype, device=DEVICE)}
+    of_teacher = torch.eye(t.shape[1], dtype=z.dtype, device=DEVICE)
+    results = []
+    for function, options in ((divergence, ours | {"backend": backend}), (reference.divergence, oracle)):
+        leaf = z.clone().requires_grad_()
+        if function is divergence and form == "hidden":
+            out = linear_divergence(leaf, one_hot["weight"], t, weights, teacher_weight=of_teacher, **same, **options)
+        else:
+            out = function(leaf, t, weights, **same, **options)
+        results.append((*(x.detach() for x in out), torch.autograd.grad(out.loss.sum(), leaf)[0]))
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-10)
+
+
+def test_the_mass_outside_of_the_draft_s_vocabulary(backend):
+    """A fifth of the mass is outside: it is not in a, and the kl of the full teacher has 0.8 of the weight."""
+    q = torch.tensor([[0.3, 0.2, 0.4, 0.1]], dtype=torch.float64, device=DEVICE)
+    columns = torch.tensor([2, 0, 3], device=DEVICE)
+    z = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64, device=DEVICE).log().requires_grad_()
+    draft, full = (
+        divergence(z, q.log(), kind="kl", draft_to_target=columns, teacher=teacher, backend=backend)
+        for teacher in ("draft", "full")
+    )
+    for out in (draft, full):
+        assert out.acceptance_rate.item() == pytest.approx(0.4 + 0.3 + 0.1)
+        assert out.agree.item()
+    assert full.loss.item() == pytest.approx(0.8 * draft.loss.item())
+    torch.testing.assert_close(*(0.8 * torch.autograd.grad(draft.loss, z)[0], torch.autograd.grad(full.loss, z)[0]))
+    tv = divergence(z, q.log(), kind="tv", draft_to_target=columns, teacher="full", backend=backend)
+    assert tv.loss.item() == pytest.approx(0.2)
+    without = divergence(z[:, 1:], q.log(), kind="teacher_ce", draft_to_target=columns[1:], teacher="full")
+    assert not without.agree.item()  # the teacher's argmax is not a token of the draft
+    assert without.loss.item() == 0
+    assert torch.autograd.grad(without.loss, z)[0].abs().sum() == 0
+
+
+def test_acceptance_equals_a_simulation_of_speculative_sampling():
+    """10^5 draws of a draft with a third of the vocabulary, each accepted with probability min(1, q / p)."""
+    z, t, columns = smaller_vocabulary(torch.float32)
+    a = divergence(z, t, draft_to_target=columns).acceptance_rate
+    p, q = z.softmax(-1), t.softmax(-1)[:, columns]
+    drawn_tokens = torch.multinomial(p, 100_000, replacement=True)
+    accepted = torch.rand(drawn_tokens.shape, device=DEVICE) < (q / p).gather(1, drawn_tokens)
+    rate = accepted.double().mean(1)
+    assert ((rate - a).abs() <= 4 * (a * (1 - a) / 100_000).sqrt()).all()
+
+
+@pytest.mark.parametrize("columns", [torch.zeros(V, dtype=torch.long), torch.arange(V) // 4 * 3], ids=["0", "offsets"])
+def test_repeated_columns_raise(columns):
+    z, t = torch.randn(3, V), torch.randn(3, 2 * V)
+    with pytest.raises(ValueError, match=r"^draft_to_target must hold .*EAGLE-3; pass torch.arange\(n\) \+ d2t"):
+        divergence(z, t, draft_to_target=columns)
+    divergence(z, t, draft_to_target=torch.arange(V) + torch.arange(V) // 4)
+
+
+def test_a_nan_outside_of_the_compared_columns(backend):
+    """It makes the metrics of its row NaN, and with the full teacher value and gradient too."""
+    z, t, columns = smaller_vocabulary()
+    outside = next(v for v in range(t.shape[1]) if v not in columns.tolist())
+    t[1, outside] = NAN
+    for teacher in ("draft", "full"):
+        leaf = z.clone().requires_grad_()
+        out = divergence(
+            leaf, t, kind="kl", draft_to_target=columns, teacher=teacher, reduction="none", backend=backend
+        )
+        assert out.acceptance_rate.isnan().tolist() == [i == 1 for i in range(9)]
+        assert not out.agree[1]
+        (grad,) = torch.autograd.grad(out.loss.sum(), leaf)
+        assert out.value.isnan().tolist() == [i == 1 and teacher == "full" for i in range(9)]
+        assert grad.isnan().any(1).tolist() == out.value.isnan().tolist()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("teacher", ["draft", "full"])
+def test_one_graph_of_a_smaller_vocabulary(form, teacher):
+    z, t, columns = smaller_vocabulary()
+    head, of_teacher = (torch.eye(x.shape[1], dtype=z.dtype, device=DEVICE) for x in (z, t))
+    same = {"draft_to_target": columns, "teacher": teacher, "kind": {"lk": 1.0, "kl": 0.5}, "skip_id": 2}
+
+    def step(z, t):
+        if form == "logits":
+            out = divergence(z, t, **same)
+        else:
+            out = linear_divergence(z, head, t, teacher_weight=of_teacher, **same)
+        return out.loss, out.acceptance_rate, out.agree
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaf = z.clone().requires_grad_()
+        loss, *rest = function(leaf, t)
+        results.append((loss.detach(), *rest, torch.autograd.grad(loss, leaf)[0]))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.covering(1)

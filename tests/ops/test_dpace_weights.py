@@ -17,15 +17,16 @@ NAN = float("nan")
 VARIANTS = ("dpace", "prefix", "continuation")
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
-# alpha 1/2: smoothed to 3/4, 1/2 and 1. In the second variant, the second position is masked and the third weighs 1/2.
+# alpha 1/2: smoothed to 3/4, 1/2 and 1. A block ends at a masked position. In the last variant the third weighs 1/2.
 CONFIDENCE = [0.5, 0.0, 1.0]
 BY_HAND = {
     ("dpace", (1, 1, 1)): [0.75 + 0.375 + 0.375, 0.75, 0.375],
     ("prefix", (1, 1, 1)): [0.75, 0.375, 0.375],
     ("continuation", (1, 1, 1)): [2.0, 2.0, 1.0],
-    ("dpace", (1, 0, 1)): [1.5, 0.0, 0.75],
-    ("prefix", (1, 0, 1)): [0.75, 0.0, 0.75],
-    ("continuation", (1, 0, 1)): [2.0, 0.0, 1.0],
+    ("dpace", (1, 0, 1)): [0.75, 0.0, 0.0],
+    ("prefix", (1, 0, 1)): [0.75, 0.0, 0.0],
+    ("continuation", (1, 0, 1)): [1.0, 0.0, 0.0],
+    ("dpace", (0, 1, 1)): [0.0, 0.0, 0.0],
     ("dpace", (1, 1, 0.5)): [0.75 + 0.375 + 0.1875, 0.375 + 0.1875, 0.1875 * 0.5],
     ("prefix", (1, 1, 0.5)): [0.75, 0.375, 0.1875],
     ("continuation", (1, 1, 0.5)): [1.75, 1.5, 0.25],
@@ -39,6 +40,17 @@ def test_by_hand(function, variant, mask):
     q, mask_of_it = torch.tensor(CONFIDENCE, device=DEVICE), torch.tensor(mask, device=DEVICE)
     weights = function(q, mask_of_it, alpha=0.5, variant=variant)
     torch.testing.assert_close(weights, torch.tensor(BY_HAND[variant, mask], device=DEVICE))
+
+
+def test_the_row_of_an_anchor_that_predicts_nothing():
+    q, mask = torch.tensor(CONFIDENCE, device=DEVICE), torch.tensor([0, 1, 1], device=DEVICE)
+    q[0] = NAN
+    for function in (dpace_weights, reference.dpace_weights):
+        assert function(q, mask, alpha=0.5, anchor_row=True).tolist() == [0.0, 1.0, 0.5]
+    mask[1] = 0
+    q[2] = NAN  # not read
+    for function in (dpace_weights, reference.dpace_weights):
+        assert function(q, mask, alpha=0.5, anchor_row=True).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_alpha_of_0_and_1():
@@ -55,7 +67,7 @@ def test_alpha_of_0_and_1():
 
 def draw(shape, dtype=torch.float32):
     torch.manual_seed(0)
-    mask = torch.rand(shape) * (torch.rand(shape) < 0.7)
+    mask = torch.rand(shape) * (torch.rand(shape) < 0.8)
     return torch.rand(shape).to(dtype).to(DEVICE), mask.to(DEVICE)
 
 
@@ -92,11 +104,16 @@ def specforge():
     "name", ["dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only"], ids=str
 )
 def test_weights_equal_those_of_a_trainer(specforge, name, alpha):
-    """Variants have the trainer's names. The trainer multiplies its prefix weights by the mask later."""
+    """Variants have the trainer's names. The trainer multiplies its prefix weights by the mask later.
+
+    Masks have no hole: after one the trainer continues the block. The first position is the anchor's.
+    """
     q, mask = draw((3, 4, 16))
+    mask = torch.where((mask[..., 1:] != 0).int().cumprod(-1) != 0, mask[..., 1:], 0)
+    mask = torch.cat([torch.zeros_like(mask[..., :1]), mask], -1)
     trainer = SimpleNamespace(dpace_alpha=alpha)
     theirs = specforge._dpace_weight(trainer, q, mask, mask > 0, name) * mask
-    torch.testing.assert_close(dpace_weights(q, mask, alpha=alpha, variant=name), theirs)
+    torch.testing.assert_close(dpace_weights(q, mask, alpha=alpha, variant=name, anchor_row=True), theirs)
 
 
 @variants

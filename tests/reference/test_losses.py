@@ -338,7 +338,7 @@ def test_dflash_by_dpace(variant, expected):
 
 
 # Blocks of three: all correct; wrong at the second; the second masked, so skipped; wrong at once; nothing valid.
-ACCEPTED = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]]).bool()
+ACCEPTED = torch.tensor([[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1]]).bool()
 DRAFTED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]])
 
 
@@ -381,8 +381,8 @@ def test_distillation_of_a_confidence():
 
 
 def test_acceptance_length():
-    assert acceptance_length(ACCEPTED, DRAFTED, 3).item() == (3 + 1 + 2 + 0) / 4
-    assert acceptance_length(ACCEPTED, DRAFTED, 3, bonus=True).item() == (4 + 2 + 3 + 1) / 4
+    assert acceptance_length(ACCEPTED, DRAFTED, 3).item() == (3 + 2 + 1 + 0) / 4
+    assert acceptance_length(ACCEPTED, DRAFTED, 3, bonus=True).item() == (4 + 3 + 2 + 1) / 4
     assert acceptance_length(ACCEPTED, torch.zeros(1, 15), 3, bonus=True).item() == 0
 
 

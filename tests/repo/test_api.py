@@ -16,7 +16,8 @@ from dllm_kernels.integrations import nemo_automodel
 from tests.support.cases import FIRSTS, LOSSES
 
 NO_LOSSES = (
-    losses.DLLMLossOutput, losses.SCDDSchedule, losses.acceptance_length, losses.compute_per_token_nll,
+    losses.DLLMLossOutput, losses.SCDDSchedule, losses.acceptance_length, losses.acceptance_stats,
+    losses.block_targets, losses.sample_anchors, losses.sample_prefix, losses.compute_per_token_nll,
     losses.draft_accuracy, losses.scdd_schedule,
 )  # fmt: skip
 HOMES = {

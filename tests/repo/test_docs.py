@@ -230,6 +230,11 @@ def dflash(n):
     correct = (logits.argmax(-1) == n["targets"]).view(2, 3, 7)
     same(n["accuracy"]["draft_acc"], correct.double().mean())
     same(n["accepted"], correct.long().cumprod(-1).sum(-1).double().mean())
+    steps = 1 + k.expand(2, -1) - n["prefix"].repeat_interleave(7, 1)
+    weights = torch.where(steps >= 0, torch.exp(-steps.double() / 4), 0.0) * n["valid"]
+    nll = plain_nll(logits, n["block_ids"].clamp(min=0))
+    same(n["varied"].total_loss, (nll * weights).sum() / (weights.sum() + 1e-6))
+    assert n["valid"].any()
 
 
 @page("losses/draft-distillation.md")
@@ -245,6 +250,12 @@ def draft_distillation(n):
     agree, a = log_p.argmax(-1) == q.argmax(-1), torch.minimum(log_p.exp(), q).sum(-1)
     same(n["greedy"], agree.double().view(2, 3, 7).cumprod(-1).sum(-1).mean())
     same(n["sampled"], a.view(2, 3, 7).cumprod(-1).sum(-1).mean())
+    d = n["draft_to_target"]
+    p, q = (h @ w[d].T).softmax(-1), q[..., d]
+    kl = (q * (q / q.sum(-1, keepdim=True) / p).log()).sum(-1)
+    weights = torch.exp(-(torch.arange(n["T"]) % 7).double() / 7).expand(2, -1)
+    same(n["full"].total_loss, (kl * weights).sum() / (weights.sum() + 1e-6))
+    same(n["full"].acceptance_rate, torch.minimum(p, q).sum(-1))
 
 
 @page("losses/encoder-ar.md")

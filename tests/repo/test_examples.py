@@ -104,12 +104,14 @@ def test_dllm_mdlm_runs():
 
 @pytest.mark.parametrize("loss_type", ["dflash", *load("specforge_dflash").VARIANTS])
 def test_specforge_dflash(loss_type):
-    """All four terms and the gradient equal those of SpecForge's own method."""
+    """All four terms and the gradient equal those of SpecForge's own method. With D-PACE, blocks have no hole."""
     example = load("specforge_dflash")
     torch.manual_seed(0)
     B, N, block_size, V, D = 2, 3, 5, 11, 8
     head, ids = torch.randn(V, D), torch.randint(0, V, (B, N, block_size))
     weight_mask = (torch.rand(B, N, block_size) < 0.7).float()
+    if loss_type != "dflash":
+        weight_mask = weight_mask.cumprod(-1)
     weight_mask[:, :, 0] = 0
     hidden = torch.randn(B, N, block_size, D, requires_grad=True)
     found = example.objective_terms(example.loss_fn_of(loss_type, gamma=4.0), hidden, head, ids, weight_mask)
@@ -125,6 +127,12 @@ def test_specforge_dflash(loss_type):
     for ours, other in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, other)
     torch.testing.assert_close(grad, expected_grad)
+
+
+def test_dflash_anchors():
+    first, last, accepted = load("dflash_anchors").main()
+    assert last < 0.5 * first
+    assert accepted > 2
 
 
 def test_specforge_dflash_runs():

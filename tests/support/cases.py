@@ -410,7 +410,7 @@ _DFLASH = Case(
     linear_in="block_mask", constants=("loss_gamma",), chunks_at_construction=True,
     transformed_by={"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID}, home=DLLM_LOSS,
     documented={
-        "": "loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=1024, normalize='tokens'",
+        "": "loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=None, normalize='tokens'",
         ".forward": "self, logits, target_ids, block_mask, num_tokens=None, block_size=None",
         ".forward_fused": "self, hidden, lm_head_weight, target_ids, block_mask, num_tokens=None, block_size=None, "
         "lm_head_bias=None",
@@ -444,7 +444,7 @@ _SCDD = Case(  # few steps: with more of them, the loss is a difference of close
     COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
     statistics=True, variant=True, home=DLLM_LOSS,
     documented={
-        "": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=1024",
+        "": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=None",
         ".forward": f"self, {MASKS}causal_logits=None, noisy_input_ids=None",
     },
 )  # fmt: skip

@@ -138,12 +138,40 @@ def every_rank_copies_the_same_pieces_of_the_teacher():
                 patch.setattr(_divergence, "COPY_BYTES", rows * t[0, 0].nbytes)
                 got, want = z.clone().requires_grad_(), z.clone().requires_grad_()
                 options = {"kind": {"kl": 1.0, "tv": 0.5}, "draft_to_target": columns}
-                out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options).loss
-                expected = reference.divergence(want, t, w, **options).loss
-                close(out.detach(), expected.detach())
-                out.backward()
-                expected.backward()
+                out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options)
+                expected = reference.divergence(want, t, w, **options)
+                for x, y in zip(out, expected, strict=True):
+                    close(x.detach(), y.detach())
+                out.loss.backward()
+                expected.loss.backward()
                 close(got.grad, want.grad)
+
+
+@check(2)
+@check(4)
+def metrics_of_a_smaller_vocabulary():
+    """Ranks share the student's vocabulary, and the teacher's whole rows for their normalisers."""
+    mesh, (teacher, options) = mesh_of("tp"), drawn("all others")
+    columns, own = torch.randperm(3 * V + 1)[:V], torch.randn(3 * V + 1, D).double()
+    logits = torch.nn.functional.linear(teacher, own)
+    h, w = torch.randn(B, L, D).double(), torch.randn(V, D).double()
+    for name in ("draft", "full"):
+        given = options | {"draft_to_target": columns, "teacher": name, "skip_id": 3}
+        for form in ("hidden", "logits"):
+            leaf = (h if form == "hidden" else torch.nn.functional.linear(h, w)).clone().requires_grad_()
+            want = leaf.detach().clone().requires_grad_()
+            if form == "hidden":
+                split = {"teacher_weight": distribute_tensor(own, mesh, [Shard(0)]), "backend": "torch"}
+                out = ops.linear_divergence(leaf, shard(w, mesh, Shard(0)), teacher, chunk_size=5, **split, **given)
+                expected = reference.linear_divergence(want, w, teacher, teacher_weight=own, **given)
+            else:
+                out = ops.divergence(shard(leaf, mesh, Shard(2)), logits, backend="torch", **given)
+                expected = reference.divergence(want, logits, **given)
+            for x, y in zip(out, expected, strict=True):
+                close(x.detach(), y.detach())
+            out.loss.sum().backward()
+            expected.loss.sum().backward()
+            close(leaf.grad, want.grad)
 
 
 @check(2)

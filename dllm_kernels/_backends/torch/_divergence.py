@@ -46,12 +46,13 @@ from dllm_kernels._backends._divergence import (
     Hyper,
     Kept,
     Option,
+    Whole,
 )
 from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import run_jobs
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import through_
+from dllm_kernels._utils._transform import Transform, through_
 
 Tensor = torch.Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
@@ -64,6 +65,7 @@ class Columns(NamedTuple):
     """p, q and their logarithms for a block of rows ``[R, V]``; the logarithms are None if no kind needs them.
 
     ``guard_zeros``: True if a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
+    ``mass``: the sum of q ``[R, 1]`` if it may be less than 1, otherwise None.
     """
 
     p: Tensor
@@ -71,6 +73,7 @@ class Columns(NamedTuple):
     log_p: Any
     log_q: Any
     guard_zeros: bool = False
+    mass: Tensor | None = None
 
     def times(self, e: Tensor, x: Tensor) -> Tensor:
         """Multiply x by the probability e in place; 0 if e is 0."""
@@ -87,6 +90,8 @@ class RowValues(NamedTuple):
         at_best: -log p at the teacher's argmax.
         at_target: -log p at the target, 0 without a target.
         target_flag: 1 with a target, 0 without, NaN if the target is out of range.
+        best_flag: 1 if the student has the teacher's argmax, 0 if not.
+        mass: the sum of q, a number if it is 1.
     """
 
     acceptance: Tensor
@@ -94,6 +99,13 @@ class RowValues(NamedTuple):
     at_best: Tensor | None = None
     at_target: Tensor | None = None
     target_flag: Tensor | None = None
+    best_flag: Any = 1.0
+    mass: Any = 1.0
+
+    @property
+    def constant(self) -> Any:
+        """Constant that kl omits, mass log mass."""
+        return torch.special.xlogy(self.mass, self.mass) if isinstance(self.mass, Tensor) else 0.0
 
 
 class Feature(NamedTuple):
@@ -114,7 +126,9 @@ def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
 
 
 STUDENT = Feature(lambda c, h, out: c.p)
-DIFFERENCE = Feature(lambda c, h, out: torch.sub(c.p, c.q, out=out))
+DIFFERENCE = Feature(
+    lambda c, h, out: torch.sub(c.p if c.mass is None else torch.mul(c.p, c.mass, out=out), c.q, out=out)
+)
 BELOW = Feature(lambda c, h, out: torch.mul(c.q, TIE, out=out).ge_(c.p).mul_(c.p))  # p [p <= q]
 FORWARD_KL = Feature(lambda c, h, out: c.times(c.q, torch.sub(c.log_q, c.log_p, out=out)), logs=True)
 REVERSE_KL = Feature(lambda c, h, out: c.times(c.p, torch.sub(c.log_p, c.log_q, out=out)), logs=True)
@@ -129,8 +143,10 @@ TEACHER_TO_MEAN = Feature(
 
 def _jsd(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
     of_p, of_q = X
-    rest = 1 - h[0]
-    return h[0] * of_q + rest * of_p, (rest, -rest * of_p)
+    rest, value = 1 - h[0], h[0] * of_q + (1 - h[0]) * of_p
+    if isinstance(n.mass, Tensor) and h[0] > 0:
+        value = value - (1 - n.mass) * (h[0] * math.log(h[0]))  # columns that are not given, m = beta q
+    return value, (rest, -rest * of_p)
 
 
 def _nla(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
@@ -140,6 +156,10 @@ def _nla(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
 
 
 def _lk(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
+    return _lk_soft_ce((X[0] - n.constant, X[1]), n, h)
+
+
+def _lk_soft_ce(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
     base, below = X
     lam = h[1] * torch.exp(-h[0] * n.lam_acceptance)
     return lam * base + (1 - lam) * (1 - n.acceptance), (lam, (1 - lam) * below, lam - 1)
@@ -168,15 +188,15 @@ FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
 OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
 # Compiled graphs identify a kind by its position. ``_core/_divergence_spec.py`` derives the public names.
 KINDS = {
-    "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
+    "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, h: (X[0] - n.constant, (1.0,))),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, h: (X[0], (1.0, -X[0]))),
     "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
     "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, h: (1 - n.acceptance, (X[0], -1.0))),
     "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, options=FLOOR),
     "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
-    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
+    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk_soft_ce, options=OF_LAM),
     "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
-    "teacher_ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_best, (1.0,)), "best"),
+    "teacher_ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_best, (n.best_flag,)), "best"),
     "ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_target, (n.target_flag,)), "target"),
 }
 Key = tuple[Feature, Hyper | None]
@@ -206,6 +226,7 @@ class Program:
         self.both = [key for key in self.sums if key in self.gradient]
         self.kept = [] if known else self.both
         self.logs = any(feature.logs for feature, _ in (*(() if known else self.sums), *self.gradient))
+        self.full = request.full is not None
         self.best, self.target = (any(kind.minus == m for kind, _, _ in self.parts) for m in ("best", "target"))
 
     @property
@@ -246,12 +267,17 @@ class Program:
         columns = [*norms, acceptance, *(of_key[key] for key in self.both)]
         return torch.cat(columns + [torch.zeros_like(acceptance)] * (KEPT_STATS - len(columns)), 1)
 
-    def coefficients(self, stats: Tensor, target_flag: Tensor | None, w: Tensor) -> Coefficients:
-        """Return the coefficients of :meth:`rows`, from the statistics of rows."""
+    def flags(self, target_flag: Tensor | None, best_flag: Tensor | None, mass: Tensor | None) -> dict[str, Any]:
+        """Return the fields of :class:`RowValues` that the gradient reads; the last two are None unless ``full``."""
+        of_full = {"best_flag": best_flag, "mass": mass} if self.full else {}
+        return {"target_flag": target_flag, **of_full}
+
+    def coefficients(self, stats: Tensor, w: Tensor, flags: dict[str, Any]) -> Coefficients:
+        """Return the coefficients of :meth:`rows`, from the statistics of rows and :meth:`flags`."""
         acceptance, *known = stats[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
         of_key = dict(zip(self.both, known, strict=False))
         unread = torch.zeros_like(acceptance)
-        n = RowValues(acceptance, self.lam_acceptance(acceptance), unread, unread, target_flag)
+        n = RowValues(acceptance, self.lam_acceptance(acceptance), unread, unread, **flags)
         return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
 
     def lam_acceptance(self, acceptance: Tensor) -> Tensor:
@@ -299,6 +325,13 @@ class Norms(NamedTuple):
         """Extract them from the statistics of rows."""
         return cls(*stats[:, : len(cls._fields)].unsqueeze(2).unbind(1))
 
+    def log_mass(self, whole: Tensor | None) -> Tensor | None:
+        """Return the logarithm of the teacher's mass in these columns, given the norms ``[R, 2]`` of its whole rows."""
+        if whole is None:
+            return None
+        row_max, log_sum = whole.unsqueeze(2).unbind(1)
+        return (self.teacher_row_max - row_max) + (self.teacher_log_sum - log_sum)
+
 
 class Pairs:
     """The rows of nonzero weight with their teacher rows, block by block, shared among threads.
@@ -331,6 +364,10 @@ class Pairs:
             return None
         t = self.rows.take(t)
         return t.unsqueeze(1) if t.dim() == 1 else t
+
+    def take_whole(self, whole: Whole | None) -> tuple[Any, Any]:
+        """Take the fields of a :class:`Whole`; (None, None) for None."""
+        return (None, None) if whole is None else (self.take(whole.norms), self.take(whole.best))
 
     def put(self, t: Tensor) -> Tensor:
         """Inverse of :meth:`take`; 0 in all other rows."""
@@ -386,6 +423,7 @@ class Results(NamedTuple):
     """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``stats [R, KEPT_STATS]``.
 
     ``stats`` and ``teacher_argmax`` are the fields of :class:`Kept`, None if the gradient is computed at once.
+    ``whole`` and ``best`` are the fields of :class:`Whole`, or None.
     """
 
     weight: Tensor
@@ -396,6 +434,8 @@ class Results(NamedTuple):
     agree: Tensor
     stats: Any = None
     teacher_argmax: Any = None
+    whole: Any = None
+    best: Any = None
 
 
 def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
@@ -403,7 +443,9 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     program = Program(request)
     pairs = Pairs(logits, request, program.work_blocks)
     given = pairs.take(request.weights), pairs.out_of_range, pairs.take(request.targets)
-    rows = Results(*given, pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool))
+    whole, best = pairs.take_whole(request.whole)
+    results = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
+    rows = Results(*given, *results, None, None, whole, best)
     if not with_grad:
         rows = rows._replace(stats=pairs.empty(KEPT_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
     pairs.for_each_block(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
@@ -416,17 +458,28 @@ def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out:
     program = Program(request, known=True)
     pairs = Pairs(logits, request, program.work_blocks)
     per_row = tuple(pairs.take(t) for t in (request.weights, request.targets, kept.stats, kept.teacher_argmax))
+    per_row = *per_row, pairs.take_whole(request.full)[0]
     pairs.for_each_block(partial(_gradient, program, request), per_row, out=out)
 
 
-def _columns(program: Program, request: DivergenceRequest, block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
-    """Return p and q, which are in the first two buffers, logarithms if a kind needs them, and the unused buffers."""
+def _columns(
+    program: Program, request: DivergenceRequest, block: Block, norms: Norms, log_mass: Tensor | None
+) -> tuple[Columns, list[Tensor]]:
+    """Return p and q, which are in the first two buffers, logarithms if a kind needs them, and the unused buffers.
+
+    ``log_mass``: logarithm of the sum of q, or None if it is 0.
+    """
     p, q, *room = block.more
+    mass = None
+    if log_mass is not None:
+        mass = log_mass.exp()
+        q.mul_(mass)
+        norms = norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     if not program.logs:
-        return Columns(p, q, None, None), room
+        return Columns(p, q, None, None, mass=mass), room
     skip = request.transform.skip_id
     skip = skip if skip == request.teacher_transform.skip_id else None  # a column that both sides skip
-    return Columns(p, q, *logarithms(block, norms, room, skip)), room[2:]
+    return Columns(p, q, *logarithms(block, norms, room, skip), mass=mass), room[2:]
 
 
 def _softmaxes(block: Block) -> tuple[Tensor, Tensor]:
@@ -445,21 +498,32 @@ def _whole_rows(
     # The largest probability is 1 / S.
     log_sum, teacher_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, student_argmax), (q, teacher_argmax)))
     norms = Norms(row_max, log_sum, teacher_row_max, teacher_log_sum)
-    columns, work = _columns(program, request, block, norms)
-    at_best = at(z, teacher_argmax, row_max, log_sum)[0] if program.best else None
+    log_mass = norms.log_mass(row.whole)
+    columns, work = _columns(program, request, block, norms, log_mass if program.full else None)
+    if program.full:
+        teacher_argmax = row.best
+    at_best, best_flag = at(z, teacher_argmax, row_max, log_sum) if program.best else (None, None)
     at_target, target_flag = (None, None) if row.target is None else at(z, row.target, row_max, log_sum)
+    flags = program.flags(target_flag, best_flag, columns.mass)
     # On a CPU, repeat with ``guard_zeros`` if a sum is not finite. Elsewhere the test would be a host sync per block.
     for guard_zeros in (False, True) if z.is_cpu else (True,):
         acceptance, *sums = program.summed(columns._replace(guard_zeros=guard_zeros), work)
         if row.out_of_range is not None:
             acceptance = acceptance.masked_fill_(row.out_of_range, math.nan)
-        n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, target_flag)
+        n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
         value, c = program.rows(sums, n, row.weight)
         if guard_zeros or not program.logs or math.isfinite(value.sum().item()):
             break
+    rate = acceptance
+    if log_mass is not None and not program.full:
+        rate = overlap(columns, log_mass, work[0])
+        if row.out_of_range is not None:
+            rate = rate.masked_fill(row.out_of_range, math.nan)
     row.value.copy_(value)
-    row.acceptance.copy_(acceptance)
-    torch.logical_and(student_argmax == teacher_argmax, ~acceptance.isnan(), out=row.agree)
+    row.acceptance.copy_(rate)
+    torch.logical_and(
+        student_argmax == (teacher_argmax if row.best is None else row.best), ~rate.isnan(), out=row.agree
+    )
     if row.stats is not None:
         row.stats.copy_(program.kept_stats(norms, acceptance, sums))
         row.teacher_argmax.copy_(teacher_argmax)
@@ -474,15 +538,51 @@ def _gradient(
     program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: tuple[Tensor, ...]
 ) -> Tensor:
     """Compute the gradient of a block from the statistics of its rows."""
-    weight, y, stats, teacher_argmax = row
+    weight, y, stats, teacher_argmax, whole = row
     _softmaxes(block)
     norms = Norms.of(stats)
-    columns, work = _columns(program, request, block, norms)
-    target_flag = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
-    c = program.coefficients(stats, target_flag, weight)
+    log_mass = norms.log_mass(whole)
+    columns, work = _columns(program, request, block, norms, log_mass)
+    best = teacher_argmax if program.full else None
+    of_y, of_best = (None if t is None else at(block.z, t, norms.row_max, norms.log_sum)[1] for t in (y, best))
+    c = program.coefficients(stats, weight, program.flags(of_y, of_best, columns.mass))
     return with_single_columns(
         program.write_gradient(columns._replace(guard_zeros=True), work, c, out), teacher_argmax, y, c
     )
+
+
+def overlap(c: Columns, log_mass: Tensor, out: Tensor) -> Tensor:
+    """Return ``sum_v min(p_v, q_v)`` with q times the mass, ``[R, 1]``; the buffer ``out`` is scratch."""
+    q = torch.mul(c.q, log_mass.exp(), out=out)
+    return _blocks.sum_rows(torch.minimum(c.p, q, out=out))
+
+
+def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+    """See ``_backends/_divergence.py``."""
+    (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)
+    norms = torch.empty(C, 2, dtype=acc, device=device)
+    column = torch.empty(C, 1, dtype=torch.int64, device=device)
+    if C:
+        source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
+        threads, size = _blocks.partition(C, V, acc, logits.is_cpu, sides=2)
+        blocks = zip(source.blocks(size), _blocks.split_all((norms, column), size), strict=True)
+        buffers = _blocks.buffers_for(threads, size, logits, more=1)
+        run_jobs([partial(_norms_of_block, source, transform, skip, *block) for block in blocks], buffers)
+    return norms, column.squeeze(1) + start
+
+
+def _norms_of_block(
+    source: _blocks.RowGather, transform: Transform, skip: Tensor | None, block: Tensor, out: tuple[Tensor, Tensor],
+    buffers: _blocks.Buffers,
+) -> None:  # fmt: skip
+    x, (norms, column) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
+    (work,) = (_blocks.top(buffer, x) for buffer in buffers.more)
+    if skip is not None:
+        x = x.masked_fill(torch.arange(x.shape[1], device=x.device) == skip, -math.inf)
+    row_max, first = largest(x)
+    total = _blocks.sum_rows(torch.sub(x, row_max, out=work).exp_())
+    torch.cat([row_max, total.log_()], 1, out=norms)
+    column.copy_(first)
 
 
 def with_single_columns(grad: Tensor, teacher_argmax: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:

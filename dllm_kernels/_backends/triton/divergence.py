@@ -10,6 +10,7 @@ transformed logits x, and S = sum_v e^{x_v - M}. Logarithms are in base 2:
 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
+    accept = sum min(p, mass q)
 
 (:class:`Sums`, :func:`_with_terms`). The sums give the value of the row (:func:`_value`) and its coefficients
 (:class:`Coefficients`, :func:`_coefficients`). With these the gradient of any sum of kinds is one expression per column
@@ -24,6 +25,12 @@ gradient of rkl.
 The coefficient of each kind (:class:`Kinds`) is passed as an integer, like the numbers of a transform
 (``_transform.py``), or as None if the spec does not contain the kind. A None argument is a compile-time constant, and
 the code for its kind is compiled out. Compiled kernels differ in which arguments are None.
+
+**Some columns of longer rows.** ``norms_ptr`` has the maximum and log S of the teacher's whole rows, if the given
+columns are a part of them. The mass of the columns is e^(log S_t + M_t) over e^(log S + M) of the whole row. ``accept``
+is then the acceptance rate. With FULL, lq is the log-probability in the whole row instead, so that ``overlap`` is the
+acceptance rate, and kl has the gradient mass p - q. The value of kl omits the constant mass log mass, and that of jsd
+includes the columns that are not given, where m = beta q.
 
 **Passes.** The first pass reads both rows for M, S and the argmax, per lane as in ``_math.py``. If the coefficients
 need no sum (kl, soft_ce, teacher_ce, ce), the second pass computes sums and gradient. So it does for rkl, whose sum is
@@ -50,6 +57,7 @@ from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels._backends.triton._transform import number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import Transform
 
 Tensor = torch.Tensor
 
@@ -59,7 +67,7 @@ Tensor = torch.Tensor
 Kinds = namedtuple("Kinds", "kl rkl jsd tv nla lk lk_soft_ce soft_ce teacher_ce ce")
 Hyper = namedtuple("Hyper", "beta floor eta kl_scale")
 # Running sums of a row or of a lane; sums that no kind of the spec needs keep their initial value.
-Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix")
+Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix accept")
 # Per-row coefficients of the gradient (:func:`_gradient`).
 Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
 
@@ -108,7 +116,7 @@ def _from_mixture(lp, lq, beta, FAST: tl.constexpr):
 
 @triton.jit
 def _of_all(x):
-    return Sums(x, x, x, x, x, x, x)
+    return Sums(x, x, x, x, x, x, x, x)
 
 
 @triton.jit
@@ -121,10 +129,13 @@ def _totals(sums, tails):
 
 
 @triton.jit
-def _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr):
-    """Update the sums of the lanes with one more tile."""
-    overlap, below, kl, soft_ce, ratio, p_mix, q_mix = sums
+def _with_terms(sums, p, q, lp, lq, d, spec, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr):
+    """Update the sums of the lanes with one more tile; ``spec`` as in :func:`_pass`."""
+    kinds, beta, mass, _ = spec
+    overlap, below, kl, soft_ce, ratio, p_mix, q_mix, accept = sums
     overlap = _math.lane_sum(overlap, tl.minimum(p, q), WIDE)
+    if mass is not None:
+        accept = _math.lane_sum(accept, tl.minimum(p, q * mass), WIDE)
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
         below = _math.lane_sum(below, tl.where(p <= q * _TIE, p, 0.0), WIDE)
     if _any(kinds.kl, kinds.lk):
@@ -137,7 +148,7 @@ def _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FA
         of_p, of_q = _from_mixture(lp, lq, beta, FAST)
         p_mix = _math.lane_sum(p_mix, _times(p, of_p), WIDE)
         q_mix = _math.lane_sum(q_mix, _times(q, of_q), WIDE)
-    return Sums(overlap, below, kl, soft_ce, ratio, p_mix, q_mix)
+    return Sums(overlap, below, kl, soft_ce, ratio, p_mix, q_mix, accept)
 
 
 @triton.jit
@@ -154,7 +165,7 @@ def _kept(stats_ptr):
     of_rows = (tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 2), tl.load(stats_ptr + 3))
     overlap, below = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5)
     ratio, p_mix = tl.load(stats_ptr + 6), tl.load(stats_ptr + 7)
-    return of_rows, Sums(overlap, below, overlap, overlap, ratio, p_mix, overlap), ratio
+    return of_rows, Sums(overlap, below, overlap, overlap, ratio, p_mix, overlap, overlap), ratio
 
 
 @triton.jit
@@ -167,26 +178,35 @@ def _plus(total, bits, term):
 
 
 @triton.jit
-def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
-    """Sum coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax, the target."""
-    value = _plus(sums.overlap * 0, kinds.kl, sums.kl * LN2)
+def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, hyper, ACC: tl.constexpr):
+    """Sum coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax, the target.
+
+    ``mass``: the sum of q if it may be less than 1, otherwise None.
+    """
+    kl = sums.kl * LN2
+    if mass is not None:
+        kl -= _times(mass, tl.log(mass))
+    value = _plus(sums.overlap * 0, kinds.kl, kl)
     value = _plus(value, kinds.soft_ce, sums.soft_ce * LN2)
     value = _plus(value, kinds.rkl, ratio + (of_rows[3] - of_rows[1]) * LN2)
     if kinds.jsd is not None:
         b = number(hyper.beta, ACC)
-        value += number(kinds.jsd, ACC) * ((b * sums.q_mix + (1 - b) * sums.p_mix) * LN2)
+        jsd = (b * sums.q_mix + (1 - b) * sums.p_mix) * LN2
+        if mass is not None:
+            jsd -= (1 - mass) * _times(b, tl.log(b))
+        value += number(kinds.jsd, ACC) * jsd
     value = _plus(value, kinds.tv, 1 - sums.overlap)
     if kinds.nla is not None:
         least = number(hyper.floor, ACC)
         value -= number(kinds.nla, ACC) * tl.log(tl.where(sums.overlap < least, least, sums.overlap))
-    value = _plus(value, kinds.lk, lam * (sums.kl * LN2) + (1 - lam) * (1 - sums.overlap))
+    value = _plus(value, kinds.lk, lam * kl + (1 - lam) * (1 - sums.overlap))
     value = _plus(value, kinds.lk_soft_ce, lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
     value = _plus(value, kinds.teacher_ce, at_hot)
     return _plus(value, kinds.ce, at_target)
 
 
 @triton.jit
-def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
+def _coefficients(sums, mean, lam, has_hot, has_target, kinds, hyper, ACC: tl.constexpr):
     """Compute the coefficients of the gradient without the row's weight; ``mean`` is sum p d."""
     plain = sums.overlap * 0
     ratio, mix = plain, plain
@@ -203,7 +223,8 @@ def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
     if kinds.jsd is not None:
         mix = number(kinds.jsd, ACC) * (1 - number(hyper.beta, ACC)) * LN2
         plain -= mix * sums.p_mix
-    plain = _plus(plain, kinds.teacher_ce, 1.0)
+    if kinds.teacher_ce is not None:
+        plain += tl.where(has_hot, number(kinds.teacher_ce, ACC), 0.0)
     if kinds.ce is not None:
         plain += tl.where(has_target, number(kinds.ce, ACC), 0.0)
     with_below = tv_like * (sums.below - 1) + plain
@@ -211,8 +232,9 @@ def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
 
 
 @triton.jit
-def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
+def _gradient(p, q, lp, lq, d, c, spec, FAST: tl.constexpr):
     """Compute the gradient in the transformed logits, without the one-hot terms."""
+    kinds, beta, _, mass = spec
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
         grad = p * tl.where(p <= q * _TIE, c.below, c.plain)
     elif _any(kinds.jsd, kinds.teacher_ce, kinds.ce):
@@ -220,7 +242,10 @@ def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
     else:
         grad = tl.zeros(p.shape, p.dtype)
     if _any(kinds.kl, kinds.soft_ce, kinds.lk, kinds.lk_soft_ce):
-        grad += c.apart * (p - q)  # exactly 0 if p equals q, unlike a difference of products
+        if mass is None:
+            grad += c.apart * (p - q)  # exactly 0 if p equals q, unlike a difference of products
+        else:
+            grad += c.apart * (p * mass - q)
     if kinds.rkl is not None:
         grad += _times(p, c.ratio * (d - c.mean))
     if kinds.jsd is not None:
@@ -384,7 +409,6 @@ def _columns(
     WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Update the sums (if SUM) with one more tile, whose masked columns are -inf, and store its gradient (if STORE)."""
-    kinds, beta = spec
     max_z, log_z, max_t, log_t = of_rows
     dz = x - max_z
     dt = y - max_t
@@ -392,10 +416,10 @@ def _columns(
     lq = dt * LOG2E - log_t
     p, q, d = tl.exp2(lp), tl.exp2(lq), dz - dt
     if SUM:
-        sums = _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO, FAST, WIDE)
+        sums = _with_terms(sums, p, q, lp, lq, d, spec, WITH_RATIO, FAST, WIDE)
     if STORE:
         c, hots, slope = gradient
-        grad = _gradient(p, q, lp, lq, d, c, kinds, beta, FAST)
+        grad = _gradient(p, q, lp, lq, d, c, spec, FAST)
         argmax_t, of_argmax, target, of_target = hots
         if of_argmax is not None:
             grad = _less(grad, i, argmax_t, of_argmax, first)
@@ -418,8 +442,8 @@ def _pass(
 
     ``rows``: pointers to student, teacher and gradient, number of columns before the tail, and V. ``tails``: the last
     columns of the student as given, of the student transformed, of the teacher transformed. ``gradient``: coefficients,
-    one-hot terms, and the transform to backpropagate through; None if the pass does not store. ``spec``: kinds and
-    beta.
+    one-hot terms, and the transform to backpropagate through; None if the pass does not store. ``spec``: kinds, beta,
+    and the mass of the teacher's columns in its whole row, for ``accept`` and as the sum of q, each None if unused.
     """
     z_ptr, t_ptr, out_ptr, wide, V = rows
     z_few, z_tail, t_tail = tails
@@ -475,13 +499,13 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=[*SIZES, *Kinds._fields, *Hyper._fields])
 def _divergence_rows(
-    logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_acceptance_ptr,
+    logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_acceptance_ptr, norms_ptr, best_ptr,
     value_ptr, acceptance_ptr, agree_ptr, stats_ptr, hot_ptr,
     L, stride_b, stride_l, teacher_L, teacher_stride_b, teacher_stride_l, out_stride_b, out_stride_l, V, R,
     gain, rate, skip, teacher_gain, teacher_rate, teacher_skip,
     kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce, beta, floor, eta, kl_scale,
-    WITH_GRAD: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr,
-    ACC: tl.constexpr,
+    FULL: tl.constexpr, WITH_GRAD: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
@@ -527,15 +551,27 @@ def _divergence_rows(
             of_rows, ratio, argmax, hot = _first_pass(
                 rows, tails, transforms, rkl is not None and not SUMS_FIRST, ALIGNED, BLOCK_V, THREADS, ACC
             )
-        max_z, log_z, _, log_t = of_rows
+        max_z, log_z, max_t, log_t = of_rows
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
+        kept, best, mass, q_sum = of_rows, hot, None, None
+        if norms_ptr is not None:
+            norms_ptr += n.to(tl.int64) * 2
+            log_mass = (max_t - tl.load(norms_ptr)) * LOG2E + (log_t - tl.load(norms_ptr + 1) * LOG2E)
+            best = tl.load(best_ptr + n).to(tl.int32)
+            mass = tl.exp2(log_mass)
+            if FULL:
+                poison += mass * 0
+                of_rows = (max_z, log_z, max_t, log_t - log_mass)
+                q_sum, mass, hot = mass, None, best
+        has_hot = hot >= 0
         b = poison
         if beta is not None:
             b = number(beta, ACC)
-        at_hot, at_target, y = poison, poison, hot
+        at_hot, at_target, y = poison, poison, hot * 0
         has_target = w == w
         if teacher_ce is not None:
             at_hot = (max_z - _math.load_target_logit(z_ptr, hot, V, transform, ACC)) + log_z * LN2
+            at_hot = tl.where(has_hot, at_hot, 0.0)
         if ce is not None:
             target = tl.load(target_ptr + n)
             has_target = target != IGNORE
@@ -546,7 +582,7 @@ def _divergence_rows(
             sums = _of_all(poison)
         if SUMS_FIRST and not HAS_KEPT:
             sums = _pass(
-                rows, tails, of_rows, None, (kinds, b), transforms,
+                rows, tails, of_rows, None, (kinds, b, mass, q_sum), transforms,
                 True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             ratio = sums.ratio
@@ -561,29 +597,54 @@ def _divergence_rows(
             if rate is None and gain is not None:  # a constant slope is multiplied into the row's scale
                 scale, slope = w * number(gain, ACC), (None, None, skip)
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
-            c = _coefficients(sums, ratio, lam, has_target, kinds, hyper, ACC)
+            c = _coefficients(sums, ratio, lam, has_hot, has_target, kinds, hyper, ACC)
             c = Coefficients(scale * c.plain, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart)
             of_hot, of_y = None, None
             if teacher_ce is not None:
-                of_hot = scale * number(teacher_ce, ACC)
+                of_hot = scale * number(teacher_ce, ACC)  # a column of -100 is in no tile
             if ce is not None:
                 of_y = scale * number(ce, ACC)
             hots = (hot, of_hot, y, of_y)
             tl.debug_barrier()  # all threads must finish their loads of the row before the first store
             found = _pass(
-                rows, tails, of_rows, (c, hots, slope), (kinds, b), transforms,
+                rows, tails, of_rows, (c, hots, slope), (kinds, b, mass, q_sum), transforms,
                 not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             if not SUMS_FIRST and not HAS_KEPT:
                 sums = found
         if not HAS_KEPT:
-            value = _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
+            value = _value(sums, ratio, of_rows, at_hot, at_target, lam, q_sum, kinds, hyper, ACC)
+            acceptance = sums.overlap + poison
+            if mass is not None:
+                acceptance = sums.accept + (poison + mass * 0)
             tl.store(value_ptr + n, value + poison)
-            tl.store(acceptance_ptr + n, sums.overlap + poison)
-            tl.store(agree_ptr + n, (argmax == hot) & (poison == 0))
+            tl.store(acceptance_ptr + n, acceptance)
+            tl.store(agree_ptr + n, (argmax == best) & (acceptance == acceptance))
             if stats_ptr is not None:
-                _keep(stats_ptr + n.to(tl.int64) * STATS, of_rows, sums, ratio)
+                _keep(stats_ptr + n.to(tl.int64) * STATS, kept, sums, ratio)
                 tl.store(hot_ptr + n, hot)
+
+
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride", "V", "start", "gain", "rate"])
+def _row_norms(
+    logits_ptr, skip_ptr, norms_ptr, column_ptr, stride, V, start, gain, rate,
+    ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Compute M, log S and the argmax of a row, by the first pass of a row and itself, whose second read is cached."""
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    n = tl.program_id(0).to(tl.int64)
+    row_ptr = _row_at(logits_ptr, n * stride, WIDE, ALIGNED)
+    transform = (gain, rate, None)
+    if skip_ptr is not None:
+        transform = (gain, rate, tl.load(skip_ptr).to(tl.int32))
+    wide = V // WIDE * WIDE
+    v = wide + tl.arange(0, WIDE)
+    tail = _math.masked_tile(_tail(row_ptr, wide, V, WIDE), v, v < V, transform, ACC)
+    rows, tails = (row_ptr, row_ptr, row_ptr, wide, V), (tail, tail, tail)
+    of_rows, _, column, _ = _first_pass(rows, tails, (transform, transform), False, ALIGNED, BLOCK_V, THREADS, ACC)
+    tl.store(norms_ptr + 2 * n, of_rows[0])
+    tl.store(norms_ptr + 2 * n + 1, of_rows[1] * LN2)
+    tl.store(column_ptr + n, start + tl.minimum(column, V - 1))  # no column if the row has NaN
 
 
 @on_its_device
@@ -606,12 +667,27 @@ def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out:
     _launch_rows(logits, request, kept, out, (None, None, None))
 
 
+@on_its_device
+def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+    """Launch the kernel over the rows; see ``_backends/_divergence.py``."""
+    (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)
+    norms, column = torch.empty(C, 2, dtype=acc, device=device), torch.empty(C, dtype=torch.int64, device=device)
+    if C:
+        tile = _tiles.divergence_rows(V, logits.element_size(), kinds=1, with_steps=transform[::2] != (None, None))
+        gain, rate, _ = _transform.arguments(transform)
+        _row_norms[(C,)](
+            logits, skip, norms, column, logits.stride(0), V, start, gain, rate, ALIGNED=_launch.aligned(logits[None]),
+            ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(),
+        )  # fmt: skip
+    return norms, column
+
+
 def _launch_rows(
     logits: Tensor, request: DivergenceRequest, kept: Kept | None, out: Tensor | None,
     results: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results``: value, acceptance rate, agree."""
-    spec, teacher, weights, teacher_rows, targets, mean_acceptance, transform, teacher_transform = request
+    spec, teacher, weights, teacher_rows, targets, mean_acceptance, whole, transform, teacher_transform = request
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
     if N == 0:
@@ -630,10 +706,10 @@ def _launch_rows(
     bits = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}
     _divergence_rows[(N,)](
         logits, teacher, None if out is logits else out, weights, teacher_rows, targets,
-        mean_acceptance if spec.lam_of_mean else None, *results, *(kept or (None, None)),
+        mean_acceptance if spec.lam_of_mean else None, *(whole or (None, None)), *results, *(kept or (None, None)),
         *rows[:3], *_launch.strides(teacher), *rows[3:], V, R,
         *_transform.arguments(transform), *_transform.arguments(teacher_transform), **bits,
-        WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
+        FULL=spec.full and whole is not None, WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
         FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
         **_launch.alone_on_a_multiprocessor(),
     )  # fmt: skip

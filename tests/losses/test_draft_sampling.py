@@ -1,0 +1,204 @@
+"""Anchors, targets and prefixes of drafted blocks: the oracle, the same bits everywhere, statistics, bad input."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from dllm_kernels import DFlashDecayLoss, DraftDistillationLoss, block_targets, sample_anchors, sample_prefix
+from tests.conftest import DEVICE
+
+SEEDS = torch.tensor([5, -3, 2**62, 0])
+
+
+def draws_of(seed, count):
+    """Return the 32-bit draws of a row, from NumPy."""
+    words = np.random.Philox(key=np.array([seed % 2**64, 0], np.uint64), counter=2**32 - 1).random_raw(-(-count // 2))
+    return torch.from_numpy(words.view(np.uint32)[:count].astype(np.int64))
+
+
+def batch(L=37, density=0.85):
+    torch.manual_seed(0)
+    mask = torch.rand(4, L) < density
+    mask[3] = False
+    mask[3, 4:7] = True  # no room for a whole block
+    segments = (torch.arange(L) // 13).expand(4, L).clone()
+    segments[1, -5:] = -1
+    return mask, segments
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("with_segments", [False, True])
+@pytest.mark.parametrize(("num", "block_size"), [(1, 2), (5, 4), (50, 4), (6, 8), (3, 64)])
+def test_anchors_equal_the_oracle(num, block_size, with_segments, overlap):
+    mask, segments = batch()
+    segments = segments if with_segments else None
+    draws = torch.stack([draws_of(int(seed), mask.shape[1]) for seed in SEEDS])
+    here = None if segments is None else segments.to(DEVICE)
+    found = sample_anchors(mask.to(DEVICE), num, block_size, seeds=SEEDS.to(DEVICE), segment_ids=here, overlap=overlap)
+    expected = reference.sample_anchors(mask, draws, num, block_size, segments, overlap)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.cpu(), b)
+    assert found[1].any()
+
+
+def test_a_row_depends_on_its_own_seed_alone():
+    mask, segments = batch()
+    for overlap in (True, False):
+        whole = sample_anchors(mask, 5, 4, seeds=SEEDS, segment_ids=segments, overlap=overlap)
+        for b in range(4):
+            alone = sample_anchors(
+                mask[b : b + 1], 5, 4, seeds=SEEDS[b : b + 1], segment_ids=segments[b : b + 1], overlap=overlap
+            )
+            assert all(torch.equal(x[b : b + 1], y) for x, y in zip(whole, alone, strict=True))
+    prefix = sample_prefix((4, 9), 8, 0.7, seeds=SEEDS)
+    assert torch.equal(prefix[2:], sample_prefix((2, 9), 8, 0.7, seeds=SEEDS[2:]))
+
+
+def test_a_generator_reproduces_the_draws():
+    mask, _ = batch()
+    first, second = (
+        (sample_anchors(mask, 5, 4, generator=g), sample_prefix((4, 5), 8, 2.0, generator=g))
+        for g in (torch.Generator().manual_seed(3), torch.Generator().manual_seed(3))
+    )
+    assert torch.equal(first[0][0], second[0][0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_every_candidate_is_equally_likely():
+    mask = torch.ones(1, 8, dtype=torch.bool).expand(20_000, 8)
+    anchors, real = sample_anchors(mask, 2, 4, seeds=torch.arange(20_000))
+    assert real.all()
+    assert (anchors[:, 0] < anchors[:, 1]).all()
+    counts = torch.bincount(anchors.flatten(), minlength=8).double()
+    assert counts[5:].sum() == 0  # positions 0 to 4 begin a whole block
+    assert ((counts[:5] - 8000).abs() <= 4 * math.sqrt(20_000 * 0.4 * 0.6)).all()
+
+
+@pytest.mark.parametrize(("block_size", "base"), [(2, 3.0), (3, 0.5), (8, 0.7), (8, 1.0), (16, 1.3)])
+def test_prefixes_have_geometric_probabilities(block_size, base):
+    drawn = sample_prefix((2000, 50), block_size, base, seeds=torch.arange(2000))
+    for length, p in reference.prefix_probabilities(block_size, base).items():
+        share = (drawn == length).double().mean().item()
+        assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / 100_000) + 1e-9
+    assert drawn.min() >= min(2, block_size - 1)
+    assert drawn.max() <= block_size - 1
+
+
+def test_targets_of_blocks():
+    ids, anchors = torch.randint(0, 99, (3, 11), device=DEVICE), torch.randint(0, 11, (3, 4), device=DEVICE)
+    for block_size in (2, 5, 20):
+        for a, b in zip(
+            block_targets(ids.int(), anchors, block_size),
+            reference.block_targets(ids, anchors, block_size),
+            strict=True,
+        ):
+            assert torch.equal(a.cpu(), b)
+    targets, inside = block_targets(ids[:, :0], anchors, 4)
+    assert not inside.any()
+    assert (targets == -100).all()
+
+
+@pytest.mark.parametrize("anchor_row", [False, True])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("normalize", ["mean", "rows"])
+@pytest.mark.parametrize("gamma", [4.0, None])
+def test_a_prefix_equals_the_direct_formula(form, normalize, gamma, anchor_row, backend):
+    """The rows of the prefix are not read; they have no weight, no gradient and no part in the accuracy."""
+    torch.manual_seed(0)
+    B, num, rows, V, D = 2, 3, 7, 11, 5
+    size = rows if anchor_row else rows + 1
+    prefix = sample_prefix((B, num), rows + 1, 1.2, seeds=torch.arange(B)).to(DEVICE)
+    hidden, head = torch.randn(B, num * rows, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    targets = torch.randint(0, V, (B, num * rows), device=DEVICE)
+    mask = (torch.rand(B, num * rows, device=DEVICE) < 0.8).float()
+    weights = reference.prefix_weights(prefix, rows, gamma).to(DEVICE) * mask
+    hidden[weights == 0] = math.nan
+    hidden.requires_grad_()
+    loss = DFlashDecayLoss(gamma, normalize=normalize, anchor_row=anchor_row, backend=backend)
+    if form == "logits":
+        out = loss(hidden @ head.T, targets, mask, block_size=size, prefix=prefix)
+    else:
+        out = loss.forward_fused(hidden, head, targets, mask, block_size=size, prefix=prefix)
+    logits = torch.where((weights != 0)[..., None], hidden.detach(), 0.0).double() @ head.T.double()
+    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, -1)
+    over = weights.sum() + 1e-6 if normalize == "mean" else (weights != 0).sum()
+    torch.testing.assert_close(out.total_loss.double(), (weights * nll).sum() / over)
+    (grad,) = torch.autograd.grad(out.total_loss, hidden)
+    assert grad[weights == 0].abs().sum() == 0
+    assert out.draft_count_per_pos.sum() == (weights != 0).sum()
+
+
+def test_a_prefix_of_one_is_the_default():
+    torch.manual_seed(0)
+    x, y, mask = torch.randn(2, 6, 9), torch.randint(0, 9, (2, 6)), torch.ones(2, 6)
+    one = torch.ones(2, 2, dtype=torch.int32)
+    loss = DFlashDecayLoss(3.0)
+    assert torch.equal(loss(x, y, mask, block_size=4, prefix=one).total_loss, loss(x, y, mask, block_size=4).total_loss)
+
+
+@pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
+def test_the_gammas_of_the_paper(block_size, gamma):
+    torch.manual_seed(0)
+    T = 2 * (block_size - 1)
+    x, y, mask = torch.randn(2, T, 9), torch.randint(0, 9, (2, T)), torch.ones(2, T)
+    paper, number = (DFlashDecayLoss(g)(x, y, mask, block_size=block_size).total_loss for g in ("paper", gamma))
+    assert torch.equal(paper, number)
+    distilled = (
+        DraftDistillationLoss("kl", g)(x, x.flip(0), None, mask, block_size=block_size).total_loss
+        for g in ("paper", gamma)
+    )
+    assert torch.equal(*distilled)
+
+
+def test_one_graph():
+    mask, segments = batch()
+    seeds = SEEDS.clone()
+
+    def blocks(mask, segments, seeds):
+        anchors, real = sample_anchors(mask, 5, 4, seeds=seeds, segment_ids=segments)
+        return anchors, real, *block_targets(segments, anchors, 4), sample_prefix((4, 5), 4, 0.5, seeds=seeds)
+
+    compiled = torch.compile(blocks, backend="aot_eager", fullgraph=True)
+    for a, b in zip(compiled(mask, segments, seeds), blocks(mask, segments, seeds), strict=True):
+        assert torch.equal(a, b)
+
+
+MASK = torch.ones(2, 9)
+TWO = torch.zeros(2, dtype=torch.int64)
+PREFIX = torch.ones(2, 3, dtype=torch.int64)
+
+
+def draft(prefix=PREFIX, block_size=4, loss_gamma=7.0, **options):
+    x, y = torch.randn(2, 9, 5), torch.zeros(2, 9, dtype=torch.int64)
+    return DFlashDecayLoss(loss_gamma, **options)(x, y, MASK, block_size=block_size, prefix=prefix)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sample_anchors(MASK, 0, 4), ValueError, "num must be at least 1, got 0"),
+        (lambda: sample_anchors(MASK, 2, 1), ValueError, "block_size must be at least 2, got 1"),
+        (lambda: sample_anchors(MASK[0], 2, 4), ValueError, "loss_mask must have shape [B, L], got (9,)"),
+        (lambda: sample_anchors(MASK, 2, 4, overlap="no"), TypeError, "overlap must be a bool, got str"),
+        (lambda: sample_anchors(MASK, 2, 4, segment_ids=MASK), ValueError, "segment_ids must have dtype"),
+        (lambda: sample_anchors(MASK, 2, 4, segment_ids=TWO), ValueError, "segment_ids must have shape (2, 9) (that"),
+        (lambda: sample_anchors(MASK, 2, 4, seeds=TWO[:1]), ValueError, "seeds must have shape"),
+        (lambda: block_targets(MASK, PREFIX, 4), ValueError, "ids must have dtype"),
+        (lambda: block_targets(PREFIX, PREFIX[:1], 4), ValueError, "anchors must have the rows of ids, 2, got 1"),
+        (lambda: sample_prefix(4, 4, 1.0), TypeError, "shape must be a tuple of ints, such as (B, num), got int"),
+        (lambda: sample_prefix((2, 3), 4, 0.0), ValueError, "base must be positive and finite, got 0.0"),
+        (lambda: draft(PREFIX - 1), ValueError, "prefix must lie in [1, 3], got 0 at position (0, 0)"),
+        (lambda: draft(PREFIX + 3), ValueError, "prefix must lie in [1, 3], got 4 at position (0, 0)"),
+        (lambda: draft(PREFIX[:, :2]), ValueError, "prefix must have shape (2, 3) (an entry for each block)"),
+        (lambda: draft(block_size=None), ValueError, "prefix must be None without a block_size, or with "),
+        (lambda: draft(position_weights="dpace"), ValueError, "prefix must be None without a block_size, or with "),
+        (lambda: draft(None, loss_gamma="paper"), ValueError, "block_size must be one of 16, 10, 8 with loss_gamma="),
+    ],
+)  # fmt: skip
+def test_bad_arguments(call, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        call()
