@@ -412,18 +412,6 @@ def test_labels_that_are_not_packed_are_rejected(label):
     assert not unpack_labels(torch.full_like(packed, -100))[3].any()
 
 
-@pytest.mark.parametrize("loss", [None, dllm_kernels.BlockDiffusionCrossEntropyLoss(), lambda *masks: masks[3]])
-def test_labels_that_cannot_be_read_give_a_nan_loss(monkeypatch, loss):
-    """Reading labels on a GPU would be a host sync, so the loss shows that they are not packed."""
-    monkeypatch.setattr("dllm_kernels._utils._plain.readable_without_sync", lambda t: False)
-    labels = torch.tensor([[-100, 3, -100, 7]])
-    targets, noise, p, supervised = unpack_labels(labels)
-    assert torch.equal(noise, supervised)
-    assert p.tolist() == [[0, 1, 0, 1]]
-    assert targets.tolist() == [[-100, 2**31 - 1, -100, 2**31 - 1]]
-    assert mdlm_loss_func((torch.zeros(1, 4, 13),), labels, loss=loss).isnan()
-
-
 @needs_trainer
 def test_a_collator_of_masked_tokens_is_rejected(ranks, tmp_path):
     """The Trainer's own collator gives token ids of the masked tokens as labels."""
