@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor
 
 # Larger buffers are constants (attention masks, quantized weights), of which a copy may not fit into memory.
 MAX_BUFFER = 2**20
-# Changes below this fraction of those in the other direction are rounding: flex attention on a CPU has some.
+# Changes below this fraction of those in the other direction are rounding.
 ROUNDING = 1e-3
 
 
@@ -70,7 +71,7 @@ def dependence(
     rows = [_rows(hidden, ids) for hidden in found if hidden is not None]
     if len(rows) < 3 or any(x is None for x in rows):
         return True, True
-    before, other_second, other_first = (x.float() for x in rows)
+    before, other_second, other_first = (x.to(accum_dtype(x.dtype)) for x in rows)
     of_first = (before - other_second)[:, is_first].norm()
     of_second = (before - other_first)[:, ~is_first].norm()
     return of_first > ROUNDING * of_second, of_second > 0
@@ -105,8 +106,9 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.numel() <= MAX_BUFFER and not buffer.is_inference()
     ]
-    accelerators = [] if device.type in ("cpu", "meta") else [device]
-    fsdp, eager = sys.modules.get("torch.distributed.fsdp"), contextlib.nullcontext()
+    accelerators = [device] if device.type in ("cuda", "xpu") else []  # fork_rng does not support the others
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    eager: Any = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes a second
         eager = torch.compiler.set_stance("force_eager")
     with (

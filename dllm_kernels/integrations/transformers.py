@@ -60,7 +60,7 @@ from torch.utils import _pytree
 from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.collate import FIELDS, DLLMCollator
+from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.integrations import _attention
 from dllm_kernels.integrations._lora import check_head, of_rows
@@ -183,12 +183,17 @@ class _Counts(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, counted: Tensor, labels: Tensor) -> _Counts | None:
-        """Count ``counted``, on a CPU, of which ``labels`` is a copy on any device; None if they cannot be verified."""
-        if labels.is_inference() or not _plain.readable_without_sync(counted):
+    def of(cls, labels: Tensor) -> _Counts | None:
+        """Count labels on a CPU; None if a change of them cannot be noticed, or if reading them is a host sync."""
+        if labels.is_inference() or not _plain.readable_without_sync(labels):
             return None
-        masked, supervised = int((counted >= MASKED).sum()), int((counted != IGNORED).sum())
-        return cls(masked, supervised, labels, labels._version)
+        return cls(int((labels >= MASKED).sum()), int((labels != IGNORED).sum()), labels, labels._version)
+
+    def moved(self, labels: Any) -> _Counts | None:
+        """Return the counts of a copy of the labels on any device; None if a change of the copy cannot be noticed."""
+        if not isinstance(labels, Tensor) or labels.is_inference():
+            return None
+        return self._replace(labels=labels, version=labels._version)
 
     def hold_for(self, labels: object) -> bool:
         """Return True if ``labels`` is the counted tensor, unmodified since."""
@@ -213,8 +218,7 @@ class _CountedBatch(dict[str, Any]):
         """Call ``to`` of every tensor; used by ``accelerate`` to move a batch."""
         moved = self._mapped(lambda t: t.to(*args, **kwargs))
         counts = _counts_of(self)
-        if counts is not None:
-            moved._counts = counts._replace(labels=moved["labels"], version=moved["labels"]._version)
+        moved._counts = None if counts is None else counts.moved(moved["labels"])
         return moved
 
     def pin_memory(self) -> _CountedBatch:
@@ -230,7 +234,7 @@ def _counts_of(batch: Mapping[str, Any]) -> _Counts | None:
     labels, counts = batch.get("labels"), getattr(batch, "_counts", None)
     if not isinstance(labels, Tensor):
         return None
-    return counts if counts is not None and counts.hold_for(labels) else _Counts.of(labels, labels)
+    return counts if counts is not None and counts.hold_for(labels) else _Counts.of(labels)
 
 
 class MaskedDiffusionCollator:
@@ -444,11 +448,12 @@ def _seeds_of_tokens(batch: Mapping[str, Tensor]) -> Tensor:
     """Hash tokens and masks of each row, without the padding behind; equal rows of a batch get different seeds."""
     seen: dict[int, int] = {}
     seeds, repeats = list[int](), list[int]()
-    fields = [batch[name].cpu() for name in FIELDS]
-    for ids, loss_mask, attention in zip(*fields, strict=True):
-        used = ((loss_mask != 0) | (attention.reshape(-1, len(ids))[-1] != 0)).nonzero()
-        end = int(used[-1]) + 1 if len(used) else 0
-        content = torch.stack([ids[:end].long(), (loss_mask[:end] != 0).long()]).numpy().tobytes()
+    ids, supervised, attention = batch["input_ids"].long(), batch["loss_mask"] != 0, batch["attention_mask"]
+    used = supervised | (attention != 0) if attention.shape == ids.shape else torch.ones_like(supervised)
+    for row in zip(ids.cpu(), supervised.long().cpu(), used.cpu(), strict=True):
+        positions = row[2].nonzero()
+        end = int(positions[-1]) + 1 if len(positions) else 0
+        content = torch.stack(row[:2])[:, :end].contiguous().numpy().tobytes()
         seed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
         seeds.append(seed)
         repeats.append(seen.get(seed, 0))
@@ -837,9 +842,8 @@ class MaskedDiffusionTrainerMixin:
                 "collate), where collate is the present collator, to corrupt the tokens"
             )
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        self._counts, labels = _counts_of(inputs), prepared.get("labels")
-        if self._counts is not None and isinstance(labels, Tensor):  # moved, if the batch was on another device
-            self._counts = self._counts._replace(labels=labels, version=labels._version)
+        counts = _counts_of(inputs)
+        self._counts = None if counts is None else counts.moved(prepared.get("labels"))
         return prepared
 
     def prediction_step(

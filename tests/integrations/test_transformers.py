@@ -205,12 +205,11 @@ def test_labels_edited_in_place_give_the_loss_of_the_edited_labels(when):
                 inputs["labels"].copy_(new)
             return super().compute_loss(model, inputs, **options)
 
-    few, new = (
-        MaskedDiffusionCollator(12, level=lambda B, p=p, **_: torch.full((B,), p))([sample(9)] * 2)["labels"]
-        for p in (0.1, 1.0)
-    )
+    few, every = (MaskedDiffusionCollator(12, level=lambda B, p=p, **_: torch.full((B,), p)) for p in (0.1, 1.0))
+    batch, new = few([sample(9)] * 2), every([sample(9)] * 2)["labels"]
     model, hidden = ChangingModel(), torch.randn(2, 9, 4)
-    batch = type(MaskedDiffusionCollator(12)([sample(9)]))(labels=few, hidden=hidden)
+    del batch["input_ids"], batch["attention_mask"]
+    batch |= {"hidden": hidden}
     expected = mdlm_loss_func((model(hidden),), new)
     trainer = Edits()
     if when == "in the batch":
