@@ -121,6 +121,7 @@ JUDGES = (
         "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
         " -k 'nemo_lora or head or adapter'",
     ),
+    ("integrations/_attention.py", "tests/integrations/test_transformers.py -k 'causal or trace or mixes'"),
     ("integrations/transformers*", "tests/integrations/test_transformers.py"),
     ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),
     (

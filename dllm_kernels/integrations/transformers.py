@@ -43,7 +43,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import inspect
+import multiprocessing.context
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,12 +54,15 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree
 
-from dllm_kernels._utils import _checks
+from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
+from dllm_kernels.integrations import _attention
 from dllm_kernels.integrations._lora import check_head, of_rows
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
@@ -66,9 +71,11 @@ from dllm_kernels.mtp.head import head_module
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
 IGNORED = -100
-TOKEN_BITS = 31
-MASKED = 2**62
+TOKEN_BITS, P_BITS = 31, 30
+PACKED, MASKED = 2**61, 2**62  # the bit of every supervised label, and the bit of a masked token
+PROBES = 3  # steps that look for a dependence between positions; a model may have none before its first update
 RETURNED_WEIGHTS = "the weights that loss returns"
+NO_TARGET = 2**TOKEN_BITS - 1 | 0x3F800000 << TOKEN_BITS | PACKED | MASKED  # token 2^31 - 1, masked with p = 1
 SEED_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
@@ -81,22 +88,24 @@ Loss = DiffusionLoss | RowWeights
 def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask: Tensor) -> Tensor:
     """Pack clean tokens, masks and probabilities into one tensor of labels.
 
-    An unsupervised position holds -100. A supervised position holds its token in the low 31 bits, then the 31 bits of
-    the float32 mask probability, then one bit that is set if the token was masked. The packing is lossless, and
-    ``(labels != -100).sum()`` counts the supervised tokens.
+    An unsupervised position holds -100. A supervised position holds its token in the low 31 bits, then the low 30 bits
+    of the float32 mask probability, whose other bits are 0, then one bit that is set, then one bit that is set if the
+    token was masked. The packing is lossless, ``(labels != -100).sum()`` counts the supervised tokens, and token ids
+    are never mistaken for packed labels.
 
     Args:
-        input_ids: clean tokens ``[B, L]``, in [0, 2^31).
+        input_ids: clean tokens ``[B, L]``, in [0, 2^31) at supervised positions.
         loss_mask: ``[B, L]``, nonzero if the token is supervised.
         noise_mask: ``[B, L]``, nonzero if the token was masked.
-        p_mask: float32 ``[B, L]``, the probability with which the token was masked.
+        p_mask: float32 ``[B, L]``, the probability with which the token was masked, in [0, 1] at supervised positions.
 
     Returns:
         int64 ``[B, L]``.
 
     Raises:
         TypeError: an argument is not a tensor.
-        ValueError: shapes or dtypes do not match.
+        ValueError: shapes or dtypes do not match; on a CPU, a supervised token or its probability is out of range. On a
+            GPU the check would be a host sync, and a value out of range becomes another value.
     """
     _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
@@ -104,63 +113,128 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _checks.check_float("p_mask", p_mask)
     _checks.check_dtype("p_mask", p_mask, [torch.float32])
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
-    bits = p_mask.contiguous().view(torch.int32).long() & 2**TOKEN_BITS - 1  # the sign bit of a probability is 0
-    packed = input_ids.long() | bits << TOKEN_BITS | noise_mask.bool() * MASKED
-    return torch.where(loss_mask != 0, packed, IGNORED)
+    supervised = loss_mask != 0
+    _check_values(
+        "input_ids", input_ids, (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS), supervised, "[0, 2^31)"
+    )
+    _check_values("p_mask", p_mask, (p_mask >= 0) & (p_mask <= 1), supervised, "[0, 1]")
+    bits = p_mask.abs().view(torch.int32).long() & 2**P_BITS - 1  # abs: -0.0 is a probability, too
+    packed = input_ids.long() | bits << TOKEN_BITS | PACKED | noise_mask.bool() * MASKED
+    return torch.where(supervised, packed, IGNORED)
+
+
+def _check_values(name: str, values: Tensor, valid: Tensor, supervised: Tensor, range_: str) -> None:
+    """Raise ValueError for the first supervised value that is not valid, if it can be read without a host sync."""
+    bad = supervised & ~valid
+    if not _plain.readable_without_sync(bad):
+        return
+    where = first_true(bad)
+    if where is not None:
+        got = values[where].item()
+        raise ValueError(f"{name} must lie in {range_} at supervised positions, got {got} at position {where}")
 
 
 def unpack_labels(labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unpack :func:`pack_labels` into ``(target_ids, noise_mask, p_mask, loss_mask)``, the arguments of the losses.
 
     ``noise_mask`` is False and ``p_mask`` 0 at unsupervised positions.
+
+    Raises:
+        TypeError: ``labels`` is not a tensor.
+        ValueError: ``labels`` has another dtype than int64; on a CPU, a supervised label was not packed. On a GPU the
+            check would be a host sync: such a position is masked, with a probability of 1 and a target that no
+            vocabulary has, so the loss is NaN.
     """
+    _checks.check_tensor("labels", labels)
+    unpacked = _not_packed(labels)
+    if _plain.readable_without_sync(unpacked) and bool(unpacked.any()):
+        _refuse_labels(labels[unpacked][0].item())
     supervised = labels != IGNORED
-    known = torch.where(supervised, labels, 0)
-    targets = torch.where(supervised, labels & (2**TOKEN_BITS - 1), IGNORED)
-    p_mask = (known >> TOKEN_BITS & (2**TOKEN_BITS - 1)).to(torch.int32).view(torch.float32)
-    return targets, known >= MASKED, p_mask, supervised
+    packed = torch.where(supervised, labels, 0).masked_fill(unpacked, NO_TARGET)
+    targets = torch.where(supervised, packed & (2**TOKEN_BITS - 1), IGNORED)
+    p_mask = (packed >> TOKEN_BITS & (2**P_BITS - 1)).to(torch.int32).view(torch.float32)
+    return targets, packed >= MASKED, p_mask, supervised
+
+
+def _not_packed(labels: Tensor) -> Tensor:
+    """Return True at the supervised labels that :func:`pack_labels` did not write, such as token ids."""
+    if labels.dtype != torch.int64:
+        _refuse_labels(str(labels.dtype).removeprefix("torch."))
+    return (labels < PACKED) & (labels != IGNORED)
+
+
+def _refuse_labels(got: object) -> NoReturn:
+    raise ValueError(
+        f"labels must be packed by pack_labels, got {got}; pass data_collator=MaskedDiffusionCollator(mask_token_id), "
+        "which corrupts the tokens and packs the labels"
+    )
+
+
+class _Counts(NamedTuple):
+    """Numbers of masked and of supervised labels: upper bounds on the number of rows of nonzero weight.
+
+    With them, a loss need not read the number of rows back from a GPU. They hold for the tensor that they belong to,
+    until it is modified in place.
+    """
+
+    masked: int
+    supervised: int
+    labels: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, labels: Tensor) -> _Counts | None:
+        """Count labels on a CPU; None if a change of them cannot be noticed, or if reading them is a host sync."""
+        if labels.is_inference() or not _plain.readable_without_sync(labels):
+            return None
+        return cls(int((labels >= MASKED).sum()), int((labels != IGNORED).sum()), labels, labels._version)
+
+    def moved(self, labels: Any) -> _Counts | None:
+        """Return the counts of a copy of the labels on any device; None if a change of the copy cannot be noticed."""
+        if not isinstance(labels, Tensor) or labels.is_inference():
+            return None
+        return self._replace(labels=labels, version=labels._version)
+
+    def hold_for(self, labels: object) -> bool:
+        """Return True if ``labels`` is the counted tensor, unmodified since."""
+        return labels is self.labels and self.labels._version == self.version
 
 
 class _CountedBatch(dict[str, Any]):
-    """Batch with the number of masked and of supervised labels, counted on the CPU.
+    """Batch whose labels are counted on the CPU when it moves to another device, so that no loss has to count them.
 
-    The counts are upper bounds on the number of rows of nonzero weight, so the loss need not read it back from a GPU.
-    They are not an entry of the batch, because models, wrappers and dispatchers accept tensors only. Workers, pinning
-    and ``accelerate`` preserve them. They are dropped if a batch is rebuilt from its entries (sliced, concatenated) or
-    modified.
+    The counts are not an entry of the batch, because models, wrappers and dispatchers accept tensors only.
     """
 
-    counts: tuple[int, int] | None = None
+    _counts: _Counts | None = None
 
-    @classmethod
-    def of(cls, **entries: Tensor) -> _CountedBatch:
-        """Build a batch and count its labels if they are on the CPU."""
-        batch, labels = cls(entries), entries["labels"]
-        if labels.device.type == "cpu":
-            batch.counts = int((labels >= MASKED).sum()), int((labels != IGNORED).sum())
-        return batch
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.counts = None
-        super().__setitem__(name, value)
-
-    def update(self, *args: Any, **entries: Any) -> None:
-        """Update entries and drop the counts, which may no longer be correct."""
-        self.counts = None
-        super().update(*args, **entries)
+    @property
+    def counts(self) -> tuple[int, int] | None:
+        """Numbers of masked and of supervised labels; None if counting them takes a host sync."""
+        counts = _counts_of(self)
+        return None if counts is None else counts[:2]
 
     def to(self, *args: Any, **kwargs: Any) -> _CountedBatch:
         """Call ``to`` of every tensor; used by ``accelerate`` to move a batch."""
-        return self._mapped(lambda t: t.to(*args, **kwargs))
+        moved = self._mapped(lambda t: t.to(*args, **kwargs))
+        counts = _counts_of(self)
+        moved._counts = None if counts is None else counts.moved(moved["labels"])
+        return moved
 
     def pin_memory(self) -> _CountedBatch:
         """Pin every tensor; used by ``DataLoader`` to pin a batch."""
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> _CountedBatch:
-        same = type(self)({k: function(v) if isinstance(v, Tensor) else v for k, v in self.items()})
-        same.counts = self.counts
-        return same
+        return type(self)({k: function(v) if isinstance(v, Tensor) else v for k, v in self.items()})
+
+
+def _counts_of(batch: Mapping[str, Any]) -> _Counts | None:
+    """Return the counts of the labels as they are now; None if that takes a host sync."""
+    labels, counts = batch.get("labels"), getattr(batch, "_counts", None)
+    if not isinstance(labels, Tensor):
+        return None
+    return counts if counts is not None and counts.hold_for(labels) else _Counts.of(labels)
 
 
 class MaskedDiffusionCollator:
@@ -176,6 +250,8 @@ class MaskedDiffusionCollator:
     With ``seed_field`` the noise of a sample depends only on its seed, the epoch (:meth:`set_epoch`) and the length of
     the batch, on any rank and worker. A resumed run is then bit-identical to an uninterrupted one.
 
+    The evaluation of :class:`MaskedDiffusionTrainerMixin` seeds each sample by its seed in epoch 0, or by its tokens.
+
     Args:
         mask_token_id: id of the MASK token.
         collate: function that collates the samples; None: ``DLLMCollator()``, which pads with token 0.
@@ -188,12 +264,17 @@ class MaskedDiffusionCollator:
             is called with the number of rows and ``seeds=`` or ``generator=``, and its result is passed to ``corrupt``.
             None: ``corrupt`` draws the levels. If the sampler couples the rows, the noise of a sample depends on its
             batch.
+        attend_supervised: True to set the attention mask ``[B, L]`` to 1 at supervised positions. A model cannot learn
+            to predict padding, such as the end of a response, from positions that no position attends to. False:
+            the attention mask of ``collate`` is returned unchanged.
         **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...). A ``generator`` among them is used directly:
-            seed it differently on each rank, and use no workers, because each would hold a copy of it.
+            seed it differently on each rank, and use no workers, because each would hold a copy of it. ``seeds`` among
+            them gives every batch the same noise.
 
     Raises:
-        TypeError: ``rank`` is not an int, or ``corrupt`` is not a function.
-        ValueError: ``rank`` has more than 64 bits, or ``corrupt`` takes no MASK token.
+        TypeError: ``rank`` is not an int, ``corrupt`` is not a function, or ``attend_supervised`` is not a bool.
+        ValueError: ``rank`` has more than 64 bits, ``corrupt`` takes no MASK token, or ``seeds`` and ``seed_field`` are
+            both given.
     """
 
     def __init__(
@@ -205,19 +286,25 @@ class MaskedDiffusionCollator:
         seed_field: str | None = None,
         rank: int | None = None,
         level: Callable[..., Tensor] | None = None,
+        attend_supervised: bool = True,
         **options: Any,
     ) -> None:
         if rank is not None:
             _checks.check_int64("rank", rank)
         _check_corrupt(corrupt)
+        if seed_field is not None and options.get("seeds") is not None:
+            raise ValueError("seeds must be None with a seed_field, because it would replace the seeds of the samples")
         self.mask_token_id = mask_token_id
         self.collate = DLLMCollator() if collate is None else collate
         self.corrupt = corrupt
         self.seed_field = seed_field
         self.rank = rank
         self.level = level
+        self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
         self.options = options
+        self._seeded_by_tokens = False
         self._epoch = _shared(0)
+        self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
         self._generator: tuple[int, torch.Generator] | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -242,8 +329,8 @@ class MaskedDiffusionCollator:
                 :class:`dllm_kernels.DLLMCollator` expects.
 
         Returns:
-            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``. The dict also carries
-            the number of masked and supervised tokens, which spare the mixin a host sync per step.
+            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``. The dict counts its
+            labels when ``to`` moves it to a GPU, which spares the mixin a host sync per step.
 
         Raises:
             TypeError: a seed is not an int.
@@ -258,26 +345,42 @@ class MaskedDiffusionCollator:
                 )
         batch = self.collate(samples)
         ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-        drawn = {"seeds": self._seeds(samples), **self.options}
+        drawn = {"seeds": self._seeds(samples, batch), **self.options}
+        if self._seeded_by_tokens:
+            drawn.pop("generator", None)
         if self.level is not None:
             drawn["level"] = self.level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
         corrupted = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
         if len(corrupted) != 3:
             raise ValueError(f"corrupt must return (noisy_input_ids, noise_mask, p_mask), got {len(corrupted)} values")
         noisy, noise, p = corrupted
-        labels = pack_labels(ids, loss_mask, noise, p)
-        return _CountedBatch.of(input_ids=noisy, attention_mask=batch["attention_mask"], labels=labels)
+        labels, attention = pack_labels(ids, loss_mask, noise, p), batch["attention_mask"]
+        if self.attend_supervised and attention.shape == loss_mask.shape:
+            attention = attention.masked_fill((attention == 0) & (loss_mask != 0), 1)
+        return _CountedBatch(input_ids=noisy, attention_mask=attention, labels=labels)
 
-    def _seeds(self, samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    def _seeds(self, samples: Sequence[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> Tensor | None:
         if self.seed_field is not None:
             given = [_seed(i, self.seed_field, sample[self.seed_field]) for i, sample in enumerate(samples)]
             seeds = torch.tensor(given, dtype=torch.int64, device="cpu")
             return seeds + self._epoch * SEED_STRIDE
+        if self._seeded_by_tokens:
+            return _seeds_of_tokens(batch)
         if self.options.get("generator") is not None:
             return None
         drawn = torch.empty(len(samples), dtype=torch.int64, device="cpu").random_(generator=self._seed_generator())
-        rank = torch.tensor(_process_rank() if self.rank is None else self.rank, device="cpu")
-        return drawn + rank * SEED_STRIDE
+        return drawn + torch.tensor(self._rank(), device="cpu") * SEED_STRIDE
+
+    def _rank(self) -> int:
+        """Return the rank of this process, or of the process that spawned this worker, which has no process group."""
+        if self.rank is not None:
+            return self.rank
+        parent = multiprocessing.parent_process()
+        if self._parent is not None and torch.utils.data.get_worker_info() is not None and parent is not None:
+            started_by, rank = self._parent
+            if parent.pid == started_by:  # otherwise the collator was sent to the process that forked this worker
+                return rank
+        return _process_rank()
 
     def _seed_generator(self) -> torch.Generator | None:
         """Return None (the default generator), or in a worker a generator with the worker's seed.
@@ -296,6 +399,11 @@ class MaskedDiffusionCollator:
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), _epoch=_shared(int(self._epoch)))
         return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes; if a process is being spawned, also the rank of this one."""
+        spawning = multiprocessing.context.get_spawning_popen() is not None
+        return vars(self) | ({"_parent": (os.getpid(), self._rank())} if spawning else {})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a deep copy or a pickle, with the epoch in shared memory (already shared in a spawned worker)."""
@@ -336,6 +444,24 @@ def _seed(i: int, field: str, value: Any) -> int:
     return seed
 
 
+def _seeds_of_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Hash tokens and masks of each row, without the padding behind; equal rows of a batch get different seeds."""
+    seen: dict[int, int] = {}
+    seeds, repeats = list[int](), list[int]()
+    ids, supervised, attention = batch["input_ids"].long(), batch["loss_mask"] != 0, batch["attention_mask"]
+    used = supervised | (attention != 0) if attention.shape == ids.shape else torch.ones_like(supervised)
+    for row in zip(ids.cpu(), supervised.long().cpu(), used.cpu(), strict=True):
+        positions = row[2].nonzero()
+        end = int(positions[-1]) + 1 if len(positions) else 0
+        content = torch.stack(row[:2])[:, :end].contiguous().numpy().tobytes()
+        seed = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+        seeds.append(seed)
+        repeats.append(seen.get(seed, 0))
+        seen[seed] = repeats[-1] + 1
+    first, copies = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (seeds, repeats))
+    return first + copies * SEED_STRIDE
+
+
 def _shared(epoch: int) -> Tensor:
     """Store the epoch in shared memory, so that persistent workers of a ``DataLoader`` see it change."""
     shared = torch.tensor(epoch, dtype=torch.int64, device="cpu")
@@ -350,15 +476,16 @@ def _process_rank() -> int:
 
 
 def mdlm_loss_func(
-    outputs: Any, labels: Tensor, num_items_in_batch: Count = None, *, loss: Loss | None = None
+    outputs: Any, labels: Tensor, num_items_in_batch: Count = None, *, loss: Loss | None = None, shift: bool = False
 ) -> Tensor:
     """Compute the masked-diffusion loss from logits, as ``compute_loss_func`` of a plain ``Trainer``, for any head.
 
     For another loss use ``compute_loss_func=functools.partial(mdlm_loss_func, loss=...)``.
 
     Unlike the mixin, it does not set the epoch: if the samples have seeds, a callback must pass each epoch to the
-    collator's ``set_epoch``. For a causal model, the ``Trainer`` counts labels from position 1 on, so it misses a
-    supervised first token.
+    collator's ``set_epoch``. Evaluation without a ``seed_field`` draws new noise at each call. A causal model is not
+    detected. For the class of a causal model, the ``Trainer`` counts labels from position 1 on, so it misses a
+    supervised first token, and without ``shift`` the loss is too large by this share.
 
     Args:
         outputs: output of the model, with ``logits`` ``[B, L, V]``, or a tuple whose first element is the logits.
@@ -366,6 +493,7 @@ def mdlm_loss_func(
         num_items_in_batch: divides the sum: the supervised tokens of all micro-batches and ranks; None: of this call.
         loss: as in :class:`MaskedDiffusionTrainerMixin`, except ``SCDDLoss``. It needs the noisy tokens, which a
             ``Trainer`` does not pass on.
+        shift: as in :class:`MaskedDiffusionTrainerMixin`.
 
     Returns:
         0-d loss.
@@ -373,9 +501,10 @@ def mdlm_loss_func(
     Raises:
         TypeError: ``loss`` is neither a loss nor a function, or returns no tensor.
         ValueError: ``loss`` needs arguments that labels do not hold, or returns weights of another shape or with a
-            gradient.
+            gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch).from_logits(_logits(outputs))
+    shift = _checks.checked_bool("shift", shift)
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).from_logits(_logits(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -385,17 +514,23 @@ class _LossCall(NamedTuple):
     masks: tuple[Tensor, Tensor, Tensor, Tensor]
     num_tokens: int | Tensor
     noisy_input_ids: Tensor | None = None
-    counts: tuple[int, int] | None = None
+    counts: _Counts | None = None
     logits_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *others: Any) -> _LossCall:
-        """Unpack the labels; ``others`` are the fields after ``num_tokens``."""
+    def of(
+        cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *,
+        noisy_input_ids: Tensor | None = None, shift: bool = False, **others: Any,
+    ) -> _LossCall:  # fmt: skip
+        """Unpack the labels and shift them if row i predicts token i + 1; ``others`` are further fields."""
+        if shift:
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+            noisy_input_ids = None if noisy_input_ids is None else noisy_input_ids.roll(-1, 1)
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, *others)
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, **others)
 
     def from_logits(self, logits: Tensor) -> Tensor:
         """Compute the loss from logits ``[B, L, V]``."""
@@ -420,13 +555,12 @@ class _LossCall(NamedTuple):
         MDLM weights masked tokens only, other losses supervised tokens only. None in a compiled step, because a value
         that changes with every batch would recompile it. None for derived classes, because they may weight other rows.
         """
-        if self.counts is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.counts is None:  # in this order: a count must not become a guard
             return None
-        masked, supervised = self.counts
         if type(self.loss) is MDLMCrossEntropyLoss:
-            return masked
+            return self.counts.masked
         of_supervised = type(self.loss) in (BlockDiffusionCrossEntropyLoss, SCDDLoss)
-        return supervised if of_supervised or not isinstance(self.loss, DiffusionLoss) else None
+        return self.counts.supervised if of_supervised or not isinstance(self.loss, DiffusionLoss) else None
 
     def _options(self) -> dict[str, Any]:
         return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
@@ -559,23 +693,58 @@ class MaskedDiffusionTrainerMixin:
             0. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands. Not used if the model itself computes the logits.
+        shift: True if row i of the logits predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets and masks are
+            shifted, never logits. Token 0 is not predicted, and N does not count it.
+        allow_causal: True to train a model whose attention is causal. False: such a model is an error in the first
+            step, because a masked diffusion model predicts each token from both sides. The test takes three forward
+            passes without a gradient, without the LM head, and a host sync.
+        seed_evaluation: True: evaluation and prediction draw the same noise at each call, a function of the samples
+            (of their ``seed_field``, or else of their tokens and masks) and of the length of their batch. They neither
+            use nor change the state of the default generator. False: without a ``seed_field``, they draw new noise.
         **kwargs: keyword arguments of the ``Trainer``.
 
     Raises:
-        TypeError: ``loss`` is neither a loss nor a function, or ``logits_dtype`` is not a dtype.
+        TypeError: ``loss`` is neither a loss nor a function, ``logits_dtype`` is not a dtype, or an option is not a
+            bool. Also if a derived class has the mixin behind the ``Trainer`` among its bases.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
             ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
             processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
             (``modules_to_save``) of one. Also if, in any step, the model changes the output of its head by an operation
-            other than a cast, a copy or a view of the same shape.
+            other than a cast, a copy or a view of the same shape. In the first step, if the model is causal, or if the
+            labels are missing or not packed.
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError if the mixin is behind the ``Trainer`` among the bases, because it would then do nothing."""
+        super().__init_subclass__(**kwargs)
+        own, mro = MaskedDiffusionTrainerMixin, cls.__mro__
+        position = mro.index(own)
+        before, behind = (
+            [c for c in part if "compute_loss" in vars(c)] for part in (mro[:position], mro[position + 1 :])
+        )
+        hosts = [c.__name__ for c in before if not issubclass(c, own)]
+        if hosts and not behind:
+            raise TypeError(
+                f"MaskedDiffusionTrainerMixin must come before {hosts[0]} among the bases, got {cls.__name__}("
+                f"{', '.join(c.__name__ for c in cls.__bases__)}), in which it has no effect"
+            )
+
     def __init__(
-        self, *args: Any, loss: Loss | None = None, logits_dtype: torch.dtype | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        loss: Loss | None = None,
+        logits_dtype: torch.dtype | None = None,
+        shift: bool = False,
+        allow_causal: bool = False,
+        seed_evaluation: bool = True,
+        **kwargs: Any,
     ) -> None:
         self._loss = _checked_loss(loss)
         _checks.check_logits_dtype(logits_dtype)
         self._logits_dtype = logits_dtype
+        self._shift = _checks.checked_bool("shift", shift)
+        self._probes = 0 if _checks.checked_bool("allow_causal", allow_causal) else PROBES
+        self._seed_evaluation = _checks.checked_bool("seed_evaluation", seed_evaluation)
         super().__init__(*args, **kwargs)
         self.args: Any
         self.accelerator: Any
@@ -600,11 +769,12 @@ class MaskedDiffusionTrainerMixin:
                 "not compute the masked-diffusion loss of whole sequences"
             )
         self.compute_loss_func = self._loss_of_outputs
-        self._loss_shifts_labels = False  # the Trainer then counts label 0 of a causal model too
+        self._loss_shifts_labels = self._shift  # the Trainer counts label 0 unless it is True, for any model
         self._wants_logits = False
         self._in_head: list[Tensor] | None = None
         self._noisy_input_ids: Tensor | None = None
-        self._counted: tuple[Any, tuple[int, int] | None] = None, None  # labels and their counts
+        self._counts: _Counts | None = None
+        self._seen_labels = False
         self._follow_epochs()
 
     def _follow_epochs(self) -> None:
@@ -616,20 +786,25 @@ class MaskedDiffusionTrainerMixin:
             self.add_callback(_epoch_callback(self))  # type: ignore[attr-defined]
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``Trainer.get_eval_dataloader`` with noise that is equal in every evaluation (``seed_field``)."""
+        """Call ``Trainer.get_eval_dataloader`` with noise that is equal in every evaluation."""
         with self._noise_of_epoch_0():
             return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``Trainer.get_test_dataloader`` with noise that is equal each time (``seed_field``)."""
+        """Call ``Trainer.get_test_dataloader`` with noise that is equal each time."""
         with self._noise_of_epoch_0():
             return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``Trainer.evaluation_loop``, and leave the default generator of the CPU as it was."""
+        with torch.random.fork_rng(devices=[], enabled=self._seed_evaluation):  # a DataLoader draws from it
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _noise_of_epoch_0(self) -> Iterator[None]:
         training = self.data_collator
         if isinstance(training, MaskedDiffusionCollator):
-            self.data_collator = training._changed_copy()
+            self.data_collator = training._changed_copy(_seeded_by_tokens=self._seed_evaluation)
         try:
             yield
         finally:
@@ -641,6 +816,7 @@ class MaskedDiffusionTrainerMixin:
         """Call ``Trainer.compute_loss`` with an LM head that computes the loss."""
         compute: Any = super().compute_loss  # type: ignore[misc]
         self._noisy_input_ids = inputs.get("input_ids")
+        self._check_first_steps(model, inputs)
         if self._wants_logits or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         loss_call = self._loss_call(inputs["labels"], num_items_in_batch)
@@ -660,8 +836,14 @@ class MaskedDiffusionTrainerMixin:
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Call ``Trainer._prepare_inputs`` and keep the counts of the batch, which it drops."""
+        if "loss_mask" in inputs and "labels" not in inputs:
+            raise ValueError(
+                "the batch must have labels, got loss_mask; pass data_collator=MaskedDiffusionCollator(mask_token_id, "
+                "collate), where collate is the present collator, to corrupt the tokens"
+            )
         prepared: dict[str, Any] = super()._prepare_inputs(inputs)  # type: ignore[misc]
-        self._counted = prepared.get("labels"), getattr(inputs, "counts", None)
+        counts = _counts_of(inputs)
+        self._counts = None if counts is None else counts.moved(prepared.get("labels"))
         return prepared
 
     def prediction_step(
@@ -683,9 +865,48 @@ class MaskedDiffusionTrainerMixin:
         return loss.plain()
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
-        of_labels, counts = self._counted
-        counts = counts if labels is of_labels else None
-        return _LossCall.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts, self._logits_dtype)
+        counts = self._counts if self._counts is not None and self._counts.hold_for(labels) else None
+        return _LossCall.of(
+            self._loss, labels, num_items_in_batch,
+            noisy_input_ids=self._noisy_input_ids, shift=self._shift, counts=counts, logits_dtype=self._logits_dtype,
+        )  # fmt: skip
+
+    def _check_first_steps(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        """Raise on all ranks if the labels of any rank are not packed, or if the model is causal."""
+        if "labels" not in inputs:
+            return
+        labels, probes = inputs["labels"], self._probes > 0 and torch.is_grad_enabled()
+        if (self._seen_labels and not probes) or not _plain.has_values(labels):
+            return
+        later: bool | Tensor = True
+        earlier: bool | Tensor = True
+        if probes and isinstance(ids := inputs.get("input_ids"), Tensor) and ids.dim() == 2:
+            later, earlier = _attention.dependence(model, inputs, self._hidden_of)
+        found = _attention.Found(_not_packed(labels).any(), later, earlier)
+        unpacked, later, earlier = found.of_all_ranks(labels.device)
+        if unpacked:
+            _refuse_labels("token ids, or other labels that are not packed")
+        if earlier and not later:
+            raise ValueError(
+                "the model must attend to later tokens, got a causal model, in which no position depends on the tokens "
+                "behind it; set config.is_causal = False (or pass is_causal=False to LlamaConfig or Qwen3Config) to "
+                "attend to all tokens, or pass allow_causal=True to train the model as it is"
+            )
+        self._seen_labels = True
+        if probes:
+            self._probes = 0 if later else self._probes - 1
+
+    def _hidden_of(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor | None:
+        """Return the input of the LM head in a call of the model; None if it does not call the head once."""
+        hidden = list[Tensor]()
+
+        def keep(given: Tensor, *_: Any, **__: Any) -> Tensor:
+            hidden.append(given)
+            return torch.zeros((), dtype=given.dtype, device=given.device).as_subclass(HeadOutput)
+
+        with loss_in_head(self.accelerator.unwrap_model(model), keep):
+            model(**inputs)
+        return hidden[0] if len(hidden) == 1 else None
 
 
 def _epoch_callback(trainer: Any) -> Any:

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+import os
 import pickle
 import re
 import runpy
@@ -106,23 +107,114 @@ def test_a_batch_has_the_arguments_of_the_models():
     assert batch["input_ids"][0, 5:].tolist() == [50] * 4
 
 
-def test_a_batch_carries_its_counts_until_it_changes(monkeypatch):
-    """A DataLoader and accelerate keep the counts of a batch. A batch with changed entries has none."""
+def counts_of(labels):
+    _, noise, _, supervised = unpack_labels(labels)
+    return int(noise.sum()), int(supervised.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_supervised_positions_are_attended_to(dtype):
+    """The fill of a block and supervised padding are targets, so the model must see the noisy tokens there."""
+
+    def collate(samples):
+        batch = dllm_kernels.DLLMCollator(50, block_size=8, supervise_padding=True)(samples)
+        return batch | {"attention_mask": batch["attention_mask"].to(dtype)}
+
+    samples = [sample(3), sample(13)]
+    before, batch = collate(samples), MaskedDiffusionCollator(99, collate, eps=0.5)(samples)
+    assert before["attention_mask"].sum(1).tolist() == [3, 13]
+    assert batch["attention_mask"].tolist() == [[1] * 16] * 2
+    assert batch["attention_mask"].dtype == dtype
+    kept = MaskedDiffusionCollator(99, collate, attend_supervised=False)(samples)
+    assert torch.equal(kept["attention_mask"], before["attention_mask"])
+    with pytest.raises(TypeError, match=r"^attend_supervised must be a bool, got str$"):
+        MaskedDiffusionCollator(99, attend_supervised="no")
+
+
+def test_unsupervised_padding_and_other_attention_masks_are_left_as_they_are():
+    def collate(change, samples):
+        batch = dllm_kernels.DLLMCollator(50)(samples)
+        return batch | {"attention_mask": change(batch["attention_mask"])}
+
+    samples = [sample(3), sample(5)]
+    for change, expected in (
+        (lambda mask: mask, [[1, 1, 1, 0, 0], [1] * 5]),
+        (lambda mask: mask * 7, [[7, 7, 7, 0, 0], [7] * 5]),  # ids of packed documents
+        (lambda mask: mask[:, None] & mask[:, :, None], None),
+    ):
+        given = functools.partial(collate, change)
+        mask = MaskedDiffusionCollator(99, given)(samples)["attention_mask"]
+        assert mask.tolist() == (expected or given(samples)["attention_mask"].tolist())
+
+
+def test_a_batch_carries_its_counts(monkeypatch):
+    """A DataLoader and accelerate keep the counts of a batch, also of one that they rebuild from its entries."""
     batch = MaskedDiffusionCollator(9)([sample(5), sample(7, seed=1)])
-    _, noise, _, supervised = unpack_labels(batch["labels"])
-    expected = int(noise.sum()), int(supervised.sum())
-    assert batch.counts == expected
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t.clone())
     pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
-    for kept in (pickle.loads(pickle.dumps(batch)), batch.to("cpu", non_blocking=True), pinned):
-        assert kept.counts == expected
+    for kept in (batch, pickle.loads(pickle.dumps(batch)), batch.to("cpu", non_blocking=True), pinned):
+        assert kept.counts == counts_of(batch["labels"])
         assert all(torch.equal(kept[name], t) for name, t in batch.items())
     halves = type(batch)({name: t[:1] for name, t in batch.items()})
-    assert halves.counts is None
-    for change in (lambda b: b.update(labels=b["labels"][:1]), lambda b: b.__setitem__("labels", b["labels"][:1])):
-        changed = batch.to("cpu")
-        change(changed)
-        assert changed.counts is None
+    assert halves.counts == counts_of(batch["labels"][:1])
+    moved = pinned.to("meta").to("meta")  # as on a GPU, whose labels cannot be counted without a sync
+    assert moved["labels"].is_meta
+    assert moved.counts == counts_of(batch["labels"])
+    assert type(moved)(moved).counts is None
+
+
+CHANGES_OF_A_BATCH = {
+    "|=": lambda b, new: b.__ior__({"labels": new}),
+    "update": lambda b, new: b.update(labels=new),
+    "an item": lambda b, new: b.__setitem__("labels", new),
+    "pop and setdefault": lambda b, new: (b.pop("labels"), b.setdefault("labels", new)),
+    "del and setdefault": lambda b, new: (b.__delitem__("labels"), b.setdefault("labels", new)),
+    "popitem": lambda b, new: (b.popitem(), b.setdefault("labels", new)),
+    "clear": lambda b, new: (b.clear(), b.setdefault("labels", new)),
+    "an index": lambda b, new: b["labels"].__setitem__(..., new),
+    "copy_": lambda b, new: b["labels"].copy_(new),
+    "masked_fill_": lambda b, new: b["labels"].masked_fill_(torch.ones_like(b["labels"], dtype=bool), int(new.max())),
+    "in place of a view": lambda b, new: b["labels"][:1].copy_(new[:1]),
+    "|": lambda b, new: b.__setitem__("labels", (b | {"labels": new})["labels"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_A_BATCH.values(), ids=CHANGES_OF_A_BATCH)
+def test_the_counts_of_a_batch_follow_its_labels(change):
+    """On a CPU they are those of the present labels. On another device they are None after a change."""
+    collator, everywhere = MaskedDiffusionCollator(9, seed_field="seed"), MaskedDiffusionCollator(9, eps=1 - 1e-6)
+    batch, new = collator([sample(5), sample(7, seed=1)]), everywhere([sample(5), sample(7)])["labels"]
+    moved = batch.to("meta")
+    assert moved.counts == batch.counts != counts_of(new)
+    for changed, given in (
+        (batch, new),
+        (moved, new.to("meta") if change is not CHANGES_OF_A_BATCH["masked_fill_"] else new),
+    ):
+        change(changed, given)
+    assert batch.counts == counts_of(batch["labels"])
+    assert moved.counts is None
+
+
+@pytest.mark.parametrize("when", ["in the batch", "after the move"])
+def test_labels_edited_in_place_give_the_loss_of_the_edited_labels(when):
+    """More rows than before have a weight, so the count of the former labels would drop some of them."""
+
+    class Edits(BareTrainer):
+        def compute_loss(self, model, inputs, **options):
+            if when == "after the move":
+                inputs["labels"].copy_(new)
+            return super().compute_loss(model, inputs, **options)
+
+    few, every = (MaskedDiffusionCollator(12, level=lambda B, p=p, **_: torch.full((B,), p)) for p in (0.1, 1.0))
+    batch, new = few([sample(9)] * 2), every([sample(9)] * 2)["labels"]
+    model, hidden = ChangingModel(), torch.randn(2, 9, 4)
+    del batch["input_ids"], batch["attention_mask"]
+    batch |= {"hidden": hidden}
+    expected = mdlm_loss_func((model(hidden),), new)
+    trainer = Edits()
+    if when == "in the batch":
+        batch["labels"].copy_(new)
+    torch.testing.assert_close(trainer.compute_loss(model, trainer._prepare_inputs(batch)), expected)
 
 
 def test_noise_of_a_seed_does_not_depend_on_the_batch():
@@ -262,6 +354,81 @@ def test_other_labels_are_rejected():
             pack_labels(*wrong)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("input_ids", 2**31, r"input_ids must lie in \[0, 2\^31\) at supervised positions, got 2147483648"),
+        ("input_ids", 2**40 + 5, r"input_ids must lie in \[0, 2\^31\) at supervised positions, got 1099511627781"),
+        ("input_ids", -1, r"input_ids must lie in \[0, 2\^31\) at supervised positions, got -1"),
+        ("p_mask", -0.5, r"p_mask must lie in \[0, 1\] at supervised positions, got -0\.5"),
+        ("p_mask", 1.5, r"p_mask must lie in \[0, 1\] at supervised positions, got 1\.5"),
+        ("p_mask", float("nan"), r"p_mask must lie in \[0, 1\] at supervised positions, got nan"),
+        ("p_mask", float("inf"), r"p_mask must lie in \[0, 1\] at supervised positions, got inf"),
+    ],
+)
+@pytest.mark.parametrize("supervised", [True, False])
+def test_labels_out_of_range_are_rejected_where_they_are_used(name, value, message, supervised):
+    given = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "loss_mask": torch.ones(2, 3, dtype=torch.int64)}
+    given |= {"noise_mask": torch.ones(2, 3, dtype=torch.bool), "p_mask": torch.full((2, 3), 0.5)}
+    given[name][1, 2] = value
+    given["loss_mask"][1, 2] = supervised
+    if supervised:
+        with pytest.raises(ValueError, match=rf"^{message} at position \(1, 2\)$"):
+            pack_labels(**given)
+    else:
+        targets, _, p, _ = unpack_labels(pack_labels(**given))
+        assert (targets[1, 2], p[1, 2]) == (-100, 0)
+
+
+def test_a_negative_zero_is_a_probability():
+    labels = pack_labels(torch.ones(1, 1).long(), torch.ones(1, 1), torch.zeros(1, 1), torch.tensor([[-0.0]]))
+    assert labels.signbit().sum() == 0
+    assert unpack_labels(labels)[2].tolist() == [[0.0]]
+
+
+NOT_PACKED = (
+    r"labels must be packed by pack_labels, got .*; pass data_collator=MaskedDiffusionCollator\(mask_token_id\)"
+)
+
+
+@pytest.mark.parametrize("label", [0, 3, 2**31, 2**60, -1, -101])
+def test_labels_that_are_not_packed_are_rejected(label):
+    """An ordinary collator of masked tokens gives token ids, which would mean: not masked, so no loss."""
+    packed = pack_labels(*noised()[:2], *noised()[3:]).masked_fill(torch.tensor(False), 0)
+    labels = packed.clone()
+    labels[1, 3] = label
+    for call in (
+        lambda: unpack_labels(labels),
+        lambda: mdlm_loss_func((torch.zeros(3, 17, 13),), labels),
+        lambda: mdlm_loss_func((torch.zeros(3, 17, 13),), labels, loss=dllm_kernels.BlockDiffusionCrossEntropyLoss()),
+        lambda: BareTrainer().compute_loss(ChangingModel(), {"hidden": torch.zeros(3, 17, 4), "labels": labels}),
+    ):
+        with pytest.raises(ValueError, match=NOT_PACKED):
+            call()
+    with pytest.raises(ValueError, match=r"labels must be packed by pack_labels, got int32"):
+        unpack_labels(labels.int())
+    assert unpack_labels(packed)[3].any()
+    assert not unpack_labels(torch.full_like(packed, -100))[3].any()
+
+
+@needs_trainer
+def test_a_collator_of_masked_tokens_is_rejected(ranks, tmp_path):
+    """The Trainer's own collator gives token ids of the masked tokens as labels."""
+
+    def masked_tokens(samples):
+        ids = torch.tensor([s["input_ids"][:4] for s in samples])
+        return {"input_ids": torch.where(ids > 9, ranks.MASK, ids), "labels": torch.where(ids > 9, ids, -100)}
+
+    for collator, message in (
+        (masked_tokens, NOT_PACKED),
+        (dllm_kernels.DLLMCollator(), "the batch must have labels, got loss_mask; pass data_collator=MaskedDiffusion"),
+    ):
+        created = ranks.trainer(ranks.model(), tmp_path, 4, 1, data_collator=collator, eval_dataset=ranks.samples())
+        for run in (created.train, created.evaluate):
+            with pytest.raises(ValueError, match=message):
+                run()
+
+
 def test_epochs_differ_and_each_is_reproducible():
     samples, runs = [sample(64, seed) for seed in (5, 6)], []
     collator = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
@@ -283,6 +450,13 @@ def test_a_generator_of_the_caller_is_used_unchanged():
     both = MaskedDiffusionCollator(99, seed_field="seed", generator=torch.Generator())
     with pytest.raises(ValueError, match="generator and seeds exclude each other"):
         both([sample(64)])
+
+
+def test_seeds_and_a_seed_field_exclude_each_other():
+    with pytest.raises(ValueError, match=r"^seeds must be None with a seed_field, "):
+        MaskedDiffusionCollator(99, seed_field="seed", seeds=torch.arange(1))
+    fixed = MaskedDiffusionCollator(99, eps=0.3, seeds=torch.arange(1))
+    assert rows([fixed([sample(64)])]) == rows([fixed([sample(64)])]) == rows([SEEDED([sample(64)])])
 
 
 def test_another_default_device_has_no_effect():
@@ -372,6 +546,70 @@ def test_a_copy_starts_in_the_epoch_of_its_original():
         assert rows([created(samples)]) == rows([original(samples)])
 
 
+@pytest.fixture
+def rank_of_two():
+    """Return a function that makes this process one of two ranks, without environment variables or communication."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def become(rank):
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+
+    yield become
+    torch.distributed.destroy_process_group()
+
+
+def first_rows(context):
+    """Return rows of a worker, with equal states of the default generator."""
+    torch.manual_seed(3)
+    options = {"num_workers": 1, "multiprocessing_context": context} if context else {}
+    return rows(torch.utils.data.DataLoader([sample(64)] * 2, batch_size=2, collate_fn=DRAWING, **options))
+
+
+@pytest.mark.parametrize("context", every_time([None, "fork", "spawn"], [None, "fork", "spawn", "forkserver"]))
+def test_workers_of_different_ranks_draw_differently(monkeypatch, rank_of_two, context):
+    """The rank is known to the process group only, which a spawned worker does not have."""
+    monkeypatch.delenv("RANK", raising=False)
+    runs = []
+    for rank in (0, 1):
+        rank_of_two(rank)
+        runs.append(first_rows(context))
+    assert all_differ(*runs)
+    assert runs[1] == first_rows(context)
+
+
+def draws_in_a_rank(rank, collator, path):
+    """Draw in a process that received a collator when it was spawned, and in its workers."""
+    os.environ["RANK"] = str(rank)
+    found = [two_equal_batches(collator)]
+    for context in ("fork", "spawn"):
+        torch.manual_seed(3)
+        loader = torch.utils.data.DataLoader(
+            [sample(64)], collate_fn=collator, num_workers=1, multiprocessing_context=context
+        )
+        found.append(rows(loader))
+    Path(path, str(rank)).write_bytes(pickle.dumps(found))
+
+
+@pytest.mark.exhaustive
+def test_a_collator_sent_to_spawned_ranks_has_no_rank_yet(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "0")  # the rank of the launching process
+    torch.multiprocessing.spawn(draws_in_a_rank, (DRAWING, str(tmp_path)), nprocs=2)
+    one, other = (pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(2))
+    for mine, theirs in zip(one, other, strict=True):
+        assert all_differ(mine, theirs)
+
+
+def test_a_copy_does_not_keep_the_rank_of_its_original(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    copies = [copy.copy(DRAWING), copy.deepcopy(DRAWING), pickle.loads(pickle.dumps(DRAWING))]
+    expected = two_equal_batches(DRAWING)
+    assert all(two_equal_batches(each) == expected for each in copies)
+    monkeypatch.setenv("RANK", "2")
+    assert all(all_differ(expected, two_equal_batches(each)) for each in copies)
+
+
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])
 def test_a_field_removed_by_a_trainer_is_named(field):
     samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
@@ -457,6 +695,38 @@ def test_the_weights_of_a_schedule_that_is_not_linear():
     assert spread < 0.1
 
 
+@pytest.mark.parametrize("loss", [None, dllm_kernels.BlockDiffusionCrossEntropyLoss(), cosine_weights])
+def test_a_shifted_model_predicts_the_next_token(loss):
+    """Row i of the logits is compared with token i + 1. Token 0 is neither predicted nor counted."""
+    ids, loss_mask, _, noise, p = noised()
+    ids, loss_mask[:, :2] = ids % 13, True
+    model, hidden = ChangingModel().double(), torch.randn(3, 17, 4, dtype=torch.float64)
+    labels = pack_labels(ids, loss_mask, noise, p)
+    rest = pack_labels(ids[:, 1:], loss_mask[:, 1:], noise[:, 1:], p[:, 1:].contiguous())
+    expected = mdlm_loss_func((model(hidden[:, :-1]),), rest, loss=loss)
+    trainer = BareTrainer(loss=loss, shift=True)
+    got = trainer.compute_loss(model, {"hidden": hidden, "labels": labels})
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(mdlm_loss_func((model(hidden),), labels, loss=loss, shift=True), expected)
+    grads = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0] for x in (got, expected)]
+    torch.testing.assert_close(*grads)
+    assert trainer._loss_shifts_labels
+    assert mdlm_loss_func((model(hidden),), labels, loss=loss) != expected
+
+
+def test_the_noisy_tokens_of_a_shifted_model_are_those_of_its_targets():
+    loss, model = dllm_kernels.SCDDLoss(12, num_timesteps=5, max_ratio=0.4), ChangingModel()
+    batch = MaskedDiffusionCollator(12, corrupt=scdd_noise, seed_field="seed")([sample(11, seed) for seed in range(3)])
+    labels, noisy, embedding = batch["labels"], batch["input_ids"], nn.Embedding(13, 4)
+    targets, masked, p, supervised = (x[:, 1:] for x in unpack_labels(labels))
+    times = p.amax(1, keepdim=True).expand_as(p)
+    logits = model(embedding(noisy))[:, :-1]
+    expected = loss(logits, targets, masked, times, supervised, noisy_input_ids=noisy[:, 1:]).total_loss
+    model.forward = lambda input_ids: model.lm_head(embedding(input_ids))
+    inputs = {"input_ids": noisy, "labels": labels}
+    torch.testing.assert_close(BareTrainer(loss=loss, shift=True).compute_loss(model, inputs), expected)
+
+
 def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):
     """Corrupt with masked and wrong tokens, at one time per sequence, as a collator's ``corrupt``."""
     t = dllm_kernels.sample_level(len(input_ids), seeds=seeds, low=0.1, high=0.9)[:, None]
@@ -517,7 +787,8 @@ def test_an_invalid_loss_is_rejected(loss, error, message):
 
 
 def test_invalid_weights_are_rejected():
-    labels, x = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, 13)
+    ones = torch.ones(2, 4)
+    labels, x = pack_labels(ones.long(), ones, ones, ones), torch.zeros(2, 4, 13)
     for returned, error, message in (
         (1.0, TypeError, "must be a torch.Tensor, got float"),
         (torch.ones(2), ValueError, r"must have shape \(2, 4\) \(that of the labels\), got \(2,\)"),
@@ -628,20 +899,146 @@ def test_accumulated_micro_batches_are_one_batch(ranks, tmp_path, batch_size, ac
     assert_same_training(ranks.trained(ranks.model(), tmp_path, batch_size, accumulation), whole)
 
 
+def llama(ranks, kind="Llama", attention="eager", **options):
+    """Return a decoder with random weights; it is causal unless an option changes that."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    options = {"vocab_size": ranks.V, "num_key_value_heads": 2, **sizes, **ranks.SPECIALS, **options}
+    config = getattr(transformers, f"{kind}Config")(**options)
+    return getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation=attention).double()
+
+
+IS_CAUSAL = (
+    r"^the model must attend to later tokens, got a causal model, .* set config\.is_causal = False .* allow_causal=True"
+)
+
+
+@needs_trainer
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_causal_model_is_rejected(ranks, tmp_path, kind, attention):
+    """``is_causal=False`` makes it bidirectional, also after it was built. Another option of some models does not."""
+    batch = ranks.COLLATOR(ranks.samples()[:4])
+    for options in ({}, {"use_bidirectional_attention": True}):
+        model = llama(ranks, kind, attention, **options)
+        with pytest.raises(ValueError, match=IS_CAUSAL):
+            ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch))
+        assert ranks.trainer(model, tmp_path, 4, 1, allow_causal=True).compute_loss(model, dict(batch)) > 0
+        model.config.is_causal = False
+        assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch)) > 0
+    model = llama(ranks, kind, attention, is_causal=False)
+    assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch)) > 0
+
+
+class Mixing(nn.Module):
+    """Add tokens to the hidden states of others, through a mask ``[L, L]`` and a strength that may begin at 0."""
+
+    def __init__(self, mask, strength=1.0):
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(13, 4), nn.Linear(4, 13)
+        self.strength, self.mask = nn.Parameter(torch.tensor(strength)), mask
+        self.dropout = nn.Dropout(0.5)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.shapes = []
+
+    def forward(self, input_ids, attention_mask=None):
+        self.calls += 1
+        self.replaced = self.replaced + 1
+        self.shapes.append(input_ids.shape)
+        x = self.embedding(input_ids)
+        mask = self.mask(torch.ones(input_ids.shape[1], input_ids.shape[1]))
+        if attention_mask is not None:
+            mask = mask * attention_mask[:, None]
+        return self.lm_head(self.dropout(x + self.strength * mask @ x))
+
+
+def mixing_batch(L=9, lengths=(9, 4)):
+    samples = [sample(n, i) for i, n in enumerate(lengths)]
+    batch = MaskedDiffusionCollator(12, dllm_kernels.DLLMCollator(pad_seq_len_divisible=L), eps=0.5)(samples)
+    return dict(batch)
+
+
+MIXES = {
+    "bidirectional": (lambda ones: ones, False),
+    "bidirectional in a window": (lambda ones: ones.tril(1).triu(-1), False),
+    "causal": (lambda ones: ones.tril(), True),
+    "causal in a window": (lambda ones: ones.tril().triu(-1), True),
+    "causal without the token itself": (lambda ones: ones.tril(-1), True),
+    "anticausal": (lambda ones: ones.triu(), False),
+    "no attention": (lambda ones: ones * 0, False),
+}
+
+
+@pytest.mark.parametrize(("mask", "causal"), MIXES.values(), ids=MIXES)
+@pytest.mark.parametrize("lengths", [(9, 4), (1, 1)])
+def test_causality_is_a_matter_of_positions(mask, causal, lengths):
+    """Padding does not hide it."""
+    model, trainer = Mixing(mask), BareTrainer()
+    if causal:
+        for _ in range(2):  # each step raises
+            with pytest.raises(ValueError, match=IS_CAUSAL):
+                trainer.compute_loss(model, mixing_batch(lengths=lengths))
+    else:
+        assert trainer.compute_loss(model, mixing_batch(lengths=lengths)).isfinite()
+    assert BareTrainer(allow_causal=True).compute_loss(model, mixing_batch(lengths=lengths)).isfinite()
+
+
+def test_a_causal_model_is_detected_once_it_mixes_positions():
+    """An attention whose output is 0 at first shows nothing. A batch of one position does not, either."""
+    for model, first in ((Mixing(torch.tril, 0.0), mixing_batch()), (Mixing(torch.tril), mixing_batch(1, (1,)))):
+        trainer = BareTrainer()
+        trainer.compute_loss(model, first)
+        model.strength.data.fill_(1.0)
+        with pytest.raises(ValueError, match=IS_CAUSAL):
+            trainer.compute_loss(model, mixing_batch())
+
+
+def test_a_model_is_tested_in_the_first_training_step_only():
+    model, trainer = Mixing(lambda ones: ones), BareTrainer()
+    with torch.no_grad():
+        trainer.compute_loss(model, mixing_batch())
+    assert len(model.shapes) == 1
+    for _ in range(3):
+        trainer.compute_loss(model, mixing_batch())
+    assert len(model.shapes) == 1 + 3 + 3
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_test_of_a_model_leaves_no_trace(fails):
+    """Modes, buffers and random numbers are those of a first step without it."""
+    model, batch = Mixing(torch.tril if fails else torch.ones_like), mixing_batch()
+    model.dropout.eval()
+    buffers = dict(model.named_buffers())
+    torch.manual_seed(7)
+    expected = BareTrainer(allow_causal=True).compute_loss(copy.deepcopy(model), dict(batch))
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    if fails:
+        with pytest.raises(ValueError, match=IS_CAUSAL):
+            BareTrainer().compute_loss(model, dict(batch))
+        assert torch.equal(torch.get_rng_state(), before)
+    else:
+        assert torch.equal(BareTrainer().compute_loss(model, dict(batch)), expected)
+    assert [m.training for m in model.modules()] == [m is not model.dropout for m in model.modules()]
+    assert int(model.calls) == int(model.replaced) == (not fails)
+    assert model.calls is buffers["calls"]
+    assert all(p.grad is None for p in model.parameters())
+
+
 @needs_trainer
 def test_position_0_of_a_causal_model_counts(ranks, tmp_path):
     """A Trainer counts the labels of a causal model from position 1 on, because it expects shifted labels."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=ranks.V, num_key_value_heads=2, **sizes)).double()
-    created = ranks.trainer(model, tmp_path, 4, 2)
+    created = ranks.trainer(llama(ranks), tmp_path, 4, 2, allow_causal=True)
     counts, compute = [], created.compute_loss
     created.compute_loss = lambda *a, **k: counts.append(k["num_items_in_batch"]) or compute(*a, **k)
     created.train()
     supervised = sum(len(s["input_ids"]) for s in ranks.samples())
     assert [int(c) for c in counts] == [supervised] * 4
+    shifted = ranks.trainer(llama(ranks), tmp_path, 4, 2, allow_causal=True, shift=True)
+    assert int(shifted._get_num_items_in_batch([ranks.COLLATOR(ranks.samples())], "cpu")) == supervised - 8
 
 
 @needs_trainer
@@ -842,6 +1239,9 @@ class Bare:
         self.args = SimpleNamespace(**{"n_gpu": 1, "label_smoothing_factor": 0.0} | arguments)
         self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, parallelism_config=self.parallelism_config)
 
+    def _prepare_inputs(self, inputs):
+        return dict(inputs)
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         return self.compute_loss_func((model(**inputs),), labels, num_items_in_batch=num_items_in_batch)
@@ -849,6 +1249,28 @@ class Bare:
 
 class BareTrainer(MaskedDiffusionTrainerMixin, Bare):
     pass
+
+
+@pytest.mark.parametrize("option", ["shift", "allow_causal", "seed_evaluation"])
+def test_options_are_bools(option):
+    with pytest.raises(TypeError, match=f"^{option} must be a bool, got str$"):
+        BareTrainer(**{option: "no"})
+
+
+def test_the_mixin_comes_before_the_trainer():
+    class Logs:
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    class Part(MaskedDiffusionTrainerMixin):
+        pass
+
+    assert type("Fine", (Logs, Part, Bare), {}).__mro__[-2] is Bare
+    for bases in ((Bare, MaskedDiffusionTrainerMixin), (Bare, Part), (Logs, Bare, Part)):
+        names = ", ".join(base.__name__ for base in bases)
+        message = rf"^MaskedDiffusionTrainerMixin must come before \w+ among the bases, got Wrong\({names}\), "
+        with pytest.raises(TypeError, match=message):
+            type("Wrong", bases, {})
 
 
 def test_data_parallel_is_rejected():
@@ -996,6 +1418,22 @@ def test_the_loss_is_not_read_back():
 
 
 @pytest.mark.exhaustive
+def test_a_compiled_model_is_compiled_once_for_all_counts():
+    graphs = []
+    model = torch.compile(ChangingModel(), backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    trainer, losses, batches = BareTrainer(), [], []
+    for seed in range(4):
+        ids, loss_mask, _, noise, p = noised(seed=seed)
+        batches.append({"hidden": torch.randn(3, 17, 4), "labels": pack_labels(ids % 13, loss_mask, noise, p)})
+        losses.append(trainer.compute_loss(model, trainer._prepare_inputs(dict(batches[-1]))))
+        assert trainer._counts is not None
+    assert len({batch["labels"].ge(2**62).sum().item() for batch in batches}) > 1
+    assert len(graphs) == 1
+    plain = [trainer.compute_loss(model._orig_mod, dict(batch)) for batch in batches]
+    torch.testing.assert_close(losses, plain)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("training", [True, False])
 def test_a_compiled_model_is_checked_while_it_is_traced(training):
     model, changing = ChangingModel(KEEPS["a cast"]), ChangingModel(CHANGES["a trained scale"][1])
@@ -1041,6 +1479,15 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
         torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@needs_trainer
+@pytest.mark.ranks("trainer", "")
+def test_all_ranks_reject_a_causal_model(two_ranks):
+    """FSDP2 shards the model again. One of the ranks has a batch of one position, which shows nothing."""
+    for message, sharded in two_ranks["refused"]:
+        assert re.match(IS_CAUSAL, message)
+        assert sharded
+
+
 @pytest.fixture(scope="module")
 def two_ranks(several_processes):
     """Return the results of the two ranks, see ``trainer_ranks.main``."""
@@ -1057,7 +1504,9 @@ def kinds(first, *others):
 
 
 @needs_trainer
-@pytest.mark.parametrize("kind", kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers"))
+@pytest.mark.parametrize(
+    "kind", kinds("drawn by workers", "drawn", "drawn by spawned workers", "seeded", "seeded, by persistent workers")
+)
 def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
     """Samples have equal tokens. There are 2 ranks, 2 epochs of 4 batches, and a repetition of the training."""
     first, again = two_ranks["noise"][kind]
@@ -1104,6 +1553,45 @@ def test_evaluation_sees_the_same_noise_at_any_time(ranks, tmp_path):
     assert rows(created.get_test_dataloader(ranks.samples())) == before
     assert created.data_collator is ranks.COLLATOR  # the noise of training again
     assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # the caller's collator is unchanged
+
+
+@needs_trainer
+@pytest.mark.parametrize("workers", every_time([0], [0, 2]))
+@pytest.mark.parametrize("options", [{}, {"generator": torch.Generator()}])
+def test_evaluation_without_seeds_sees_the_same_noise(ranks, tmp_path, options, workers):
+    """It depends on the tokens of a sample, and changes neither the state nor the draws of the training."""
+    collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, eps=0.2, **options)
+    data = [{k: v for k, v in s.items() if k != "seed"} for s in ranks.samples()] + [ranks.samples()[0]]
+    arguments = {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
+    shared = {"data_collator": collator, "train_dataset": data, "eval_dataset": data, "arguments": arguments}
+    created = ranks.trainer(ranks.model(), tmp_path, 4, 1, 2, **shared)
+    torch.manual_seed(0)
+    state = torch.get_rng_state(), collator.options.get("generator", torch.Generator()).get_state()
+    first, seen = created.evaluate()["eval_loss"], rows(created.get_eval_dataloader())
+    created.model.requires_grad_(False)
+    assert created.evaluate()["eval_loss"] == created.predict(data).metrics["test_loss"] == first
+    assert torch.equal(collator.options.get("generator", torch.Generator()).get_state(), state[1])
+    torch.set_rng_state(state[0])
+    created.evaluate()
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert rows(created.get_eval_dataloader()) == seen
+    assert all_differ(seen[:8])
+    alone = created.get_eval_dataloader(data[::-1])
+    assert sorted(rows(alone)) == sorted(seen)
+    anew = ranks.trainer(ranks.model(), tmp_path, 4, 1, 2, **shared, seed_evaluation=False)
+    assert rows(anew.get_eval_dataloader()) != rows(anew.get_eval_dataloader())
+
+
+def test_equal_rows_of_a_batch_have_different_noise_in_evaluation():
+    trainer = BareTrainer()
+    trainer.data_collator = MaskedDiffusionCollator(99, eps=0.3)
+    with trainer._noise_of_epoch_0():
+        batches = [
+            trainer.data_collator(samples) for samples in ([sample(64)] * 3, [sample(64)], [sample(40), sample(64)])
+        ]
+    three, one, two = (rows([batch]) for batch in batches)
+    assert all_differ(three)
+    assert one[0] == three[0] == two[1]
 
 
 @needs_trainer

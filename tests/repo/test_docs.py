@@ -64,6 +64,24 @@ def trainer(code):
     assert callable(names["MaskedDiffusionCollator"])
 
 
+def decoder(code):
+    """The loss is that of the logits of V tokens. Each position depends on all tokens."""
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    n = {}
+    run(code, n)
+    model, V = n["model"], n["V"]
+    with torch.no_grad():
+        logits = model(input_ids=n["noisy"]).logits[..., :V]
+        other = n["noisy"].clone()
+        other[:, 1:] = (other[:, 1:] + 1) % V
+        assert not torch.allclose(model(input_ids=other).logits[:, 0, :V], logits[:, 0])
+    nll = plain_nll(logits, n["ids"])
+    same(n["out"].total_loss, (nll * n["noise_mask"] / n["p_mask"]).sum() / n["loss_mask"].sum())
+    assert model.lm_head.weight.grad[V:].abs().max() == 0
+    assert n["MASK"] >= V
+
+
 def patched_speculators(code):
     """After the patch, speculators' tables hold the package's losses."""
     with trainers.loaded(trainers.SPECULATORS, "losses.utils") as host:
@@ -120,6 +138,7 @@ def policy_of_trl(code):
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 FENCE_CHECKS = {
+    "decoder.md": (decoder,),
     "frameworks.md": (framework, trainer, patched_speculators, metrics_of_speculators, patched_trl, policy_of_trl),
     "migrate/nemo-automodel.md": (drop_in,),
 }  # function that runs and checks each fence

@@ -3,11 +3,22 @@
 Run by ``tests/support/distributed_workers.py``.
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import ModernBertConfig, ModernBertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
+from torch.distributed.tensor import DTensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from dllm_kernels import DLLMCollator
 from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, MaskedDiffusionTrainerMixin
@@ -90,6 +101,11 @@ def head_gradients(net, folder, batch, count):
 NOISE = {
     "drawn": {},
     "drawn by workers": {"dataloader_num_workers": 2},
+    "drawn by spawned workers": {
+        "dataloader_num_workers": 1,
+        "dataloader_persistent_workers": True,
+        "dataloader_multiprocessing_context": "spawn",
+    },
     "seeded": {"seed_field": "seed"},
     "seeded, by persistent workers": {
         "seed_field": "seed",
@@ -112,10 +128,35 @@ def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arg
         rows.extend(inputs["labels"].tolist()),
         compute(net, inputs, **more),
     )[1]
-    created.train()
-    everywhere = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, [tuple(row) for row in rows])
-    return everywhere
+    rank = os.environ.pop("RANK")  # the process group alone knows the rank
+    try:
+        created.train()
+    finally:
+        os.environ["RANK"] = rank
+    return everywhere([tuple(row) for row in rows])
+
+
+def everywhere(value):
+    """Return the values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def refused(folder, mesh):
+    """Return the error of each rank for a causal model, of which a rank sees one position, and if it is sharded."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    net = LlamaForCausalLM(LlamaConfig(vocab_size=V, num_key_value_heads=2, **sizes, **SPECIALS)).double()
+    fully_shard(net.model.layers[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    collator = MaskedDiffusionCollator(MASK, DLLMCollator(PAD, max_seq_len=1 if dist.get_rank() else None), eps=0.2)
+    try:
+        trainer(net, folder, 4, 1).compute_loss(net, dict(collator(samples())))
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return everywhere((message, all(isinstance(p, DTensor) for p in net.parameters())))
 
 
 def main(out, kinds):
@@ -129,7 +170,8 @@ def main(out, kinds):
     whole = COLLATOR(samples())
     count = int((whole["labels"] != -100).sum())
     mine = {k: v.chunk(ranks)[dist.get_rank()] for k, v in whole.items()}
+    errors = refused(out + ".run", mesh)
     fsdp = head_gradients(net, out + ".run", mine, count)  # FSDP averages over the ranks, which the Trainer undoes
     if dist.get_rank() == 0:
-        torch.save({"ddp": ddp, "fsdp": fsdp, "noise": noise}, out)
+        torch.save({"ddp": ddp, "fsdp": fsdp, "noise": noise, "refused": errors}, out)
     dist.destroy_process_group()

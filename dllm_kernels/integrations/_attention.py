@@ -1,0 +1,130 @@
+"""Test whether a model attends to later tokens: change the second half and compare hidden states of the first.
+
+A model is causal if the first half does not depend on the second, although the second half depends on the first. The
+other condition excludes models that mix no positions yet, for example because the output projection of their attention
+is initialised to 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._plain import is_dtensor
+
+# Larger buffers are constants (attention masks, quantized weights), of which a copy may not fit into memory.
+MAX_BUFFER = 2**20
+# Changes below this fraction of those in the other direction are rounding.
+ROUNDING = 1e-3
+
+
+class Found(NamedTuple):
+    """Results of the checks of the first steps, as bools or 0-d tensors.
+
+    Attributes:
+        unpacked: a label is not packed.
+        later: positions of the first half depend on the second.
+        earlier: positions of the second half depend on the first.
+    """
+
+    unpacked: bool | Tensor
+    later: bool | Tensor
+    earlier: bool | Tensor
+
+    def of_all_ranks(self, device: torch.device) -> list[bool]:
+        """Return the results as bools, True if they are True on any rank, so that all ranks raise or none does."""
+        found = torch.stack([torch.as_tensor(x, device=device).int() for x in self])
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [bool(x) for x in found.tolist()]
+
+
+def dependence(
+    model: nn.Module, inputs: Mapping[str, Any], hidden_of: Callable[[nn.Module, dict[str, Any]], Tensor | None]
+) -> tuple[bool | Tensor, bool | Tensor]:
+    """Return ``later`` and ``earlier`` of :class:`Found`; ``later`` is True if the model cannot be tested.
+
+    Every rank calls the model the same number of times, whatever its batch is, because sharded models communicate.
+
+    Args:
+        model: the model as it is trained, in its wrappers.
+        inputs: arguments of the model, ``input_ids`` ``[B, L]`` among them.
+        hidden_of: calls the model with the given arguments; returns the input of its LM head, or None.
+    """
+    ids = inputs["input_ids"]
+    changed, position = torch.where(ids == 0, 1, 0).to(ids.dtype), torch.arange(ids.shape[1], device=ids.device)
+    fixed = {name: value for name, value in inputs.items() if name != "labels"}
+    if isinstance(attention := fixed.get("attention_mask"), Tensor) and attention.shape == ids.shape:
+        fixed["attention_mask"] = torch.ones_like(attention)  # padding must not hide a dependence
+    is_first = position < (ids.shape[1] + 1) // 2
+    others = torch.where(is_first, ids, changed), torch.where(is_first, changed, ids)
+    model = _without_wrappers(model)
+    with unchanged(model, ids.device):
+        found = [hidden_of(model, {**fixed, "input_ids": x}) for x in (ids, *others)]
+    rows = [_rows(hidden, ids) for hidden in found if hidden is not None]
+    if len(rows) < 3 or any(x is None for x in rows):
+        return True, True
+    before, other_second, other_first = (x.to(accum_dtype(x.dtype)) for x in rows)
+    of_first = (before - other_second)[:, is_first].norm()
+    of_second = (before - other_first)[:, ~is_first].norm()
+    return of_first > ROUNDING * of_second, of_second > 0
+
+
+def _rows(hidden: Any, ids: Tensor) -> Any:
+    """Return the hidden states as ``[B, L, D]``; None if their rows are other positions."""
+    whole = hidden.full_tensor() if is_dtensor(hidden) else hidden
+    return whole.reshape(*ids.shape, -1) if whole.shape[:-1].numel() == ids.numel() else None
+
+
+def _without_wrappers(model: Any) -> Any:
+    """Remove ``torch.compile`` and DDP, which is not needed without gradients and would change its state."""
+    dynamo = sys.modules.get("torch._dynamo")
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+            model = model._orig_mod
+        else:
+            return model
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluate the model without gradients; then restore modes, buffers, generators and the sharding of parameters."""
+    modules = list(model.modules())
+    modes = [module.training for module in modules]
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone(), buffer._version)
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.numel() <= MAX_BUFFER and not buffer.is_inference()
+    ]
+    accelerators = [device] if device.type in ("cuda", "xpu") else []  # fork_rng does not support the others
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    eager: Any = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes a second
+        eager = torch.compiler.set_stance("force_eager")
+    with (
+        torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
+        torch.no_grad(),
+        eager,
+    ):
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+                if fsdp is not None and isinstance(module, fsdp.FSDPModule):  # the root stays unsharded
+                    module.reshard()
+            for owner, name, buffer, copy, version in buffers:
+                owner[name] = buffer
+                if buffer._version != version:
+                    buffer.copy_(copy)
