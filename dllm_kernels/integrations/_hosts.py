@@ -6,13 +6,17 @@ import functools
 import importlib
 import inspect
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P, R = ParamSpec("P"), TypeVar("R")
 Homes = Mapping[str, Collection[str]]  # module -> names
 Pairs = Sequence[tuple[Any, Any]]  # (original, replacement)
+Problems = dict[str, list[str]]  # name -> what keeps it from being replaced
 # (module, place) of an attribute, an entry of a table, or the defaults of a function
 Places = tuple[tuple[str, str], ...]
 
@@ -25,7 +29,7 @@ class PatchReport:
         version: version of the framework.
         replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a
             function.
-        kept: names that were not replaced, or ``(name, reason)`` of each.
+        kept: names that were not replaced, or ``(name, reason)`` of each: excluded, or of another signature than ours.
         original: ``(module, name)`` of other losses, and of functions in the same modules, that still run the
             framework's code.
         fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
@@ -53,7 +57,7 @@ class PatchReport:
 
 
 class Host:
-    """Framework whose objects can be replaced; at most one patch is active.
+    """Framework whose objects can be replaced; at most one patch is active, whatever thread made it.
 
     ``same_defaults``: argument name -> equivalent defaults.
     """
@@ -62,52 +66,87 @@ class Host:
         self.name = name
         self.same_defaults = same_defaults
         self.report: PatchReport | None = None  # of the active patch
+        self._lock = threading.RLock()
         self._arguments: dict[str, Any] = {}
+        self._problems: Problems = {}
         self._pairs: Pairs = ()
         self._methods: list[tuple[type, str, Any]] = []  # (class, method, original)
+
+    def exclusive(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function that patches or unpatches: a second thread waits until the first has returned.
+
+        Otherwise the second thread would take the replacements of the first for the originals.
+        """
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._lock:
+                return function(*args, **kwargs)
+
+        return call
 
     def module(self, home: str) -> ModuleType:
         """Import a module of the framework."""
         return importlib.import_module(f"{self.name}.{home}")
 
-    def earlier(self, **arguments: Any) -> PatchReport | None:
-        """Return the report of the active patch, or None; raise RuntimeError if it was made with other arguments."""
+    def earlier(self, strict: bool, **arguments: Any) -> PatchReport | None:
+        """Return the report of the active patch, or None.
+
+        Raise RuntimeError if it was made with other arguments, or if it kept names that ``strict`` does not allow.
+        """
         if self.report is None:
             return None
         if arguments != self._arguments:
             with_these = " and ".join(f"{name}={value}" for name, value in self._arguments.items())
             raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
+        if strict and self._problems:
+            kept = ", ".join(self._problems)
+            raise RuntimeError(f"{self.name} is patched already, without {kept}; unpatch() first")
         return replace(self.report, already=True)
 
     def pairs(
         self, homes: Homes, kept: Collection[str], replacement_for: Callable[[str, str, Any], Any]
-    ) -> tuple[list[tuple[Any, Any]], list[str]]:
-        """Return (original, replacement) of every name, and the differences that prevent a replacement.
+    ) -> tuple[list[tuple[Any, Any]], Problems]:
+        """Return (original, replacement) of every name that can be replaced, and what prevents that for the others.
 
         Args:
             homes: module -> the names in it.
             kept: names to skip.
             replacement_for: returns the replacement for ``(module, name, original)``.
         """
-        pairs, problems = [], []
+        pairs: list[tuple[Any, Any]] = []
+        problems: Problems = {}
         for home, names in homes.items():
-            module = self.module(home)
+            held, missing = self._held(home)
             for name in names:
-                original = vars(module).get(name)
                 if name in kept:
                     continue
+                ambiguous = sum(name in others for others in homes.values()) > 1
+                label = f"{self.name}.{home}.{name}" if ambiguous else name
+                original = held.get(name)
                 if original is None:
-                    problems.append(f"{module.__name__} has no {name}")
+                    problems[label] = [missing or f"{self.name}.{home} has no {name}"]
                     continue
                 ours = replacement_for(home, name, original)
-                ambiguous = sum(name in others for others in homes.values()) > 1
-                label = f"{module.__name__}.{name}" if ambiguous else name
-                problems += self.differences(label, original, ours)
-                pairs.append((original, ours))
+                if found := self.differences(label, original, ours):
+                    problems[label] = found
+                else:
+                    pairs.append((original, ours))
         return pairs, problems
+
+    def _held(self, home: str) -> tuple[dict[str, Any], str]:
+        """Return the attributes of a module, and what is missing if the framework does not have it."""
+        try:
+            return vars(self.module(home)), ""
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(f"{self.name}."):
+                raise
+            return {}, f"{self.name} has no module {home}"
 
     def differences(self, name: str, original: Any, ours: Any) -> list[str]:
         """List signature differences that can make the replacement, or a public method of it, misread a call."""
+        if inspect.isclass(original) != inspect.isclass(ours):
+            return [f"{name}: is {'a' if inspect.isclass(original) else 'no'} class, unlike ours"]
         calls = {name: (original, ours)}
         if inspect.isclass(original):
             for method, value in vars(original).items():
@@ -137,14 +176,21 @@ class Host:
                 yield f"does not take {name}, which ours needs"
 
     def patch(
-        self, version: str, pairs: Pairs, problems: Sequence[str], arguments: dict[str, Any], **reported: Any
+        self, version: str, pairs: Pairs, problems: Problems, strict: bool, arguments: dict[str, Any], **reported: Any
     ) -> PatchReport:
-        """Replace the first object of each pair by the second; if there are problems, raise and replace nothing."""
+        """Replace the first object of each pair by the second, and warn of the names that have problems.
+
+        With ``strict``, raise RuntimeError for them, and replace nothing.
+        """
         if problems:
-            listed = "\n  ".join(problems)
-            raise RuntimeError(f"{self.name} {version} has unexpected signatures; nothing was replaced:\n  {listed}")
-        self._pairs, self._arguments = pairs, arguments
-        self.report = PatchReport(version, _swap(self.name, pairs), host=self.name, **reported)
+            listed = "\n  ".join(line for lines in problems.values() for line in lines)
+            what = f"{self.name} {version} has unexpected signatures"
+            if strict:
+                raise RuntimeError(f"{what}; nothing was replaced:\n  {listed}")
+            warnings.warn(f"{what}; {', '.join(problems)} stay as they are:\n  {listed}", stacklevel=4)
+        self._pairs, self._arguments, self._problems = pairs, arguments, problems
+        kept = (*reported.pop("kept", ()), *((name, "; ".join(lines)) for name, lines in problems.items()))
+        self.report = PatchReport(version, _swap(self.name, pairs), kept, host=self.name, **reported)
         return self.report
 
     def replace_method(self, owner: type, name: str, method: Any) -> None:
@@ -158,7 +204,7 @@ class Host:
             setattr(owner, name, original)
         self._methods.clear()
         restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
-        self.report, self._pairs = None, ()
+        self.report, self._pairs, self._problems = None, (), {}
         return restored
 
 

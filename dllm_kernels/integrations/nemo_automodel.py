@@ -82,12 +82,18 @@ OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
 
+@_host.exclusive
 def patch(
-    *, exclude: Iterable[str] = (), fuse_head: bool = False, logits_dtype: torch.dtype | None = None
+    *,
+    exclude: Iterable[str] = (),
+    fuse_head: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    strict: bool = False,
 ) -> PatchReport:
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
-    A second call does nothing and returns the first report with ``already=True``.
+    A second call does nothing and returns the first report with ``already=True``. A name whose signature in the
+    framework differs from the replacement keeps the framework's code; a warning and the report list the differences.
 
     Args:
         exclude: names to keep.
@@ -98,22 +104,23 @@ def patch(
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, in the framework's
             ``FusedLinearCrossEntropy`` and in the losses of ``fuse_head``. None: the dtype of the operands, unless the
             framework passes another to a call.
+        strict: True to raise an error for signatures that differ.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``nemo_automodel`` is not installed, or one of its modules cannot be imported.
-        RuntimeError: a signature of the framework differs from the replacement; the message lists every difference, and
-            nothing is replaced. Or the framework is patched already with other arguments.
-        TypeError: ``fuse_head`` is not a bool, or ``logits_dtype`` is not a dtype.
+        RuntimeError: with ``strict``, a signature of the framework differs from the replacement; the message lists
+            every difference, and nothing is replaced. Or the framework is patched already with other arguments.
+        TypeError: ``fuse_head`` or ``strict`` is not a bool, or ``logits_dtype`` is not a dtype.
         ValueError: ``exclude`` holds a name that is never replaced, or ``logits_dtype`` is neither torch.float32 nor
             None.
     """
     excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
     check_wide_logits(logits_dtype)
     asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
-    if (earlier := _host.earlier(**asked)) is not None:
+    if (earlier := _host.earlier(checked_bool("strict", strict), **asked)) is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
@@ -125,11 +132,12 @@ def patch(
         return FUSED[name](logits_dtype) if fuse_head and name in FUSED else getattr(dllm_kernels, name)
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
-    steps, missing = _steps() if fuse_head else ([], [])
+    steps, missing = _steps() if fuse_head else ([], {})
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
-    report = _host.patch(version, pairs, problems + missing, asked, kept=kept, fused=fused, original=original)
+    problems |= missing
+    report = _host.patch(version, pairs, problems, strict, asked, kept=kept, fused=fused, original=original)
     for step in steps:
         _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
@@ -137,6 +145,7 @@ def patch(
     return report
 
 
+@_host.exclusive
 def unpatch() -> tuple[tuple[str, str], ...]:
     """Restore the framework's names wherever they were replaced, also in modules imported since.
 
@@ -146,15 +155,15 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
+def _steps() -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
-    found, missing = [], []
+    found, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
         owner = getattr(_host.module(home), name, None)
         if inspect.isclass(owner) and method in vars(owner):
             found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at)))
         else:
-            missing.append(f"{HOST}.{home} has no {name}.{method}")
+            missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
     return found, missing
 
 
@@ -195,7 +204,7 @@ def _derived(ours: type, *, of_host: bool) -> Callable[[type], type]:
 
     def derived(original: type) -> type:
         like = {name: getattr(original, name) for name in ("__module__", "__qualname__")}
-        bases = (ours, original) if of_host else (ours,)
+        bases = (ours, original) if of_host and inspect.isclass(original) else (ours,)
         return type(original.__name__, bases, {**like, "__doc__": ours.__bases__[0].__doc__, "original": original})
 
     return derived

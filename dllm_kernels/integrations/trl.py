@@ -29,11 +29,12 @@ The mixin replaces only the log-probabilities; TRL computes rewards, advantages,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,42 +59,49 @@ GAMMA, MIX_1, MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B
 _host = Host(HOST, {})
 
 
-def patch(*, logits_dtype: torch.dtype | None = None) -> PatchReport:
+@_host.exclusive
+def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> PatchReport:
     """Replace the chunked log-probability function of the installed ``trl`` wherever TRL holds it.
 
     The values and gradients stay the same. If the LM head is frozen and no gradient arrives at the entropy, a step
     takes two matrix products instead of three. With a trainable head it takes four, as before; without gradients one.
     Unsupported calls use the original: ``log_sum_sq_probs``, ``mean_logits`` of soft-capped logits, a ``logit_scale``
     that is not positive, and heads partitioned by DeepSpeed ZeRO-3. A second call does nothing and returns the first
-    report with ``already=True``.
+    report with ``already=True``. If the signature in TRL differs from the replacement, the function stays as it is; a
+    warning and the report list the differences.
 
     Args:
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, except in what the
             original computes; None: the dtype of the operands, as in TRL.
+        strict: True to raise an error for a signature that differs.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``trl`` is not installed, or its kernels cannot be imported.
-        RuntimeError: the signature in TRL differs from the replacement; the message lists every difference, and nothing
-            is replaced. Or TRL is patched already with another ``logits_dtype``.
-        TypeError: ``logits_dtype`` is not a dtype.
+        RuntimeError: with ``strict``, the signature in TRL differs from the replacement; the message lists every
+            difference. Or TRL is patched already with another ``logits_dtype``.
+        TypeError: ``logits_dtype`` is not a dtype, or ``strict`` is not a bool.
         ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
     _checks.check_wide_logits(logits_dtype)
-    if (earlier := _host.earlier(logits_dtype=logits_dtype)) is not None:
+    strict = _checks.checked_bool("strict", strict)
+    if (earlier := _host.earlier(strict, logits_dtype=logits_dtype)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
     ours = ChunkedLogProbs(original, logits_dtype)
     if callable(forward := getattr(original, "forward", None)):
-        problems = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
+        found = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
     else:
-        problems = [f"{module.__name__} has no {NAME}.forward"]
-    return _host.patch(importlib.metadata.version(HOST), [(original, ours)], problems, {"logits_dtype": logits_dtype})
+        found = [f"{module.__name__} has no {NAME}.forward"]
+    pairs, problems = ([], {NAME: found}) if found else ([(original, ours)], {})
+    asked = {"logits_dtype": logits_dtype}
+    return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, asked)
 
 
+@_host.exclusive
 def unpatch() -> tuple[tuple[str, str], ...]:
     """Restore the original function wherever it was replaced, also in modules imported since.
 
@@ -628,9 +636,7 @@ def _denoised(
     seeds = torch.empty(B, dtype=torch.int64, device="cpu").random_().to(device)
     of_steps = _philox.child_seeds(seeds, len(plans))
     log_probs = torch.zeros(B, length, device=device)
-    training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         for step, plan in enumerate(plans):
             block = slice(longest + plan.start, longest + plan.stop)
             masked = torch.zeros_like(ids, dtype=torch.bool)
@@ -647,9 +653,19 @@ def _denoised(
             ids[:, block] = ids[:, block].scatter(-1, kept, new.gather(-1, kept).long())
             of_block = log_probs[:, plan.start : plan.stop]
             of_block.scatter_(-1, kept, confidence.gather(-1, kept).to(of_block.dtype))
-    finally:
-        model.train(training)
     return ids[:, longest:], log_probs
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode within the context, then restore the mode of every module."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 def _sampled(

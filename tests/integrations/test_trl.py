@@ -15,8 +15,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels import PolicyViews, policy_views
+from dllm_kernels.integrations import nemo_automodel, speculators
 from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
+from tests.support.hosts import assert_patched_once
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
 N, H, V = 6, 8, 21
@@ -91,16 +93,30 @@ def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None
         (None, "trl.kernels has no ChunkedLogProbFunction.forward"),
     ],
 )
-def test_another_signature_is_rejected_and_nothing_replaced(host, monkeypatch, changed, message):
+def test_another_signature_keeps_the_function_or_is_rejected(host, monkeypatch, changed, message):
     monkeypatch.setattr(host.kernels, "ChunkedLogProbFunction", changed)
     before = host_attributes()
-    with pytest.raises(
-        RuntimeError, match=rf"trl 1\.16\.0 has unexpected signatures; nothing was replaced:\n(.|\n)*{message}"
-    ):
-        integration.patch()
+    differ = r"^trl 1\.16\.0 has unexpected signatures; "
+    with pytest.raises(RuntimeError, match=rf"{differ}nothing was replaced:\n(.|\n)*{message}"):
+        integration.patch(strict=True)
+    with pytest.warns(UserWarning, match=rf"{differ}ChunkedLogProbFunction stay as they are:\n(.|\n)*{message}"):
+        report = integration.patch()
+    assert report.replaced == ()
+    assert [name for name, _ in report.kept] == ["ChunkedLogProbFunction"]
     after = host_attributes()
     assert not [place for place in before if before[place] is not after[place]]
     assert integration.unpatch() == ()
+
+
+@needs_trl
+def test_two_threads_patch_once(host, monkeypatch):
+    assert_patched_once(integration, host_attributes, monkeypatch)
+
+
+@pytest.mark.parametrize("call", [integration.patch, speculators.patch, nemo_automodel.patch])
+def test_an_invalid_strictness_is_rejected(call):
+    with pytest.raises(TypeError, match="^strict must be a bool, got str$"):
+        call(strict="yes")
 
 
 # The log-probabilities ------------------------------------------------------------------------------------------------
@@ -779,6 +795,28 @@ def test_rollouts_differ_between_rows_and_calls():
     torch.manual_seed(0)
     trainer.model = Encoder()
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rollouts_restore_the_mode_of_every_module(fails):
+    """The dropout of a frozen part may be off while the rest trains."""
+    torch.manual_seed(0)
+    model = Encoder()
+    model.frozen = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)).eval()
+    model.frozen[1].train()
+    modes, during = [module.training for module in model.modules()], []
+
+    def change(z):
+        during.extend(module.training for module in model.modules())
+        return 1 / 0 if fails else z
+
+    model.change = change
+    rollout = integration.diffusion_rollout(MASK, steps=2)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        rollout([[1, 2]], Trainer(model, mask_token_id=MASK))
+    assert during
+    assert not any(during)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_rollouts_for_a_trainer_that_takes_none():
