@@ -34,8 +34,9 @@ import functools
 import importlib.metadata
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +144,8 @@ class ChunkedLogProbs:
             hidden: ``[N, H]``.
             weight: ``[V, H]``, cast to the dtype of ``hidden`` (or of autocast), as TRL does.
             bias: ``[V]`` or None.
-            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL.
+            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL, but is never the most
+                likely token. TRL's ``is_top1`` is True for such a target if no logit exceeds 0.
             temperature: T.
             chunk_size: vocabulary columns per chunk in TRL's function; not used otherwise.
             final_logit_softcapping: the cap c, or None.
@@ -366,8 +368,9 @@ class DiffusionPolicyMixin:
         scheme: "full", "coupled", "elbo", "count" or "quadrature".
         num: number of views (or pairs, or triples) to draw.
         prompt_prob: for "full", the probability of also masking each token of the prompt.
-        iteration: number that is hashed with the tokens of each row, or a function of the trainer that returns it. It
-            must not change while a generation is trained on. None: the number of the generation.
+        iteration: whole number that is hashed with the tokens of each row, or a function of the trainer that returns
+            it. It must not change while a generation is trained on. None: the number of the generation. An integer of
+            NumPy and a 0-d integer tensor are accepted, too.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. TRL's
             ``cast_lm_head_to_fp32`` gives the same scores from products of float32 operands. None: the dtype of the
             operands.
@@ -393,7 +396,7 @@ class DiffusionPolicyMixin:
         scheme: str = "full",
         num: int = 1,
         prompt_prob: float = 0.0,
-        iteration: int | Callable[[Any], int] | None = None,
+        iteration: SupportsIndex | Callable[[Any], SupportsIndex] | None = None,
         logits_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ) -> None:
@@ -401,9 +404,8 @@ class DiffusionPolicyMixin:
         views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
-        if isinstance(iteration, bool) or not (iteration is None or isinstance(iteration, int) or callable(iteration)):
-            got = _checks.type_name(iteration)
-            raise TypeError(f"iteration must be an int, a function of the trainer or None, got {got}")
+        if not (iteration is None or callable(iteration)):
+            iteration = _whole(iteration, "an int, a function of the trainer or None")
         self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
         self._logits_dtype = logits_dtype
         start: Any = super().__init__
@@ -453,7 +455,7 @@ class DiffusionPolicyMixin:
         if given is None:
             generation: int = self._step // (self.args.steps_per_generation * self.num_iterations)
             return generation
-        return given if isinstance(given, int) else given(self)
+        return _whole(given(self) if callable(given) else given, "a function that returns an int")
 
     def _scores_of(
         self, model: Any, ids: Tensor, attention_mask: Tensor, seeds: Tensor, keep: int, entropy: bool, auxiliary: bool
@@ -507,7 +509,7 @@ class DiffusionPolicyMixin:
         return PolicyViews(noisy, scored, weights, views.num_supervised, views.scheme)
 
 
-def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: int = 0) -> Tensor:
+def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: SupportsIndex = 0) -> Tensor:
     """Hash each row to a seed, without a host sync and independent of padding.
 
     ``mix(sum_i mix(id_i + GAMMA (2 n_i + c_i)) + GAMMA iteration)``, modulo 2^64, over the tokens that are not padding;
@@ -517,16 +519,19 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
         input_ids: ``[B, L]``, integers.
         attention_mask: ``[B, L]``, 0 for padding.
         logits_to_keep: length of the completions, at the end of the rows.
-        iteration: any number; the mixin passes that of the generation.
+        iteration: any whole number; the mixin passes that of the generation.
 
     Returns:
         int64 ``[B]``.
+
+    Raises:
+        TypeError: ``iteration`` is not a whole number.
     """
     there = attention_mask != 0
     completion = torch.arange(input_ids.shape[1], device=input_ids.device) >= input_ids.shape[1] - logits_to_keep
     place = 2 * there.cumsum(-1) + completion
     of_tokens = torch.where(there, _mixed(input_ids.long() + GAMMA * place), 0)
-    return _mixed(of_tokens.sum(-1) + _wrapped(GAMMA * iteration))
+    return _mixed(of_tokens.sum(-1) + _wrapped(GAMMA * _whole(iteration)))
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -534,6 +539,20 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x ^ (x >> 30 & 2**34 - 1)) * MIX_1
     x = (x ^ (x >> 27 & 2**37 - 1)) * MIX_2
     return x ^ (x >> 31 & 2**33 - 1)
+
+
+def _whole(iteration: Any, expected: str = "an int") -> int:
+    """Return the iteration as an int; accept integers of NumPy and 0-d integer tensors."""
+    try:
+        if (
+            isinstance(iteration, bool)
+            or getattr(iteration, "dtype", None) == torch.bool
+            or getattr(iteration, "ndim", 0)
+        ):
+            raise TypeError
+        return operator.index(iteration)
+    except TypeError:
+        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(iteration)}") from None
 
 
 def _wrapped(x: int) -> int:

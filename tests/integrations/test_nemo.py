@@ -583,9 +583,9 @@ def test_other_signatures_keep_their_names_or_are_rejected(strategy, monkeypatch
         integration.patch(strict=True)
     assert_identical(before, host_attributes())
     assert integration.unpatch() == ()
+    names = "MDLMCrossEntropyLoss, gumbel_topk"
     with pytest.warns(
-        UserWarning,
-        match=r"^nemo_automodel 0\.\S+ has unexpected signatures; MDLMCrossEntropyLoss, gumbel_topk stay as they are:\n",
+        UserWarning, match=rf"^nemo_automodel 0\.\S+ has unexpected signatures; {names} stay as they are:\n"
     ) as warned:
         report = integration.patch()
     assert warned[0].filename == __file__
@@ -628,9 +628,10 @@ def test_a_later_version_is_patched_where_it_fits(strategy, monkeypatch):
     monkeypatch.setattr(linear, "FusedLinearCrossEntropy", lambda *args, **kwargs: None)
     collate = "nemo_automodel.components.datasets.dllm.collate"
     monkeypatch.setitem(sys.modules, collate, None)
-    with monkeypatch.context() as m, pytest.warns(UserWarning, match="DFlashDecayLoss.position_weights: not offered"):
+    with monkeypatch.context() as m:
         m.setattr(importlib, "import_module", functools.partial(imported_except, collate))
-        report = integration.patch()
+        with pytest.warns(UserWarning, match=r"DFlashDecayLoss\.position_weights: not offered here"):
+            report = integration.patch()
     kept = {"DFlashDecayLoss", "FusedLinearCrossEntropy", "DLLMCollator"}
     assert {name for _, name in report.replaced} == {*NAMES} - kept
     reasons = dict(report.kept)

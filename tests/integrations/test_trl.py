@@ -9,6 +9,7 @@ import sys
 import types
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -115,7 +116,7 @@ def test_two_threads_patch_once(host, monkeypatch):
 
 @pytest.mark.parametrize("call", [integration.patch, speculators.patch, nemo_automodel.patch])
 def test_an_invalid_strictness_is_rejected(call):
-    with pytest.raises(TypeError, match="^strict must be a bool, got str$"):
+    with pytest.raises(TypeError, match=r"^strict must be a bool, got str$"):
         call(strict="yes")
 
 
@@ -226,6 +227,15 @@ def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
             for ours, other in zip(found[0], theirs[0], strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
             assert torch.equal(found[1], theirs[1])
+    # TRL counts a target outside as the most likely token where no logit exceeds 0; ours never does.
+    negative = torch.zeros(V, H), -torch.rand(V) - 1, torch.tensor([-100, 3, V, -1])
+    tops = [
+        f.apply(hidden, *negative, 1.0, 8, None, 1.0, outputs)[-1]
+        for f in (host.utils._ChunkedLogProbFunction, host.original)
+    ]
+    assert not tops[0][[0, 2, 3]].any()
+    assert tops[1][[0, 2, 3]].all()
+    assert tops[0][1] == tops[1][1]
     same = torch.zeros(V, H)
     for f in (host.utils._ChunkedLogProbFunction, host.original):
         top = f.apply(
@@ -609,9 +619,30 @@ def test_the_iteration_that_changes_the_masks_is_an_option():
     assert not torch.equal(generations[1], generations[2])
     assert all(torch.equal(scores(step, iteration=1), generations[1]) for step in (0, 4, 8))
     assert torch.equal(scores(4, iteration=lambda trainer: trainer._step // 2), generations[2])
-    for wrong in ("1", True, 1.0):
-        with pytest.raises(TypeError, match="iteration must be an int, a function of the trainer or None, got "):
+    for whole in (np.int64(1), np.uint8(1), np.array(1), torch.tensor(1), torch.tensor(1, dtype=torch.int32)):
+        assert torch.equal(scores(8, iteration=whole), generations[1])
+        assert torch.equal(scores(8, iteration=lambda _: whole), generations[1])  # noqa: B023
+        assert torch.equal(
+            integration.row_seeds(ids, not_padding, keep, whole), integration.row_seeds(ids, not_padding, keep, 1)
+        )
+    for wrong in (
+        "1",
+        True,
+        1.0,
+        np.float64(1),
+        np.bool_(True),
+        torch.tensor(1.0),
+        torch.tensor(True),
+        torch.ones(1).int(),
+    ):
+        with pytest.raises(TypeError, match=r"^iteration must be an int, a function of the trainer or None, got "):
             scores(0, iteration=wrong)
+        with pytest.raises(TypeError, match=r"^iteration must be a function that returns an int, got "):
+            scores(0, iteration=lambda _: wrong)  # noqa: B023
+        with pytest.raises(TypeError, match=r"^iteration must be an int, got "):
+            integration.row_seeds(ids, not_padding, keep, wrong)
+    with pytest.raises(TypeError, match=r"^iteration must be a function that returns an int, got NoneType"):
+        scores(0, iteration=lambda _: None)
 
 
 def test_a_lora_head_scores_and_trains():
