@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
 import threading
@@ -33,6 +36,8 @@ class PatchReport:
         original: ``(module, name)`` of other losses, and of functions in the same modules, that still run the
             framework's code.
         fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
+        batched: ``class.method`` of every loop over the rows of a batch that becomes one call, also if its module is
+            still to be imported.
         already: True if the framework was patched before and this call changed nothing.
         host: name of the framework.
     """
@@ -42,6 +47,7 @@ class PatchReport:
     kept: tuple[Any, ...] = ()
     original: tuple[tuple[str, str], ...] = ()
     fused: tuple[str, ...] = ()
+    batched: tuple[str, ...] = ()
     already: bool = False
     host: str = ""
 
@@ -52,6 +58,7 @@ class PatchReport:
         lines += [f"  {module}.{place}" for module, place in self.replaced]
         lines += [f"  {name} kept: {reason}" for name, reason in reasons]
         lines += [f"  {step} takes hidden states" for step in self.fused]
+        lines += [f"  {loop} corrupts a batch in one call" for loop in self.batched]
         lines += [f"  still the host's own: {module}.{name}" for module, name in self.original]
         return "\n".join(lines)
 
@@ -71,6 +78,7 @@ class Host:
         self._problems: Problems = {}
         self._pairs: Pairs = ()
         self._methods: list[tuple[type, str, Any]] = []  # (class, method, original)
+        self._awaited: list[_Awaited] = []
 
     def exclusive(self, function: Callable[P, R]) -> Callable[P, R]:
         """Decorate a function that patches or unpatches: a second thread waits until the first has returned.
@@ -88,6 +96,10 @@ class Host:
     def module(self, home: str) -> ModuleType:
         """Import a module of the framework."""
         return importlib.import_module(f"{self.name}.{home}")
+
+    def loaded_module(self, home: str) -> ModuleType | None:
+        """Return a module of the framework if it is loaded."""
+        return sys.modules.get(f"{self.name}.{home}")
 
     def earlier(self, strict: bool, **arguments: Any) -> PatchReport | None:
         """Return the report of the active patch, or None.
@@ -198,14 +210,64 @@ class Host:
         self._methods.append((owner, name, vars(owner)[name]))
         setattr(owner, name, method)
 
+    def when_imported(self, home: str, action: Callable[[ModuleType], None]) -> None:
+        """Call ``action`` with a module of the framework now if it is loaded, else right after its import."""
+        if (module := self.loaded_module(home)) is not None:
+            action(module)
+        else:
+            self._awaited.append(_Awaited(f"{self.name}.{home}", action))
+            sys.meta_path.insert(0, self._awaited[-1])
+
     def unpatch(self) -> Places:
         """Restore the originals, also in modules imported since."""
+        for awaited in self._awaited:
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(awaited)
+        self._awaited.clear()
         for owner, name, original in self._methods:
             setattr(owner, name, original)
         self._methods.clear()
         restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
         self.report, self._pairs, self._problems = None, (), {}
         return restored
+
+
+class _Awaited(importlib.abc.MetaPathFinder):
+    """Finder that leaves the import of a module to the others, and calls ``action`` with the module after it."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that the other finders find, with a loader that also calls the action."""
+        if name != self.name:
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loader of an awaited module, which the module forgets once it is loaded."""
+
+    def __init__(self, loader: Any, awaited: _Awaited) -> None:
+        self.loader, self.awaited = loader, awaited
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Create the module as its own loader does."""
+        return self.loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, and call the action with it."""
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self.awaited)
+        self.awaited.action(module)
 
 
 def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -17,6 +17,10 @@ corruption routines differ from the host's, so a run resumed after the patch dra
 ``patch(exclude=["corrupt_uniform"])`` keeps the named originals. The report lists the host's losses and routines that
 still run the host's code.
 
+The recipe of diffusion LMs seeds a generator for each row of a batch and corrupts the rows one by one. After
+:func:`patch` it corrupts the batch in one call, with the same seed for each row, also if the recipe is imported later.
+A strategy that draws from the generator by itself keeps the loop over rows.
+
 ``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
 compute their losses from hidden states. The LM head passes its input to the loss, which computes the logits one chunk
 at a time.
@@ -28,7 +32,10 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +44,7 @@ import dllm_kernels
 from dllm_kernels import losses, mtp
 from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels.integrations import _recipe_noise
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
 from dllm_kernels.integrations._lora import Head, check_head, dtype_of_logits, in_dtype_of, is_adapted, of_rows
@@ -61,6 +69,8 @@ HOMES = {
     ),
     "components.datasets.dllm.collate": ("DLLMCollator",),
 }  # fmt: skip
+# Routines in the code of a strategy.
+NOISE = ("corrupt_uniform", "corrupt_blockwise", "corrupt_uniform_random", "corrupt_all_masked", "corrupt_mix")
 KEPT = {"MTPLossConfig": "its build() already returns the replaced PipelineCausalLMLoss"}
 # Packages of the host with other losses and routines; the report lists the ones in loaded modules.
 REPORTED_PACKAGES = ("components.loss", "components.datasets.dllm")
@@ -71,6 +81,7 @@ STEPS = {
     "DiffusionGemmaSFTRecipe": (RECIPES[0], "_forward_backward_step", 0),
     "IDLMStrategy": (RECIPES[1], "forward_backward", 1),
 }
+LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds and corrupts each of them
 # -100 marks ignored labels for every loss, so both defaults mean the ignore index of the loss.
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
 # Classes that define the ``forward`` of the losses in STEPS. It is replaced on the class, so that a loss imported from
@@ -96,7 +107,7 @@ def patch(
     framework differs from the replacement keeps the framework's code; a warning and the report list the differences.
 
     Args:
-        exclude: names to keep.
+        exclude: names to keep. "_apply_corruption" keeps the recipe's loop over the rows of a batch.
         fuse_head: True to pass hidden states and LM head instead of logits to the loss, in the recipes of diffusion
             LMs. The head must be a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT). The model may
             apply a cast and a soft cap to the output of the head. Otherwise the logits are materialized as before.
@@ -117,7 +128,7 @@ def patch(
         ValueError: ``exclude`` holds a name that is never replaced, or ``logits_dtype`` is neither torch.float32 nor
             None.
     """
-    excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
+    excluded = checked_excluded(exclude, [_recipe_noise.LOOP, *(name for names in HOMES.values() for name in names)])
     check_wide_logits(logits_dtype)
     asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
     if (earlier := _host.earlier(checked_bool("strict", strict), **asked)) is not None:
@@ -136,8 +147,18 @@ def patch(
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
+    batched: tuple[str, ...] = ()
+    if _recipe_noise.LOOP not in excluded:
+        loaded_recipe = _host.loaded_module(RECIPES[0])
+        loop, unknown = (None, {}) if loaded_recipe is None else _loop(loaded_recipe)
+        missing |= unknown
+        batched = (f"{LOOP_OWNER}.{_recipe_noise.LOOP}",) if loaded_recipe is None or loop is not None else ()
     problems |= missing
-    report = _host.patch(version, pairs, problems, strict, asked, kept=kept, fused=fused, original=original)
+    reported = {"kept": kept, "fused": fused, "original": original, "batched": batched}
+    report = _host.patch(version, pairs, problems, strict, asked, **reported)
+    if batched:
+        routines = {name: getattr(dllm_kernels, name) for name in NOISE if name not in {*excluded, *problems}}
+        _host.when_imported(RECIPES[0], functools.partial(_replace_loop, routines=routines))
     for step in steps:
         _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
@@ -165,6 +186,27 @@ def _steps() -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
         else:
             missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
     return found, missing
+
+
+def _loop(recipe: ModuleType) -> tuple[Any, dict[str, list[str]]]:
+    """Return the recipe's loop over the rows of a batch, or None, and a message if a loop is an unknown one."""
+    loop = vars(getattr(recipe, LOOP_OWNER, object)).get(_recipe_noise.LOOP)
+    names = _recipe_noise.names_in(loop)
+    if _recipe_noise.SEED_OF not in names:
+        return None, {}
+    if names == _recipe_noise.KNOWN_LOOP:
+        return loop, {}
+    what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe_noise.LOOP}"
+    return None, {_recipe_noise.LOOP: [f"{what} seeds or corrupts its rows in an unknown way"]}
+
+
+def _replace_loop(recipe: ModuleType, routines: _recipe_noise.Routines) -> None:
+    loop, problems = _loop(recipe)
+    for message in itertools.chain(*problems.values()):
+        warnings.warn(f"{message}; it stays as it is", stacklevel=2)
+    if loop is not None:
+        ours = _recipe_noise.batched(loop, getattr(recipe, _recipe_noise.SEED_OF), routines)
+        _host.replace_method(getattr(recipe, LOOP_OWNER), _recipe_noise.LOOP, ours)
 
 
 def _from_hidden_states(original: Any, recipe_at: int) -> Any:
