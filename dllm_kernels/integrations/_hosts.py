@@ -196,10 +196,10 @@ class Host:
         """
         if problems:
             listed = "\n  ".join(line for lines in problems.values() for line in lines)
-            what = f"{self.name} {version} has unexpected signatures"
+            host, names = f"{self.name} {version}", ", ".join(problems)
             if strict:
-                raise RuntimeError(f"{what}; nothing was replaced:\n  {listed}")
-            warnings.warn(f"{what}; {', '.join(problems)} stay as they are:\n  {listed}", stacklevel=4)
+                raise RuntimeError(f"{host} has unexpected signatures; nothing was replaced:\n  {listed}")
+            warnings.warn(f"{host} has unexpected signatures; {names} stay as they are:\n  {listed}", stacklevel=4)
         self._pairs, self._arguments, self._problems = pairs, arguments, problems
         kept = (*reported.pop("kept", ()), *((name, "; ".join(lines)) for name, lines in problems.items()))
         self.report = PatchReport(version, _swap(self.name, pairs), kept, host=self.name, **reported)

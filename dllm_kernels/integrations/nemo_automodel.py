@@ -32,7 +32,6 @@ import copy
 import functools
 import importlib
 import inspect
-import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
@@ -44,7 +43,7 @@ import dllm_kernels
 from dllm_kernels import losses, mtp
 from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels._utils._plain import is_dtensor
-from dllm_kernels.integrations import _recipe_noise
+from dllm_kernels.integrations import _recipe
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
 from dllm_kernels.integrations._lora import Head, check_head, dtype_of_logits, in_dtype_of, is_adapted, of_rows
@@ -128,7 +127,7 @@ def patch(
         ValueError: ``exclude`` holds a name that is never replaced, or ``logits_dtype`` is neither torch.float32 nor
             None.
     """
-    excluded = checked_excluded(exclude, [_recipe_noise.LOOP, *(name for names in HOMES.values() for name in names)])
+    excluded = checked_excluded(exclude, [_recipe.LOOP, *(name for names in HOMES.values() for name in names)])
     check_wide_logits(logits_dtype)
     asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
     if (earlier := _host.earlier(checked_bool("strict", strict), **asked)) is not None:
@@ -148,11 +147,11 @@ def patch(
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
     batched: tuple[str, ...] = ()
-    if _recipe_noise.LOOP not in excluded:
+    if _recipe.LOOP not in excluded:
         loaded_recipe = _host.loaded_module(RECIPES[0])
         loop, unknown = (None, {}) if loaded_recipe is None else _loop(loaded_recipe)
         missing |= unknown
-        batched = (f"{LOOP_OWNER}.{_recipe_noise.LOOP}",) if loaded_recipe is None or loop is not None else ()
+        batched = (f"{LOOP_OWNER}.{_recipe.LOOP}",) if loaded_recipe is None or loop is not None else ()
     problems |= missing
     reported = {"kept": kept, "fused": fused, "original": original, "batched": batched}
     report = _host.patch(version, pairs, problems, strict, asked, **reported)
@@ -190,23 +189,24 @@ def _steps() -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
 
 def _loop(recipe: ModuleType) -> tuple[Any, dict[str, list[str]]]:
     """Return the recipe's loop over the rows of a batch, or None, and a message if a loop is an unknown one."""
-    loop = vars(getattr(recipe, LOOP_OWNER, object)).get(_recipe_noise.LOOP)
-    names = _recipe_noise.names_in(loop)
-    if _recipe_noise.SEED_OF not in names:
+    loop = vars(getattr(recipe, LOOP_OWNER, object)).get(_recipe.LOOP)
+    names = _recipe.names_in(loop)
+    if _recipe.SEED_OF not in names:
         return None, {}
-    if names == _recipe_noise.KNOWN_LOOP:
+    if names == _recipe.KNOWN_LOOP:
         return loop, {}
-    what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe_noise.LOOP}"
-    return None, {_recipe_noise.LOOP: [f"{what} seeds or corrupts its rows in an unknown way"]}
+    what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe.LOOP}"
+    return None, {_recipe.LOOP: [f"{what} seeds or corrupts its rows in an unknown way"]}
 
 
-def _replace_loop(recipe: ModuleType, routines: _recipe_noise.Routines) -> None:
+def _replace_loop(recipe: ModuleType, routines: _recipe.Routines) -> None:
     loop, problems = _loop(recipe)
-    for message in itertools.chain(*problems.values()):
-        warnings.warn(f"{message}; it stays as it is", stacklevel=2)
+    if problems:
+        what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe.LOOP}"
+        warnings.warn(f"{what} seeds or corrupts its rows in an unknown way; it stays as it is", stacklevel=2)
     if loop is not None:
-        ours = _recipe_noise.batched(loop, getattr(recipe, _recipe_noise.SEED_OF), routines)
-        _host.replace_method(getattr(recipe, LOOP_OWNER), _recipe_noise.LOOP, ours)
+        ours = _recipe.batched(loop, getattr(recipe, _recipe.SEED_OF), routines)
+        _host.replace_method(getattr(recipe, LOOP_OWNER), _recipe.LOOP, ours)
 
 
 def _from_hidden_states(original: Any, recipe_at: int) -> Any:
