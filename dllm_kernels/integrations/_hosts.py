@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 Homes = Mapping[str, Collection[str]]  # module -> names
 Pairs = Sequence[tuple[Any, Any]]  # (original, replacement)
 Problems = dict[str, list[str]]  # name -> what keeps it from being replaced
