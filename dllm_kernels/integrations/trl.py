@@ -374,6 +374,8 @@ class DiffusionPolicyMixin:
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. TRL's
             ``cast_lm_head_to_fp32`` gives the same scores from products of float32 operands. None: the dtype of the
             operands.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder). Targets and masks are shifted, not
+            the logits. The first token of a row is not predicted.
         **kwargs: keyword arguments of the trainer.
 
     Raises:
@@ -398,6 +400,7 @@ class DiffusionPolicyMixin:
         prompt_prob: float = 0.0,
         iteration: SupportsIndex | Callable[[Any], SupportsIndex] | None = None,
         logits_dtype: torch.dtype | None = None,
+        shift: bool = False,
         **kwargs: Any,
     ) -> None:
         _checks.check_wide_logits(logits_dtype)
@@ -407,7 +410,7 @@ class DiffusionPolicyMixin:
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
         self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
-        self._logits_dtype = logits_dtype
+        self._logits_dtype, self._shift = logits_dtype, _checks.checked_bool("shift", shift)
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -462,9 +465,13 @@ class DiffusionPolicyMixin:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         supervised = attention_mask != 0
         supervised = supervised & (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - keep)
+        if self._shift:  # no row predicts the first token
+            supervised = supervised & (attention_mask.cumsum(-1) > 1)
         views = self._views_of(ids, supervised, attention_mask != 0, seeds)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
+        if self._shift:
+            targets, active = targets.roll(-1, -1), _left(active)
         arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
@@ -490,7 +497,8 @@ class DiffusionPolicyMixin:
             inputs["output_router_logits"] = True
         with self.accelerator.autocast():
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
-        log_probs, *entropies = (t.view(shape) for t in _Unstacked.apply(arrived, found))  # type: ignore[no-untyped-call]
+        unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
+        log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
         scores = views.token_scores(log_probs)[:, -keep:]
         mean = None
         if entropies:
@@ -507,6 +515,11 @@ class DiffusionPolicyMixin:
         views = self._views(ids, supervised, self._mask_token_id, seeds=seeds)
         noisy, scored, weights = (t.gather(2, back.expand(t.shape)) for t in views)
         return PolicyViews(noisy, scored, weights, views.num_supervised, views.scheme)
+
+
+def _left(mask: Tensor) -> Tensor:
+    """Move the entries of a mask by one column to the left; the first entry has no place."""
+    return nn.functional.pad(mask[:, 1:], (0, 1))
 
 
 def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: SupportsIndex = 0) -> Tensor:
@@ -576,6 +589,7 @@ def diffusion_rollout(
     temperature: float | None = None,
     with_logprobs: bool = False,
     logits_dtype: torch.dtype | None = None,
+    shift: bool = False,
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
@@ -594,6 +608,8 @@ def diffusion_rollout(
             returned. TRL uses them with vLLM only.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder). Every prompt must then have a
+            token.
 
     Returns:
         Function of prompts (text or tokens) and trainer, called by TRL. It returns ``prompt_ids``, ``completion_ids``
@@ -602,12 +618,12 @@ def diffusion_rollout(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or ``steps`` is less than the number of blocks or greater than the
-            number of tokens.
+            number of tokens. The function raises it for an empty prompt with ``shift``.
     """
     for name, value in (("steps", steps), ("length", length), ("block_size", block_size)):
         if value is not None:
             _checks.check_positive_int(name, value)
-    _checks.check_flags(with_logprobs=with_logprobs)
+    _checks.check_flags(with_logprobs=with_logprobs, shift=shift)
     _checks.check_wide_logits(logits_dtype)
     if length is not None:
         _plans(length, block_size or length, steps)
@@ -616,10 +632,13 @@ def diffusion_rollout(
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
         prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
+        if shift and not all(map(len, prompt_ids)):
+            raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
         wanted = trainer.args.max_completion_length if length is None else length
         plans = _plans(wanted, block_size or wanted, steps)
         T = trainer.temperature if temperature is None else temperature
-        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, T, logits_dtype)
+        options = {"temperature": T, "skip_id": mask_token_id, "logits_dtype": logits_dtype}
+        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, shift, options)
         ends = _ends(tokens, trainer.processing_class)
         cut = [[row[:end] for row, end in zip(rows.tolist(), ends, strict=True)] for rows in (tokens, log_probs)]
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
@@ -643,8 +662,8 @@ def _plans(length: int, block_size: int, steps: int) -> list[_Plan]:
 
 
 def _denoised(
-    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], temperature: float,
-    logits_dtype: torch.dtype | None,
+    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], shift: bool,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return completions ``[B, length]``, and the log-probability of each token when it was decoded."""
     model, device, B = trainer.model, trainer.accelerator.device, len(prompt_ids)
@@ -660,12 +679,11 @@ def _denoised(
             block = slice(longest + plan.start, longest + plan.stop)
             masked = torch.zeros_like(ids, dtype=torch.bool)
             masked[:, block] = torch.eq(ids[:, block], mask_id)
-            sampled = functools.partial(
-                _sampled, active=masked, seeds=of_steps[:, step], temperature=temperature, skip_id=mask_id,
-                logits_dtype=logits_dtype,
-            )  # fmt: skip
+            rows = _left(masked) if shift else masked
+            sampled = functools.partial(_sampled, active=rows, seeds=of_steps[:, step], **options)
             with trainer.accelerator.autocast():
                 found, _ = _run(model, model, sampled, input_ids=ids, attention_mask=attention)
+            found = found.roll(1, 1) if shift else found
             new, confidence = found[:, block].unbind(-1)
             ranked = confidence.masked_fill(~masked[:, block], -torch.inf).sort(dim=-1, descending=True, stable=True)
             kept = ranked.indices[:, : plan.decoded]

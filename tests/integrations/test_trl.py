@@ -1,6 +1,7 @@
 """TRL patched and unpatched: values, gradients and products of its log-probabilities; policies of diffusion LMs."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
@@ -426,6 +427,8 @@ class Encoder(nn.Module):
     It has no positions, so padding has no effect.
     """
 
+    shift = 0  # 1: row i has the hidden state of token i + 1
+
     def __init__(self, change=lambda z: z, places=0):
         super().__init__()
         self.register_buffer(
@@ -442,7 +445,7 @@ class Encoder(nn.Module):
         if len(self.places):
             x = torch.cat([x[:, : -len(self.places)], x[:, -len(self.places) :] + self.places], 1)
         mean = (x * not_padding).sum(1, keepdim=True) / not_padding.sum(1, keepdim=True)
-        out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean))))
+        out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean).roll(-self.shift, 1))))
         if output_router_logits and self.aux_loss is not None:
             out.aux_loss = self.aux_loss * mean.sum()
         return out
@@ -826,6 +829,59 @@ def test_rollouts_differ_between_rows_and_calls():
     torch.manual_seed(0)
     trainer.model = Encoder()
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
+
+
+def shifted(model):
+    other = copy.deepcopy(model)
+    other.shift = 1
+    return other
+
+
+@pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, before):
+    torch.manual_seed(0)
+    model, (ids, not_padding, keep) = Encoder(), batch(before=before, after=1)
+    found = []
+    for one, shift in ((model, False), (shifted(model), True)):
+        trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob, shift=shift)
+        scores, entropy, _ = trainer._get_per_token_logps_and_entropies(
+            one, ids, not_padding, keep, compute_entropy=True
+        )
+        upstream = torch.linspace(-1, 1, scores.numel()).view_as(scores)
+        grads = torch.autograd.grad((upstream * (scores + 2 * entropy)).sum(), list(one.parameters()))
+        found.append([scores, entropy, *grads])
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other)
+    assert found[0][0].any()
+
+
+def test_a_shifted_model_does_not_predict_the_first_token():
+    """Without a prompt, the first token of a row is neither masked nor scored, with and without left padding."""
+    torch.manual_seed(0)
+    ids = torch.tensor([[PAD, 1, 2, 3], [4, 5, 6, 7]])
+    trainer = Trainer(mask_token_id=MASK, shift=True)
+    scores = trainer._get_per_token_logps_and_entropies(shifted(Encoder()), ids, (ids != PAD).long(), 4)[0]
+    assert (scores != 0).tolist() == [[False, False, True, True], [False, True, True, True]]
+
+
+@torch.no_grad()
+def test_rollouts_of_a_shifted_model():
+    torch.manual_seed(1)
+    model = Encoder(places=6).double()
+    found = [
+        integration.diffusion_rollout(
+            MASK, length=6, steps=4, block_size=4, temperature=0, with_logprobs=True, shift=shift
+        )(PROMPTS, Loop(one))
+        for one, shift in ((model, False), (shifted(model), True))
+    ]
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match=r"^every prompt must have a token for shift=True, got an empty prompt$"):
+        integration.diffusion_rollout(MASK, steps=2, shift=True)([[1], []], Loop(shifted(model)))
+    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+        integration.diffusion_rollout(MASK, steps=2, shift="no")
+    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+        Trainer(mask_token_id=MASK, shift="no")
 
 
 @pytest.mark.parametrize("fails", [False, True])
