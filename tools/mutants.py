@@ -112,6 +112,8 @@ JUDGES = (
         " tests/internals/test_transform.py -k 'kernel or triton or (beside and nll)'",
     ),
     ("integrations/_deferred.py", "tests/internals/test_deferred_logits.py"),
+    ("integrations/names.py", "tests/integrations/test_names.py"),
+    ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
     ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
     ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
     ("integrations/speculators.py", "tests/integrations/test_speculators.py"),

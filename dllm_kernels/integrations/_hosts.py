@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import inspect
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Homes = Mapping[str, Collection[str]]  # module -> names
 Pairs = Sequence[tuple[Any, Any]]  # (original, replacement)
+Problems = dict[str, list[str]]  # name -> what keeps it from being replaced
 # (module, place) of an attribute, an entry of a table, or the defaults of a function
 Places = tuple[tuple[str, str], ...]
 
@@ -25,10 +33,12 @@ class PatchReport:
         version: version of the framework.
         replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a
             function.
-        kept: names that were not replaced, or ``(name, reason)`` of each.
+        kept: names that were not replaced, or ``(name, reason)`` of each: excluded, or of another signature than ours.
         original: ``(module, name)`` of other losses, and of functions in the same modules, that still run the
             framework's code.
         fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
+        batched: ``class.method`` of every loop over the rows of a batch that becomes one call, also if its module is
+            still to be imported.
         already: True if the framework was patched before and this call changed nothing.
         host: name of the framework.
     """
@@ -38,6 +48,7 @@ class PatchReport:
     kept: tuple[Any, ...] = ()
     original: tuple[tuple[str, str], ...] = ()
     fused: tuple[str, ...] = ()
+    batched: tuple[str, ...] = ()
     already: bool = False
     host: str = ""
 
@@ -48,12 +59,13 @@ class PatchReport:
         lines += [f"  {module}.{place}" for module, place in self.replaced]
         lines += [f"  {name} kept: {reason}" for name, reason in reasons]
         lines += [f"  {step} takes hidden states" for step in self.fused]
+        lines += [f"  {loop} corrupts a batch in one call" for loop in self.batched]
         lines += [f"  still the host's own: {module}.{name}" for module, name in self.original]
         return "\n".join(lines)
 
 
 class Host:
-    """Framework whose objects can be replaced; at most one patch is active.
+    """Framework whose objects can be replaced; at most one patch is active, whatever thread made it.
 
     ``same_defaults``: argument name -> equivalent defaults.
     """
@@ -62,52 +74,92 @@ class Host:
         self.name = name
         self.same_defaults = same_defaults
         self.report: PatchReport | None = None  # of the active patch
+        self._lock = threading.RLock()
         self._arguments: dict[str, Any] = {}
+        self._problems: Problems = {}
         self._pairs: Pairs = ()
         self._methods: list[tuple[type, str, Any]] = []  # (class, method, original)
+        self._awaited: list[_Awaited] = []
+
+    def exclusive(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Decorate a function that patches or unpatches: a second thread waits until the first has returned.
+
+        Otherwise the second thread would take the replacements of the first for the originals.
+        """
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._lock:
+                return function(*args, **kwargs)
+
+        return call
 
     def module(self, home: str) -> ModuleType:
         """Import a module of the framework."""
         return importlib.import_module(f"{self.name}.{home}")
 
-    def earlier(self, **arguments: Any) -> PatchReport | None:
-        """Return the report of the active patch, or None; raise RuntimeError if it was made with other arguments."""
+    def loaded_module(self, home: str) -> ModuleType | None:
+        """Return a module of the framework if it is loaded."""
+        return sys.modules.get(f"{self.name}.{home}")
+
+    def earlier(self, strict: bool, **arguments: Any) -> PatchReport | None:
+        """Return the report of the active patch, or None.
+
+        Raise RuntimeError if it was made with other arguments, or if it kept names that ``strict`` does not allow.
+        """
         if self.report is None:
             return None
         if arguments != self._arguments:
             with_these = " and ".join(f"{name}={value}" for name, value in self._arguments.items())
             raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
+        if strict and self._problems:
+            kept = ", ".join(self._problems)
+            raise RuntimeError(f"{self.name} is patched already, without {kept}; unpatch() first")
         return replace(self.report, already=True)
 
     def pairs(
         self, homes: Homes, kept: Collection[str], replacement_for: Callable[[str, str, Any], Any]
-    ) -> tuple[list[tuple[Any, Any]], list[str]]:
-        """Return (original, replacement) of every name, and the differences that prevent a replacement.
+    ) -> tuple[list[tuple[Any, Any]], Problems]:
+        """Return (original, replacement) of every name that can be replaced, and what prevents that for the others.
 
         Args:
             homes: module -> the names in it.
             kept: names to skip.
             replacement_for: returns the replacement for ``(module, name, original)``.
         """
-        pairs, problems = [], []
+        pairs: list[tuple[Any, Any]] = []
+        problems: Problems = {}
         for home, names in homes.items():
-            module = self.module(home)
+            held, missing = self._held(home)
             for name in names:
-                original = vars(module).get(name)
                 if name in kept:
                     continue
+                ambiguous = sum(name in others for others in homes.values()) > 1
+                label = f"{self.name}.{home}.{name}" if ambiguous else name
+                original = held.get(name)
                 if original is None:
-                    problems.append(f"{module.__name__} has no {name}")
+                    problems[label] = [missing or f"{self.name}.{home} has no {name}"]
                     continue
                 ours = replacement_for(home, name, original)
-                ambiguous = sum(name in others for others in homes.values()) > 1
-                label = f"{module.__name__}.{name}" if ambiguous else name
-                problems += self.differences(label, original, ours)
-                pairs.append((original, ours))
+                if found := self.differences(label, original, ours):
+                    problems[label] = found
+                else:
+                    pairs.append((original, ours))
         return pairs, problems
+
+    def _held(self, home: str) -> tuple[dict[str, Any], str]:
+        """Return the attributes of a module, and what is missing if the framework does not have it."""
+        try:
+            return vars(self.module(home)), ""
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(f"{self.name}."):
+                raise
+            return {}, f"{self.name} has no module {home}"
 
     def differences(self, name: str, original: Any, ours: Any) -> list[str]:
         """List signature differences that can make the replacement, or a public method of it, misread a call."""
+        if inspect.isclass(original) != inspect.isclass(ours):
+            return [f"{name}: is {'a' if inspect.isclass(original) else 'no'} class, unlike ours"]
         calls = {name: (original, ours)}
         if inspect.isclass(original):
             for method, value in vars(original).items():
@@ -137,14 +189,21 @@ class Host:
                 yield f"does not take {name}, which ours needs"
 
     def patch(
-        self, version: str, pairs: Pairs, problems: Sequence[str], arguments: dict[str, Any], **reported: Any
+        self, version: str, pairs: Pairs, problems: Problems, strict: bool, arguments: dict[str, Any], **reported: Any
     ) -> PatchReport:
-        """Replace the first object of each pair by the second; if there are problems, raise and replace nothing."""
+        """Replace the first object of each pair by the second, and warn of the names that have problems.
+
+        With ``strict``, raise RuntimeError for them, and replace nothing.
+        """
         if problems:
-            listed = "\n  ".join(problems)
-            raise RuntimeError(f"{self.name} {version} has unexpected signatures; nothing was replaced:\n  {listed}")
-        self._pairs, self._arguments = pairs, arguments
-        self.report = PatchReport(version, _swap(self.name, pairs), host=self.name, **reported)
+            listed = "\n  ".join(line for lines in problems.values() for line in lines)
+            host, names = f"{self.name} {version}", ", ".join(problems)
+            if strict:
+                raise RuntimeError(f"{host} has unexpected signatures; nothing was replaced:\n  {listed}")
+            warnings.warn(f"{host} has unexpected signatures; {names} stay as they are:\n  {listed}", stacklevel=4)
+        self._pairs, self._arguments, self._problems = pairs, arguments, problems
+        kept = (*reported.pop("kept", ()), *((name, "; ".join(lines)) for name, lines in problems.items()))
+        self.report = PatchReport(version, _swap(self.name, pairs), kept, host=self.name, **reported)
         return self.report
 
     def replace_method(self, owner: type, name: str, method: Any) -> None:
@@ -152,14 +211,64 @@ class Host:
         self._methods.append((owner, name, vars(owner)[name]))
         setattr(owner, name, method)
 
+    def when_imported(self, home: str, action: Callable[[ModuleType], None]) -> None:
+        """Call ``action`` with a module of the framework now if it is loaded, else right after its import."""
+        if (module := self.loaded_module(home)) is not None:
+            action(module)
+        else:
+            self._awaited.append(_Awaited(f"{self.name}.{home}", action))
+            sys.meta_path.insert(0, self._awaited[-1])
+
     def unpatch(self) -> Places:
         """Restore the originals, also in modules imported since."""
+        for awaited in self._awaited:
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(awaited)
+        self._awaited.clear()
         for owner, name, original in self._methods:
             setattr(owner, name, original)
         self._methods.clear()
         restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
-        self.report, self._pairs = None, ()
+        self.report, self._pairs, self._problems = None, (), {}
         return restored
+
+
+class _Awaited(importlib.abc.MetaPathFinder):
+    """Finder that leaves the import of a module to the others, and calls ``action`` with the module after it."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self.name, self.action = name, action
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec that the other finders find, with a loader that also calls the action."""
+        if name != self.name:
+            return None
+        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """Loader of an awaited module, which the module forgets once it is loaded."""
+
+    def __init__(self, loader: Any, awaited: _Awaited) -> None:
+        self.loader, self.awaited = loader, awaited
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Create the module as its own loader does."""
+        return self.loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, and call the action with it."""
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self.awaited)
+        self.awaited.action(module)
 
 
 def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:

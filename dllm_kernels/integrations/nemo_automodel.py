@@ -17,6 +17,10 @@ corruption routines differ from the host's, so a run resumed after the patch dra
 ``patch(exclude=["corrupt_uniform"])`` keeps the named originals. The report lists the host's losses and routines that
 still run the host's code.
 
+The recipe of diffusion LMs seeds a generator for each row of a batch and corrupts the rows one by one. After
+:func:`patch` it corrupts the batch in one call, with the same seed for each row, also if the recipe is imported later.
+A strategy that draws from the generator by itself keeps the loop over rows.
+
 ``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
 compute their losses from hidden states. The LM head passes its input to the loss, which computes the logits one chunk
 at a time.
@@ -28,7 +32,9 @@ import copy
 import functools
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,6 +43,7 @@ import dllm_kernels
 from dllm_kernels import losses, mtp
 from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels.integrations import _recipe
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
 from dllm_kernels.integrations._lora import Head, check_head, dtype_of_logits, in_dtype_of, is_adapted, of_rows
@@ -61,6 +68,8 @@ HOMES = {
     ),
     "components.datasets.dllm.collate": ("DLLMCollator",),
 }  # fmt: skip
+# Routines in the code of a strategy.
+NOISE = ("corrupt_uniform", "corrupt_blockwise", "corrupt_uniform_random", "corrupt_all_masked", "corrupt_mix")
 KEPT = {"MTPLossConfig": "its build() already returns the replaced PipelineCausalLMLoss"}
 # Packages of the host with other losses and routines; the report lists the ones in loaded modules.
 REPORTED_PACKAGES = ("components.loss", "components.datasets.dllm")
@@ -71,6 +80,7 @@ STEPS = {
     "DiffusionGemmaSFTRecipe": (RECIPES[0], "_forward_backward_step", 0),
     "IDLMStrategy": (RECIPES[1], "forward_backward", 1),
 }
+LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds and corrupts each of them
 # -100 marks ignored labels for every loss, so both defaults mean the ignore index of the loss.
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
 # Classes that define the ``forward`` of the losses in STEPS. It is replaced on the class, so that a loss imported from
@@ -82,15 +92,21 @@ OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
 
+@_host.exclusive
 def patch(
-    *, exclude: Iterable[str] = (), fuse_head: bool = False, logits_dtype: torch.dtype | None = None
+    *,
+    exclude: Iterable[str] = (),
+    fuse_head: bool = False,
+    logits_dtype: torch.dtype | None = None,
+    strict: bool = False,
 ) -> PatchReport:
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
-    A second call does nothing and returns the first report with ``already=True``.
+    A second call does nothing and returns the first report with ``already=True``. A name whose signature in the
+    framework differs from the replacement keeps the framework's code; a warning and the report list the differences.
 
     Args:
-        exclude: names to keep.
+        exclude: names to keep. "_apply_corruption" keeps the recipe's loop over the rows of a batch.
         fuse_head: True to pass hidden states and LM head instead of logits to the loss, in the recipes of diffusion
             LMs. The head must be a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT). The model may
             apply a cast and a soft cap to the output of the head. Otherwise the logits are materialized as before.
@@ -98,22 +114,23 @@ def patch(
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, in the framework's
             ``FusedLinearCrossEntropy`` and in the losses of ``fuse_head``. None: the dtype of the operands, unless the
             framework passes another to a call.
+        strict: True to raise an error for signatures that differ.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``nemo_automodel`` is not installed, or one of its modules cannot be imported.
-        RuntimeError: a signature of the framework differs from the replacement; the message lists every difference, and
-            nothing is replaced. Or the framework is patched already with other arguments.
-        TypeError: ``fuse_head`` is not a bool, or ``logits_dtype`` is not a dtype.
+        RuntimeError: with ``strict``, a signature of the framework differs from the replacement; the message lists
+            every difference, and nothing is replaced. Or the framework is patched already with other arguments.
+        TypeError: ``fuse_head`` or ``strict`` is not a bool, or ``logits_dtype`` is not a dtype.
         ValueError: ``exclude`` holds a name that is never replaced, or ``logits_dtype`` is neither torch.float32 nor
             None.
     """
-    excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
+    excluded = checked_excluded(exclude, [_recipe.LOOP, *(name for names in HOMES.values() for name in names)])
     check_wide_logits(logits_dtype)
     asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
-    if (earlier := _host.earlier(**asked)) is not None:
+    if (earlier := _host.earlier(checked_bool("strict", strict), **asked)) is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
@@ -125,11 +142,22 @@ def patch(
         return FUSED[name](logits_dtype) if fuse_head and name in FUSED else getattr(dllm_kernels, name)
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
-    steps, missing = _steps() if fuse_head else ([], [])
+    steps, missing = _steps() if fuse_head else ([], {})
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
-    report = _host.patch(version, pairs, problems + missing, asked, kept=kept, fused=fused, original=original)
+    batched: tuple[str, ...] = ()
+    if _recipe.LOOP not in excluded:
+        loaded_recipe = _host.loaded_module(RECIPES[0])
+        loop, unknown = (None, {}) if loaded_recipe is None else _loop(loaded_recipe)
+        missing |= unknown
+        batched = (f"{LOOP_OWNER}.{_recipe.LOOP}",) if loaded_recipe is None or loop is not None else ()
+    problems |= missing
+    reported = {"kept": kept, "fused": fused, "original": original, "batched": batched}
+    report = _host.patch(version, pairs, problems, strict, asked, **reported)
+    if batched:
+        routines = {name: getattr(dllm_kernels, name) for name in NOISE if name not in {*excluded, *problems}}
+        _host.when_imported(RECIPES[0], functools.partial(_replace_loop, routines=routines))
     for step in steps:
         _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
@@ -137,6 +165,7 @@ def patch(
     return report
 
 
+@_host.exclusive
 def unpatch() -> tuple[tuple[str, str], ...]:
     """Restore the framework's names wherever they were replaced, also in modules imported since.
 
@@ -146,16 +175,38 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
+def _steps() -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
-    found, missing = [], []
+    found, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
         owner = getattr(_host.module(home), name, None)
         if inspect.isclass(owner) and method in vars(owner):
             found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at)))
         else:
-            missing.append(f"{HOST}.{home} has no {name}.{method}")
+            missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
     return found, missing
+
+
+def _loop(recipe: ModuleType) -> tuple[Any, dict[str, list[str]]]:
+    """Return the recipe's loop over the rows of a batch, or None, and a message if a loop is an unknown one."""
+    loop = vars(getattr(recipe, LOOP_OWNER, object)).get(_recipe.LOOP)
+    names = _recipe.names_in(loop)
+    if _recipe.SEED_OF not in names:
+        return None, {}
+    if names == _recipe.KNOWN_LOOP:
+        return loop, {}
+    what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe.LOOP}"
+    return None, {_recipe.LOOP: [f"{what} seeds or corrupts its rows in an unknown way"]}
+
+
+def _replace_loop(recipe: ModuleType, routines: _recipe.Routines) -> None:
+    loop, problems = _loop(recipe)
+    if problems:
+        what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe.LOOP}"
+        warnings.warn(f"{what} seeds or corrupts its rows in an unknown way; it stays as it is", stacklevel=2)
+    if loop is not None:
+        ours = _recipe.batched(loop, getattr(recipe, _recipe.SEED_OF), routines)
+        _host.replace_method(getattr(recipe, LOOP_OWNER), _recipe.LOOP, ours)
 
 
 def _from_hidden_states(original: Any, recipe_at: int) -> Any:
@@ -195,7 +246,7 @@ def _derived(ours: type, *, of_host: bool) -> Callable[[type], type]:
 
     def derived(original: type) -> type:
         like = {name: getattr(original, name) for name in ("__module__", "__qualname__")}
-        bases = (ours, original) if of_host else (ours,)
+        bases = (ours, original) if of_host and inspect.isclass(original) else (ours,)
         return type(original.__name__, bases, {**like, "__doc__": ours.__bases__[0].__doc__, "original": original})
 
     return derived

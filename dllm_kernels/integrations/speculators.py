@@ -52,35 +52,41 @@ Metrics = dict[str, torch.Tensor]
 _host = Host(HOST, {})
 
 
-def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
+@_host.exclusive
+def patch(*, exclude: Iterable[str] = (), strict: bool = False) -> PatchReport:
     """Replace the losses of the installed ``speculators``, both the "fused" and the "eager" ones.
 
     Signatures, ``(logits, targets) -> [1, T]``, and values are unchanged. The gradient is computed from per-row
     statistics, without temporaries ``[T, V]``. The result is float32 (float64 for float64 logits), also for the eager
     ``ce_loss``, whose original returns the dtype of the logits. If the targets require a gradient, the eager losses
     call the original, because the replacements, like the fused losses, treat the targets as constants. A second call
-    does nothing and returns the first report with ``already=True``.
+    does nothing and returns the first report with ``already=True``. A function whose signature in speculators differs
+    from the replacement stays as it is; a warning and the report list the differences.
 
     Args:
         exclude: names of functions to keep, such as "ce_loss".
+        strict: True to raise an error for signatures that differ.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``speculators`` is not installed, or its losses cannot be imported.
-        RuntimeError: a signature in speculators differs from the replacement; the message lists every difference, and
-            nothing is replaced.
-            Or speculators is patched already with another ``exclude``.
+        RuntimeError: with ``strict``, a signature in speculators differs from the replacement; the message lists every
+            difference, and nothing is replaced. Or speculators is patched already with another ``exclude``.
+        TypeError: ``strict`` is not a bool.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     kept = checked_excluded(exclude, OURS)
-    if (earlier := _host.earlier(exclude=kept)) is not None:
+    strict = _checks.checked_bool("strict", strict)
+    if (earlier := _host.earlier(strict, exclude=kept)) is not None:
         return earlier
     pairs, problems = _host.pairs(dict.fromkeys(TABLES, sorted(OURS)), kept, _of_table)
-    return _host.patch(importlib.metadata.version(HOST), pairs, problems, {"exclude": kept}, kept=tuple(kept))
+    version = importlib.metadata.version(HOST)
+    return _host.patch(version, pairs, problems, strict, {"exclude": kept}, kept=tuple(kept))
 
 
+@_host.exclusive
 def unpatch() -> tuple[tuple[str, str], ...]:
     """Restore the original losses wherever they were replaced, also in modules imported since.
 

@@ -29,12 +29,14 @@ The mixin replaces only the log-probabilities; TRL computes rewards, advantages,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -59,42 +61,49 @@ GAMMA, MIX_1, MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B
 _host = Host(HOST, {})
 
 
-def patch(*, logits_dtype: torch.dtype | None = None) -> PatchReport:
+@_host.exclusive
+def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> PatchReport:
     """Replace the chunked log-probability function of the installed ``trl`` wherever TRL holds it.
 
     The values and gradients stay the same. If the LM head is frozen and no gradient arrives at the entropy, a step
     takes two matrix products instead of three. With a trainable head it takes four, as before; without gradients one.
     Unsupported calls use the original: ``log_sum_sq_probs``, ``mean_logits`` of soft-capped logits, a ``logit_scale``
     that is not positive, and heads partitioned by DeepSpeed ZeRO-3. A second call does nothing and returns the first
-    report with ``already=True``.
+    report with ``already=True``. If the signature in TRL differs from the replacement, the function stays as it is; a
+    warning and the report list the differences.
 
     Args:
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, except in what the
             original computes; None: the dtype of the operands, as in TRL.
+        strict: True to raise an error for a signature that differs.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``trl`` is not installed, or its kernels cannot be imported.
-        RuntimeError: the signature in TRL differs from the replacement; the message lists every difference, and nothing
-            is replaced. Or TRL is patched already with another ``logits_dtype``.
-        TypeError: ``logits_dtype`` is not a dtype.
+        RuntimeError: with ``strict``, the signature in TRL differs from the replacement; the message lists every
+            difference. Or TRL is patched already with another ``logits_dtype``.
+        TypeError: ``logits_dtype`` is not a dtype, or ``strict`` is not a bool.
         ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
     _checks.check_wide_logits(logits_dtype)
-    if (earlier := _host.earlier(logits_dtype=logits_dtype)) is not None:
+    strict = _checks.checked_bool("strict", strict)
+    if (earlier := _host.earlier(strict, logits_dtype=logits_dtype)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
     ours = ChunkedLogProbs(original, logits_dtype)
     if callable(forward := getattr(original, "forward", None)):
-        problems = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
+        found = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
     else:
-        problems = [f"{module.__name__} has no {NAME}.forward"]
-    return _host.patch(importlib.metadata.version(HOST), [(original, ours)], problems, {"logits_dtype": logits_dtype})
+        found = [f"{module.__name__} has no {NAME}.forward"]
+    pairs, problems = ([], {NAME: found}) if found else ([(original, ours)], {})
+    asked = {"logits_dtype": logits_dtype}
+    return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, asked)
 
 
+@_host.exclusive
 def unpatch() -> tuple[tuple[str, str], ...]:
     """Restore the original function wherever it was replaced, also in modules imported since.
 
@@ -136,7 +145,8 @@ class ChunkedLogProbs:
             hidden: ``[N, H]``.
             weight: ``[V, H]``, cast to the dtype of ``hidden`` (or of autocast), as TRL does.
             bias: ``[V]`` or None.
-            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL.
+            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL, but is never the most
+                likely token. TRL's ``is_top1`` is True for such a target if no logit exceeds 0.
             temperature: T.
             chunk_size: vocabulary columns per chunk in TRL's function; not used otherwise.
             final_logit_softcapping: the cap c, or None.
@@ -359,11 +369,14 @@ class DiffusionPolicyMixin:
         scheme: "full", "coupled", "elbo", "count" or "quadrature".
         num: number of views (or pairs, or triples) to draw.
         prompt_prob: for "full", the probability of also masking each token of the prompt.
-        iteration: number that is hashed with the tokens of each row, or a function of the trainer that returns it. It
-            must not change while a generation is trained on. None: the number of the generation.
+        iteration: whole number that is hashed with the tokens of each row, or a function of the trainer that returns
+            it. It must not change while a generation is trained on. None: the number of the generation. An integer of
+            NumPy and a 0-d integer tensor are accepted, too.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. TRL's
             ``cast_lm_head_to_fp32`` gives the same scores from products of float32 operands. None: the dtype of the
             operands.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder). Targets and masks are shifted, not
+            the logits. The first token of a row is not predicted.
         **kwargs: keyword arguments of the trainer.
 
     Raises:
@@ -386,19 +399,19 @@ class DiffusionPolicyMixin:
         scheme: str = "full",
         num: int = 1,
         prompt_prob: float = 0.0,
-        iteration: int | Callable[[Any], int] | None = None,
+        iteration: SupportsIndex | Callable[[Any], SupportsIndex] | None = None,
         logits_dtype: torch.dtype | None = None,
+        shift: bool = False,
         **kwargs: Any,
     ) -> None:
         _checks.check_wide_logits(logits_dtype)
         views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
-        if isinstance(iteration, bool) or not (iteration is None or isinstance(iteration, int) or callable(iteration)):
-            got = _checks.type_name(iteration)
-            raise TypeError(f"iteration must be an int, a function of the trainer or None, got {got}")
+        if not (iteration is None or callable(iteration)):
+            iteration = _whole(iteration, "an int, a function of the trainer or None")
         self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
-        self._logits_dtype = logits_dtype
+        self._logits_dtype, self._shift = logits_dtype, _checks.checked_bool("shift", shift)
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -446,16 +459,20 @@ class DiffusionPolicyMixin:
         if given is None:
             generation: int = self._step // (self.args.steps_per_generation * self.num_iterations)
             return generation
-        return given if isinstance(given, int) else given(self)
+        return _whole(given(self) if callable(given) else given, "a function that returns an int")
 
     def _scores_of(
         self, model: Any, ids: Tensor, attention_mask: Tensor, seeds: Tensor, keep: int, entropy: bool, auxiliary: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         supervised = attention_mask != 0
         supervised = supervised & (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - keep)
+        if self._shift:  # no row predicts the first token
+            supervised = supervised & (attention_mask.cumsum(-1) > 1)
         views = self._views_of(ids, supervised, attention_mask != 0, seeds)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
+        if self._shift:
+            targets, active = targets.roll(-1, -1), _left(active)
         arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
@@ -481,7 +498,8 @@ class DiffusionPolicyMixin:
             inputs["output_router_logits"] = True
         with self.accelerator.autocast():
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
-        log_probs, *entropies = (t.view(shape) for t in _Unstacked.apply(arrived, found))  # type: ignore[no-untyped-call]
+        unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
+        log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
         scores = views.token_scores(log_probs)[:, -keep:]
         mean = None
         if entropies:
@@ -500,7 +518,12 @@ class DiffusionPolicyMixin:
         return PolicyViews(noisy, scored, weights, views.num_supervised, views.scheme)
 
 
-def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: int = 0) -> Tensor:
+def _left(mask: Tensor) -> Tensor:
+    """Move the entries of a mask by one column to the left; the first entry has no place."""
+    return nn.functional.pad(mask[:, 1:], (0, 1))
+
+
+def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: SupportsIndex = 0) -> Tensor:
     """Hash each row to a seed, without a host sync and independent of padding.
 
     ``mix(sum_i mix(id_i + GAMMA (2 n_i + c_i)) + GAMMA iteration)``, modulo 2^64, over the tokens that are not padding;
@@ -510,16 +533,19 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
         input_ids: ``[B, L]``, integers.
         attention_mask: ``[B, L]``, 0 for padding.
         logits_to_keep: length of the completions, at the end of the rows.
-        iteration: any number; the mixin passes that of the generation.
+        iteration: any whole number; the mixin passes that of the generation.
 
     Returns:
         int64 ``[B]``.
+
+    Raises:
+        TypeError: ``iteration`` is not a whole number.
     """
     there = attention_mask != 0
     completion = torch.arange(input_ids.shape[1], device=input_ids.device) >= input_ids.shape[1] - logits_to_keep
     place = 2 * there.cumsum(-1) + completion
     of_tokens = torch.where(there, _mixed(input_ids.long() + GAMMA * place), 0)
-    return _mixed(of_tokens.sum(-1) + _wrapped(GAMMA * iteration))
+    return _mixed(of_tokens.sum(-1) + _wrapped(GAMMA * _whole(iteration)))
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -527,6 +553,20 @@ def _mixed(x: Tensor) -> Tensor:
     x = (x ^ (x >> 30 & 2**34 - 1)) * MIX_1
     x = (x ^ (x >> 27 & 2**37 - 1)) * MIX_2
     return x ^ (x >> 31 & 2**33 - 1)
+
+
+def _whole(iteration: Any, expected: str = "an int") -> int:
+    """Return the iteration as an int; accept integers of NumPy and 0-d integer tensors."""
+    try:
+        if (
+            isinstance(iteration, bool)
+            or getattr(iteration, "dtype", None) == torch.bool
+            or getattr(iteration, "ndim", 0)
+        ):
+            raise TypeError
+        return operator.index(iteration)
+    except TypeError:
+        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(iteration)}") from None
 
 
 def _wrapped(x: int) -> int:
@@ -550,6 +590,7 @@ def diffusion_rollout(
     temperature: float | None = None,
     with_logprobs: bool = False,
     logits_dtype: torch.dtype | None = None,
+    shift: bool = False,
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
@@ -568,6 +609,8 @@ def diffusion_rollout(
             returned. TRL uses them with vLLM only.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder). Every prompt must then have a
+            token.
 
     Returns:
         Function of prompts (text or tokens) and trainer, called by TRL. It returns ``prompt_ids``, ``completion_ids``
@@ -576,12 +619,12 @@ def diffusion_rollout(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or ``steps`` is less than the number of blocks or greater than the
-            number of tokens.
+            number of tokens. The function raises it for an empty prompt with ``shift``.
     """
     for name, value in (("steps", steps), ("length", length), ("block_size", block_size)):
         if value is not None:
             _checks.check_positive_int(name, value)
-    _checks.check_flags(with_logprobs=with_logprobs)
+    _checks.check_flags(with_logprobs=with_logprobs, shift=shift)
     _checks.check_wide_logits(logits_dtype)
     if length is not None:
         _plans(length, block_size or length, steps)
@@ -590,10 +633,13 @@ def diffusion_rollout(
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
         prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
+        if shift and not all(map(len, prompt_ids)):
+            raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
         wanted = trainer.args.max_completion_length if length is None else length
         plans = _plans(wanted, block_size or wanted, steps)
         T = trainer.temperature if temperature is None else temperature
-        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, T, logits_dtype)
+        options = {"temperature": T, "skip_id": mask_token_id, "logits_dtype": logits_dtype}
+        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, shift, options)
         ends = _ends(tokens, trainer.processing_class)
         cut = [[row[:end] for row, end in zip(rows.tolist(), ends, strict=True)] for rows in (tokens, log_probs)]
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
@@ -617,8 +663,8 @@ def _plans(length: int, block_size: int, steps: int) -> list[_Plan]:
 
 
 def _denoised(
-    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], temperature: float,
-    logits_dtype: torch.dtype | None,
+    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], shift: bool,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return completions ``[B, length]``, and the log-probability of each token when it was decoded."""
     model, device, B = trainer.model, trainer.accelerator.device, len(prompt_ids)
@@ -629,28 +675,35 @@ def _denoised(
     seeds = torch.empty(B, dtype=torch.int64, device="cpu").random_().to(device)
     of_steps = _philox.child_seeds(seeds, len(plans))
     log_probs = torch.zeros(B, length, device=device)
-    training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         for step, plan in enumerate(plans):
             block = slice(longest + plan.start, longest + plan.stop)
             masked = torch.zeros_like(ids, dtype=torch.bool)
             masked[:, block] = torch.eq(ids[:, block], mask_id)
-            sampled = functools.partial(
-                _sampled, active=masked, seeds=of_steps[:, step], temperature=temperature, skip_id=mask_id,
-                logits_dtype=logits_dtype,
-            )  # fmt: skip
+            rows = _left(masked) if shift else masked
+            sampled = functools.partial(_sampled, active=rows, seeds=of_steps[:, step], **options)
             with trainer.accelerator.autocast():
                 found, _ = _run(model, model, sampled, input_ids=ids, attention_mask=attention)
+            found = found.roll(1, 1) if shift else found
             new, confidence = found[:, block].unbind(-1)
             ranked = confidence.masked_fill(~masked[:, block], -torch.inf).sort(dim=-1, descending=True, stable=True)
             kept = ranked.indices[:, : plan.decoded]
             ids[:, block] = ids[:, block].scatter(-1, kept, new.gather(-1, kept).long())
             of_block = log_probs[:, plan.start : plan.stop]
             of_block.scatter_(-1, kept, confidence.gather(-1, kept).to(of_block.dtype))
-    finally:
-        model.train(training)
     return ids[:, longest:], log_probs
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Set evaluation mode within the context, then restore the mode of every module."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
 
 
 def _sampled(

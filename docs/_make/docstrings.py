@@ -24,6 +24,7 @@ PAGES = {
     "speculators": "dllm_kernels.integrations.speculators",
     "transformers": "dllm_kernels.integrations.transformers",
     "trl": "dllm_kernels.integrations.trl",
+    "names": "dllm_kernels.integrations.names",
 }
 ROLE = re.compile(r":(?:py:)?(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
 INLINE_MATH = re.compile(r":math:`([^`]+)`")

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -9,6 +10,7 @@ import itertools
 import math
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -25,12 +27,14 @@ from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import DeferredLogits, deferred_logits
 from tests.support import nemo_lora
+from tests.support.hosts import assert_patched_once
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
 ROOT = Path(__file__).parents[2]
 V, D = 17, 6
+NAMES = {name for names in integration.HOMES.values() for name in names}
 
 
 def module(name):
@@ -251,11 +255,14 @@ def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatc
     assert [dict(vars(owner)) for owner in owners] == before
     del DiffusionGemmaSFTRecipe._forward_backward_step
     unpatched = host_attributes()
-    with pytest.raises(
-        RuntimeError, match=r"recipes\.dllm\.train_ft has no DiffusionGemmaSFTRecipe\._forward_backward_step"
-    ):
-        integration.patch(fuse_head=True)
+    missing = "recipes.dllm.train_ft has no DiffusionGemmaSFTRecipe._forward_backward_step"
+    with pytest.raises(RuntimeError, match=re.escape(missing)):
+        integration.patch(fuse_head=True, strict=True)
     assert_identical(unpatched, host_attributes())
+    with pytest.warns(UserWarning, match=re.escape(missing)):
+        report = integration.patch(fuse_head=True)
+    assert set(report.fused) == FUSED_STEPS - {"DiffusionGemmaSFTRecipe._forward_backward_step"}
+    integration.unpatch()
     assert integration.patch().fused == ()
 
 
@@ -562,7 +569,7 @@ def fewer_arguments(self, logits, target_ids, noise_mask, p_mask, loss_mask, los
         (new_argument, ["MDLMCrossEntropyLoss.forward: takes temperature, which ours does not"]),
     ],
 )
-def test_other_signatures_are_rejected_before_anything_is_replaced(strategy, monkeypatch, forward, problems):
+def test_other_signatures_keep_their_names_or_are_rejected(strategy, monkeypatch, forward, problems):
     loss = module("components.loss.dllm_loss")
     other = type(
         "MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": forward, "new_method": constructor}
@@ -573,13 +580,84 @@ def test_other_signatures_are_rejected_before_anything_is_replaced(strategy, mon
     with pytest.raises(
         RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected signatures; nothing was replaced:"
     ) as error:
-        integration.patch()
+        integration.patch(strict=True)
     assert_identical(before, host_attributes())
-    listed = str(error.value).splitlines()
-    missing = "nemo_automodel.components.datasets.dllm.corruption has no gumbel_topk"
-    for problem in [*problems, "MDLMCrossEntropyLoss.new_method: not offered here", missing]:
-        assert f"  {problem}" in listed
     assert integration.unpatch() == ()
+    names = "MDLMCrossEntropyLoss, gumbel_topk"
+    with pytest.warns(
+        UserWarning, match=rf"^nemo_automodel 0\.\S+ has unexpected signatures; {names} stay as they are:\n"
+    ) as warned:
+        report = integration.patch()
+    assert warned[0].filename == __file__
+    missing = "nemo_automodel.components.datasets.dllm.corruption has no gumbel_topk"
+    for said in (error.value, warned[0].message):
+        for problem in [*problems, "MDLMCrossEntropyLoss.new_method: not offered here", missing]:
+            assert f"  {problem}" in str(said).splitlines()
+    kept = dict(report.kept)
+    assert set(kept) == {*integration.KEPT, "MDLMCrossEntropyLoss", "gumbel_topk"}
+    reasons = kept["MDLMCrossEntropyLoss"].split("; ")
+    assert {*problems, "MDLMCrossEntropyLoss.new_method: not offered here"} <= {*reasons}
+    assert f"  gumbel_topk kept: {missing}" in str(report).splitlines()
+    assert {name for _, name in report.replaced} == {*NAMES} - {"MDLMCrossEntropyLoss", "gumbel_topk"}
+    assert loss.MDLMCrossEntropyLoss is other
+    assert integration.patch().kept == report.kept
+    with pytest.raises(RuntimeError, match=r"patched already, without MDLMCrossEntropyLoss, gumbel_topk; unpatch"):
+        integration.patch(strict=True)
+    integration.unpatch()
+    assert_identical(before, host_attributes())
+
+
+class DFlashDecayLoss(nn.Module):
+    """The loss of drafts as a later version of the host declares it."""
+
+    def __init__(self, loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=1024, normalize="tokens", loss_type="x"):
+        super().__init__()
+
+    def forward(self, logits, target_ids, block_mask, num_tokens=None, block_size=None):
+        return "the host's"
+
+    def position_weights(self, T):
+        return "the host's"
+
+
+def test_a_later_version_is_patched_where_it_fits(strategy, monkeypatch):
+    """A class with new arguments and methods, one that became a function, and a module that moved."""
+    loss = module("components.loss.dllm_loss")
+    monkeypatch.setattr(loss, "DFlashDecayLoss", DFlashDecayLoss)
+    linear = module("components.loss.linear_ce")
+    monkeypatch.setattr(linear, "FusedLinearCrossEntropy", lambda *args, **kwargs: None)
+    collate = "nemo_automodel.components.datasets.dllm.collate"
+    monkeypatch.setitem(sys.modules, collate, None)
+    with monkeypatch.context() as m:
+        m.setattr(importlib, "import_module", functools.partial(imported_except, collate))
+        with pytest.warns(UserWarning, match=r"DFlashDecayLoss\.position_weights: not offered here"):
+            report = integration.patch()
+    kept = {"DFlashDecayLoss", "FusedLinearCrossEntropy", "DLLMCollator"}
+    assert {name for _, name in report.replaced} == {*NAMES} - kept
+    reasons = dict(report.kept)
+    assert reasons["DFlashDecayLoss"].startswith("DFlashDecayLoss: takes loss_type, which ours does not; ")
+    assert reasons["FusedLinearCrossEntropy"] == "FusedLinearCrossEntropy: is no class, unlike ours"
+    assert reasons["DLLMCollator"] == "nemo_automodel has no module components.datasets.dllm.collate"
+    assert loss.DFlashDecayLoss().position_weights(4) == "the host's"
+    assert loss.MDLMCrossEntropyLoss is dllm_kernels.MDLMCrossEntropyLoss
+
+
+def imported_except(missing, name, import_module=importlib.import_module):
+    if name == missing:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+    return import_module(name)
+
+
+def test_a_module_that_cannot_be_imported_for_another_reason_is_an_error(strategy, monkeypatch):
+    monkeypatch.setattr(
+        importlib, "import_module", lambda _: exec("raise ModuleNotFoundError('No module named numpy', name='numpy')")
+    )
+    with pytest.raises(ModuleNotFoundError, match="numpy"):
+        integration.patch()
+
+
+def test_two_threads_patch_once(strategy, monkeypatch):
+    assert_patched_once(integration, host_attributes, monkeypatch)
 
 
 def test_a_version_that_passes_fewer_arguments_is_supported(strategy, monkeypatch):

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from dllm_kernels.integrations import speculators as integration
 from tests.conftest import DEVICE
 from tests.support import trainers
+from tests.support.hosts import assert_patched_once
 from tests.support.parity import assert_as_good_as_plain, largest_error, value_and_grads
 
 pytestmark = pytest.mark.peer
@@ -107,8 +108,8 @@ def test_names_can_be_excluded(host):
         integration.patch(exclude="mse_loss")
 
 
-def test_another_signature_is_rejected_and_nothing_replaced(host):
-    """The error lists all differences."""
+def test_another_signature_keeps_its_name_or_is_rejected(host):
+    """The error and the warning list all differences."""
 
     def tv_loss(logits, targets, mask): ...
 
@@ -117,16 +118,30 @@ def test_another_signature_is_rejected_and_nothing_replaced(host):
     host.utils.tv_loss, host.eager.lk_hybrid_loss = tv_loss, lk_hybrid_loss
     del host.utils.ce_loss
     before = host_attributes()
-    message = (
-        "speculators 0.9.0 has unexpected signatures; nothing was replaced:\n"
+    listed = (
         "  speculators.losses.eager.lk_hybrid_loss: eta defaults to 2.0, ours to 3.0\n"
         "  speculators.losses.utils has no ce_loss\n"
         "  speculators.losses.utils.tv_loss: takes mask, which ours does not"
     )
-    with pytest.raises(RuntimeError, match="^" + re.escape(message)):
-        integration.patch()
+    differ = "speculators 0.9.0 has unexpected signatures; "
+    with pytest.raises(RuntimeError, match="^" + re.escape(f"{differ}nothing was replaced:\n{listed}")):
+        integration.patch(strict=True)
     assert host_attributes() == before
     assert integration.unpatch() == ()
+    names = [f"speculators.losses.{name}" for name in ("eager.lk_hybrid_loss", "utils.ce_loss", "utils.tv_loss")]
+    message = f"{differ}{', '.join(names)} stay as they are:\n{listed}"
+    with pytest.warns(UserWarning, match="^" + re.escape(message)):
+        report = integration.patch()
+    assert [name for name, _ in report.kept] == names
+    assert (host.utils.tv_loss, host.eager.lk_hybrid_loss) == (tv_loss, lk_hybrid_loss)
+    assert ("speculators.losses.eager", "tv_loss") in report.replaced
+    assert ("speculators.losses.utils", "lk_hybrid_loss") in report.replaced
+    integration.unpatch()
+    assert host_attributes() == before
+
+
+def test_two_threads_patch_once(host, monkeypatch):
+    assert_patched_once(integration, host_attributes, monkeypatch)
 
 
 def drawn(seed, dtype):

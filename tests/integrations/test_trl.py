@@ -1,6 +1,7 @@
 """TRL patched and unpatched: values, gradients and products of its log-probabilities; policies of diffusion LMs."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.util
@@ -9,14 +10,17 @@ import sys
 import types
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels import PolicyViews, policy_views
+from dllm_kernels.integrations import nemo_automodel, speculators
 from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
+from tests.support.hosts import assert_patched_once
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
 N, H, V = 6, 8, 21
@@ -91,16 +95,30 @@ def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None
         (None, "trl.kernels has no ChunkedLogProbFunction.forward"),
     ],
 )
-def test_another_signature_is_rejected_and_nothing_replaced(host, monkeypatch, changed, message):
+def test_another_signature_keeps_the_function_or_is_rejected(host, monkeypatch, changed, message):
     monkeypatch.setattr(host.kernels, "ChunkedLogProbFunction", changed)
     before = host_attributes()
-    with pytest.raises(
-        RuntimeError, match=rf"trl 1\.16\.0 has unexpected signatures; nothing was replaced:\n(.|\n)*{message}"
-    ):
-        integration.patch()
+    differ = r"^trl 1\.16\.0 has unexpected signatures; "
+    with pytest.raises(RuntimeError, match=rf"{differ}nothing was replaced:\n(.|\n)*{message}"):
+        integration.patch(strict=True)
+    with pytest.warns(UserWarning, match=rf"{differ}ChunkedLogProbFunction stay as they are:\n(.|\n)*{message}"):
+        report = integration.patch()
+    assert report.replaced == ()
+    assert [name for name, _ in report.kept] == ["ChunkedLogProbFunction"]
     after = host_attributes()
     assert not [place for place in before if before[place] is not after[place]]
     assert integration.unpatch() == ()
+
+
+@needs_trl
+def test_two_threads_patch_once(host, monkeypatch):
+    assert_patched_once(integration, host_attributes, monkeypatch)
+
+
+@pytest.mark.parametrize("call", [integration.patch, speculators.patch, nemo_automodel.patch])
+def test_an_invalid_strictness_is_rejected(call):
+    with pytest.raises(TypeError, match=r"^strict must be a bool, got str$"):
+        call(strict="yes")
 
 
 # The log-probabilities ------------------------------------------------------------------------------------------------
@@ -210,6 +228,15 @@ def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
             for ours, other in zip(found[0], theirs[0], strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
             assert torch.equal(found[1], theirs[1])
+    # TRL counts a target outside as the most likely token where no logit exceeds 0; ours never does.
+    negative = torch.zeros(V, H), -torch.rand(V) - 1, torch.tensor([-100, 3, V, -1])
+    tops = [
+        f.apply(hidden, *negative, 1.0, 8, None, 1.0, outputs)[-1]
+        for f in (host.utils._ChunkedLogProbFunction, host.original)
+    ]
+    assert not tops[0][[0, 2, 3]].any()
+    assert tops[1][[0, 2, 3]].all()
+    assert tops[0][1] == tops[1][1]
     same = torch.zeros(V, H)
     for f in (host.utils._ChunkedLogProbFunction, host.original):
         top = f.apply(
@@ -400,6 +427,8 @@ class Encoder(nn.Module):
     It has no positions, so padding has no effect.
     """
 
+    shift = 0  # 1: row i has the hidden state of token i + 1
+
     def __init__(self, change=lambda z: z, places=0):
         super().__init__()
         self.register_buffer(
@@ -416,7 +445,7 @@ class Encoder(nn.Module):
         if len(self.places):
             x = torch.cat([x[:, : -len(self.places)], x[:, -len(self.places) :] + self.places], 1)
         mean = (x * not_padding).sum(1, keepdim=True) / not_padding.sum(1, keepdim=True)
-        out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean))))
+        out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean).roll(-self.shift, 1))))
         if output_router_logits and self.aux_loss is not None:
             out.aux_loss = self.aux_loss * mean.sum()
         return out
@@ -593,9 +622,30 @@ def test_the_iteration_that_changes_the_masks_is_an_option():
     assert not torch.equal(generations[1], generations[2])
     assert all(torch.equal(scores(step, iteration=1), generations[1]) for step in (0, 4, 8))
     assert torch.equal(scores(4, iteration=lambda trainer: trainer._step // 2), generations[2])
-    for wrong in ("1", True, 1.0):
-        with pytest.raises(TypeError, match="iteration must be an int, a function of the trainer or None, got "):
+    for whole in (np.int64(1), np.uint8(1), np.array(1), torch.tensor(1), torch.tensor(1, dtype=torch.int32)):
+        assert torch.equal(scores(8, iteration=whole), generations[1])
+        assert torch.equal(scores(8, iteration=lambda _: whole), generations[1])  # noqa: B023
+        assert torch.equal(
+            integration.row_seeds(ids, not_padding, keep, whole), integration.row_seeds(ids, not_padding, keep, 1)
+        )
+    for wrong in (
+        "1",
+        True,
+        1.0,
+        np.float64(1),
+        np.bool_(True),
+        torch.tensor(1.0),
+        torch.tensor(True),
+        torch.ones(1).int(),
+    ):
+        with pytest.raises(TypeError, match=r"^iteration must be an int, a function of the trainer or None, got "):
             scores(0, iteration=wrong)
+        with pytest.raises(TypeError, match=r"^iteration must be a function that returns an int, got "):
+            scores(0, iteration=lambda _: wrong)  # noqa: B023
+        with pytest.raises(TypeError, match=r"^iteration must be an int, got "):
+            integration.row_seeds(ids, not_padding, keep, wrong)
+    with pytest.raises(TypeError, match=r"^iteration must be a function that returns an int, got NoneType"):
+        scores(0, iteration=lambda _: None)
 
 
 def test_a_lora_head_scores_and_trains():
@@ -779,6 +829,81 @@ def test_rollouts_differ_between_rows_and_calls():
     torch.manual_seed(0)
     trainer.model = Encoder()
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
+
+
+def shifted(model):
+    other = copy.deepcopy(model)
+    other.shift = 1
+    return other
+
+
+@pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, before):
+    torch.manual_seed(0)
+    model, (ids, not_padding, keep) = Encoder(), batch(before=before, after=1)
+    found = []
+    for one, shift in ((model, False), (shifted(model), True)):
+        trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob, shift=shift)
+        scores, entropy, _ = trainer._get_per_token_logps_and_entropies(
+            one, ids, not_padding, keep, compute_entropy=True
+        )
+        upstream = torch.linspace(-1, 1, scores.numel()).view_as(scores)
+        grads = torch.autograd.grad((upstream * (scores + 2 * entropy)).sum(), list(one.parameters()))
+        found.append([scores, entropy, *grads])
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other)
+    assert found[0][0].any()
+
+
+def test_a_shifted_model_does_not_predict_the_first_token():
+    """Without a prompt, the first token of a row is neither masked nor scored, with and without left padding."""
+    torch.manual_seed(0)
+    ids = torch.tensor([[PAD, 1, 2, 3], [4, 5, 6, 7]])
+    trainer = Trainer(mask_token_id=MASK, shift=True)
+    scores = trainer._get_per_token_logps_and_entropies(shifted(Encoder()), ids, (ids != PAD).long(), 4)[0]
+    assert (scores != 0).tolist() == [[False, False, True, True], [False, True, True, True]]
+
+
+@torch.no_grad()
+def test_rollouts_of_a_shifted_model():
+    torch.manual_seed(1)
+    model = Encoder(places=6).double()
+    found = [
+        integration.diffusion_rollout(
+            MASK, length=6, steps=4, block_size=4, temperature=0, with_logprobs=True, shift=shift
+        )(PROMPTS, Loop(one))
+        for one, shift in ((model, False), (shifted(model), True))
+    ]
+    assert found[0] == found[1]
+    with pytest.raises(ValueError, match=r"^every prompt must have a token for shift=True, got an empty prompt$"):
+        integration.diffusion_rollout(MASK, steps=2, shift=True)([[1], []], Loop(shifted(model)))
+    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+        integration.diffusion_rollout(MASK, steps=2, shift="no")
+    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+        Trainer(mask_token_id=MASK, shift="no")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_rollouts_restore_the_mode_of_every_module(fails):
+    """The dropout of a frozen part may be off while the rest trains."""
+    torch.manual_seed(0)
+    model = Encoder()
+    model.frozen = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)).eval()
+    model.frozen[1].train()
+    modes, during = [module.training for module in model.modules()], []
+
+    def change(z):
+        during.extend(module.training for module in model.modules())
+        return 1 / 0 if fails else z
+
+    model.change = change
+    rollout = integration.diffusion_rollout(MASK, steps=2)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        rollout([[1, 2]], Trainer(model, mask_token_id=MASK))
+    assert during
+    assert not any(during)
+    assert [module.training for module in model.modules()] == modes
 
 
 def test_rollouts_for_a_trainer_that_takes_none():

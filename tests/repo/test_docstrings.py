@@ -10,7 +10,7 @@ import torch
 
 import dllm_kernels as ours
 from dllm_kernels import distributed, mtp
-from dllm_kernels.integrations import nemo_automodel, speculators, transformers, trl
+from dllm_kernels.integrations import names, nemo_automodel, speculators, transformers, trl
 
 EXAMPLES = doctest.DocTestFinder(recurse=False)
 PUBLIC = {name: vars(ours)[name] for name in ours.__all__}
@@ -41,7 +41,7 @@ def documented_arguments(function):
 
 def described():
     """Return the public functions, and the public methods that public classes of the package define, each once."""
-    modules = [ours, distributed, mtp, nemo_automodel, speculators, transformers, trl]
+    modules = [ours, distributed, mtp, names, nemo_automodel, speculators, transformers, trl]
     public_objects = [
         public_object for module in modules for name, public_object in vars(module).items() if not name.startswith("_")
     ]

@@ -1,0 +1,31 @@
+"""Checks that hold for the patch of every framework."""
+
+import contextlib
+import threading
+
+
+def assert_patched_once(integration, host_attributes, monkeypatch):
+    """Check that two threads that patch at once patch once, so that one ``unpatch`` restores everything.
+
+    Each thread waits for the other where it looks a module of the framework up, after it has seen that nothing is
+    patched.
+    """
+    before, both, reports = host_attributes(), threading.Barrier(2), []
+    look_up = integration._host.module
+
+    def module(home):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(0.1)
+        return look_up(home)
+
+    monkeypatch.setattr(integration._host, "module", module)
+    threads = [threading.Thread(target=lambda: reports.append(integration.patch())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(report.already for report in reports) == [False, True]
+    assert reports[0].replaced == reports[1].replaced
+    assert set(integration.unpatch()) == set(reports[0].replaced)
+    after = host_attributes()
+    assert not [place for place in before if before[place] is not after[place] and before[place] != after[place]]
