@@ -219,7 +219,7 @@ def segment_numbers(segment_ids: Tensor, start: Tensor | None) -> Tensor:
     opener = order.gather(1, torch.where(opens, column, 0).cummax(1).values)  # first column of the segment, sorted
     begins = torch.zeros_like(inside).scatter(1, order, opens) & inside
     number = torch.empty_like(order).scatter(1, order, (begins.cumsum(1) - 1).gather(1, opener))
-    return torch.where(inside, number, -1)
+    return torch.where(inside, number, -1).contiguous()  # the kernel takes no strides
 
 
 def mix_tokens(

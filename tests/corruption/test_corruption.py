@@ -84,6 +84,7 @@ def mix_probabilities(ids):
 
 ROUTINES = {
     "uniform": Routine(uniform()),
+    "uniform, block 7": Routine(uniform(block_size=7)),
     "sequence": Routine(blockwise()),
     "block 1": Routine(blockwise(1)),
     "block 5": Routine(blockwise(5)),
@@ -94,6 +95,7 @@ ROUTINES = {
     "tokens, block 6": Routine(tokens(6, 0.2)),
     "exact": Routine(uniform(exact=True)),
     "levels": Routine(uniform(), row_levels),
+    "levels, block 6": Routine(uniform(block_size=6), block_levels),
     "exact levels": Routine(uniform(exact=True), row_levels),
     "sequence levels": Routine(blockwise(), row_levels),
     "block levels": Routine(blockwise(6), block_levels),
@@ -196,6 +198,7 @@ def test_a_stored_seed_keeps_its_mask(routine):
 
 STORED = {
     "uniform": "ffedbfff",
+    "uniform, block 7": "fe093dc0",
     "sequence": "bff7d3bf",
     "block 1": "8650be54",
     "block 5": "b852407d",
@@ -206,6 +209,7 @@ STORED = {
     "tokens, block 6": "f93fcd83",
     "exact": "bff7d3bf",
     "levels": "40292fe7",
+    "levels, block 6": "43afece7",
     "exact levels": "b656c018",
     "sequence levels": "1656501b",
     "block levels": "16dfc11f",

@@ -380,7 +380,7 @@ def corrupt(
         flags |= {"KIND": _KINDS[kind], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
         _corrupt_independent[programs](*pointers, segments, *numbers, **flags)
         return out
-    tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY)
+    tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     share = _tiles.share(blocks, size, tile.block, 8)
     flags |= {"EXACT": kind == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor() if tile.num_warps == 16 else {})

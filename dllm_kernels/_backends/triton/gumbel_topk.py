@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
@@ -162,7 +162,7 @@ def gumbel_topk_mask(
     out = torch.empty((N, D), dtype=torch.bool, device=log_w.device)
     if out.numel() == 0:
         return out
-    tile = _tiles.select(D)
+    tile = _tiles.select(D, _tiles.TOPK_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     k_ptr, k_const = (None, min(k, D)) if isinstance(k, int) else (k.contiguous(), 0)
     uniform_strides = (0, 0) if uniform is None else uniform.stride()
     pointers = (log_w, k_ptr, uniform, seed, None if start is None else start.contiguous(), out)
@@ -171,6 +171,7 @@ def gumbel_topk_mask(
     flags["SHARED_SEED"] = seed is not None and seed.dim() == 0
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
+        options |= {} if start is None else alone_on_a_multiprocessor()  # it would spill on sm_90
         scratch = torch.empty((N, 16 * triton.cdiv(D, 16)), dtype=torch.int64, device=log_w.device)
         _gumbel_topk_long[(N,)](*pointers, scratch, *sizes, **flags, **options)
     else:
