@@ -2,7 +2,8 @@
 
 Every ``corrupt_*`` routine returns ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``: ids in the dtype of the
 input, a bool mask of the corrupted positions, and float32 probabilities. (``corrupt_mix`` returns no ``p_mask``.)
-Inputs are not modified. On a GPU a routine is one kernel launch, plus the draw of a seed, without a host sync.
+Inputs are not modified. On a GPU a routine is one kernel launch, plus the draw of a seed, without a host sync. The
+numbering of segments, and the half lives of left-padded rows in ``corrupt_blockwise``, add some small launches.
 
 **Randomness.** Every random number is computed by Philox 4x64-10 from a 64-bit seed and the position, in the order of
 ``numpy.random.Philox``. ``dllm_kernels._random._philox`` documents the layout. The bits are equal on CPU and GPU, under
@@ -20,9 +21,10 @@ Triton, torch and torch.compile.
   before ``start[b]`` never change.
 
 **Level.** The level is the fraction of masked tokens. A routine draws it, or uses the argument ``level`` unchanged,
-without ``eps``. ``level`` has one value per row (``[B]`` or ``[B, 1]``), or one value per block (``[B, num_blocks]``).
-``sample_level`` draws levels that are more evenly spread than independent levels. A level outside [0, 1] raises
-ValueError on CPU. On a GPU it masks nothing or everything, because a check would cost a host sync.
+without ``eps``. ``level`` has one value per row (``[B]`` or ``[B, 1]``), or one value per block (``[B, num_blocks]``)
+or segment (``[B, L]``). ``sample_level`` draws levels that are more evenly spread than independent levels. A level
+outside [0, 1] raises ValueError on CPU. On a GPU it masks nothing or everything, because a check would cost a host
+sync.
 """
 
 from __future__ import annotations

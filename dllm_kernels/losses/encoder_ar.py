@@ -148,10 +148,10 @@ def encoder_ar_loss_fused(
         lm_head_bias: ``[V]`` or None.
         extra: {extra}
         chunk_size: {chunk_size}
-        segment_ids, normalize, num_sequences: as in :func:`encoder_ar_loss`.
         num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
             if the bound is too small.
         logits_dtype: {logits_dtype}
+        segment_ids, normalize, num_sequences: as in :func:`encoder_ar_loss`.
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}
