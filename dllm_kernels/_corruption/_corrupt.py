@@ -354,8 +354,8 @@ def _corrupt(
     """Draw if there is a seed, run the body on all rows, and write the outputs; for ``times`` see ``host_slices``."""
     if padding is not None:
         real = padding.real
-        supervised = real if loss_mask is None else padding.to_left(loss_mask != 0) & real
-        left = _corrupt(padding.to_left(input_ids), supervised, seed, None, grid, layout, body, times)
+        of_row = real if loss_mask is None else padding.to_left(loss_mask != 0) & real
+        left = _corrupt(padding.to_left(input_ids), of_row, seed, None, grid, layout, body, times)
         p_mask = left[2] if grid.blocks == 1 else left[2].masked_fill(~real, 1.0)
         return padding.back(left[0]), padding.back(left[1]), padding.back(p_mask)
     if on_host(input_ids):

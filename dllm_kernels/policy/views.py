@@ -233,14 +233,14 @@ def policy_views(
     _checks.check_whole_tensor("step_map", step_map)
     prob = _checked_prompt_prob(prompt_prob, scheme)
     supervised = loss_mask != 0
-    start = checked_start(start, ids)
+    start = checked_start(start, ids, "ids")
     if start is not None:
         if readable_without_sync(start):
             check_start_range(start, ids.shape[1])
         real = torch.arange(ids.shape[1], device=ids.device) >= start[:, None]
         supervised = supervised & real
     if scheme == "trace":
-        _check_step_map(step_map, ids, num)
+        step_map = _checked_step_map(step_map, ids, num)
         step_map = step_map if start is None else torch.where(real, step_map, -1)
     elif step_map is not None:
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
@@ -490,7 +490,7 @@ def _check_scheme(scheme: Any) -> None:
     _checks.check_choice("scheme", scheme, SCHEMES)
 
 
-def _check_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> None:
+def _checked_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> Tensor:
     if step_map is None:
         raise ValueError("step_map must be given for scheme 'trace', got None")
     if num == 1 and torch.compiler.is_compiling():
@@ -499,6 +499,7 @@ def _check_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> None:
             "known, got 1"
         )
     _checks.check_like("ids", ids, _checks.INT_DTYPES, step_map=step_map)
+    return step_map
 
 
 def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: str) -> Tensor | None:
