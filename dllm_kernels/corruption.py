@@ -585,8 +585,8 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
-    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
     _checks.check_whole_tensor("loss_mask", loss_mask)
+    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
 
 
