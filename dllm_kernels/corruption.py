@@ -2,7 +2,8 @@
 
 Every ``corrupt_*`` routine returns ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``: ids in the dtype of the
 input, a bool mask of the corrupted positions, and float32 probabilities. (``corrupt_mix`` returns no ``p_mask``.)
-Inputs are not modified. On a GPU a routine is one kernel launch, plus the draw of a seed, without a host sync.
+Inputs are not modified. On a GPU a routine is one kernel launch, plus the draw of a seed, without a host sync. The
+numbering of segments, and the half lives of left-padded rows in ``corrupt_blockwise``, add some small launches.
 
 **Randomness.** Every random number is computed by Philox 4x64-10 from a 64-bit seed and the position, in the order of
 ``numpy.random.Philox``. ``dllm_kernels._random._philox`` documents the layout. The bits are equal on CPU and GPU, under
@@ -14,29 +15,34 @@ Triton, torch and torch.compile.
   differently. ``None``: the default generator of the device of the tensors.
 * ``seeds``: int64 ``[B]``, instead of a generator. Row b then depends only on ``seeds[b]``, L and the options, in any
   batch and on any device.
+* ``start``: int64 ``[B]``, the first column of each row that is not left padding. The row is corrupted as if it began
+  there: draw i belongs to column ``start[b] + i``, blocks are counted from ``start[b]``, and the length of the row is
+  ``L - start[b]``. With equal ``seeds``, a row therefore has the same noise with and without left padding. Columns
+  before ``start[b]`` never change.
 
 **Level.** The level is the fraction of masked tokens. A routine draws it, or uses the argument ``level`` unchanged,
-without ``eps``. ``level`` has one value per row (``[B]`` or ``[B, 1]``), or one value per block (``[B, num_blocks]``).
-``sample_level`` draws levels that are more evenly spread than independent levels. A level outside [0, 1] raises
-ValueError on CPU. On a GPU it masks nothing or everything, because a check would cost a host sync.
+without ``eps``. ``level`` has one value per row (``[B]`` or ``[B, 1]``), or one value per block (``[B, num_blocks]``)
+or segment (``[B, L]``). ``sample_level`` draws levels that are more evenly spread than independent levels. A level
+outside [0, 1] raises ValueError on CPU. On a GPU it masks nothing or everything, because a check would cost a host
+sync.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from dllm_kernels._corruption import _corrupt
-from dllm_kernels._corruption._corrupt import Routine
+from dllm_kernels._corruption._corrupt import Mix, Routine
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._target_range import first_fraction
-from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
+from dllm_kernels.ops.gumbel_topk import check_start, gumbel_topk_mask
 
 __all__ = [
     "batched_gumbel_topk",
@@ -104,6 +110,7 @@ def batched_gumbel_topk(
     *,
     seeds: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Choose ``k[i]`` positions of row i without replacement, with odds given by the row's weights.
@@ -117,6 +124,8 @@ def batched_gumbel_topk(
         generator: {generator}
         seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
         uniform: uniform numbers u ``[N, D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
+        start: int64 ``[N]``, the first column of each row that is not padding: draw i belongs to column
+            ``start[n] + i``, and columns before ``start[n]`` are never chosen. None: 0. Not with ``uniform``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -124,12 +133,12 @@ def batched_gumbel_topk(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: shapes, dtypes or devices do not match, k is negative, or more than one of ``generator``, ``seeds``
-            and ``uniform`` is given.
+        ValueError: shapes, dtypes or devices do not match, k is negative, ``start`` is out of range or combined with
+            ``uniform``, or more than one of ``generator``, ``seeds`` and ``uniform`` is given.
 
     Source: Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
     """
-    return gumbel_topk_mask(log_w, k, uniform=uniform, generator=generator, seeds=seeds, backend=backend)
+    return gumbel_topk_mask(log_w, k, uniform=uniform, generator=generator, seeds=seeds, start=start, backend=backend)
 
 
 _batched_gumbel_topk = batched_gumbel_topk
@@ -144,42 +153,68 @@ def corrupt_uniform(
     *,
     level: torch.Tensor | None = None,
     exact: bool = False,
+    block_size: int | None = None,
+    segment_ids: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask each supervised position independently, with one probability per sequence.
+    """Mask each supervised position independently, with one probability per sequence, block or segment.
 
-    ``p_b = (1 - eps) t_b + eps``, with ``t_b`` uniform in (0, 1). Position i is masked if ``u_{b,i} < p_b``. With
-    ``exact`` the number of masked positions is fixed: ``round(p_b n)`` of the n supervised positions of a row, rounded
-    half to even. It is at least one if n and p_b are not 0. All subsets of this size are equally likely.
+    ``p = (1 - eps) t + eps``, with t uniform in (0, 1). Position i of row b is masked if ``u_{b,i} < p``. There is one
+    t per row, with ``block_size`` one per block, and with ``segment_ids`` one per segment. In every position,
+    ``noise / p`` has the expectation 1. With ``exact`` the number of masked positions is fixed: ``round(p n)`` of the n
+    supervised positions of a row, rounded half to even. It is at least one if n and p are not 0. All subsets of this
+    size are equally likely.
+
+    Examples:
+        >>> ids, seeds = torch.arange(8).reshape(1, 8), torch.tensor([1])
+        >>> documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]])  # two packed documents, then padding
+        >>> _, noise_mask, p_mask = corrupt_uniform(ids, ids >= 0, 99, segment_ids=documents, seeds=seeds)
+        >>> p_mask[0].unique_consecutive().shape, noise_mask[0, 7].item()
+        (torch.Size([3]), False)
 
     Args:
         input_ids: {input_ids}
         loss_mask: {loss_mask}
         mask_token_id: id of the MASK token.
-        eps: smallest probability, in [0, 1).
+        eps: smallest probability, in [0, 1]; 1 masks every supervised position.
         generator: {generator}
-        level: {level} Here p_b, of shape ``[B]`` or ``[B, 1]``.
-        exact: True to mask a fixed number of positions instead of drawing each position independently.
+        level: {level} Here p, of shape ``[B]`` or ``[B, 1]``, with blocks also ``[B, num_blocks]``, with segments also
+            ``[B, L]``, where column j belongs to the j-th segment of a row.
+        exact: True to mask a fixed number of positions instead of drawing each position independently. Not with
+            ``block_size`` or ``segment_ids``.
+        block_size: positions per block; the last may be short. The noise of block diffusion (BD3-LM). None: no blocks.
+        segment_ids: integers ``[B, L]``. Positions of a row with equal ids are one segment, such as a document in a
+            packed row. Segments are numbered in the order in which they begin, so that other ids for the same segments
+            change nothing. Positions with a negative id are in no segment and never masked. None: no segments.
         seeds: {seeds}
+        start: {start}
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` holds ``p_b``.
+        ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` holds p, and 1 at positions outside all
+        blocks and segments, which are never masked.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: shapes, dtypes or devices do not match, a value is out of range, or both ``generator`` and ``seeds``
             are given.
 
-    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3.
+    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3; with blocks, Arriola
+    et al. 2025 (BD3-LM), arXiv:2503.09573, section 3.1.
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be a bool, got {type_name(exact)}")
-    kind = "exact" if exact else "mask"
-    return _corrupted(Routine(kind, mask_id, eps=eps), input_ids, loss_mask, level, generator, seeds, backend)
+    if exact and not (block_size is None and segment_ids is None):
+        raise ValueError("exact must be False with block_size or segment_ids, got True")
+    if block_size is not None and segment_ids is not None:
+        raise ValueError("block_size and segment_ids exclude each other: expected one of them, got both")
+    routine = Routine("exact" if exact else "mask", mask_id, block_size, eps)
+    batch = _Batch(input_ids, loss_mask, level, segment_ids, start)
+    return _corrupted(routine, batch, generator, seeds, backend)
 
 
 def corrupt_blockwise(
@@ -193,6 +228,7 @@ def corrupt_blockwise(
     *,
     level: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask a fixed fraction of every sequence or block; if the fraction is small, later positions are more likely.
@@ -201,6 +237,12 @@ def corrupt_blockwise(
     ``log w_i = ln 2 / (half_life_ratio size) (1 - m) i``. ``size`` is L or ``block_size``. ``length`` is the number of
     positions, which is smaller in a short last block. k is clamped to [1, L] for a sequence and to [0, length] for a
     block. Selection runs over all positions; unsupervised positions are then removed from the chosen set.
+
+    This is not the noise of block diffusion as in BD3-LM. Because of the position bias, m is not the probability with
+    which a position is masked. With the defaults, the expectation of ``noise / m`` rises from 0.60 at the first
+    position of a block of 32 to 1.60 at the last. A loss with the weight ``1 / p_mask`` therefore counts later
+    positions more. For the noise of BD3-LM, in which this expectation is 1 in every position, use
+    :func:`corrupt_uniform` with ``block_size``.
 
     Examples:
         >>> ids, generator = torch.arange(12).reshape(1, 12), torch.Generator().manual_seed(0)
@@ -213,11 +255,12 @@ def corrupt_blockwise(
         loss_mask: {loss_mask} None: all positions.
         mask_token_id: id of the MASK token.
         block_size: positions per block; None: the full sequence is one block.
-        eps: smallest fraction of masked tokens, in [0, 1).
+        eps: smallest fraction of masked tokens, in [0, 1].
         half_life_ratio: distance over which a weight doubles in the limit m = 0, as a fraction of ``size``; above 0.
         generator: {generator}
         level: {level} Here m, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
         seeds: {seeds}
+        start: {start}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -237,7 +280,7 @@ def corrupt_blockwise(
     if not ratio > 0:
         raise ValueError(f"half_life_ratio must be above 0, got {ratio}")
     routine = Routine("topk", mask_id, block_size, eps, ratio)
-    return _corrupted(routine, input_ids, loss_mask, level, generator, seeds, backend)
+    return _corrupted(routine, _Batch(input_ids, loss_mask, level, start=start), generator, seeds, backend)
 
 
 def corrupt_uniform_random(
@@ -250,6 +293,7 @@ def corrupt_uniform_random(
     *,
     level: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace supervised positions by random tokens, with one probability per sequence or block.
@@ -262,10 +306,11 @@ def corrupt_uniform_random(
         loss_mask: {loss_mask}
         vocab_size: number of tokens to draw from, at most 2^31.
         block_size: positions per block; None: the full sequence is one block.
-        eps: smallest probability, in [0, 1).
+        eps: smallest probability, in [0, 1].
         generator: {generator}
         level: {level} Here t, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
         seeds: {seeds}
+        start: {start}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -282,7 +327,7 @@ def corrupt_uniform_random(
     _check_batch(input_ids, loss_mask, optional=False)
     tokens = _checked_vocab_size(vocab_size, input_ids)
     routine = Routine("tokens", tokens, block_size, eps)
-    return _corrupted(routine, input_ids, loss_mask, level, generator, seeds, backend)
+    return _corrupted(routine, _Batch(input_ids, loss_mask, level, start=start), generator, seeds, backend)
 
 
 def corrupt_all_masked(
@@ -292,6 +337,7 @@ def corrupt_all_masked(
     *,
     generator: torch.Generator | None = None,
     seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask every supervised position: ``noise = supervised``, ``p = 1``. Deterministic.
@@ -302,6 +348,7 @@ def corrupt_all_masked(
         mask_token_id: id of the MASK token.
         generator: not used; accepted, and checked, so that all routines take the same arguments.
         seeds: not used; checked like ``generator``.
+        start: {start}
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -316,7 +363,8 @@ def corrupt_all_masked(
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
     _philox.check_sources(generator, seeds, input_ids.shape[:1], input_ids.device)
-    return _run(_corrupt.corrupt, Routine("all", mask_id), input_ids, loss_mask, None, None, backend)
+    start = checked_start(start, input_ids)
+    return _run(_corrupt.corrupt, Routine("all", mask_id), input_ids, loss_mask, None, None, start, None, backend)
 
 
 def corrupt_mix(
@@ -329,6 +377,7 @@ def corrupt_mix(
     uniform_prob: torch.Tensor,
     generator: torch.Generator | None = None,
     seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     check: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -349,6 +398,7 @@ def corrupt_mix(
             lie in [0, 1], up to 1e-5 for the sum.
         generator: {generator}
         seeds: {seeds}
+        start: {start}
         check: True to check the probabilities on a GPU too, which costs a host sync. Otherwise, on a GPU, a row whose
             sum is too large is left unchanged, and a negative probability counts as 0. On CPU the probabilities are
             always checked.
@@ -371,7 +421,7 @@ def corrupt_mix(
     vocab_size = _checked_vocab_size(vocab_size, input_ids)
     if vocab_size < 3:
         raise ValueError(f"vocab_size must be at least 3, got {vocab_size}")
-    if not 0 <= mask_id < vocab_size:
+    if mask_id >= vocab_size:
         raise ValueError(
             f"mask_token_id must lie in [0, vocab_size) = [0, {vocab_size}), MASK being one of the vocab_size tokens, "
             f"got {mask_id}; are mask_token_id and vocab_size swapped, or was MASK added behind the vocabulary?"
@@ -380,8 +430,10 @@ def corrupt_mix(
     q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
     if not isinstance(check, bool):
         raise TypeError(f"check must be a bool, got {type_name(check)}")
+    start = checked_start(start, input_ids)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
-    return _run(_corrupt.mix_tokens, input_ids, loss_mask, mask_id, vocab_size, p, q, check, seed, backend)
+    mix = Mix(mask_id, vocab_size, check)
+    return _run(_corrupt.mix_tokens, mix, input_ids, loss_mask, p, q, seed, start, backend)
 
 
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -481,24 +533,39 @@ def sample_level(
     return _run(_corrupt.sample_level, int(B), method, low, high, seed, backend)
 
 
+class _Batch(NamedTuple):
+    """Tensor arguments of a routine."""
+
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor | None
+    level: torch.Tensor | None
+    segment_ids: torch.Tensor | None = None
+    start: torch.Tensor | None = None
+
+
 def _corrupted(
-    routine: Routine, input_ids: torch.Tensor, loss_mask: torch.Tensor | None, level: torch.Tensor | None,
-    generator: torch.Generator | None, seeds: torch.Tensor | None, backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    routine: Routine, batch: _Batch, generator: torch.Generator | None, seeds: torch.Tensor | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Validate the arguments common to all routines, draw a seed and call ``_corrupt.corrupt``."""
-    eps, block_size, blocks = _checked_real("eps", routine.eps), routine.block_size, 1
-    if not 0 <= eps < 1:
-        raise ValueError(f"eps must lie in [0, 1), got {eps}")
+    input_ids, loss_mask, level, segment_ids, start = batch
+    eps, block_size, columns = _checked_real("eps", routine.eps), routine.block_size, 1
+    if not 0 <= eps <= 1:
+        raise ValueError(f"eps must lie in [0, 1], got {eps}")
     B, L = input_ids.shape
     if block_size is not None:
         _checks.check_positive_int("block_size", block_size)
         block_size = int(block_size)
-        blocks = -(-L // block_size)
+        columns = -(-L // block_size)
+    if segment_ids is not None:
+        _checks.check_whole_tensor("segment_ids", segment_ids)
+        _checks.check_like("input_ids", input_ids, INT_DTYPES, segment_ids=segment_ids)
+        columns = L
     if level is not None:
-        level = _checked_of_row("level", level, input_ids, blocks)
+        level = _checked_of_row("level", level, input_ids, columns)
+    start = checked_start(start, input_ids)
     seed = _philox.resolve_seed(input_ids.device, B, generator, seeds)
     routine = replaced(routine, block_size=block_size, eps=eps)
-    return _run(_corrupt.corrupt, routine, input_ids, loss_mask, level, seed, backend)
+    return _run(_corrupt.corrupt, routine, input_ids, loss_mask, level, seed, start, segment_ids, backend)
 
 
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
@@ -521,6 +588,14 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     _checks.check_whole_tensor("loss_mask", loss_mask)
     _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
+
+
+def checked_start(start: torch.Tensor | None, input_ids: torch.Tensor, name: str = "input_ids") -> torch.Tensor | None:
+    """Validate the first column of each row; ``name`` is the argument with the ids."""
+    if start is not None:
+        _checks.check_whole_tensor("start", start)
+        check_start(start, input_ids, name)
+    return start
 
 
 def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:

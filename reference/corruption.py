@@ -65,6 +65,15 @@ def _exactly(p: torch.Tensor, uniform: torch.Tensor, supervised: torch.Tensor) -
     return chosen
 
 
+def _members(row: list[int]) -> list[list[int]]:
+    """Return the positions of each segment of a row, in the order in which the segments begin."""
+    places: dict[int, list[int]] = {}
+    for i, segment in enumerate(row):
+        if segment >= 0:
+            places.setdefault(segment, []).append(i)
+    return list(places.values())
+
+
 def corrupt_uniform(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
@@ -73,36 +82,50 @@ def corrupt_uniform(
     *,
     level: torch.Tensor | None = None,
     exact: bool = False,
+    block_size: int | None = None,
+    segment_ids: torch.Tensor | None = None,
     t_uniform: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Corrupted:
-    """Mask each supervised position independently, with one probability per sequence.
+    """Mask each supervised position independently, with one probability per sequence, block or segment.
 
-    ``p_b = (1 - eps) * t_b + eps``; a supervised position i is masked if ``u_{b,i} < p_b``. With ``exact``, the
-    ``round(p_b n)`` of the n supervised positions with the largest u are masked instead.
+    ``p = (1 - eps) * t + eps``; a supervised position i is masked if ``u_{b,i} < p``. With ``exact``, the
+    ``round(p n)`` of the n supervised positions with the largest u are masked instead.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, nonzero is True; None: all.
         mask_token_id: id of the MASK token.
         eps: smallest probability.
-        level: ``p_b`` to use instead of the formula, ``[B]`` or ``[B, 1]``.
+        level: p to use instead of the formula, ``[B]`` or ``[B, 1]``; with blocks or segments also as ``t_uniform``.
         exact: True to mask a fixed number of positions.
-        t_uniform: ``[B]`` in [0, 1); None: drawn.
+        block_size: positions per block; None: the full sequence is one block.
+        segment_ids: ``[B, L]``, integer; equal for the positions of one segment, negative: never masked, p is 1.
+        t_uniform: ``[B]`` in [0, 1), ``[B, n_blocks]`` with blocks, ``[B, L]`` with segments, one column per segment in
+            the order in which they begin; None: drawn.
         uniform: u, ``[B, L]`` in [0, 1); None: drawn.
         generator: source of random numbers; None: torch's default generator.
 
     Returns:
-        ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` holds ``p_b``.
+        ``Corrupted(noisy_input_ids, noise_mask, p_mask)``; ``p_mask`` holds p.
 
-    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3.
+    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3; Arriola et al. 2025
+    (BD3-LM), arXiv:2503.09573, for blocks.
     """
     B, L = input_ids.shape
-    p = _level_of_blocks(level, t_uniform, 1, input_ids, eps, generator)
+    parts = [[list(block) for block in blocks_of(L, block_size)]] * B
+    if segment_ids is not None:
+        parts = [_members(row) for row in segment_ids.tolist()]
+    count = len(parts[0]) if segment_ids is None else L
+    p = _level_of_blocks(level, t_uniform, count, input_ids, eps, generator)
     u = _given_or_drawn(uniform, (B, L), input_ids, generator)
-    p_mask = p.repeat(1, L)
-    supervised = _supervised(input_ids, loss_mask)
+    p_mask = torch.ones(B, L, dtype=torch.float32, device=input_ids.device)
+    supervised = torch.zeros_like(input_ids, dtype=torch.bool)
+    for b, of_row in enumerate(parts):
+        for n, places in enumerate(of_row):
+            p_mask[b, places] = p[b, n]
+            supervised[b, places] = _supervised(input_ids, loss_mask)[b, places]
     noise_mask = _exactly(p[:, 0], u, supervised) if exact else (u < p_mask) & supervised
     return Corrupted(torch.where(noise_mask, mask_token_id, input_ids), noise_mask, p_mask)
 

@@ -13,6 +13,9 @@ def encoder_ar_loss(
     valid_mask: torch.Tensor | None = None,
     num_tokens: Count | None = None,
     reduction: str = "total",
+    segment_ids: torch.Tensor | None = None,
+    normalize: str = "tokens",
+    num_sequences: Count | None = None,
 ) -> torch.Tensor:
     """Compute the mean next-token cross-entropy over pairs of valid adjacent positions.
 
@@ -27,6 +30,11 @@ def encoder_ar_loss(
         reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator;
             0 for the last row.
 
+        segment_ids: ``[B, S]``, integer; a pair is scored only if both ids are equal and not negative; None: all pairs.
+        normalize: ``"tokens"``, or ``"sequences"`` for the mean over sequences of the mean over their pairs. Sequences
+            without pairs do not count.
+        num_sequences: optional global count of sequences.
+
     Returns:
         A scalar, or ``[B, S]``, in float32 (float64 for float64 logits), in nats.
 
@@ -34,8 +42,15 @@ def encoder_ar_loss(
     """
     valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask.bool()
     pairs = valid[:, :-1] & valid[:, 1:]
+    if segment_ids is not None:
+        pairs = pairs & (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] >= 0)
     weights = pairs.to(compute_dtype(encoder_logits))
     loss = weighted_nll(encoder_logits[:, :-1], input_ids[:, 1:], weights, reduction=reduction)
     if reduction == "none":
         return torch.nn.functional.pad(loss, (0, 1))
+    if normalize == "sequences":
+        nll = weighted_nll(encoder_logits[:, :-1], input_ids[:, 1:], weights, reduction="none")
+        means = [row.sum() / int(n) for row, n in zip(nll, pairs.sum(1), strict=True) if n > 0]
+        total = torch.stack(means).sum() if means else loss
+        return divided_by_count(total, len(means) if num_sequences is None else num_sequences)
     return divided_by_count(loss, pairs.sum() if num_tokens is None else num_tokens)

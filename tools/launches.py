@@ -169,6 +169,18 @@ def odd() -> Iterator[Call]:
     for view in (_shifted, _transposed):
         yield partial(corrupt, corrupt_blockwise, 9, 4097, view=view, block_size=32)
         yield partial(corrupt, corrupt_uniform, 9, 4097, view=view)
+    for options in ({}, {"exact": True}, {"block_size": 32}, {"segments": True}):
+        yield partial(padded, corrupt_uniform, 8, 4096, **options)
+    yield partial(padded, corrupt_uniform, 8, 4096, segments=True, own_seeds=False, start=None)
+    yield partial(padded, corrupt_uniform, 2, 131072, exact=True)
+    for size in (None, 32):
+        yield partial(padded, corrupt_blockwise, 8, 4096, block_size=size)
+        yield partial(padded, corrupt_uniform_random, 8, 4096, block_size=size)
+    yield partial(padded, corrupt_blockwise, 2, 131072)
+    yield partial(padded, corrupt_all_masked, 8, 4096)
+    yield partial(mix, 8, 4096, own_seeds=True, start=_starts(8))
+    for D in (32, 4096, 131072):
+        yield partial(topk, 8, D, start=_starts(8))
     for dtype, (N, D) in ((torch.float64, (1, 1)), (torch.bfloat16, (5, 33)), (torch.bfloat16, (524288, 4160))):
         yield partial(topk, N, D, dtype, k=3)
     yield partial(topk, 4096, 64, view=_transposed)
@@ -312,12 +324,13 @@ def topk(
     *,
     k: int | None = None,
     given: bool = False,
+    start: torch.Tensor | None = None,
     view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
 ) -> None:
     """Call ``ops.gumbel_topk_mask`` with one count for all rows or one per row, and with passed or internal draws."""
     log_w = view(torch.empty(N, D, dtype=dtype))
     counts = torch.zeros(log_w.shape[0], dtype=torch.int64) if k is None else k
-    ops.gumbel_topk_mask(log_w, counts, uniform=torch.rand(log_w.shape) if given else None)
+    ops.gumbel_topk_mask(log_w, counts, uniform=torch.rand(log_w.shape) if given else None, start=start)
 
 
 def corrupt(
@@ -339,11 +352,32 @@ def corrupt(
     routine(input_ids, loss_mask, 126000, **options)
 
 
-def mix(B: int, L: int, *, own_seeds: bool = False) -> None:
+def padded(
+    routine: Callable[..., object],
+    B: int,
+    L: int,
+    *,
+    segments: bool = False,
+    own_seeds: bool = True,
+    **options: Any,
+) -> None:
+    """Call a corruption routine with left padding, or with segments."""
+    if segments:
+        options["segment_ids"] = torch.zeros(B, L, dtype=torch.int64)
+    corrupt(routine, B, L, own_seeds=own_seeds, **{"start": _starts(B), **options})
+
+
+def _starts(B: int) -> torch.Tensor:
+    return torch.zeros(B, dtype=torch.int64)
+
+
+def mix(B: int, L: int, *, own_seeds: bool = False, **options: Any) -> None:
     """Call ``corrupt_mix`` with one probability per row."""
     seeds = torch.zeros(B, dtype=torch.int64) if own_seeds else None
     ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
-    corrupt_mix(ids, mask, 126000, 126464, mask_prob=torch.zeros(B), uniform_prob=torch.zeros(B), seeds=seeds)
+    corrupt_mix(
+        ids, mask, 126000, 126464, mask_prob=torch.zeros(B), uniform_prob=torch.zeros(B), seeds=seeds, **options
+    )
 
 
 def complement(B: int, L: int) -> None:

@@ -74,16 +74,18 @@ def _with(args: list[Any], places: Sequence[int], numbers: Sequence[float]) -> l
 
 
 corrupt = _op(_corrupt.corrupt, _corrupted, _corrupt.Routine)
-mix_tokens = _op(_corrupt.mix_tokens, _mixed)
+mix_tokens = _op(_corrupt.mix_tokens, lambda _, input_ids, *__: _mixed(input_ids), _corrupt.Mix)
 complement = _op(_corrupt.complement, _mask)
 sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))
 child_seeds = _op(_philox.child_seeds, lambda seeds, count: seeds.new_empty(seeds.shape[0], count))
 
 
 @torch.library.custom_op("dllm_kernels::gumbel_topk_mask", mutates_args=())
-def gumbel_topk_mask(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
+def gumbel_topk_mask(
+    log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None, start: Tensor | None, backend: str
+) -> Tensor:
     """See ``_topk.choose``."""
-    return choose(log_w, k, uniform, seed, backend)
+    return choose(log_w, k, uniform, seed, start, backend)
 
 
 gumbel_topk_mask.register_fake(_mask)

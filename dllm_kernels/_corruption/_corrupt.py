@@ -5,6 +5,9 @@ short. Without a block size, a row is one block of L positions. A routine is a b
 for NumPy and torch. From the draws it computes the chosen positions, their new tokens and the level of each block, with
 the arithmetic of ``_rules``.
 
+Left padding is moved behind the row for the body, and back afterwards. With segments, the grid has blocks of one
+position, each with the level of its segment.
+
 On CPU tensors the body runs on NumPy arrays, a slice of the rows at a time. Training frameworks corrupt on the CPU,
 often one sample at a time, where a NumPy call costs a fifth of a torch call. Tests require the same bits from both.
 """
@@ -20,7 +23,15 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._corruption._topk import host_slices, on_host, select_exact, select_largest, select_of_draws
+from dllm_kernels._corruption._topk import (
+    Padding,
+    check_start_range,
+    host_slices,
+    on_host,
+    select_exact,
+    select_largest,
+    select_of_draws,
+)
 from dllm_kernels._random import _philox, _rules
 from dllm_kernels._random._philox import Layout
 
@@ -100,6 +111,14 @@ class Change(NamedTuple):
 Body = Callable[[Rows], Change]
 
 
+class Mix(NamedTuple):
+    """Parameters of :func:`dllm_kernels.corruption.corrupt_mix`; ``check`` requests the check of the sums on a GPU."""
+
+    mask_token_id: int
+    vocab_size: int
+    check: bool
+
+
 class Routine(NamedTuple):
     """A routine of :mod:`dllm_kernels.corruption` and its parameters.
 
@@ -125,24 +144,25 @@ class Routine(NamedTuple):
 
 def corrupt(
     routine: Routine, input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None,
-    backend: str,
+    start: Tensor | None, segment_ids: Tensor | None, backend: str,
 ) -> Corrupted:  # fmt: skip
     """Corrupt supervised positions."""
-    kind, token, block_size, eps, half_life_ratio = routine
+    kind, token, block_size, eps, _ = routine
+    check_start_range(start, input_ids.shape[1])
     if input_ids.numel() == 0:
         return _empty_result(input_ids, backend)
     check_level(level)
     grid = Grid.of(input_ids, block_size)
-    rate, at_least = 0.0, 0
-    if kind == "topk":
-        # Difference of the log-weights of adjacent positions at m = 0. The largest log-weight, rate * size, must be
-        # finite in float32, because infinite ones would be ordered by index only.
-        size, at_least = block_size or grid.L, int(block_size is None)
-        rate = min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
+    segments = None if segment_ids is None else segment_numbers(segment_ids, start)
+    rate = _rate(routine, grid.L, start) if kind == "topk" else 0.0
     if use_triton(backend, input_ids):
         from dllm_kernels._backends.triton.corruption import corrupt as kernel
 
-        return kernel(input_ids, loss_mask, level, seed, routine, grid.blocks, grid.size, rate, at_least)
+        return kernel(input_ids, loss_mask, level, seed, start, segments, routine, grid, rate)
+    padding = None if start is None else Padding(start, grid.L)
+    if segments is not None:
+        grid = Grid(grid.B, grid.L, grid.L, 1)
+        segments = segments if padding is None else padding.to_left(segments)
 
     def body(rows: Rows) -> Change:
         if kind == "all":
@@ -152,21 +172,63 @@ def corrupt(
             k = _rules.number_to_mask(m[:, 0], rows.supervised.sum(1), (m[:, 0] > 0) * 1)
             return Change(select_largest(rows.draws, rows.supervised, k), token, m)
         if kind == "topk":
-            return Change(_topk_of_blocks(grid, rows.draws, m, rate, at_least), token, m)
+            length = None if padding is None else rows_of(padding.length, rows)
+            of_rows = rows_of(rate, rows) if isinstance(rate, Tensor) else rate
+            return Change(_topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length), token, m)
+        number = None if segments is None else rows_of(segments, rows)
+        m = m if number is None else _rules.level_of_segment(m, number)
         coins = _rules.below(grid.fold(rows.draws), grid.beside(m)).reshape(-1, grid.L)
         if kind == "tokens":
             return Change(coins, _rules.token(rows.words, token), None if level is None else m)
-        return Change(coins, token, m)
+        return Change(coins if number is None else coins & (number >= 0), token, m)
 
     layout = Layout(grid.blocks, grid.L, whole_words=kind == "tokens")
-    return _corrupt(input_ids, loss_mask, seed, grid, layout, body, {"mask": 4, "topk": 2}.get(kind, 1))
+    times = {"mask": 4, "topk": 2}.get(kind, 1)
+    return _corrupt(input_ids, loss_mask, seed, padding, grid, layout, body, times)
+
+
+def _rate(routine: Routine, L: int, start: Tensor | None) -> float | Tensor:
+    """Compute the difference of the log-weights of adjacent positions at m = 0; float32 ``[B, 1]`` if rows differ.
+
+    The largest log-weight, rate * size, must be finite in float32, because infinite ones would be ordered by index
+    only.
+    """
+    ratio, half, most = routine.half_life_ratio, math.log(2.0), torch.finfo(torch.float32).max
+    if start is None or routine.block_size is not None:
+        size = routine.block_size or L
+        return min(half / (ratio * size), most / size)
+    sizes = (L - start.clamp(0, L)).clamp(min=1).to(torch.float64)[:, None]
+    # Torch divides a number by a tensor as a product with the reciprocal, which has other roundings.
+    bounds = (torch.full_like(sizes, number) for number in (half, most))
+    of_rows = torch.minimum(*(bound / by for bound, by in zip(bounds, (sizes * ratio, sizes), strict=True)))
+    return of_rows.to(torch.float32)
+
+
+def segment_numbers(segment_ids: Tensor, start: Tensor | None) -> Tensor:
+    """Return the number of the segment of each position, in the order in which they begin, int64 ``[B, L]``; -1: none.
+
+    A number depends on which ids of a row are equal, and not on their values.
+    """
+    column = torch.arange(segment_ids.shape[1], device=segment_ids.device)
+    inside = segment_ids >= 0
+    if start is not None:
+        inside &= column >= start[:, None]
+    ids, order = torch.where(inside, segment_ids, -1).sort(dim=1, stable=True)
+    opens = torch.ones_like(inside)
+    opens[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    opener = order.gather(1, torch.where(opens, column, 0).cummax(1).values)  # first column of the segment, sorted
+    begins = torch.zeros_like(inside).scatter(1, order, opens) & inside
+    number = torch.empty_like(order).scatter(1, order, (begins.cumsum(1) - 1).gather(1, opener))
+    return torch.where(inside, number, -1).contiguous()  # the kernel takes no strides
 
 
 def mix_tokens(
-    input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
-    check: bool, seed: Tensor, backend: str,
+    mix: Mix, input_ids: Tensor, loss_mask: Tensor, mask_prob: Tensor, uniform_prob: Tensor, seed: Tensor,
+    start: Tensor | None, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Replace positions by MASK or by another token; see :func:`dllm_kernels.corruption.corrupt_mix`."""
+    mask_token_id, vocab_size, check = mix
+    check_start_range(start, input_ids.shape[1])
     if input_ids.numel() == 0:
         return _empty_result(input_ids, backend)[:2]
     if check or input_ids.is_cpu:
@@ -174,7 +236,7 @@ def mix_tokens(
     if use_triton(backend, input_ids):
         from dllm_kernels._backends.triton.corruption import mix_tokens as kernel
 
-        return kernel(input_ids, loss_mask, mask_token_id, vocab_size, mask_prob, uniform_prob, seed)
+        return kernel(input_ids, loss_mask, mask_token_id, vocab_size, mask_prob, uniform_prob, seed, start)
     grid = Grid.of(input_ids, None)
 
     def body(rows: Rows) -> Change:
@@ -184,7 +246,8 @@ def mix_tokens(
         chosen = absorbed | (changed & (rows.ids != mask_token_id))
         return Change(chosen, other - (other - mask_token_id) * absorbed, None)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, Layout(1, grid.L, whole_words=True), body, 1)[:2]
+    padding = None if start is None else Padding(start, grid.L)
+    return _corrupt(input_ids, loss_mask, seed, padding, grid, Layout(1, grid.L, whole_words=True), body, 1)[:2]
 
 
 def complement(noise_mask: Tensor, loss_mask: Tensor, backend: str) -> Tensor:
@@ -245,34 +308,56 @@ def rows_of(tensor: Tensor, rows: Rows) -> Array:
     return (tensor if isinstance(rows.draws, Tensor) else tensor.numpy())[rows.part]
 
 
-def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
-    """Select the k positions of each block, bool ``[rows, L]``."""
-    lengths = grid.lengths
-    host = not isinstance(draws, Tensor)
-    length: Array = np.array(lengths[-1:] if grid.even else lengths) if host else draws.new_tensor(lengths)
+def _topk_of_blocks(
+    grid: Grid, draws: Array, level: Array, rate: float | Array, at_least: int, row_length: Array | None
+) -> Array:
+    """Select the k positions of each block, bool ``[rows, L]``.
+
+    ``rate`` and ``row_length``, the number of columns before the padding of a row, may be ``[rows, 1]``.
+    """
+    lengths, host = grid.lengths, not isinstance(draws, Tensor)
     place: Array = np.arange(grid.size) if host else torch.arange(grid.size, device=draws.device)
     if level.shape[1] < grid.blocks:
         level = level.repeat(grid.blocks, axis=1) if host else level.expand(-1, grid.blocks)
+    if row_length is None:
+        length: Array = np.array(lengths[-1:] if grid.even else lengths) if host else draws.new_tensor(lengths)
+    else:
+        first = np.arange(grid.blocks) if host else torch.arange(grid.blocks, device=draws.device)
+        length = (row_length - first * grid.size).clip(0, grid.size)
     k = _rules.number_to_mask(level, length, at_least).reshape(-1)
-    log_w = _rules.log_weights(level[..., None], rate, _rules.float32(place))
+    slope = rate if isinstance(rate, float) else rate[..., None]
+    log_w = _rules.log_weights(level[..., None], slope, _rules.float32(place))
+    # The draws of missing positions are set to 0, so u = 2^-33. Its Gumbel noise, -3.2, is the smallest, and -16 puts
+    # it below all scores.
     if not grid.even:
-        # Padded draws are 0, so u = 2^-33. Its Gumbel noise, -3.2, is the smallest, and -16 puts it below all scores.
         log_w[:, -1, lengths[-1] :] = -16.0
         missing = grid.size - lengths[-1]
         draws = np.pad(draws, ((0, 0), (0, missing))) if host else F.pad(draws, (0, missing))
+    if row_length is not None:
+        inside = place < length[..., None]
+        where, lowest = (np.where, np.float32(-16.0)) if host else (torch.where, -16.0)
+        log_w, draws = where(inside, log_w, lowest), where(inside.reshape(draws.shape), draws, 0)
     log_w = log_w.reshape(-1, grid.size)
     chosen: Array
     if host:
-        chosen = select_of_draws(log_w, draws, k, rate * grid.size)
+        largest = rate * grid.size if isinstance(rate, float) else float((rate * row_length).max())
+        chosen = select_of_draws(log_w, draws, k, largest)
     else:
         chosen = select_exact(log_w, _rules.fine_uniform(draws).view(-1, grid.size), k)
     return chosen.reshape(len(level), -1)[:, : grid.L]
 
 
 def _corrupt(
-    input_ids: Tensor, loss_mask: Tensor | None, seed: Tensor | None, grid: Grid, layout: Layout, body: Body, times: int
-) -> Corrupted:
+    input_ids: Tensor, loss_mask: Tensor | None, seed: Tensor | None, padding: Padding | None, grid: Grid,
+    layout: Layout, body: Body, times: int,
+) -> Corrupted:  # fmt: skip
     """Draw if there is a seed, run the body on all rows, and write the outputs; for ``times`` see ``host_slices``."""
+    if padding is not None:
+        real = padding.real
+        of_row = real if loss_mask is None else padding.to_left(loss_mask != 0) & real
+        left = _corrupt(padding.to_left(input_ids), of_row, seed, None, grid, layout, body, times)
+        p_mask = left[2] if grid.blocks == 1 else left[2].masked_fill(~real, 1.0)
+        return padding.back(left[0]), padding.back(left[1]), padding.back(p_mask)
     if on_host(input_ids):
         return _corrupt_on_host(input_ids, loss_mask, seed, grid, layout, body, times)
     bits = (None, None, None) if seed is None else _philox.random_bits(seed, grid.B, layout)

@@ -26,14 +26,21 @@ _SLICE = 1 << 15
 _LOWEST = np.finfo(np.float32).min
 
 
-def choose(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
+def choose(
+    log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, start: Tensor | None, backend: str
+) -> Tensor:
     """Compute ``gumbel_topk_mask`` for validated arguments and a drawn seed."""
+    check_start_range(start, log_w.shape[1])
     if use_triton(backend, log_w):
         from dllm_kernels._backends.triton.gumbel_topk import gumbel_topk_mask as kernel
 
-        return kernel(log_w, k, uniform, seed)
+        return kernel(log_w, k, uniform, seed, start)
     if log_w.numel() == 0:
         return torch.empty(log_w.shape, dtype=torch.bool, device=log_w.device)
+    if start is not None:
+        padding = Padding(start, log_w.shape[1])
+        left = padding.to_left(log_w).masked_fill(~padding.real, -torch.inf)
+        return padding.back(choose(left, k, uniform, seed, None, backend))
     if on_host(log_w):
         return _gumbel_topk_host(log_w, counts(k, log_w), uniform, seed)
     return _gumbel_topk_torch(log_w, counts(k, log_w), uniform, seed)
@@ -42,6 +49,37 @@ def choose(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor 
 def counts(k: Tensor | int, log_w: Tensor) -> Tensor:
     """Return k of each row, as a tensor ``[N]``."""
     return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
+
+
+class Padding:
+    """Left padding of rows ``[N, D]``: moves rows to column 0 and back, so that draw i belongs to column start + i.
+
+    Attributes:
+        length: number of columns of each row that are not padding, int64 ``[N, 1]``.
+        real: bool ``[N, D]``, True for these columns after :meth:`to_left`; the padding is then behind them.
+    """
+
+    def __init__(self, start: Tensor, D: int) -> None:
+        column, start = torch.arange(D, device=start.device), start.clamp(0, D)[:, None]
+        self.length = D - start
+        self.real = column < self.length
+        self._to_left, self._back = (column + start) % D, (column - start) % D
+
+    def to_left(self, t: Tensor) -> Tensor:
+        """Move the first column that is not padding to column 0, and the padding behind the row."""
+        return t.gather(1, self._to_left)
+
+    def back(self, t: Tensor) -> Tensor:
+        """Undo :meth:`to_left`."""
+        return t.gather(1, self._back)
+
+
+def check_start_range(start: Tensor | None, D: int) -> None:
+    """Raise if a first column lies outside [0, D]. Not checked on a GPU, because reading it would be a host sync."""
+    if start is not None and start.is_cpu:
+        values = start.numpy()
+        if not ((values >= 0) & (values <= D)).all():
+            raise ValueError(f"start must lie in [0, {D}], got values from {values.min()} to {values.max()}")
 
 
 # Range that a given u is clamped to; -ln u is about 709 and 1.1e-16 at its ends.

@@ -25,6 +25,9 @@ d = i                    position i of the row, if the routine takes one draw pe
 d = 2i and 2i + 1        position i, if the routine takes a whole word: 23 bits for the coin, 41 for a token
 =======================  =====================================================================================
 
+With ``start``, positions are counted from the first column that is not left padding. Segments use the levels of blocks
+of one position, segment j that of block j.
+
 ``stride`` is the number of counters of a row, ``ceil(levels / 8) + ceil(draws of its positions / 8)``. The draws of a
 batch are therefore contiguous in the stream. ``gumbel_topk_mask`` draws no levels.
 

@@ -57,6 +57,17 @@ def level(draws: Array, eps: float) -> Array:
     return (float32(coin_bits(draws)) + 0.5) * ((1.0 - eps) * 2.0**-COIN_BITS) + eps
 
 
+def level_of_segment(level: Array, number: Array) -> Array:
+    """Return the level of the segment of each position, 1 for positions in no segment (number -1).
+
+    ``level`` is ``[rows, L]``, where column j belongs to segment j, or ``[rows, 1]`` for all segments.
+    """
+    if level.shape[1] > 1:
+        column = number.clip(0)
+        level = level.gather(1, column) if isinstance(level, torch.Tensor) else np.take_along_axis(level, column, 1)
+    return _library(level).where(number >= 0, level, 1.0)
+
+
 def coin_bits(draws: Array) -> Array:
     """Return the 23 random bits q of each position's coin."""
     return draws >> (32 - COIN_BITS)

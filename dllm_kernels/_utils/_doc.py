@@ -107,6 +107,11 @@ SHARED = {
         "int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, L and the "
         "options, in any batch and on any device."
     ),
+    "start": (
+        "int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is "
+        "corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns "
+        "before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync."
+    ),
     "level": (
         "levels to use instead of drawn ones, unchanged, without ``eps``; floating, in [0, 1]. A level outside [0, 1] "
         "raises ValueError on CPU. On a GPU it corrupts nothing or everything, because a check would cost a host sync."

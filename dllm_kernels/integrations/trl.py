@@ -49,7 +49,7 @@ from dllm_kernels.integrations._deferred import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
 from dllm_kernels.integrations._lora import dtype_of_logits, in_dtype_of
 from dllm_kernels.integrations.transformers import HeadOutput, loss_in_head, refuse_output
-from dllm_kernels.policy import PolicyViews, policy_views
+from dllm_kernels.policy import policy_views
 
 HOST = "trl"
 HOME, NAME = "kernels", "ChunkedLogProbFunction"  # trl.trainer.utils holds it as _ChunkedLogProbFunction
@@ -468,7 +468,8 @@ class DiffusionPolicyMixin:
         supervised = supervised & (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - keep)
         if self._shift:  # no row predicts the first token
             supervised = supervised & (attention_mask.cumsum(-1) > 1)
-        views = self._views_of(ids, supervised, attention_mask != 0, seeds)
+        start = (attention_mask.cumsum(-1) == 0).sum(-1)  # the masks of a row do not depend on its left padding
+        views = self._views(ids, supervised, self._mask_token_id, seeds=seeds, start=start)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
         if self._shift:
@@ -506,16 +507,6 @@ class DiffusionPolicyMixin:
             total = views.weights.sum(0)
             mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, -keep:]
         return scores, mean, getattr(outputs, "aux_loss", None) if auxiliary else None
-
-    def _views_of(self, ids: Tensor, supervised: Tensor, there: Tensor, seeds: Tensor) -> PolicyViews:
-        """Build views of rows without left padding, because the noise of a token depends on its column."""
-        L = ids.shape[1]
-        column, padding = torch.arange(L, device=ids.device), (there.cumsum(-1) == 0).sum(-1, keepdim=True)
-        to_left, back = (column + padding) % L, (column - padding) % L
-        ids, supervised = ids.gather(1, to_left), supervised.gather(1, to_left)
-        views = self._views(ids, supervised, self._mask_token_id, seeds=seeds)
-        noisy, scored, weights = (t.gather(2, back.expand(t.shape)) for t in views)
-        return PolicyViews(noisy, scored, weights, views.num_supervised, views.scheme)
 
 
 def _left(mask: Tensor) -> Tensor:

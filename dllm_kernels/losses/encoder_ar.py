@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dllm_kernels._core._inputs import RowInputs
@@ -14,6 +16,8 @@ from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, as_batch, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+
+NORMALIZE = ("tokens", "sequences")
 
 
 def compute_per_token_nll(
@@ -54,6 +58,9 @@ def encoder_ar_loss(
     valid_mask: torch.Tensor | None = None,
     num_tokens: int | torch.Tensor | None = None,
     *,
+    segment_ids: torch.Tensor | None = None,
+    normalize: str = "tokens",
+    num_sequences: int | torch.Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -63,6 +70,9 @@ def encoder_ar_loss(
     r"""Next-token cross-entropy over the pairs of a valid position and a valid next position.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i < S} m_i m_{i+1} \, \text{nll}(z_i, x_{i+1})
+
+    With ``segment_ids``, both positions of a pair must also be in the same segment. With ``normalize="sequences"``, the
+    sum of each sequence is divided by its number of pairs, and N is the number of sequences with at least one pair.
 
     The targets are shifted, not the logits, so no slice of ``[B, S, V]`` is copied or padded.
 
@@ -80,7 +90,12 @@ def encoder_ar_loss(
         input_ids: ``[B, S]`` integers, the clean sequence.
         valid_mask: ``[B, S]``, nonzero if a position is not padding; None: all are valid.
         num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions of this
-            call.
+            call. Only with ``normalize="tokens"``.
+        segment_ids: integers ``[B, S]``, equal for the positions of one segment, such as a document in a packed row;
+            negative for positions in no segment, which are not scored. None: each row is one segment.
+        normalize: "tokens", the mean over pairs; or "sequences", the mean over sequences of the mean over their pairs.
+        num_sequences: N with "sequences", as ``max(n, 1)``, such as the number of the whole step; int or 0-d tensor.
+            None: the number of sequences of this call with at least one pair.
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}
@@ -94,11 +109,13 @@ def encoder_ar_loss(
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices do not match, or ``reduction`` is unknown.
+        ValueError: shapes, dtypes or devices do not match, ``reduction`` or ``normalize`` is unknown, or a count
+            belongs to the other normalization.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
     rows = ModelOutput(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
-    return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
+    pairs = _Pairs(input_ids, valid_mask, segment_ids)
+    return _next_token(rows, pairs, normalize, num_tokens, num_sequences, reduction)
 
 
 def encoder_ar_loss_fused(
@@ -113,6 +130,9 @@ def encoder_ar_loss_fused(
     chunk_size: int | None = None,
     num_active: int | None = None,
     logits_dtype: torch.dtype | None = None,
+    segment_ids: torch.Tensor | None = None,
+    normalize: str = "tokens",
+    num_sequences: int | torch.Tensor | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -131,6 +151,7 @@ def encoder_ar_loss_fused(
         num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
             if the bound is too small.
         logits_dtype: {logits_dtype}
+        segment_ids, normalize, num_sequences: as in :func:`encoder_ar_loss`.
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}
@@ -142,8 +163,8 @@ def encoder_ar_loss_fused(
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows], or
-            ``reduction`` is unknown.
+        ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows],
+            ``reduction`` or ``normalize`` is unknown, or a count belongs to the other normalization.
 
     Source: :func:`encoder_ar_loss` of the projected hidden states.
     """
@@ -152,26 +173,52 @@ def encoder_ar_loss_fused(
         logits_dtype=logits_dtype,
     )  # fmt: skip
     rows = ModelOutput(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
-    return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
+    pairs = _Pairs(input_ids, valid_mask, segment_ids)
+    return _next_token(rows, pairs, normalize, num_tokens, num_sequences, reduction)
+
+
+class _Pairs(NamedTuple):
+    """Tokens, and what decides which pairs of adjacent positions are scored."""
+
+    input_ids: torch.Tensor
+    valid_mask: torch.Tensor | None
+    segment_ids: torch.Tensor | None
+
+    def scored(self) -> torch.Tensor:
+        """Validate the masks; return True for positions that predict the next token, bool ``[B, S]``."""
+        input_ids, valid_mask, segment_ids = self
+        valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
+        if valid_mask is not None:
+            _checks.check_masks_like("input_ids", input_ids, valid_mask=valid_mask)
+            valid = valid_mask.bool()
+        if segment_ids is None:
+            return valid & shift_left(valid, False)
+        _checks.check_like("input_ids", input_ids, _checks.INT_DTYPES, segment_ids=segment_ids)
+        ids = segment_ids.long()
+        return valid & shift_left(valid, False) & (ids >= 0) & (ids == shift_left(ids, -1))
 
 
 def _next_token(
-    rows: ModelOutput, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count, reduction: str
+    rows: ModelOutput, pairs: _Pairs, normalize: str, num_tokens: Count, num_sequences: Count, reduction: str
 ) -> torch.Tensor:
-    if rows.packed(input_ids):
-        rows, input_ids, valid_mask = rows.as_batch(), as_batch(input_ids), as_batch(valid_mask)
-    rows.check(input_ids)
+    if rows.packed(pairs.input_ids):
+        rows, pairs = rows.as_batch(), _Pairs(*map(as_batch, pairs))
+    rows.check(pairs.input_ids)
     _checks.check_choice("reduction", reduction, REDUCTIONS)
-    input_ids, valid_mask = all_plain(input_ids, valid_mask)
-    check_counts(num_tokens=num_tokens)
-    if valid_mask is None:
-        valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
-    else:
-        _checks.check_masks_like("input_ids", input_ids, valid_mask=valid_mask)
-        valid = valid_mask.bool()
-    scored, targets = valid & shift_left(valid, False), next_tokens(input_ids)
-    rows.check_targets(input_ids, scored[:, :-1], shift=1)
+    _checks.check_choice("normalize", normalize, NORMALIZE)
+    check_counts(num_tokens=num_tokens, num_sequences=num_sequences)
+    for name, count, of in (("num_tokens", num_tokens, "tokens"), ("num_sequences", num_sequences, "sequences")):
+        if count is not None and normalize != of:
+            raise ValueError(f"{name} must be None unless normalize is {of!r}, got it with normalize={normalize!r}")
+    pairs = _Pairs(*all_plain(*pairs))
+    scored, targets = pairs.scored(), next_tokens(pairs.input_ids)
+    rows.check_targets(pairs.input_ids, scored[:, :-1], shift=1)
     if reduction == "none":
         return rows.per_row(targets, scored).nll
-    weights = divide(scored.to(rows.accum_dtype), num_tokens, scored)
+    weights = scored.to(rows.accum_dtype)
+    if normalize == "tokens":
+        weights = divide(weights, num_tokens, scored)
+    else:
+        of_sequence = scored.sum(1, keepdim=True)
+        weights = divide(weights / of_sequence.clamp(min=1), num_sequences, of_sequence > 0)
     return rows.weighted(targets, weights).loss

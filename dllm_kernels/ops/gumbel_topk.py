@@ -18,6 +18,7 @@ def gumbel_topk_mask(
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
     seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Choose ``k`` positions of each row without replacement, with odds given by the row's weights.
@@ -38,6 +39,9 @@ def gumbel_topk_mask(
             the nearest value inside. None: drawn.
         generator: {generator}
         seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
+        start: int64 ``[N]``, in [0, D], the first column of each row that is not left padding; None: 0. Draw i belongs
+            to column ``start[n] + i``, so that with ``seeds`` a row has the same choice as without padding. Columns
+            before ``start[n]`` are never chosen. Not with ``uniform``. Checked on CPU; clamped on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -46,9 +50,9 @@ def gumbel_topk_mask(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: shapes, dtypes or devices do not match, k is negative or has more than 64 bits, or ``uniform`` is
-            combined with ``generator`` or ``seeds``. Negative entries of a GPU tensor count as 0 instead, because a
-            check would cost a host sync.
+        ValueError: shapes, dtypes or devices do not match, k is negative or has more than 64 bits, ``start`` is out of
+            range, or ``uniform`` is combined with ``generator``, ``seeds`` or ``start``. Negative entries of a GPU
+            tensor count as 0 instead, because a check would cost a host sync.
 
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
     """
@@ -65,14 +69,18 @@ def gumbel_topk_mask(
     k = k if isinstance(k, torch.Tensor) else operator.index(k)
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
+    if start is not None:
+        check_start(start, log_w, "log_w")
+        if uniform is not None:
+            raise ValueError("start must be None with uniform, which already has one value per column, got a tensor")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
     if torch.compiler.is_compiling():
         from dllm_kernels._corruption._compiled import gumbel_topk_mask as op
 
-        mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, backend)
+        mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, start, backend)
         return mask
     with torch.no_grad():
-        return choose(log_w, k, uniform, seed, backend)
+        return choose(log_w, k, uniform, seed, start, backend)
 
 
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
@@ -88,3 +96,11 @@ def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     _checks.check_same_device("log_w", log_w, k=k)
     if k.device.type == "cpu" and not torch.compiler.is_compiling() and bool((k < 0).any()):
         raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")
+
+
+def check_start(start: torch.Tensor, rows: torch.Tensor, name: str) -> None:
+    """Raise unless ``start`` is int64 ``[N]`` on the device of ``rows [N, D]``; ``choose`` checks its values."""
+    _checks.check_tensor("start", start)
+    _checks.check_dtype("start", start, (torch.int64,))
+    _checks.check_shape("start", start, rows.shape[:1], f"the rows of {name}")
+    _checks.check_same_device(name, rows, start=start)

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends._backend import use_triton
+from dllm_kernels._corruption._topk import check_start_range
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import is_dtensor, plain
-from dllm_kernels.corruption import checked_mask_id, corrupt_uniform, sample_level
+from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
+from dllm_kernels.corruption import checked_mask_id, checked_start, corrupt_uniform, sample_level
 from dllm_kernels.policy._quadrature import quadrature_rule
 
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
@@ -147,6 +148,7 @@ def policy_views(
     step_map: Tensor | None = None,
     seeds: Tensor | None = None,
     generator: torch.Generator | None = None,
+    start: Tensor | None = None,
     backend: str = "auto",
 ) -> PolicyViews:
     r"""Build noisy views of completions, with the weights of their log-probabilities in the score.
@@ -210,6 +212,7 @@ def policy_views(
             tokens that were not generated. A generated token is masked also if it is not supervised.
         seeds: int64 ``[B]``, one seed per row.
         generator: source of random bits if there are no ``seeds``, see :mod:`dllm_kernels.corruption`.
+        start: {start} They are not supervised either.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -230,14 +233,21 @@ def policy_views(
     _checks.check_whole_tensor("step_map", step_map)
     prob = _checked_prompt_prob(prompt_prob, scheme)
     supervised = loss_mask != 0
+    start = checked_start(start, ids, "ids")
+    if start is not None:
+        if readable_without_sync(start):
+            check_start_range(start, ids.shape[1])
+        real = torch.arange(ids.shape[1], device=ids.device) >= start[:, None]
+        supervised = supervised & real
     if scheme == "trace":
-        _check_step_map(step_map, ids, num)
+        step_map = _checked_step_map(step_map, ids, num)
+        step_map = step_map if start is None else torch.where(real, step_map, -1)
     elif step_map is not None:
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, int(num), scheme)
     draws = scheme not in ("full", "trace") or prob > 0
     of_draws, of_call = _seeds(ids, int(num), seeds, generator, draws)
-    rows = _Rows(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map)
+    rows = _Rows(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map, start)
     made = SCHEMES[scheme](rows)
     weights = torch.where(made.scored, made.weight[..., None], 0.0)
     noisy = torch.where(made.masked, mask_id, ids)
@@ -306,6 +316,7 @@ class _Rows(NamedTuple):
     level: Tensor | None
     prompt_prob: float
     step_map: Any
+    start: Tensor | None
 
     @property
     def everywhere(self) -> Tensor:
@@ -322,6 +333,7 @@ class _Rows(NamedTuple):
             level=level.flatten(),
             exact=exact,
             seeds=self.seeds.flatten(),
+            start=None if self.start is None else self.start.repeat(self.num),
             backend=self.backend,
         )[1]
         return noise.view(shape)
@@ -478,7 +490,7 @@ def _check_scheme(scheme: Any) -> None:
     _checks.check_choice("scheme", scheme, SCHEMES)
 
 
-def _check_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> None:
+def _checked_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> Tensor:
     if step_map is None:
         raise ValueError("step_map must be given for scheme 'trace', got None")
     if num == 1 and torch.compiler.is_compiling():
@@ -487,6 +499,7 @@ def _check_step_map(step_map: Tensor | None, ids: Tensor, num: int) -> None:
             "known, got 1"
         )
     _checks.check_like("ids", ids, _checks.INT_DTYPES, step_map=step_map)
+    return step_map
 
 
 def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: str) -> Tensor | None:

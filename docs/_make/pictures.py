@@ -203,6 +203,20 @@ def corruption() -> plt.Figure:
     return figure
 
 
+def bias() -> plt.Figure:
+    B, size = 20_000, 16
+    ids, everywhere = torch.zeros(B, size, dtype=torch.long), torch.ones(B, size)
+    routines = {"corrupt_uniform": ours.corrupt_uniform, "corrupt_blockwise": ours.corrupt_blockwise}
+    figure, place = plt.subplots(figsize=(6, 2.6))
+    for name, routine in routines.items():
+        generator = torch.Generator().manual_seed(0)
+        _, noise, p_mask = routine(ids, everywhere, MASK, block_size=size, generator=generator)
+        place.plot(range(size), (noise / p_mask).mean(0), marker=".", label=f"{name}, block_size={size}")
+    place.set(xlabel="position in the block", ylabel="mean of noise / p_mask", ylim=(0, None))
+    place.legend()
+    return figure
+
+
 CELLS = ["#cbd5e1", "#64748b", "#0d9488", "#ea580c"]
 
 
@@ -259,5 +273,6 @@ def divergence() -> plt.Figure:
 PICTURES = {
     "divergence": divergence,
     "mdlm": mdlm, "block-diffusion": block_diffusion, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash,
-    "encoder-ar": encoder_ar, "mtp": mtp, "corruption": corruption, "levels": levels, "collator": collator,
+    "encoder-ar": encoder_ar, "mtp": mtp, "corruption": corruption, "bias": bias, "levels": levels,
+    "collator": collator,
 }  # fmt: skip

@@ -84,6 +84,7 @@ def mix_probabilities(ids):
 
 ROUTINES = {
     "uniform": Routine(uniform()),
+    "uniform, block 7": Routine(uniform(block_size=7)),
     "sequence": Routine(blockwise()),
     "block 1": Routine(blockwise(1)),
     "block 5": Routine(blockwise(5)),
@@ -94,6 +95,7 @@ ROUTINES = {
     "tokens, block 6": Routine(tokens(6, 0.2)),
     "exact": Routine(uniform(exact=True)),
     "levels": Routine(uniform(), row_levels),
+    "levels, block 6": Routine(uniform(block_size=6), block_levels),
     "exact levels": Routine(uniform(exact=True), row_levels),
     "sequence levels": Routine(blockwise(), row_levels),
     "block levels": Routine(blockwise(6), block_levels),
@@ -196,6 +198,7 @@ def test_a_stored_seed_keeps_its_mask(routine):
 
 STORED = {
     "uniform": "ffedbfff",
+    "uniform, block 7": "fe093dc0",
     "sequence": "bff7d3bf",
     "block 1": "8650be54",
     "block 5": "b852407d",
@@ -206,6 +209,7 @@ STORED = {
     "tokens, block 6": "f93fcd83",
     "exact": "bff7d3bf",
     "levels": "40292fe7",
+    "levels, block 6": "43afece7",
     "exact levels": "b656c018",
     "sequence levels": "1656501b",
     "block levels": "16dfc11f",
@@ -365,9 +369,10 @@ BAD = [
     ({"loss_mask": None}, "uniform", TypeError, "loss_mask must be a torch.Tensor, got NoneType"),
     ({"mask_token_id": 1.5}, "mask", TypeError, "mask_token_id must be an int, got float"),
     ({"mask_token_id": 2**63}, "mask", ValueError, "mask_token_id must fit the int64 of input_ids, .* got 9223"),
-    ({"eps": 1.0}, "uniform", ValueError, r"eps must lie in \[0, 1\), got 1.0"),
-    ({"eps": -1e-3}, "blockwise", ValueError, r"eps must lie in \[0, 1\), got -0.001"),
-    ({"eps": float("nan")}, "random", ValueError, r"eps must lie in \[0, 1\), got nan"),
+    ({"mask_token_id": -1}, "mask", ValueError, "mask_token_id must not be negative, got -1"),
+    ({"eps": 1.001}, "uniform", ValueError, r"eps must lie in \[0, 1\], got 1.001"),
+    ({"eps": -1e-3}, "blockwise", ValueError, r"eps must lie in \[0, 1\], got -0.001"),
+    ({"eps": float("nan")}, "random", ValueError, r"eps must lie in \[0, 1\], got nan"),
     ({"eps": "small"}, "uniform", TypeError, "eps must be a float, got str"),
     ({"half_life_ratio": 0}, "blockwise", ValueError, "half_life_ratio must be above 0, got 0"),
     ({"half_life_ratio": float("nan")}, "blockwise", ValueError, "half_life_ratio must be above 0, got nan"),

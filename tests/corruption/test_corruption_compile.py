@@ -20,6 +20,7 @@ def every_routine(ids, loss_mask, seeds, block_size):
     p = torch.linspace(0, 0.5, len(ids), device=ids.device)
     return [
         *corruption.corrupt_uniform(ids, loss_mask, MASK, seeds=seeds),
+        *corruption.corrupt_uniform(ids, loss_mask, MASK, block_size=block_size, seeds=seeds),
         *corruption.corrupt_blockwise(ids, loss_mask, MASK, block_size, seeds=seeds),
         *corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds),
         *corruption.corrupt_all_masked(ids, loss_mask, MASK),

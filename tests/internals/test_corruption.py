@@ -1,5 +1,6 @@
 """Corruption routines: their random bits, their kernels, and the choice of code path."""
 
+import functools
 import sys
 
 import pytest
@@ -33,6 +34,28 @@ def test_uniform_equals_the_reference(B, L, backend, device):
     uniform = _rules.uniform(bits)
     expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, t_uniform=level[:, 0], uniform=uniform)
     assert same(corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 64])
+def test_uniform_with_blocks_equals_the_reference(block_size, backend, device):
+    ids, loss_mask, seeds = batch(3, 50, device)
+    level, bits, _ = draws(seeds, 50, block_size)
+    drawn = {"t_uniform": level, "uniform": _rules.uniform(bits)}
+    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, block_size=block_size, **drawn)
+    got = corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, block_size=block_size, seeds=seeds, backend=backend)
+    assert same(got, expected)
+
+
+@pytest.mark.parametrize("with_level", [False, True])
+def test_uniform_with_segments_equals_the_reference(with_level, backend, device):
+    ids, loss_mask, seeds = batch(3, 50, device)
+    segment_ids = torch.randint(-1, 6, (3, 50), generator=torch.Generator().manual_seed(5)).to(device)
+    level, bits, _ = draws(seeds, 50, 1)
+    options = {"segment_ids": segment_ids, "level": level.flip(1) if with_level else None}
+    drawn = {"t_uniform": level, "uniform": _rules.uniform(bits)}
+    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, **drawn)
+    got = corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, seeds=seeds, backend=backend)
+    assert same(got, expected)
 
 
 @pytest.mark.covering(1)
@@ -82,13 +105,27 @@ def test_the_requested_backend_runs(routine, monkeypatch, device):
 
 @every_routine
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])
-def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, monkeypatch):
+@pytest.mark.parametrize("padded", [False, True])
+def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, padded, monkeypatch):
     ids, loss_mask, seeds = batch(B, L)
+    routine = functools.partial(routine, start=torch.arange(B) * 17 % (L + 1)) if padded else routine
     monkeypatch.setattr(op, "_SLICE", 75)  # slices of one row, or of four rows if that takes less memory
     sources = (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)})
     by_host = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
     monkeypatch.setattr(ops, "on_host", lambda device: False)
     by_torch = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
+    assert all(same(a, b) for a, b in zip(by_host, by_torch, strict=True))
+
+
+def test_the_torch_path_of_segments(monkeypatch):
+    ids, loss_mask, seeds = batch(9, 40)
+    monkeypatch.setattr(op, "_SLICE", 75)
+    run = functools.partial(
+        corruption.corrupt_uniform, ids, loss_mask, MASK, segment_ids=ids % 5 - 1, seeds=seeds, backend="torch"
+    )
+    by_host = [run(), run(level=torch.rand(9, 40, generator=torch.Generator().manual_seed(0)))]
+    monkeypatch.setattr(ops, "on_host", lambda device: False)
+    by_torch = [run(), run(level=torch.rand(9, 40, generator=torch.Generator().manual_seed(0)))]
     assert all(same(a, b) for a, b in zip(by_host, by_torch, strict=True))
 
 

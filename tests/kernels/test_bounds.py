@@ -133,6 +133,7 @@ def linear_sample(guarded, dtype, **options):
     ops.linear_sample(h, w, seeds=seeds, chunk_size=2, backend="triton", **options)
 
 
+STARTS = torch.arange(B) * L // (B - 1)
 TRANSFORM = {"softcap": 4.0, "scale": 0.7, "skip_id": V - 1}
 RUNS = {
     **{f"token_nll, {d}": (lambda g, d=d: token_nll(g, d)) for d in (torch.float16, torch.float32, torch.float64)},
@@ -156,6 +157,11 @@ RUNS = {
     "corrupt_uniform, exact": corrupted("corrupt_uniform", MASK, level=torch.linspace(0.1, 0.9, B), exact=True),
     "corrupt_blockwise": corrupted("corrupt_blockwise", MASK),
     "corrupt_blockwise, blocks": corrupted("corrupt_blockwise", MASK, 8, level=torch.linspace(0, 1, 3 * B).view(B, 3)),
+    "corrupt_uniform, padded blocks": corrupted("corrupt_uniform", MASK, block_size=8, start=STARTS),
+    "corrupt_uniform, padded segments": corrupted(
+        "corrupt_uniform", MASK, segment_ids=torch.arange(B * L).view(B, L) % 5 - 1, start=STARTS
+    ),
+    "corrupt_blockwise, padded": corrupted("corrupt_blockwise", MASK, start=STARTS),
     "corrupt_uniform_random": corrupted("corrupt_uniform_random", MASK, 5),
     "corrupt_all_masked": corrupted("corrupt_all_masked", MASK),
     "corrupt_mix": corrupted(
@@ -163,6 +169,7 @@ RUNS = {
     ),
     "complementary": lambda g: corruption.complementary(ids_and_mask(g)[1], ids_and_mask(g)[1], backend="triton"),
     "gumbel_topk": gumbel_topk,
+    "gumbel_topk, padded": lambda g: gumbel_topk(g, start=torch.arange(N) * V // (N - 1)),
     "gumbel_topk, given draws": lambda g: gumbel_topk(g, uniform=torch.rand(N, V).clamp(1e-6, 1 - 1e-6)),
 }
 

@@ -461,8 +461,9 @@ def test_invalid_options(case, form):
 
 
 def all_on(call):
-    """Turn on all masks, so that all targets of the loss count."""
+    """Turn on all masks, and pack one document per row, so that all targets of the loss count."""
     masks = {name: ON for name, _ in call.of("mask", "weight", "noise")}
+    masks |= {"segment_ids": torch.zeros_like(Y)} if "segment_ids" in call.arguments else {}
     return masks | {name: ON / 2 for name, _ in call.of("probability")}
 
 

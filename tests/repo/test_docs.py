@@ -296,7 +296,10 @@ def draft_distillation(n):
 @page("losses/encoder-ar.md")
 def encoder_ar(n):
     pairs = n["valid"][:, :-1] & n["valid"][:, 1:]
-    same(n["loss"], plain_nll(n["logits"][:, :-1], n["ids"][:, 1:])[pairs].mean())
+    nll = plain_nll(n["logits"][:, :-1], n["ids"][:, 1:])
+    same(n["loss"], nll[pairs].mean())
+    pairs[:, 5] = False  # of the last token of one document and the first of the next
+    same(n["of_sequences"], torch.stack([row[on].mean() for row, on in zip(nll, pairs, strict=True)]).mean())
 
 
 @page("losses/mtp.md")
@@ -432,6 +435,9 @@ def corruption(n):
     assert torch.equal(n["mixed_mask"], n["mixed"] != n["ids"])
     assert torch.equal(n["other_mask"], supervised & ~n["noise_mask"])
     assert torch.equal(n["p_mask"], n["levels"][:, None].expand_as(n["p_mask"]))
+    assert torch.equal(n["packed"] != n["ids"], n["packed_noise"])
+    assert all(len(row.unique()) == 2 for row in n["p_of_document"])
+    assert torch.equal(n["of_blocks"] != n["ids"], n["block_noise"])
     assert n["chosen"].sum(1).tolist() == [5, 10, 20, 52]
     assert not (n["chosen"] & ~supervised).any()
     odds = torch.tensor([1.0, 2.0, 7.0]).log().expand(20_000, 3)

@@ -246,6 +246,11 @@ def _encoder(B: int, L: int, V: int) -> Inputs:
     return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
 
 
+def _documents(B: int, L: int, V: int) -> Inputs:
+    """Draw packed documents, and positions in none of them (-1)."""
+    return _encoder(B, L, V) | {"segment_ids": torch.randint(-1, 2, (B, L))}
+
+
 def _statistics(B: int, L: int, V: int) -> Inputs:
     ids = torch.stack([_targets(B, L, V) for _ in range(2)], -1)
     a, b = 10 ** (-3 * torch.rand(B, L)) * _mask(B, L, 0.8), torch.rand(B, L) + 0.1
@@ -549,6 +554,11 @@ PLAIN = (
         settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0},
     ),
     _ENCODER,
+    replace(
+        _ENCODER, name="encoder AR, documents", draw=_documents, settings={"normalize": "sequences"}, variant=True,
+        roles={"input_ids": "targets", "valid_mask": "mask", "segment_ids": "ids", "num_sequences": "count"},
+        transformed_by=None,
+    ),
     replace(
         _ENCODER, name="encoder AR, counted", draw=_counted(_encoder, num_tokens=3), counted_locally=False,
         variant=True, transformed_by=None,

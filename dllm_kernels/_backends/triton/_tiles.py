@@ -124,8 +124,8 @@ class SelectTile(NamedTuple):
 
 # Columns processed at a time if the keys of a row are kept in memory. The corruption kernel has more live scalars: at
 # 4,096 columns Triton 3.6 runs out of scalar registers on gfx942. At 2,048 columns Triton 3.9 spills in the top-k
-# kernel on sm_90.
-TOPK_IN_MEMORY, CORRUPT_IN_MEMORY = 4096, 2048
+# kernel on sm_90. With left padding, both kernels spill scalar registers on gfx942 at these sizes (Triton 3.9).
+TOPK_IN_MEMORY, CORRUPT_IN_MEMORY, PADDED_IN_MEMORY = 4096, 2048, 1024
 
 
 def select(D: int, in_memory_block: int = TOPK_IN_MEMORY) -> SelectTile:

@@ -1,7 +1,9 @@
 """Corruption in one launch: ids and mask in; noisy ids, noise mask and probabilities out.
 
 A program processes a tile [R blocks, BLOCK positions]. Block n of the batch is block n % blocks of row n // blocks.
-Levels, coins and tokens are drawn in registers. The arithmetic is that of ``_random/_rules.py``, rounded step by step;
+With ``start``, the positions of a row begin at column ``start``, and the
+columns before it, which are left padding, follow the last one (see ``_places``). Levels, coins and tokens are drawn in
+registers. The arithmetic is that of ``_random/_rules.py``, rounded step by step;
 therefore the kernels are launched without contraction into fused multiply-adds.
 """
 
@@ -25,7 +27,10 @@ SIZES = [
     "p_stride", "q_stride",
 ]  # fmt: skip
 # Specialised on being 1 (integers) or None (pointers), but not on alignment.
-ONES = ["blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr"]
+ONES = [
+    "blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr", "start_ptr",
+    "segment_ptr", "rate_ptr",
+]  # fmt: skip
 _MOST = tl.constexpr(MOST)
 
 
@@ -40,11 +45,36 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
 
 
 @triton.jit
+def _first_column(start_ptr, b, B, L):
+    """Load the first column of the rows b that is not padding, clamped to [0, L]; None without ``start``."""
+    if start_ptr is None:
+        return None
+    else:
+        return tl.minimum(tl.maximum(tl.load(start_ptr + b, mask=b < B, other=0), 0), L).to(tl.int32)
+
+
+@triton.jit
 def _places(b, block, i, sizes, ALIGNED: tl.constexpr):
-    """Return the positions i of the blocks within the rows b, and their mask; ``ALIGNED`` as in ``multiple``."""
-    B, L, size = sizes
+    """Return the columns of the positions i of the blocks within the rows b, and their mask.
+
+    ``sizes`` holds B, L, the size of a block and the first column of each row or None. ``ALIGNED``: see ``multiple``.
+    """
+    B, L, size, start = sizes
     at = block * multiple(size, ALIGNED) + i
-    return at, (b < B) & (i < multiple(size, ALIGNED)) & (at < multiple(L, ALIGNED))
+    inside = (b < B) & (i < multiple(size, ALIGNED)) & (at < multiple(L, ALIGNED))
+    if start is not None:
+        at = tl.where(at < L - start, at + start, at - (L - start))
+    return at, inside
+
+
+@triton.jit
+def _length(block, sizes):
+    """Return the number of positions of each block that are not padding."""
+    _, L, size, start = sizes
+    if start is None:
+        return tl.minimum(size, L - block * size)
+    else:
+        return tl.minimum(size, tl.maximum(L - start - block * size, 0))
 
 
 @triton.jit
@@ -54,6 +84,8 @@ def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, ALIGNED: tl.cons
     b = b.to(tl.int64)  # b * L exceeds int32 if the batch has 2**31 positions
     at = at.to(tl.int64)
     ids = tl.load(ids_ptr + b * multiple(stride_b, ALIGNED) + at * stride_l, mask=inside, other=0)
+    if sizes[3] is not None:
+        inside = inside & (at >= sizes[3])  # padding is not supervised
     if HAS_MASK:
         places = loss_mask_ptr + b * multiple(mask_stride_b, ALIGNED) + at * mask_stride_l
         inside = inside & (tl.load(places, mask=inside, other=0) != 0)
@@ -78,6 +110,8 @@ def _write_as(outputs, b, block, i, sizes, noisy, noise, p, ALIGNED: tl.constexp
     tl.store(noisy_ptr + out, noisy, mask=inside)
     tl.store(noise_ptr + out, noise, mask=inside)
     if p_ptr is not None:
+        if sizes[3] is not None:
+            p = tl.where((at >= sizes[3]) | (sizes[2] >= sizes[1]), p, 1.0)  # padding is in no block
         tl.store(p_ptr + out, p, mask=inside)
 
 
@@ -93,7 +127,7 @@ def _write(outputs, b, block, i, sizes, ids, noise, token, p):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_independent(
-    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
+    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, start_ptr, noisy_ptr, noise_ptr, p_ptr, segment_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
     eps, one_minus_eps,
     KIND: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr, SHARE: tl.constexpr,
@@ -107,11 +141,19 @@ def _corrupt_independent(
     b = n // blocks
     block = n % blocks
     i = (first + tl.arange(0, BLOCK))[None, :]
-    ids, noise = _read(batch, b, block, i, (B, L, size), True)
+    sizes = (B, L, size, _first_column(start_ptr, b, B, L))
+    ids, noise = _read(batch, b, block, i, sizes, True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
     if KIND != _ALL:
         seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
-        level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
+        if segment_ptr is None:
+            level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
+        else:
+            at, inside = _places(b, block, i, sizes, False)
+            number = tl.load(segment_ptr + b.to(tl.int64) * L + at, mask=inside, other=-1).to(tl.int32)
+            level = _level(levels, seed, row, b, tl.maximum(number, 0), B, stride, HAS_LEVEL)
+            noise = noise & (number >= 0)
+            level = tl.where(number >= 0, level, 1.0)
         start = block * size + first
         if KIND == _TOKENS:
             word = _philox.words(seed, row, stride, start, SHARE, BLOCK)
@@ -121,12 +163,12 @@ def _corrupt_independent(
             noise = noise & (_philox.uniform(_philox.draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
         if (KIND == _MASK) | HAS_LEVEL:
             p = tl.broadcast_to(level, [R, BLOCK])
-    _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, (B, L, size), ids, noise, token, p)
+    _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, sizes, ids, noise, token, p)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_mix(
-    ids_ptr, loss_mask_ptr, seed_ptr, mask_prob_ptr, uniform_prob_ptr, noisy_ptr, noise_ptr,
+    ids_ptr, loss_mask_ptr, seed_ptr, mask_prob_ptr, uniform_prob_ptr, start_ptr, noisy_ptr, noise_ptr,
     B, L, stride, token, vocab_size, stride_b, stride_l, mask_stride_b, mask_stride_l, p_stride, q_stride,
     SHARED_SEED: tl.constexpr, SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +177,8 @@ def _corrupt_mix(
     first = (tl.program_id(0) % tiles) * BLOCK
     b = ((tl.program_id(0) // tiles) * R + tl.arange(0, R))[:, None]
     i = (first + tl.arange(0, BLOCK))[None, :]
-    ids, supervised = _read(batch, b, b * 0, i, (B, L, L), True)
+    sizes = (B, L, L, _first_column(start_ptr, b, B, L))
+    ids, supervised = _read(batch, b, b * 0, i, sizes, True)
     mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
     total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
     supervised = supervised & (total <= _MOST)
@@ -149,7 +192,7 @@ def _corrupt_mix(
     other += (other >= tl.maximum(clean, token)).to(tl.int64)
     noise = absorbed | (supervised & (u < total) & (clean != token))
     new = tl.where(absorbed, tl.zeros_like(other) + token, other)
-    _write((noisy_ptr, noise_ptr, None), b, b * 0, i, (B, L, L), ids, noise, new, None)
+    _write((noisy_ptr, noise_ptr, None), b, b * 0, i, sizes, ids, noise, new, None)
 
 
 @triton.jit
@@ -176,7 +219,7 @@ def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLO
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_topk(
-    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
+    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, start_ptr, noisy_ptr, noise_ptr, p_ptr, rate_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
     eps, one_minus_eps, rate, at_least,
     EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
@@ -189,7 +232,8 @@ def _corrupt_topk(
     b = n // blocks
     block = n % blocks
     i = tl.arange(0, BLOCK)[None, :]
-    ids, supervised = _read(batch, b, block, i, (B, L, size), HAS_MASK)
+    sizes = (B, L, size, _first_column(start_ptr, b, B, L))
+    ids, supervised = _read(batch, b, block, i, sizes, HAS_MASK)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     draw = _philox.draws(seed, row, stride, block * size, SHARE, BLOCK)
@@ -198,16 +242,18 @@ def _corrupt_topk(
         at_least = (level > 0).to(tl.int32)
         key = _position_keys(draw, supervised, 0, level, rate, EXACT, BLOCK)
     else:
-        length = tl.where(b < B, tl.minimum(size, L - block * size), 0)
+        length = tl.where(b < B, _length(block, sizes), 0)
+        if rate_ptr is not None:
+            rate = tl.load(rate_ptr + b, mask=b < B, other=0.0)
         key = _position_keys(draw, i < length, 0, level, rate, EXACT, BLOCK)
     chosen = topk(key, tl.reshape(number_to_mask(level, length, at_least), [R]))
     p = tl.broadcast_to(level, [R, BLOCK])
-    _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, (B, L, size), ids, chosen & supervised, token, p)
+    _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, sizes, ids, chosen & supervised, token, p)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_topk_long(
-    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
+    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, start_ptr, noisy_ptr, noise_ptr, p_ptr, rate_ptr, key_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
     eps, one_minus_eps, rate, at_least,
     EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
@@ -219,7 +265,10 @@ def _corrupt_topk_long(
     n = tl.program_id(0)
     b = (n // blocks) + tl.zeros([1, 1], tl.int32)
     block = (n % blocks) + tl.zeros([1, 1], tl.int32)
-    length = tl.minimum(size, L - (n % blocks) * size)
+    sizes = (B, L, size, _first_column(start_ptr, b, B, L))
+    length = tl.max(tl.reshape(_length(block, sizes), [1]), 0)
+    if rate_ptr is not None:
+        rate = tl.load(rate_ptr + b)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     kept = rounded_up(size)
@@ -231,7 +280,7 @@ def _corrupt_topk_long(
         i = start + tl.arange(0, BLOCK)
         may = (i < length)[None, :]
         if EXACT:
-            _, may = _read(batch, b, block, i[None, :], (B, L, size), HAS_MASK)
+            _, may = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         draw = _philox.draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
         tl.store(key_ptr + i, key, mask=i < kept)
@@ -248,7 +297,6 @@ def _corrupt_topk_long(
         i = start + tl.arange(0, BLOCK)
         key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
-        sizes = (B, L, size)
         ids, supervised = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         noise = chosen[None, :] & supervised
         _write((noisy_ptr, noise_ptr, p_ptr), b, block, i[None, :], sizes, ids, noise, token, p)
@@ -270,9 +318,9 @@ def _complement(
     b = (tl.program_id(0) // tiles).to(tl.int64) + tl.zeros([1], tl.int64)
     i = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
     if all_multiples(L, stride_b, mask_stride_b, 0):
-        _complement_as(batch, out_ptr, b, i, (B, L, L), True)
+        _complement_as(batch, out_ptr, b, i, (B, L, L, None), True)
     else:
-        _complement_as(batch, out_ptr, b, i, (B, L, L), False)
+        _complement_as(batch, out_ptr, b, i, (B, L, L, None), False)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
@@ -306,48 +354,51 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
 
 @on_its_device
 def corrupt(
-    input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, routine: Any, blocks: int,
-    size: int, rate: float, at_least: int,
+    input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, start: Tensor | None,
+    segments: Tensor | None, routine: Any, grid: Any, rate: float | Tensor,
 ) -> Corrupted:  # fmt: skip
-    """Launch the kernel of a ``_corrupt.Routine``; only "topk" uses ``rate`` and ``at_least``."""
-    kind, token, _, eps, _ = routine
-    B, L = input_ids.shape
+    """Launch the kernel of a ``_corrupt.Routine``; only "topk" uses ``rate``, a number or one per row."""
+    kind, token, block_size, eps, _ = routine
+    B, L, blocks, size = grid
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
     out = noisy, noise, torch.empty(noisy.shape, dtype=torch.float32, device=noisy.device)
     mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
     # A level [B, 1] applies to all blocks of a row.
     level_strides = (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
-    pointers = (input_ids, loss_mask, seed, level, *out)
+    pointers = (input_ids, loss_mask, seed, level, None if start is None else start.contiguous(), *out)
+    levels = blocks if segments is None else L
     numbers = (
-        B, L, blocks, size, _stride(blocks, L, kind == "tokens"), token, *input_ids.stride(), *mask_strides,
+        B, L, blocks, size, _stride(levels, L, kind == "tokens"), token, *input_ids.stride(), *mask_strides,
         *level_strides, eps, 1.0 - eps,
     )  # fmt: skip
     flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
     flags |= {"enable_fp_fusion": False}
     if kind in _KINDS:
         R, block, share, num_warps = _tiles.independent(blocks, size, 4 if kind == "tokens" else 8)
-        grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
+        programs = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
         flags |= {"KIND": _KINDS[kind], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
-        _corrupt_independent[grid](*pointers, *numbers, **flags)
+        _corrupt_independent[programs](*pointers, segments, *numbers, **flags)
         return out
-    tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY)
+    tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     share = _tiles.share(blocks, size, tile.block, 8)
     flags |= {"EXACT": kind == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor() if tile.num_warps == 16 else {})
+    of_rows, of_call = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
+    numbers = (*numbers, of_call, int(block_size is None))
     if tile.in_memory:
         scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
-        _corrupt_topk_long[(B * blocks,)](*pointers, scratch, *numbers, rate, at_least, **flags)
+        _corrupt_topk_long[(B * blocks,)](*pointers, of_rows, scratch, *numbers, **flags)
     else:
-        grid = (triton.cdiv(B * blocks, tile.rows),)
-        _corrupt_topk[grid](*pointers, *numbers, rate, at_least, **flags, R=tile.rows)
+        programs = (triton.cdiv(B * blocks, tile.rows),)
+        _corrupt_topk[programs](*pointers, of_rows, *numbers, **flags, R=tile.rows)
     return out
 
 
 @on_its_device
 def mix_tokens(
     input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
-    seed: Tensor,
+    seed: Tensor, start: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See ``_corrupt.mix_tokens``."""
     B, L = input_ids.shape
@@ -355,8 +406,9 @@ def mix_tokens(
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
     R, block, share, num_warps = _tiles.independent(1, L, 4)
     grid = (triton.cdiv(B, R) * triton.cdiv(L, block),)
+    first = None if start is None else start.contiguous()
     _corrupt_mix[grid](
-        input_ids, loss_mask, seed, mask_prob, uniform_prob, noisy, noise,
+        input_ids, loss_mask, seed, mask_prob, uniform_prob, first, noisy, noise,
         B, L, _stride(1, L, True), mask_token_id, vocab_size, *input_ids.stride(), *loss_mask.stride(),
         mask_prob.stride(0), uniform_prob.stride(0),
         SHARED_SEED=seed.dim() == 0, SHARE=share, R=R, BLOCK=block, num_warps=num_warps, enable_fp_fusion=False,

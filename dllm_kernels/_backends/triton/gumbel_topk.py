@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
@@ -19,7 +19,7 @@ _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)
 
 # As in corruption.py: not specialised on lengths.
 SIZES = ["N", "D", "k_const", "stride_n", "uniform_stride_n"]
-ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr"]
+ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr", "start_ptr"]
 
 
 @triton.jit
@@ -55,13 +55,27 @@ def _store(out_ptr, n, d, sizes, chosen):
 
 
 @triton.jit
+def _columns(start_ptr, n, d, N, D):
+    """Return the columns of the positions d of the rows n, and True for positions that are not padding.
+
+    With ``start``, the positions of a row begin at column ``start``; the columns before it follow the last one.
+    """
+    if start_ptr is None:
+        return d, d < D
+    else:
+        start = tl.minimum(tl.maximum(tl.load(start_ptr + n, mask=n < N, other=0), 0), D)
+        real = d < D - start
+        return tl.where(real, d + start, tl.where(d < D, d - (D - start), d)), real
+
+
+@triton.jit
 def _row_keys(
-    log_w_ptr, uniform_ptr, seed_ptr, n, first, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
+    log_w_ptr, uniform_ptr, seed_ptr, start_ptr, n, first, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
     HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute keys [R, BLOCK] of the rows n [R, 1] (int64), columns from ``first``."""
-    d = (first + tl.arange(0, BLOCK))[None, :].to(tl.int64)
-    inside = (n < N) & (d < D)
+    """Compute keys [R, BLOCK] of the rows n [R, 1] (int64), positions from ``first``."""
+    d, real = _columns(start_ptr, n, (first + tl.arange(0, BLOCK))[None, :].to(tl.int64), N, D)
+    inside = (n < N) & real
     if HAS_UNIFORM:
         u = _load(uniform_ptr, n, d, (N, D), uniform_stride_n, uniform_stride_d, 0.5).to(tl.float64)
         inside = inside & (u == u)
@@ -90,24 +104,25 @@ def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _gumbel_topk(
-    log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr,
+    log_w_ptr, k_ptr, uniform_ptr, seed_ptr, start_ptr, out_ptr,
     N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
     HAS_K: tl.constexpr, HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     key = _row_keys(
-        log_w_ptr, uniform_ptr, seed_ptr, n[:, None], 0, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
-        HAS_UNIFORM, SHARED_SEED, BLOCK,
+        log_w_ptr, uniform_ptr, seed_ptr, start_ptr, n[:, None], 0, N, D,
+        stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, BLOCK,
     )  # fmt: skip
     k = _count(k_ptr, k_const, n, N, HAS_K)
     chosen = topk(key, k)
-    _store(out_ptr, n[:, None], tl.arange(0, BLOCK)[None, :], (N, D), chosen)
+    d, _ = _columns(start_ptr, n[:, None], tl.arange(0, BLOCK)[None, :], N, D)
+    _store(out_ptr, n[:, None], d, (N, D), chosen)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _gumbel_topk_long(
-    log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr, key_ptr,
+    log_w_ptr, k_ptr, uniform_ptr, seed_ptr, start_ptr, out_ptr, key_ptr,
     N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
     HAS_K: tl.constexpr, HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +134,7 @@ def _gumbel_topk_long(
     choosable = tl.zeros([], tl.int32)
     for start in range(0, kept, BLOCK):
         key = _row_keys(
-            log_w_ptr, uniform_ptr, seed_ptr, n + tl.zeros([1, 1], tl.int64), start, N, D,
+            log_w_ptr, uniform_ptr, seed_ptr, start_ptr, n + tl.zeros([1, 1], tl.int64), start, N, D,
             stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, BLOCK,
         )  # fmt: skip
         key = tl.reshape(key, [BLOCK])
@@ -133,25 +148,30 @@ def _gumbel_topk_long(
         i = start + tl.arange(0, BLOCK)
         key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
-        _store(out_ptr, n + tl.zeros([1, 1], tl.int64), i[None, :], (N, D), chosen[None, :])
+        row = n + tl.zeros([1, 1], tl.int64)
+        d, _ = _columns(start_ptr, row, i[None, :], N, D)
+        _store(out_ptr, row, d, (N, D), chosen[None, :])
 
 
 @on_its_device
-def gumbel_topk_mask(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None) -> Tensor:
+def gumbel_topk_mask(
+    log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, start: Tensor | None
+) -> Tensor:
     """Launch the kernel on the validated arguments of ``ops.gumbel_topk_mask`` and a drawn seed."""
     N, D = log_w.shape
     out = torch.empty((N, D), dtype=torch.bool, device=log_w.device)
     if out.numel() == 0:
         return out
-    tile = _tiles.select(D)
+    tile = _tiles.select(D, _tiles.TOPK_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     k_ptr, k_const = (None, min(k, D)) if isinstance(k, int) else (k.contiguous(), 0)
     uniform_strides = (0, 0) if uniform is None else uniform.stride()
-    pointers = (log_w, k_ptr, uniform, seed, out)
+    pointers = (log_w, k_ptr, uniform, seed, None if start is None else start.contiguous(), out)
     sizes = (N, D, k_const, *log_w.stride(), *uniform_strides)
     flags = {"HAS_K": k_ptr is not None, "HAS_UNIFORM": uniform is not None, "BLOCK": tile.block}
     flags["SHARED_SEED"] = seed is not None and seed.dim() == 0
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
+        options |= {} if start is None else alone_on_a_multiprocessor()  # it would spill on sm_90
         scratch = torch.empty((N, 16 * triton.cdiv(D, 16)), dtype=torch.int64, device=log_w.device)
         _gumbel_topk_long[(N,)](*pointers, scratch, *sizes, **flags, **options)
     else:

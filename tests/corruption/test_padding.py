@@ -1,0 +1,228 @@
+"""Left padding: with ``start``, a padded row has the noise that the same row has without padding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels import corruption, gumbel_topk_mask, policy_views
+from tests.conftest import every_time
+from tests.corruption.test_corruption import MASK, ROUTINES, Routine, batch, every_routine, same
+
+pytestmark = pytest.mark.indices
+
+WIDTHS = (0, 3, 16, 29)  # columns of padding
+
+
+def all_masked(ids, mask, **keywords):
+    return corruption.corrupt_all_masked(ids, mask, MASK, **keywords)
+
+
+def padded(t, width, value=0):
+    return F.pad(t, (width, 0), value=value)
+
+
+def padded_arguments(routine, ids, loss_mask, width):
+    """Return ids and mask behind ``width`` columns of supervised padding, and the levels of the unpadded rows."""
+    given = routine.inputs_on(ids)
+    blocks = -(-(ids.shape[1] + width) // 6)
+    if "level" in given and given["level"].shape[1] > 1:  # a padded row has more columns, and their blocks are not used
+        given["level"] = F.pad(given["level"], (0, blocks - given["level"].shape[1]), value=0.5)
+    return padded(ids, width, 7), padded(loss_mask, width, True), given
+
+
+def starts(ids, width):
+    """Return first columns: of the padding, some columns later, and after the last column."""
+    L = ids.shape[1]
+    return torch.tensor([width, width + 1, width + L // 2, width + L], device=ids.device)
+
+
+@every_routine
+@pytest.mark.parametrize("width", every_time([3], WIDTHS))
+def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
+    ids, loss_mask, seeds = batch(4, 40, device)
+    wide, wide_mask, given = padded_arguments(routine, ids, loss_mask, width)
+    start = starts(ids, width)
+    outputs = routine.launch(wide, wide_mask, **given, seeds=seeds, start=start, backend=backend)
+    for b, first in enumerate(start.tolist()):
+        assert torch.equal(outputs[0][b, :first], wide[b, :first])
+        assert not outputs[1][b, :first].any()
+        if first == wide.shape[1]:
+            continue
+        of_row = {name: t[b : b + 1] for name, t in given.items()}
+        if of_row.get("level", ids).shape[1] > 1 and "level" in of_row:
+            of_row["level"] = of_row["level"][:, : -(-(wide.shape[1] - first) // 6)]
+        alone = routine.launch(
+            wide[b : b + 1, first:], wide_mask[b : b + 1, first:], **of_row, seeds=seeds[b : b + 1], backend="torch"
+        )
+        assert same([t[b : b + 1, first:] for t in outputs], alone)
+
+
+@pytest.mark.parametrize("name", every_time(["uniform, block 7", "sequence", "mix"], [*ROUTINES]))
+def test_backends_agree_on_padded_rows(name, device):
+    """Also with a generator, and on rows whose views are not contiguous."""
+    ids, loss_mask, seeds = batch(4, 70, device)
+    routine, loss_mask, start = (
+        ROUTINES[name],
+        loss_mask.repeat(1, 2)[:, 70:],
+        torch.tensor([0, 5, 64, 70], device=device),
+    )
+    for source in (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)}):
+        by_kernel, by_torch = (routine(ids, loss_mask, start=start, backend=b, **source()) for b in ("triton", "torch"))
+        assert same(by_kernel, by_torch)
+
+
+@every_routine
+def test_a_start_of_0_changes_nothing(routine, backend, device):
+    ids, loss_mask, seeds = batch(3, 30, device)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    assert same(routine(ids, loss_mask, seeds=seeds, start=seeds * 0, backend=backend), expected)
+
+
+LONG = [
+    Routine(lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, **kw)),
+    Routine(lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, exact=True, **kw)),
+]
+
+
+@pytest.mark.parametrize("routine", LONG, ids=["sequence", "exact"])
+def test_padded_rows_longer_than_the_registers(routine, device):
+    ids, loss_mask, seeds = batch(2, 4200, device)
+    start = torch.tensor([3, 4100], device=device)
+    by_kernel, by_torch = (routine(ids, loss_mask, seeds=seeds, start=start, backend=b) for b in ("triton", "torch"))
+    assert same(by_kernel, by_torch)
+
+
+def test_all_masked_leaves_padding_alone(backend, device):
+    ids, loss_mask, _ = batch(3, 20, device)
+    start = torch.tensor([0, 4, 20], device=device)
+    noisy, noise, p_mask = all_masked(ids, loss_mask, start=start, backend=backend)
+    assert torch.equal(noise, loss_mask & (torch.arange(20, device=device) >= start[:, None]))
+    assert torch.equal(noisy, torch.where(noise, MASK, ids))
+    assert (p_mask == 1).all()
+
+
+def test_the_probability_of_padding(backend, device):
+    """One level per row fills the row, as SCDD requires; with blocks, padding is in none of them."""
+    ids, loss_mask, seeds = batch(3, 20, device)
+    start = torch.tensor([0, 4, 20], device=device)
+    padding = torch.arange(20, device=device) < start[:, None]
+    keywords = {"seeds": seeds, "start": start, "backend": backend}
+    p_mask = corruption.corrupt_uniform(ids, loss_mask, MASK, **keywords)[2]
+    assert torch.equal(p_mask, p_mask[:, :1].expand(3, 20))
+    for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
+        p_mask = routine(ids, loss_mask, MASK, block_size=6, **keywords)[2]
+        assert torch.equal(p_mask == 1, padding)
+
+
+@pytest.mark.parametrize("D", [3, 40, 200, 5000])
+def test_gumbel_topk_of_padded_rows(D, backend, device):
+    generator = torch.Generator().manual_seed(D)
+    log_w, seeds, width = torch.randn(4, D, generator=generator).to(device), torch.arange(4, device=device), 9
+    log_w[0, -1] = -torch.inf
+    wide, k = padded(log_w, width, 2.0), torch.tensor([1, D // 2, D, 3], device=device)
+    start = torch.tensor([width, width + 1, width, width + D], device=device)
+    chosen = gumbel_topk_mask(wide, k, seeds=seeds, start=start, backend=backend)
+    assert torch.equal(corruption.batched_gumbel_topk(wide, k, seeds=seeds, start=start, backend=backend), chosen)
+    for b, first in enumerate(start.tolist()):
+        assert not chosen[b, :first].any()
+        if first < width + D:
+            rows = slice(b, b + 1)
+            alone = gumbel_topk_mask(wide[rows, first:], k[rows], seeds=seeds[rows], backend="torch")
+            assert torch.equal(chosen[rows, first:], alone)
+
+
+@pytest.mark.parametrize("scheme", ["full", "coupled", "elbo", "count", "quadrature", "trace"])
+def test_views_of_padded_rows(scheme, backend, device):
+    ids, loss_mask, seeds = batch(3, 20, device)
+    steps = (ids % 5 - 1) * loss_mask
+    width, start = 6, torch.tensor([6, 8, 11], device=device)
+    more = {"prompt_prob": 0.4} if scheme == "full" else {}
+
+    def views(ids, loss_mask, steps, seeds, **keywords):
+        given = {"step_map": steps} if scheme == "trace" else {}
+        return policy_views(
+            ids, loss_mask, MASK, scheme, num=2, seeds=seeds, backend=backend, **given, **more, **keywords
+        )
+
+    wide = [padded(t, width, 1) for t in (ids, loss_mask, steps)]
+    whole = views(*wide, seeds, start=start)
+    for b, first in enumerate(start.tolist()):
+        assert torch.equal(whole.noisy[:, b, :first], wide[0][b, :first].expand(len(whole.noisy), first))
+        assert not whole.scored[:, b, :first].any()
+        assert not whole.weights[:, b, :first].any()
+        alone = views(*(t[b : b + 1, first:] for t in wide), seeds[b : b + 1])
+        assert all(torch.equal(x[:, b : b + 1, first:], y) for x, y in zip(whole, alone, strict=True))
+        assert whole.num_supervised[b] == alone.num_supervised[0]
+    assert all(
+        torch.equal(x, y) for x, y in zip(views(*wide, seeds, start=start * 0), views(*wide, seeds), strict=True)
+    )
+
+
+def every_start(ids, loss_mask, seeds, start):
+    """Return the masks of several routines, traced as one graph."""
+    keywords = {"seeds": seeds, "start": start}
+    log_w = torch.linspace(-2, 2, ids.shape[1]).expand(ids.shape)
+    return [
+        *corruption.corrupt_blockwise(ids, loss_mask, MASK, **keywords),
+        *corruption.corrupt_uniform(ids, loss_mask, MASK, segment_ids=ids % 3, **keywords),
+        gumbel_topk_mask(log_w, 3, **keywords),
+    ]
+
+
+@pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
+def test_compiled_routines_of_padded_rows(backend):
+    ids, loss_mask, seeds = batch(3, 18)
+    torch.compiler.reset()
+    compiled = torch.compile(every_start, backend=backend, fullgraph=True)
+    for start in (torch.tensor([0, 4, 18]), torch.tensor([2, 0, 9])):
+        expected, got = (run(ids, loss_mask, seeds, start) for run in (every_start, compiled))
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    with pytest.raises(ValueError, match=r"start must lie in \[0, 18\], got values from 0 to 19"):
+        compiled(ids, loss_mask, seeds, torch.tensor([0, 4, 19]))
+
+
+class Split(torch.Tensor):
+    device_mesh = None  # the attribute by which DTensors are recognised
+
+
+START = torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("start", "error", "message"),
+    [
+        ([0, 1], TypeError, "start must be a torch.Tensor, got list"),
+        (START.as_subclass(Split), TypeError, "start must be a plain torch.Tensor, got DTensor"),
+        (START.int(), ValueError, "start must have dtype int64, got int32"),
+        (START[:1], ValueError, r"start must have shape \(2,\) \(the rows of .*\), got \(1,\)"),
+        (START.to("meta"), ValueError, "start must be on cpu like .*, got meta"),
+        (START - 1, ValueError, r"start must lie in \[0, 6\], got values from -1 to 0"),
+        (START + 6, ValueError, r"start must lie in \[0, 6\], got values from 6 to 7"),
+    ],
+)
+def test_errors_of_start(start, error, message):
+    ids, loss_mask, seeds = batch(2, 6)
+    calls = [*(routine for routine in ROUTINES.values()), all_masked]
+    for call in calls:
+        with pytest.raises(error, match=message):
+            call(ids, loss_mask, seeds=seeds, start=start)
+    for scheme in ("full", "elbo"):
+        with pytest.raises(error, match=message):
+            policy_views(ids, loss_mask, MASK, scheme, seeds=seeds, start=start)
+    if not isinstance(start, Split):
+        with pytest.raises(error, match=message):
+            gumbel_topk_mask(ids.float(), 2, seeds=seeds, start=start)
+
+
+def test_a_start_with_given_draws():
+    with pytest.raises(ValueError, match="start must be None with uniform, which already has one value per column"):
+        gumbel_topk_mask(torch.zeros(2, 3), 1, uniform=torch.full((2, 3), 0.5), start=START)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+def test_empty_padded_batches(shape, backend, device):
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    start = torch.zeros(shape[0], dtype=torch.int64, device=device)
+    for routine in ROUTINES.values():
+        outputs = routine(ids, ids > 0, start=start, backend=backend)
+        assert [t.shape for t in outputs] == [ids.shape] * 3
