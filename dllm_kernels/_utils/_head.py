@@ -42,8 +42,8 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
 
 def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
     """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_plain_head` passes."""
-    if "forward" in vars(head):
-        return "a forward set on the object"
+    if (own := own_forward(head)) is not None:
+        return own
     if type(head).forward not in LINEAR_FORWARDS:
         return "a forward of its own"
     if (hook := _hook(head, () if replaced else SHARDING)) is not None:
@@ -51,6 +51,15 @@ def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
     if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):
         return "a parametrized weight or bias"
     return None
+
+
+def own_forward(head: nn.Module) -> str | None:
+    """Describe a ``forward`` that is set on the object, by accelerate or by a call that has not returned, or None."""
+    forward = vars(head).get("forward")
+    if forward is None:
+        return None
+    ours = str(getattr(forward, "__module__", "")).startswith("dllm_kernels.")
+    return "the forward of an outer call that replaces the same head" if ours else "a forward set on the object"
 
 
 def check_hooks(head: nn.Module, advice: str) -> None:

@@ -8,8 +8,9 @@ import PEFT or NeMo AutoModel, because a model that uses them has already import
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_hooks, check_plain_head
+from dllm_kernels._utils._head import check_hooks, check_plain_head, own_forward
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
 
@@ -59,17 +60,20 @@ def takes_apart(head: nn.Module) -> bool:
 def check_head(head: nn.Module | None, advice: str) -> None:
     """Raise ValueError unless :func:`of_rows` supports the head; ``advice`` ends the message."""
     module = _chosen(head)
+    if module is not head:
+        _check_call(head, advice)
     if _is_nemo(module):
         _check_nemo(module, advice)
         return
     if not _is_peft(module):
         _check_linear(module, advice)
         return
-    check_hooks(module, advice)
+    _check_call(module, advice)
     _check_linear(module.base_layer, advice)
     for name in _active(module):
         if name in module.lora_variant:  # DoRA and others
             _refuse(module.lora_variant[name], advice)
+        _check_linear(module.lora_A[name], advice)
         _check_linear(module.lora_B[name], advice)
 
 
@@ -108,6 +112,18 @@ def weights(head: SplitHead, like: torch.Tensor, u: torch.Tensor | None) -> Head
             own = gathered_once(adapter.b.bias, like) * adapter.scale
             bias = own if bias is None else gathered_once(bias, like) + own
     return Head(base.weight, None if bias is None else bias.to(like.dtype), (u, columns))
+
+
+@contextlib.contextmanager
+def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Set ``head.forward`` within the context, then restore what was there, which may be an attribute of the object."""
+    before = {name: value for name, value in vars(head).items() if name == "forward"}
+    head.forward = forward
+    try:
+        yield
+    finally:
+        vars(head).pop("forward", None)
+        vars(head).update(before)
 
 
 def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> Head:
@@ -216,15 +232,21 @@ def _check_nemo(head: Any, advice: str) -> None:
         "DoRA": head.use_dora,
         "dropout after lora_B": head.dropout_position == "post" and head.dropout_p > 0 and head.training,
         "a base layer that is quantized or of another library": getattr(head, "super_fwd", None) is not None,
-        "a forward set on the object": "forward" in vars(head),
     }
     for what, found in refused.items():
         if found:
             _refuse(head, advice, f" with {what}")
-    check_hooks(head, advice)
+    _check_call(head, advice)
     _check_shape(head, advice)
     for linear in (head.lora_A, head.lora_B):
         _check_linear(linear, advice)
+
+
+def _check_call(head: Any, advice: str) -> None:
+    """Raise ValueError if a call of a head, of a class that is supported, does more than the class."""
+    if (own := own_forward(head)) is not None:
+        _refuse(head, advice, f" with {own}")
+    check_hooks(head, advice)
 
 
 def _check_linear(head: Any, advice: str) -> None:

@@ -58,7 +58,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.fused._lora import check_head, of_rows
+from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide
@@ -484,11 +484,8 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
         weight, bias, extra = of_rows(head, hidden)
         return loss(hidden, weight, bias) if extra is None else loss(hidden, weight, bias, extra=extra)
 
-    head.forward = forward
-    try:
+    with replaced_forward(head, forward):
         yield
-    finally:
-        del head.forward
 
 
 class HeadOutput(Tensor):

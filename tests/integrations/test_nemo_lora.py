@@ -1,6 +1,7 @@
 """Losses of NeMo AutoModel from hidden states with LoRA on the LM head equal the losses of the model's logits."""
 
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
+from dllm_kernels.integrations.transformers import loss_in_head
 from tests.conftest import every_time
 from tests.support import nemo_lora as host
 from tests.support.nemo_lora import LOSSES, adapted, batch, results
@@ -131,14 +133,67 @@ def test_a_head_that_computes_something_else_is_rejected(change):
         assert not defers
 
 
-@pytest.mark.parametrize("part", ["base_layer", "lora_B", "all of it"])
-def test_hooks_of_a_head_of_peft_are_rejected(part):
-    model = adapted("PEFT")
+PARTS = {
+    "all of it": lambda head: head,
+    "base_layer": lambda head: head.base_layer,
+    "lora_A": lambda head: head.lora_A["default"],
+    "lora_B": lambda head: head.lora_B["default"],
+    "the copy": lambda head: head.modules_to_save["default"],
+}
+CALLS = [
+    *itertools.product(["PEFT"], ["all of it", "base_layer", "lora_A", "lora_B"]),
+    *itertools.product(["PEFT, trained copy"], ["all of it", "the copy"]),
+]
+
+
+def scaled(module):
+    module.forward = lambda hidden, forward=module.forward: 2 * forward(hidden)
+
+
+def offloaded(module):
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(module, hooks.ModelHook())
+
+
+CHANGED_CALLS = {
+    scaled: r"with a forward set on the object; ",
+    offloaded: r"with a forward set on the object; ",
+    lambda module: module.register_forward_hook(lambda *_: None): " hook, ",
+    lambda module: module.register_forward_pre_hook(lambda *_: None): " hook, ",
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_CALLS)
+@pytest.mark.parametrize(("kind", "part"), CALLS)
+def test_a_changed_call_of_a_head_of_peft_is_rejected_and_kept(kind, part, change):
+    model = adapted(kind).eval()
     head = model.get_output_embeddings()
-    hooked = {"base_layer": head.base_layer, "lora_B": head.lora_B["default"], "all of it": head}[part]
-    hooked.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"^the LM head must .* hook"):
+    change(PARTS[part](head))
+    hidden = batch()[0][0]
+    expected, message = model(hidden), rf"^the LM head must .*{CHANGED_CALLS[change]}"
+    with pytest.raises(ValueError, match=message), loss_in_head(model, lambda *_, **__: None):
+        pass
+    with pytest.raises(ValueError, match=message):
         host.calculate_loss(model, *batch())
+    with deferred_logits(model) as defers:
+        assert not defers
+    assert torch.equal(model(hidden), expected)
+
+
+@pytest.mark.parametrize("kind", ["LinearLoRA", "patched", *KINDS[-2:], "plain"])
+def test_a_call_within_another_call_of_the_same_head_is_rejected(kind):
+    model = host.Model().double() if kind == "plain" else adapted(kind).eval()
+    head, hidden, ours = model.get_output_embeddings(), batch()[0][0], torch.zeros(3)
+    expected = model(hidden)
+    message = "^the LM head must .* with the forward of an outer call that replaces the same head; "
+    for outer in (loss_in_head(model, lambda *_, **__: ours), deferred_logits(model)):
+        with outer:
+            during = head.forward
+            with pytest.raises(ValueError, match=message), loss_in_head(model, lambda *_, **__: None):
+                pass
+            assert head.forward == during
+        assert "forward" not in vars(head)
+    assert torch.equal(model(hidden), expected)
 
 
 @pytest.mark.parametrize(("kind", "part"), [("PEFT", "base_layer"), ("PEFT, trained copy", "original_module")])
