@@ -61,8 +61,11 @@ class FusedHead:
         parts, state = _lora.split(self.module), CallState.now(input)
         cast = None if input.dtype == torch.float64 else state.autocast
         low_rank = _lora.low_rank_rows(parts, input)
-        versions = Versions.of([input, *self.module.parameters()])
-        return DeferredLogits(input, low_rank, self, parts, input.dim() - 1, state, cast or input.dtype, versions)
+        parameters = [p for p in self.module.parameters() if not is_dtensor(p)]
+        return DeferredLogits.of(
+            hidden=input, low_rank=low_rank, head=self, parts=parts, axis=input.dim() - 1, state=state,
+            dtype=cast or input.dtype, versions=Versions.of([input, *parameters]), used=[p[:0] for p in parameters],
+        )  # fmt: skip
 
     def weights(self, parts: _lora.SplitHead, hidden: torch.Tensor, u: torch.Tensor | None) -> _lora.Head:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
@@ -186,15 +189,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
 @contextlib.contextmanager
 def deferring(module: nn.Module, fused: FusedHead) -> Iterator[FusedHead]:
     """Replace the forward of the head within the context."""
-    own = vars(module).get("forward")
-    if isinstance(getattr(own, "__self__", None), FusedHead):
-        raise ValueError("the LM head must not be fused twice, got a fused_head context inside another one of its head")
     _lora.check_head(module, ADVICE)
-    module.forward = fused.forward  # type: ignore[method-assign]
-    try:
+    with _lora.replaced_forward(module, fused.forward):
         yield fused
-    finally:
-        del module.forward
 
 
 @contextlib.contextmanager

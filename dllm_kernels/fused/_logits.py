@@ -6,10 +6,9 @@ without a rule, and calls for which the rule returns ``NotImplemented``, materia
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils import _pytree
 from dllm_kernels import ops
 from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._moves import MOVES, Call, Move
 from dllm_kernels.fused._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.fused._object import TorchObject, arguments
@@ -30,9 +29,8 @@ Tensor = torch.Tensor
 ONE = Fraction(1)
 
 
-@dataclass(repr=False, eq=False)  # dataclass, because DDP searches its fields for tensors
-class DeferredLogits(TorchObject, DeferredRows):
-    """Stand-in for the logits of an LM head, or for rows of them.
+class _Logits(TorchObject, DeferredRows):
+    """Attributes and methods of deferred logits.
 
     Attributes:
         hidden: input of the head, with D in the place of the classes.
@@ -43,12 +41,11 @@ class DeferredLogits(TorchObject, DeferredRows):
         state: autograd and autocast state of the head call.
         dtype: dtype of the logits.
         versions: version counters of the hidden states and of the head's parameters.
+        used: empty views of the parameters of the head, which are in the future autograd graph of the logits.
         scale: factor after the cap.
         cap: soft cap, or None.
         log: True for log-probabilities.
-        made: the logits from which these were made, and the operation; empty for the output of the head.
-        used: tensors in the future autograd graph of the logits: hidden states, and views of the parameters of the
-            head.
+        made: the logits from which these were made, and the operation; None for the output of the head.
     """
 
     hidden: Tensor
@@ -57,19 +54,22 @@ class DeferredLogits(TorchObject, DeferredRows):
     parts: Any
     axis: int
     state: CallState
-    dtype: torch.dtype
     versions: Versions
+    used: list[Tensor]
     scale: Fraction = ONE
     cap: Fraction | None = None
     log: bool = False
-    made: tuple[tuple[DeferredLogits, ...], Callable[..., Tensor]] | None = None
-    used: list[Tensor] = field(init=False)  # a property, below
+    made: tuple[tuple[Any, ...], Callable[..., Tensor]] | None = None
+    _logits: Tensor | None = None
+    _derived: weakref.WeakSet[Any]
 
-    def __post_init__(self) -> None:
-        self._logits: Tensor | None = None
-        self._derived: weakref.WeakSet[DeferredLogits] = weakref.WeakSet()
-        for source in self.made[0] if self.made else ():
-            source._derived.add(self)
+    def changed(self, **changes: Any) -> Any:
+        """Return a copy with changed attributes that is not materialized."""
+        other = object.__new__(type(self))
+        vars(other).update({**vars(self), **changes, "_derived": weakref.WeakSet()})
+        for source in other.made[0] if other.made else ():
+            source._derived.add(other)
+        return other
 
     @property
     def shape(self) -> torch.Size:
@@ -163,13 +163,20 @@ class DeferredLogits(TorchObject, DeferredRows):
             each.materialize(use)
         return self.materialize(use)
 
-    def but(self, sources: Sequence[DeferredLogits], step: Callable[..., Tensor], **changes: Any) -> DeferredLogits:
-        """Return the logits after ``step``, with changed fields."""
-        other = copy.copy(self)
-        vars(other).update(changes, made=(tuple(sources), step))
+    def but(self, sources: Sequence[Any], step: Callable[..., Tensor], **changes: Any) -> Any:
+        """Return the logits after ``step``, with changed attributes."""
         if not torch.is_grad_enabled():
-            other.state = self.state._replace(grad=False)
-        other.__post_init__()
+            changes.setdefault("state", self.state._replace(grad=False))
+        return self.changed(**changes, made=(tuple(sources), step), _logits=None)
+
+    def rebuilt(self, hidden: Tensor, low_rank: Tensor | None, logits: Tensor | None) -> Any:
+        """Return the logits after a function was applied to their tensors by DDP or FSDP."""
+        if hidden.dtype != self.hidden.dtype:  # FSDP casts the outputs of a module
+            return self.but([self], lambda z: z.to(hidden.dtype), dtype=hidden.dtype)
+        other = self.changed(hidden=hidden, low_rank=low_rank, _logits=logits)
+        if self.made is not None and hidden is not self.hidden:
+            head = other.changed(scale=ONE, cap=None, log=False, made=None, _logits=None)
+            other = other.changed(made=((head,), other.transformed))
         return other
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
@@ -187,33 +194,62 @@ class DeferredLogits(TorchObject, DeferredRows):
             return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
         return made[0]
 
-    def __copy__(self) -> DeferredLogits:
-        other: DeferredLogits = object.__new__(type(self))
-        vars(other).update(vars(self))
-        return other
+    def attribute(self, name: str) -> Any:
+        """Return an attribute that plain tensors do not have: of a DTensor."""
+        if is_dtensor(self.hidden) and hasattr(self.hidden, name):
+            return getattr(self.materialize(name), name)
+        return super().attribute(name)
+
+    def __copy__(self) -> Any:
+        return self.changed()
 
 
-def _used(x: DeferredLogits) -> list[Tensor]:
-    return [x.hidden, *(p.view_as(p) for p in x.head.module.parameters())]  # views, because DDP skips leaves
+class _Source:
+    """Deferred logits as they were before a function was applied to their fields."""
+
+    def __init__(self, logits: DeferredLogits) -> None:
+        self.logits = logits
 
 
-DeferredLogits.used = property(_used)  # type: ignore[assignment]
+@dataclass(repr=False, eq=False, init=False)
+class DeferredLogits(_Logits):
+    """Stand-in for the logits of an LM head, or for rows of them.
+
+    A dataclass, because DDP searches the fields of a dataclass for tensors, and FSDP2 casts them and rebuilds it.
+    """
+
+    hidden: Tensor
+    used: list[Tensor]
+    source_logits: _Source
+
+    def __init__(self, hidden: Tensor, used: list[Tensor], source_logits: _Source) -> None:
+        x = source_logits.logits
+        vars(self).update(vars(x.rebuilt(hidden, x.low_rank, x._logits)))
+
+    @classmethod
+    def of(cls, **attributes: Any) -> DeferredLogits:
+        """Return the output of a head."""
+        made: DeferredLogits = object.__new__(cls)
+        vars(made).update(attributes, _derived=weakref.WeakSet())
+        return made
 
 
-def _unflatten(children: Any, x: DeferredLogits) -> DeferredLogits:
-    hidden, low_rank, logits = children
-    if logits is None and hidden.dtype != x.hidden.dtype and x.deferred:  # FSDP casts the outputs of a module
-        return x.but([x], lambda z: z.to(hidden.dtype), dtype=hidden.dtype)
-    other = copy.copy(x)
-    other.hidden, other.low_rank, other._logits = hidden, low_rank, logits
-    if x.made is not None and hidden is not x.hidden:  # DDP passes the hidden states through a function of its own
-        made = replace(other, scale=ONE, cap=None, log=False, made=None)
-        other.made = ((made,), other.transformed)
-    return other
+DeferredLogits.source_logits = property(_Source)  # type: ignore[assignment]
+
+
+def _flatten(x: DeferredLogits) -> tuple[list[Tensor], Any]:
+    tensors = (x.hidden, x.low_rank, x._logits)
+    return [t for t in tensors if t is not None], (x, [t is not None for t in tensors])
+
+
+def _unflatten(children: Any, context: Any) -> Any:
+    x, present = context
+    given = iter(children)
+    return x.rebuilt(*(next(given) if there else None for there in present))
 
 
 # FSDP2 and DDP search the output of a module for tensors whose gradients they must wait for.
-_pytree.register_pytree_node(DeferredLogits, lambda x: ([x.hidden, x.low_rank, x._logits], x), _unflatten)
+_pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
 
 Rule = Callable[[DeferredLogits, Call], Any]
 RULES: dict[str, Rule] = {}
@@ -346,11 +382,9 @@ def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
     if factor is None or x.log or x.made is not None or len(x._derived):
         return NotImplemented
-    before = copy.copy(x)
-    before.__post_init__()
+    before = x.changed()
     x.scale = x.scale / factor if "div" in call.function.__name__ else x.scale * factor
     x.made = ((before,), call.on)
-    x.__post_init__()
     return x
 
 
@@ -375,10 +409,10 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = arguments(names, call.args, call.kwargs)
     target = given.get("target")
-    unsupported = ("weight", "size_average", "reduce", "label_smoothing")
-    if of_log != x.log or x.axis != (1 if x.ndim > 1 else 0) or any(given.get(name) for name in unsupported):
+    unsupported = any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    if of_log != x.log or x.axis != (1 if x.ndim > 1 else 0) or unsupported or given.get("label_smoothing"):
         return NotImplemented
-    if given.get("weight") is not None or not isinstance(target, Tensor) or target.is_floating_point():
+    if not isinstance(target, Tensor) or target.is_floating_point():
         return NotImplemented
     rows = x.shape[: x.axis] + x.shape[x.axis + 1 :]
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
@@ -415,6 +449,7 @@ def _stats(x: DeferredLogits, ids: Tensor) -> Any:
     with x.restored():
         hidden, weight, bias, extra, softcap, scale = x.rows()
         options = {"softcap": softcap, "scale": scale, "logits_dtype": x.logits_dtype}
+        options["check_targets"] = readable_without_sync(ids) or None  # as torch checks them
         return ops.linear_row_stats(hidden, weight, ids, bias=bias, extra=extra, **options)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from dllm_kernels import ops
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels.fused._moves import Call, Move
 from dllm_kernels.fused._object import TorchObject, arguments
 
@@ -109,6 +110,7 @@ class DeferredNLL(TorchObject):
             "hidden": hidden, "weight": weight, "targets": self.target, "bias": bias, "extra": extra,
             "ignore_index": self.ignore_index, "softcap": softcap, "scale": scale,
             "logits_dtype": self.logits.logits_dtype,
+            "check_targets": readable_without_sync(self.target) or None,  # as torch checks them
         }  # fmt: skip
 
     def weighted(self, weights: Tensor, dtype: torch.dtype) -> DeferredNLL:

@@ -90,14 +90,20 @@ class TorchObject(Deferred):
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(Tensor, name):  # private names and protocols of NumPy and pickle
+        if name.startswith("_"):  # private names and protocols of NumPy and pickle
             raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        if not hasattr(Tensor, name):
+            return self.attribute(name)
         member = getattr(Tensor, name)
         if name in VIEWS:
             return self.__torch_function__(_attribute(name), (), (self,))
         if callable(member):
             return functools.partial(self._method, member)
         return getattr(self.device_tensor if name in OF_DEVICE else self.materialize(name), name)
+
+    def attribute(self, name: str) -> Any:
+        """Return an attribute that plain tensors do not have."""
+        raise AttributeError(f"{type(self).__name__} has no attribute {name}")
 
     @property
     def device_tensor(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training loops from logits under ``fused_head``: values and gradients of the plain loop, one chunk of logits at a time.
+"""Training loops from logits under ``fused_head``: values and gradients of the plain loop, without the logits.
 
 The loops are those of published training code: LLaDA, dllm, Dream, Fast-dLLM, block diffusion beside clean tokens,
 GRPO, DFlash drafts, and models whose forward computes the loss.
@@ -259,9 +259,11 @@ TWO = {
     "divergence": lambda y, z, x: dllm_kernels.divergence(y, z, x.p).loss,
     "divergence, tempered": lambda y, z, x: dllm_kernels.divergence(y / 2, z / 2, kind="rkl", softcap=3.0).loss,
     "distillation": lambda y, z, x: dllm_kernels.DraftDistillationLoss("kl")(y, z, x.ids, x.masked).total_loss,
-    "policy": lambda y, z, x: dllm_kernels.token_log_probs(y / 0.5, x.ids, temperature=2.0).log_probs.sum() + z[0, 0].logsumexp(-1),
+    "log-probs": lambda y, z, x: (
+        dllm_kernels.token_log_probs(y / 0.5, x.ids, temperature=2.0).log_probs.sum() + z[0, 0].logsumexp(-1)
+    ),
     "MTP": lambda y, z, x: dllm_kernels.calculate_mtp_loss(
-        dllm_kernels.MaskedCrossEntropy(), mtp_per_depth_logits=[y, z], labels=x.ids, scaling_factor=0.5
+        dllm_kernels.MaskedCrossEntropy(), mtp_per_depth_logits=[y, z], labels=x.ids, scaling_factor=0.5, model=None
     ),
     "pipeline": lambda y, z, x: dllm_kernels.PipelineCausalLMLoss(dllm_kernels.MaskedCrossEntropy(), Model())(y, x.ids),
     "per token": lambda y, z, x: dllm_kernels.compute_per_token_nll(y, x.ids).mul(x.p).sum(),
@@ -346,7 +348,7 @@ def test_on_logits_says_what_an_operation_that_needs_them_does():
     model, x = Model(), Batch()
     with (
         fused_head(model, on_logits="raise") as fused,
-        pytest.raises(RuntimeError, match="^softmax at .*needs the logits"),
+        pytest.raises(RuntimeError, match=r"^softmax at .*needs the logits"),
     ):
         model(x.noisy).softmax(-1)
     assert fused.materialized == 0
@@ -368,7 +370,8 @@ METADATA = {
     if isinstance(z, torch.Tensor) else z[torch.ones(B, L, dtype=torch.bool, device=z.device)].shape,
     "no row": lambda z: z[:0].view(-1, V).shape, "none": lambda z: z[None, ..., None, 0, :].shape,
     "a list": lambda z: z[[1, 0]][:, [0, 2, 1]].shape, "separate": lambda z: z[:, None, [0, 1]].shape,
-    "type": lambda z: z.type(torch.bfloat16).dtype, "type_as": lambda z: z.type_as(torch.ones((), device=z.device).half()).dtype,
+    "type": lambda z: z.type(torch.bfloat16).dtype,
+    "type_as": lambda z: z.type_as(torch.ones((), device=z.device).half()).dtype,
 }  # fmt: skip
 
 
@@ -390,7 +393,7 @@ def test_results_have_the_dtype_of_the_plain_loop(reduction, dtype, autocast):
         with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
             z = model(x.noisy)
             made = F.cross_entropy(z.flatten(0, 1), x.ids.flatten(), reduction=reduction)
-            return [made.sum(), z.logsumexp(-1), z.gather(-1, x.ids[..., None]), z.log_softmax(-1)[..., 0, :].sum()][:3]
+            return [made.sum(), z.logsumexp(-1), z.gather(-1, x.ids[..., None])]
 
     plain = run()
     with fused_head(model, on_logits="raise"):
@@ -413,7 +416,7 @@ def test_rows_that_are_ignored_or_missing():
         z = model(x.noisy)
         assert F.cross_entropy(z[:0].flatten(0, 1), x.ids[:0].flatten(), reduction="none").mean().isnan()
         for use in (lambda: z.gather(-1, ids[..., None]), lambda: z.log_softmax(-1).gather(-1, ids[..., None]).sum()):
-            with pytest.raises(IndexError, match="out of range|-100|-1"):
+            with pytest.raises(IndexError, match="must lie in"):
                 use()
 
 
@@ -608,7 +611,7 @@ def test_bad_arguments():
             pass
     assert "forward" not in vars(model.lm_head)
     with fused_head(model):
-        with pytest.raises(ValueError, match="^the LM head must not be fused twice"), fused_head(model):
+        with pytest.raises(ValueError, match="of an outer call that replaces the same head"), fused_head(model):
             pass
         assert not torch.is_tensor(model(Batch().noisy))
     assert torch.is_tensor(model(Batch().noisy))
