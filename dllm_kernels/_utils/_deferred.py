@@ -127,7 +127,7 @@ def _of_deferred(
         return function(*bound.args, **bound.kwargs)
     owner = given.pop("self", None)
     if isinstance(fused, str):
-        fused = getattr(owner, fused) if owner is not None else function.__globals__[fused]  # type: ignore[attr-defined]
+        fused = getattr(owner, fused) if owner is not None else function.__globals__[fused]
     parameters = inspect.signature(fused).parameters
     given.pop("inplace_backward", None)  # there are no logits to overwrite
     changed = {name: value for name, value in transform.items() if name not in signature.parameters}
@@ -163,11 +163,12 @@ def _transform(
         return {} if (cap, scale) == (None, None) else None
     if given.get("teacher_transform") is not None:
         return None
-    factor, options = 1.0 if scale is None else scale, {}
+    factor: float = 1.0 if scale is None else scale
+    options: dict[str, Any] = {}
     if own.get("softcap") is not None:
         if cap is not None:
             return None
-        cap = own["softcap"] / factor
+        cap = float(own["softcap"]) / factor
     options["softcap"] = cap
     if scale is not None:
         if "scale" in own:

@@ -42,7 +42,7 @@ _warned: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str, int]]] = weakr
 
 
 class FusedHead:
-    """LM head that returns deferred logits, as :func:`fused_head` yields it.
+    """LM head that returns deferred logits; the object that :func:`fused_head` yields.
 
     Attributes:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
@@ -89,16 +89,18 @@ class FusedHead:
         """
         if self.on_logits != "allow":
             file, line, registry = _caller()
-            text = (
-                f"{use} at {file}:{line} needs the logits themselves, so that all {math.prod(shape)} of them, "
-                f"{tuple(shape)}, are computed; use {INSTEAD.get(use.strip('_'), ENDS)}, or fused_head(..., "
-                'on_logits="allow")'
+            use = use.strip("_")
+            where, why = (
+                f"{use} at {file}:{line}",
+                f"so that all {math.prod(shape)} of them, {tuple(shape)}, are computed",
             )
+            fix = f"{INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
             if self.on_logits == "raise":
-                raise RuntimeError(text)
+                raise RuntimeError(f"{where} needs the logits themselves, {why}; use {fix}")
             places = _warned.setdefault(self.module, set())
             if (use, file, line) not in places:
                 places.add((use, file, line))
+                text = f"{where} needs the logits themselves, {why}; use {fix}"
                 warnings.warn_explicit(text, UserWarning, file, line, registry=registry)
         self.materialized += 1
 
@@ -147,7 +149,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         ...         return self.lm_head(self.body(ids))
         >>> model, ids = Model(), torch.tensor([[1, 2, 3, 4]])
         >>> masked, p = torch.tensor([[True, False, True, True]]), 0.75
-        >>> with dllm_kernels.fused_head(model) as fused:
+        >>> with fused_head(model) as fused:
         ...     logits = model(ids)  # deferred
         ...     nll = torch.nn.functional.cross_entropy(logits[masked], ids[masked], reduction="none")
         ...     loss = (nll / p).sum() / ids.numel()
@@ -163,7 +165,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
             RuntimeError, "allow" is silent.
 
     Yields:
-        :class:`FusedHead`, whose ``materialized`` counts head calls whose logits were computed.
+        An object whose ``materialized`` counts head calls whose logits were computed.
 
     Raises:
         TypeError: ``model`` or ``head`` is not a module.

@@ -117,15 +117,13 @@ class TorchObject(Deferred):
         return iter(self._method(Tensor.unbind, 0))
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
+        return len(torch.empty(self.shape, device="meta"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.materialize("pickle").__reduce_ex__(protocol)
+        return self.materialize("pickle").__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.materialize("deepcopy").__deepcopy__(memo)
+        return self.materialize("deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
