@@ -90,10 +90,8 @@ class FusedHead:
         if self.on_logits != "allow":
             file, line, registry = _caller()
             use = use.strip("_")
-            where, why = (
-                f"{use} at {file}:{line}",
-                f"so that all {math.prod(shape)} of them, {tuple(shape)}, are computed",
-            )
+            where, size = f"{use} at {file}:{line}", f"all {math.prod(shape)} of them, {tuple(shape)}"
+            why = f"so that {size}, are computed"
             fix = f"{INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
             if self.on_logits == "raise":
                 raise RuntimeError(f"{where} needs the logits themselves, {why}; use {fix}")
