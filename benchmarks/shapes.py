@@ -87,6 +87,7 @@ LINEAR = {
 }
 
 HEAD_OPTIONS = {"toy": LINEAR["toy"], "small": (CPU_HEAD_OPTIONS,), "full": (POLICY,)}
+LOOPS = {"toy": LINEAR["toy"][1:], "small": (CPU_LOGITS,), "full": (LLADA_SHORT,)}
 SAMPLES = {"toy": LINEAR["toy"], "small": (CPU_SAMPLES,), "full": (POLICY,)}
 UPDATES = {"toy": (TOY_UPDATE,), "small": (CPU_UPDATE,), "full": (UPDATE,)}
 

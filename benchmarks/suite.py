@@ -24,8 +24,8 @@ from benchmarks.shapes import Shape
 
 Record = dict[str, Any]
 STEMS = (
-    "token_nll", "linear_nll", "row_stats", "linear_sample", "head_options", "policy", "divergence", "losses",
-    "corruption", "collate",
+    "token_nll", "linear_nll", "fused_head", "row_stats", "linear_sample", "head_options", "policy", "divergence",
+    "losses", "corruption", "collate",
 )  # fmt: skip
 SHARES = (1.0, 0.5, 0.15)
 #: The base case of the sweeps, by size: large enough to fill the device, small enough for the plain code.

@@ -40,14 +40,12 @@ from typing import Any
 import torch
 
 import dllm_kernels
-from dllm_kernels import losses, mtp
+from dllm_kernels import mtp
 from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels.fused._head import deferred_logits
+from dllm_kernels.fused._lora import check_head, in_dtype_of, is_adapted, of_rows
 from dllm_kernels.integrations import _recipe
-from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
-from dllm_kernels.integrations._lora import Head, check_head, dtype_of_logits, in_dtype_of, is_adapted, of_rows
-from dllm_kernels.losses._base import DiffusionLoss
 from dllm_kernels.mtp.cross_entropy import required
 from dllm_kernels.mtp.head import FROM_LOGITS, head_module, unwrapped
 
@@ -83,9 +81,6 @@ STEPS = {
 LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds and corrupts each of them
 # -100 marks ignored labels for every loss, so both defaults mean the ignore index of the loss.
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
-# Classes that define the ``forward`` of the losses in STEPS. It is replaced on the class, so that a loss imported from
-# this package accepts deferred logits as well as a loss that the host builds by name.
-FUSED_LOSSES = DiffusionLoss, losses.IDLMLoss
 HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
@@ -139,10 +134,10 @@ def patch(
             return _fused_linear_cross_entropy(original, logits_dtype)
         if name in ADAPTERS:
             return ADAPTERS[name](original)
-        return FUSED[name](logits_dtype) if fuse_head and name in FUSED else getattr(dllm_kernels, name)
+        return getattr(dllm_kernels, name)
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
-    steps, missing = _steps() if fuse_head else ([], {})
+    steps, missing = _steps(logits_dtype) if fuse_head else ([], {})
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
@@ -160,8 +155,6 @@ def patch(
         _host.when_imported(RECIPES[0], functools.partial(_replace_loop, routines=routines))
     for step in steps:
         _host.replace_method(*step)
-    for loss in FUSED_LOSSES if fuse_head else ():
-        _host.replace_method(loss, "forward", _of_deferred_logits(loss.forward, logits_dtype))
     return report
 
 
@@ -175,13 +168,13 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _steps() -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
+def _steps(logits_dtype: torch.dtype | None) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
     found, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
         owner = getattr(_host.module(home), name, None)
         if inspect.isclass(owner) and method in vars(owner):
-            found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at)))
+            found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at, logits_dtype)))
         else:
             missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
     return found, missing
@@ -209,13 +202,13 @@ def _replace_loop(recipe: ModuleType, routines: _recipe.Routines) -> None:
         _host.replace_method(getattr(recipe, LOOP_OWNER), _recipe.LOOP, ours)
 
 
-def _from_hidden_states(original: Any, recipe_at: int) -> Any:
+def _from_hidden_states(original: Any, recipe_at: int, logits_dtype: torch.dtype | None) -> Any:
     """Wrap a training step so that its model passes deferred logits to the loss."""
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         recipe = args[recipe_at] if len(args) > recipe_at else kwargs["recipe"]
-        with deferred_logits(recipe.model_parts[0]):
+        with deferred_logits(recipe.model_parts[0], logits_dtype):
             return original(*args, **kwargs)
 
     return step
@@ -422,83 +415,4 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
     "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, of_host=False),
-}
-
-
-HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
-
-
-def _of_deferred_logits(forward: Any, logits_dtype: torch.dtype | None) -> Any:
-    """Wrap the ``forward`` of a loss: compute it from hidden states and head if it receives deferred logits."""
-    signature = inspect.signature(forward)
-
-    @functools.wraps(forward)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(value, DeferredLogits) for value in (*args, *kwargs.values())):
-            return forward(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        logits = {name: z for name in HIDDEN if (z := given.pop(name, None)) is not None}
-        if not _from_one_head(logits.values(), self.softcap):
-            return forward(**{name: _made(z) for name, z in logits.items()}, **given)
-        del given["self"]
-        rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
-        weight, bias, extra = _head_of(*logits.values())
-        if extra is not None and len(rows) > 1:  # with a low-rank part, the loss takes both branches as one tensor
-            rows = {"hidden": torch.cat(list(rows.values()), 1)}
-        head = {"lm_head_weight": weight, "lm_head_bias": bias, "extra": extra}
-        given["logits_dtype"] = dtype_of_logits(logits["logits"].hidden, logits_dtype)
-        return _capped(self, logits["logits"].softcap).forward_fused(**rows, **head, **given)
-
-    return wrapped
-
-
-@functools.wraps(losses.compute_per_token_nll)
-def _compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
-    return losses.compute_per_token_nll(_made(logits), *args, **kwargs)  # possibly deferred
-
-
-def _encoder_ar_loss(logits_dtype: torch.dtype | None) -> Any:
-    @functools.wraps(losses.encoder_ar_loss)
-    def encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _from_one_head([encoder_logits], kwargs.get("softcap")):
-            return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
-        if encoder_logits.softcap is not None:
-            kwargs["softcap"] = encoder_logits.softcap
-        weight, bias, extra = _head_of(encoder_logits)
-        kwargs |= {"lm_head_bias": bias, "extra": extra}
-        kwargs["logits_dtype"] = dtype_of_logits(encoder_logits.hidden, logits_dtype)
-        return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, **kwargs)
-
-    return encoder_ar_loss
-
-
-def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
-    """Return True if all logits are deferred by one head with one soft cap, and the loss has no cap as well."""
-    logits = list(logits)
-    if not all(isinstance(z, DeferredLogits) and z.usable for z in logits):
-        return False
-    heads_and_caps = {(z.head, z.softcap) for z in logits}
-    return len(heads_and_caps) == 1 and (own_softcap is None or logits[0].softcap is None)
-
-
-def _head_of(*logits: DeferredLogits) -> Head:
-    """Take the head apart for the loss of one or two branches ``[B, L, D]``; the rows of two are concatenated.
-
-    A sharded part is not cast, because it is gathered in its compute dtype.
-    """
-    hidden = [z.hidden for z in logits]
-    weight, bias, extra = of_rows(logits[0].head.module, hidden)
-    weight = weight if is_dtensor(weight) else in_dtype_of(hidden[0], weight)
-    bias = bias if is_dtensor(bias) else in_dtype_of(hidden[0], bias)
-    return Head(weight, bias, extra and (torch.cat(list(extra[0]), 1), extra[1]))
-
-
-def _made(logits: Any) -> Any:
-    return logits.materialize() if isinstance(logits, DeferredLogits) else logits
-
-
-# Replacements of functions under ``fuse_head``, made for a dtype of the logits.
-FUSED: dict[str, Callable[[torch.dtype | None], Any]] = {
-    "encoder_ar_loss": _encoder_ar_loss,
-    "_compute_per_token_nll": lambda _: _compute_per_token_nll,
 }

@@ -62,8 +62,8 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
+from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
 from dllm_kernels.integrations import _attention
-from dllm_kernels.integrations._lora import check_head, of_rows, replaced_forward
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide

@@ -45,9 +45,9 @@ from dllm_kernels import ops
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._own_graph import own_graph
-from dllm_kernels.integrations._deferred import CallState
+from dllm_kernels.fused._lora import dtype_of_logits, in_dtype_of
+from dllm_kernels.fused._state import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
-from dllm_kernels.integrations._lora import dtype_of_logits, in_dtype_of
 from dllm_kernels.integrations.transformers import HeadOutput, loss_in_head, refuse_output
 from dllm_kernels.policy import policy_views
 

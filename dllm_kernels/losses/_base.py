@@ -12,6 +12,7 @@ from torch import nn
 
 from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_fraction, first_true
 from dllm_kernels._utils._transform import Transform
@@ -184,6 +185,7 @@ class DiffusionLoss(TransformedLoss):
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
 
+    @from_hidden_states("forward_fused")
     def forward(
         self,
         logits: torch.Tensor,

@@ -10,6 +10,7 @@ from dllm_kernels._core._nll import LINEAR_TOKEN_NLL
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._run import call
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
@@ -103,6 +104,7 @@ class DFlashDecayLoss(DraftLoss):
         )  # fmt: skip
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
 
+    @from_hidden_states("forward_fused")
     def forward(
         self,
         logits: Tensor,

@@ -15,6 +15,7 @@ from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, sum_of_rows
@@ -214,6 +215,7 @@ class DraftDistillationLoss(DraftLoss):
         _checks.check_choice("name", name, PRESETS)
         return cls(**{**PRESETS[name], **changes})
 
+    @from_hidden_states("forward_fused")
     def forward(
         self,
         logits: Tensor,

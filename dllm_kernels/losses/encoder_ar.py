@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,15 +11,24 @@ from dllm_kernels._core._nll import TOKEN_NLL
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._run import call
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, as_batch, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.ops.linear_nll import linear_token_nll
 
 NORMALIZE = ("tokens", "sequences")
 
 
+def _per_token_nll_fused(
+    hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    return linear_token_nll(hidden, weight, target_ids, **options).nll
+
+
+@from_hidden_states(_per_token_nll_fused)
 def compute_per_token_nll(
     logits: torch.Tensor,
     target_ids: torch.Tensor,
@@ -52,6 +61,7 @@ def compute_per_token_nll(
     return call(TOKEN_NLL, LOGITS, RowInputs(logits, target_ids), options).nll  # type: ignore[no-any-return]
 
 
+@from_hidden_states("encoder_ar_loss_fused")
 def encoder_ar_loss(
     encoder_logits: torch.Tensor,
     input_ids: torch.Tensor,

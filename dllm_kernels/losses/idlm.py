@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses import _common
@@ -63,6 +64,7 @@ class IDLMLoss(TransformedLoss):
         _checks.check_finite("clean_loss_weight", clean_loss_weight)
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
+    @from_hidden_states("forward_fused")
     def forward(
         self,
         logits: torch.Tensor,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import HOOKS
 from dllm_kernels._utils._plain import all_plain, plain_count
@@ -94,6 +95,7 @@ class MaskedCrossEntropy(CrossEntropy):
         _checks.check_int("ignore_index", ignore_index)
         self.ignore_index = int(ignore_index)
 
+    @from_hidden_states("_forward_fused")
     def forward(
         self,
         logits: Tensor,
@@ -120,12 +122,37 @@ class MaskedCrossEntropy(CrossEntropy):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match, or an option needs ``reduction="sum"``.
         """
-        rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # the attribute may have been reassigned
+        rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
+        return self._loss(rows, labels, mask, num_label_tokens, loss_weights)
+
+    def _forward_fused(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        mask: Tensor | None = None,
+        num_label_tokens: Count = None,
+        loss_weights: Tensor | None = None,
+        *,
+        logits_dtype: torch.dtype | None = None,
+        **head: Any,
+    ) -> Tensor:
+        """Compute the loss of deferred logits."""
+        options = self._options(round_nll=self._rounds(), logits_dtype=logits_dtype)
+        rows = ModelOutput(LOGITS, options, hidden, **head)
+        return self._loss(rows, labels, mask, num_label_tokens, loss_weights)
+
+    def _rounds(self) -> bool:
+        """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
+        return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
+
+    def _loss(
+        self, rows: ModelOutput, labels: Tensor, mask: Tensor | None, num_label_tokens: Count,
+        loss_weights: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        targets = self.checked_targets(LOGITS, logits, labels)
-        shape = _rows_of(logits, labels)
-        rows = ModelOutput(LOGITS, self._options(round_nll=rounds), logits)
-        weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights)
+        targets = self.checked_targets(rows.names, rows.x, labels, rows.weight, rows.bias)
+        shape = _rows_of(rows.x, labels)
+        weights = position_weights(rows.x, labels, self.ignore_index, mask, loss_weights)
         self.check_range("labels", targets, rows.vocabulary, weights)
         return self.reduced(rows, targets.reshape(shape), weights.reshape(shape), num_label_tokens)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import Deferred
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, plain, readable_without_sync
 from dllm_kernels.losses._common import Count, shift_left
@@ -235,7 +236,8 @@ def _depth_outputs(
     if not outputs:
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
-        _checks.check_float(f"mtp_per_depth_{'h' if logits is None else 'logits'}[{k}]", output)
+        if not isinstance(output, Deferred):
+            _checks.check_float(f"mtp_per_depth_{'h' if logits is None else 'logits'}[{k}]", output)
         if labels.dim() == 1 and output.dim() == 3 and output.shape[0] == 1:
             outputs[k] = output = output.squeeze(0)
         if output.shape[:-1] != labels.shape:

@@ -11,6 +11,7 @@ from torch import nn
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._deferred import Deferred
 from dllm_kernels.mtp.cross_entropy import calculate_loss, checked_ignore_index, required, takes_hidden_states
 from dllm_kernels.mtp.depths import calculate_mtp_loss
 from dllm_kernels.mtp.head import gathered_once, head_weight
@@ -141,9 +142,9 @@ class PipelineCausalLMLoss(nn.Module):
 def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
-        known = bool(output) and isinstance(output[0], torch.Tensor)
+        known = bool(output) and isinstance(output[0], torch.Tensor | Deferred)
     else:
-        known = isinstance(output, (torch.Tensor, Mapping)) or hasattr(output, "logits")
+        known = isinstance(output, (torch.Tensor, Deferred, Mapping)) or hasattr(output, "logits")
         known = known or hasattr(output, "hidden_states")
     if not known:
         got = "a tuple without them" if isinstance(output, tuple) else type_name(output)

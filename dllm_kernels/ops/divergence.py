@@ -30,6 +30,7 @@ from dllm_kernels._core._plan import Options, compute_dtype
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._transform import Transform
@@ -39,6 +40,7 @@ SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
 Kind = str | Mapping[str, float]
 
 
+@from_hidden_states("linear_divergence")
 def divergence(
     logits: torch.Tensor,
     teacher_logits: torch.Tensor,

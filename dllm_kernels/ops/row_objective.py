@@ -21,6 +21,7 @@ from dllm_kernels._core._results import RowObjective, RowStats
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective, checked_value
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, has_values, plain, transforms_active
 from dllm_kernels._utils._transform import Transform
@@ -29,6 +30,7 @@ from dllm_kernels.ops.row_stats import LINEAR, LOGITS, row_stats
 Fn = Callable[..., torch.Tensor]
 
 
+@from_hidden_states("linear_row_objective")
 def row_objective(
     logits: torch.Tensor,
     ids: torch.Tensor,

@@ -16,6 +16,7 @@ from dllm_kernels._core._results import RowStats
 from dllm_kernels._core._run import call
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
@@ -23,6 +24,7 @@ LOGITS = _checks.Names("logits", "ids")
 LINEAR = _checks.Names("hidden", "ids", "weight", "bias")
 
 
+@from_hidden_states("linear_row_stats")
 def row_stats(
     logits: torch.Tensor,
     ids: torch.Tensor,

@@ -12,6 +12,7 @@ from dllm_kernels._core._plan import Options
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._transform import Transform
 
@@ -28,6 +29,7 @@ class TokenLogProbs(NamedTuple):
     entropy: torch.Tensor | None = None
 
 
+@from_hidden_states("token_log_probs")
 def token_log_probs(
     logits_or_hidden: torch.Tensor,
     ids: torch.Tensor,

@@ -16,9 +16,12 @@ from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._run import call
 from dllm_kernels._utils._checks import LOGITS, check_constant
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._transform import Transform
+from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
 
 
+@from_hidden_states(linear_token_nll)
 def token_nll(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -72,6 +75,7 @@ def token_nll(
     return call(TOKEN_NLL, LOGITS, RowInputs(logits, targets, active=active), options)  # type: ignore[no-any-return]
 
 
+@from_hidden_states(weighted_linear_nll)
 def weighted_nll(
     logits: torch.Tensor,
     targets: torch.Tensor,

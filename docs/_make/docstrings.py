@@ -19,6 +19,7 @@ PAGES = {
     "collate": "dllm_kernels.collate",
     "mtp": "dllm_kernels.mtp",
     "policy": "dllm_kernels.policy",
+    "fused": "dllm_kernels.fused",
     "distributed": "dllm_kernels.distributed",
     "nemo_automodel": "dllm_kernels.integrations.nemo_automodel",
     "speculators": "dllm_kernels.integrations.speculators",

@@ -515,6 +515,19 @@ for name in ("migrate/cut-cross-entropy.md", "migrate/torch.md"):
     page(name)(asserts_by_itself)
 
 
+@page("any-loop.md")
+def any_loop(n):
+    """Each loop of the page is the last one defined, with its loss before and after."""
+    model = n["model"]
+    for name in ("llada", "dllm", "dream", "block_diffusion", "grpo", "dflash", "of_the_model"):
+        loop, head = n[name], n["fused_head"]
+        plain = [loss := loop(model), *torch.autograd.grad(loss, model.parameters())]
+        with head(model, on_logits="raise"):
+            found = [loss := loop(model), *torch.autograd.grad(loss, model.parameters())]
+        torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(n["after"], n["before"])
+
+
 @page("migrate/liger.md")
 def liger(n):
     """The page compares the means. A z-loss is 1e-4 times the square of the logsumexp."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dllm_kernels import DLLMCollator, corrupt_uniform, policy_views, sample_level
+from dllm_kernels import DLLMCollator, corrupt_uniform, fused_head, policy_views, sample_level
 from tests.support import trainers
 from tests.support.distributed_checks import CHECKS
 from tests.support.distributed_workers import distributed_readme  # noqa: F401  (it registers its checks)
@@ -300,3 +300,43 @@ def test_speculators_patch():
     for found in ours.values():
         torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
     assert theirs[-1] < 0.9 * theirs[0]
+
+
+def value_and_gradients(model, loss):
+    return [loss, *torch.autograd.grad(loss, model.parameters())]
+
+
+@pytest.mark.parametrize("loop", ["llada", "dllm", "dream", "block_diffusion", "of_the_model"])
+def test_fused_head_sft(loop):
+    """Each loop has the loss and the gradients of the same loop without the context."""
+    example = load("fused_head_sft")
+    loss_of = getattr(example, loop)
+    torch.manual_seed(0)
+    model, ids = example.Denoiser().double(), torch.randint(0, 63, (2, 16))
+    batch = corrupt_uniform(ids, torch.ones_like(ids), example.MASK, seeds=torch.arange(2))
+    plain = value_and_gradients(model, loss_of(model, ids, *batch))
+    with fused_head(model, on_logits="raise"):
+        torch.testing.assert_close(value_and_gradients(model, loss_of(model, ids, *batch)), plain, check_dtype=False)
+    losses = example.main(loss_of, steps=12)
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
+
+
+def test_fused_head_rl_draft():
+    """The losses equal those without the context, and go down."""
+    example = load("fused_head_rl_draft")
+    torch.manual_seed(0)
+    model, ids = example.Model().double(), torch.randint(0, example.VOCABULARY, (2, 9))
+    mask, old, advantages = torch.ones(2, 8), torch.randn(2, 8) - 4, torch.randn(2)
+    blocks = torch.randint(0, example.VOCABULARY, (2, 2, example.BLOCK - 1))
+
+    def losses():
+        policy = example.grpo(model, ids, mask, old, advantages)
+        draft, accuracy = example.dflash(model, ids[:, :8], blocks, torch.ones(2, 2, 3))
+        return [*value_and_gradients(model, policy), *value_and_gradients(model, draft), accuracy]
+
+    plain = losses()
+    with fused_head(model, on_logits="raise"):
+        torch.testing.assert_close(losses(), plain)
+    before, after = example.main()
+    assert after[0] < before[0]
+    assert after[1] < before[1]

@@ -105,6 +105,7 @@ LAYERS = (
     ("losses",),
     ("mtp", "corruption", "collate"),
     ("policy",),
+    ("fused",),
     ("__init__",),
     ("integrations", "report"),
 )

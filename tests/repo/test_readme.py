@@ -24,6 +24,8 @@ def test_the_code_runs_as_printed():
     torch.manual_seed(0)
     n = {}
     run(from_logits, n)
+    token_loss = F.cross_entropy(n["model"](n["noisy"]).transpose(1, 2), n["ids"], reduction="none")
+    torch.testing.assert_close(n["loss"], (token_loss * n["noise_mask"] / n["p_mask"]).sum() / n["ids"].numel())
     x = n["logits"].detach().double().requires_grad_()
     ids, noise_mask, p_mask = n["ids"], n["noise_mask"], n["p_mask"].double()
     assert 0 < noise_mask.sum() < ids.numel()

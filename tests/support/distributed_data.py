@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dllm_kernels as ours
 from dllm_kernels import ops
 from dllm_kernels.distributed import global_token_count, summed_over
-from dllm_kernels.integrations._deferred import deferred_logits
+from dllm_kernels.fused._head import deferred_logits
 from dllm_kernels.mtp import mtp_labels
 from tests.support.cases import BLOCK, BY_NAME
 from tests.support.distributed_checks import BY_NAME as BY_JOB

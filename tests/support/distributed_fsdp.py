@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dllm_kernels as ours
 from dllm_kernels import ops
 from dllm_kernels.distributed import LossHead, gather_head, set_gradient_divide_factor, summed_over
-from dllm_kernels.integrations._deferred import deferred_logits
+from dllm_kernels.fused._head import deferred_logits
 from tests.support.distributed_checks import (
     NAMES,
     B,

@@ -33,6 +33,7 @@ from tests.support import (  # noqa: F401
     distributed_divergence,
     distributed_extra,
     distributed_fsdp,
+    distributed_fused_head,
     distributed_pipeline,
     distributed_readme,
     distributed_sample,

@@ -35,6 +35,9 @@ def lora():
     return module("components._peft.lora")
 
 
+_patched = {}  # options of the patch in force
+
+
 @contextlib.contextmanager
 def fused(**options):
     """Patch the host as with ``fuse_head=True``, except for its recipes, which need packages that may be missing."""
@@ -43,9 +46,11 @@ def fused(**options):
         module(home)
     with mock.patch.object(integration, "STEPS", {}):
         integration.patch(fuse_head=True, **options)
+        _patched.update(options)
         try:
             yield
         finally:
+            _patched.clear()
             integration.unpatch()
 
 
@@ -151,7 +156,7 @@ def deferred(loss):
     """Compute a loss of the logits that the head of the model defers."""
 
     def from_hidden_states(model, hidden, labels, noise, p):
-        with deferred_logits(model) as defers:
+        with deferred_logits(model, **_patched) as defers:
             assert defers
             logits = [model(h) for h in hidden[:2]]
             value = loss(*logits, labels, noise, p)

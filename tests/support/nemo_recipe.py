@@ -19,8 +19,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm_kernels import DLLMLossOutput, MDLMCrossEntropyLoss
+from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.integrations import nemo_automodel as integration
-from dllm_kernels.integrations._deferred import DeferredLogits
 from dllm_kernels.losses import _model_output
 from reference.dflash import dflash_loss
 from reference.scdd import scdd_loss
@@ -243,7 +243,11 @@ def counted():
         calls.update([f"{op.name} of {'logits' if job.weight is None else 'hidden states'}"])
         return do(op, job, options)
 
-    _model_output.run, DeferredLogits.materialize = counted_op, lambda logits: calls.update(["made"]) or made(logits)
+    def counted_made(logits, *use):
+        calls.update(["made"])
+        return made(logits, *use)
+
+    _model_output.run, DeferredLogits.materialize = counted_op, counted_made
     yield calls
     _model_output.run, DeferredLogits.materialize = do, made
 

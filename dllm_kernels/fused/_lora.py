@@ -77,6 +77,43 @@ def check_head(head: nn.Module | None, advice: str) -> None:
         _check_linear(module.lora_B[name], advice)
 
 
+class SplitHead(NamedTuple):
+    """Linear layer of a head, and the adapters that were active on it."""
+
+    base: Any
+    adapters: list[Adapter]
+
+
+def split(head: nn.Module) -> SplitHead:
+    """Return the layer and the active adapters of a head that :func:`check_head` accepts."""
+    module: Any = _chosen(head)
+    if _is_peft(module) and module.disable_adapters and module.merged:
+        module.unmerge()
+    return SplitHead(module.base_layer if _is_peft(module) else module, _adapters(module))
+
+
+def low_rank_rows(head: SplitHead, hidden: torch.Tensor) -> torch.Tensor | None:
+    """Compute ``s A h`` of all adapters, including dropout, so that A receives its gradient by autograd."""
+    if not head.adapters:
+        return None
+    # Cast, because PEFT keeps the adapters of a 16-bit head in float32, and the head is computed in the dtype of the
+    # rows.
+    return torch.cat([_low_rank(hidden, adapter).to(hidden.dtype) for adapter in head.adapters], -1)
+
+
+def weights(head: SplitHead, like: torch.Tensor, u: torch.Tensor | None) -> Head:
+    """Return the head whose low-rank rows are ``u``, in the dtype of the hidden states ``like``."""
+    base, bias = head.base, head.base.bias
+    if u is None:
+        return Head(base.weight, bias)
+    columns = torch.cat([gathered_once(adapter.b.weight, like).to(like.dtype) for adapter in head.adapters], 1)
+    for adapter in head.adapters:
+        if adapter.b.bias is not None:
+            own = gathered_once(adapter.b.bias, like) * adapter.scale
+            bias = own if bias is None else gathered_once(bias, like) + own
+    return Head(base.weight, None if bias is None else bias.to(like.dtype), (u, columns))
+
+
 @contextlib.contextmanager
 def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Set ``head.forward`` within the context, then restore what was there, which may be an attribute of the object."""
@@ -92,9 +129,8 @@ def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[N
 def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> Head:
     """Split a head that :func:`check_head` accepts, for hidden states ``[..., D]``.
 
-    ``A h`` is computed here, including dropout, so that A receives its gradient by autograd. The gradient of B is
-    computed by the loss. Sharded adapter parameters are gathered, except in the forward pass of the head, where they
-    are already gathered.
+    ``A h`` is computed here. The gradient of B is computed by the loss. Sharded adapter parameters are gathered, except
+    in the forward pass of the head, where they are already gathered.
 
     Args:
         head: the LM head.
@@ -104,24 +140,11 @@ def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> H
     Raises:
         ValueError: tensor parallelism splits an adapter, and ``hidden`` is not a DTensor.
     """
-    module: Any = _chosen(head)
-    if _is_peft(module) and module.disable_adapters and module.merged:
-        module.unmerge()
-    base, adapters = (module.base_layer if _is_peft(module) else module), _adapters(module)
-    if not adapters:
-        return Head(base.weight, base.bias)
+    parts = split(head)
     several = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
-    first, bias = several[0], base.bias
-    # Cast, because PEFT keeps the adapters of a 16-bit head in float32, and the head is computed in the dtype of the
-    # rows.
-    rows = [torch.cat([_low_rank(h, adapter).to(h.dtype) for adapter in adapters], -1) for h in several]
-    columns = torch.cat([gathered_once(adapter.b.weight, first).to(first.dtype) for adapter in adapters], 1)
-    for adapter in adapters:
-        if adapter.b.bias is not None:
-            own = gathered_once(adapter.b.bias, first) * adapter.scale
-            bias = own if bias is None else gathered_once(bias, first) + own
-    u = rows[0] if isinstance(hidden, torch.Tensor) else torch.stack(rows)
-    return Head(base.weight, None if bias is None else bias.to(first.dtype), (u, columns))
+    rows = [u for h in several if (u := low_rank_rows(parts, h)) is not None]
+    one = isinstance(hidden, torch.Tensor)
+    return weights(parts, several[0], (rows[0] if one else torch.stack(rows)) if rows else None)
 
 
 def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:

@@ -1,0 +1,673 @@
+"""Training loops from logits under ``fused_head``: values and gradients of the plain loop, without the logits.
+
+The loops are those of published training code: LLaDA, dllm, Dream, Fast-dLLM, block diffusion beside clean tokens,
+GRPO, DFlash drafts, and models whose forward computes the loss.
+"""
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+import dllm_kernels
+from dllm_kernels import fused_head
+from tests.conftest import DEVICE
+from tests.support.cases import CASES
+from tests.support.parity import assert_parity
+
+B, L, D, V = 2, 8, 6, 53
+DRAFT = 4
+
+
+class Model(nn.Module):
+    """Embedding and head; ``cap``: soft cap of the logits."""
+
+    def __init__(self, *, tied=False, bias=False, cap=None, dtype=torch.float32):
+        super().__init__()
+        self.body, self.lm_head, self.cap = nn.Embedding(V, D), nn.Linear(D, V, bias=bias), cap
+        if tied:
+            self.lm_head.weight = self.body.weight
+        self.to(DEVICE, dtype)
+
+    def forward(self, ids, labels=None):
+        logits = self.lm_head(torch.tanh(self.body(ids)))
+        if self.cap is not None:
+            logits = torch.tanh(logits / self.cap) * self.cap
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.float()[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
+
+
+class Batch:
+    """Clean and noisy tokens, masks and probabilities; ``dtype``: dtype that a loop casts its logits to."""
+
+    dtype = torch.float32
+
+    def __init__(self, seed=0, L=L):
+        g = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(0, V - 1, (B, L), generator=g).to(DEVICE)
+        p = torch.rand(B, 1, generator=g).mul(0.8).add(0.1).expand(B, L)
+        masked = torch.rand(B, L, generator=g) < 0.5
+        masked[:, 3] = True
+        self.p, self.masked = p.to(DEVICE), masked.to(DEVICE)
+        self.noisy = self.ids.masked_fill(self.masked, V - 1)
+        self.old = torch.randn(B, L, generator=g).sub(4).to(DEVICE)
+        self.advantages = torch.randn(B, 1, generator=g).to(DEVICE)
+
+
+def llada(z, x):
+    nll = F.cross_entropy(z[x.masked], x.ids[x.masked], reduction="none") / x.p[x.masked]
+    return nll.sum() / x.ids.numel()
+
+
+def dllm(z, x):
+    nll = F.cross_entropy(z.transpose(1, 2), x.ids, reduction="none")
+    return (nll * x.masked.to(nll.dtype) / x.p).sum() / x.masked.sum()
+
+
+def dream(z, x):
+    z = torch.cat([z[:, :1], z[:, :-1]], 1)
+    nll = F.cross_entropy(z.reshape(-1, V).to(x.dtype), x.ids.reshape(-1), reduction="none")
+    return (nll.view(B, L) * x.masked).mean()
+
+
+def fast_dllm(z, x):
+    labels = x.ids.masked_fill(~x.masked, -100)
+    return nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, V), labels[:, 1:].contiguous().view(-1))
+
+
+def half(z, x):
+    noisy = z[:, : L // 2]
+    nll = F.cross_entropy(noisy.permute(0, 2, 1), x.ids[:, : L // 2], reduction="none")
+    weights = torch.where(x.masked, 1 / x.p, 0.0)[:, : L // 2]
+    return (nll * weights).sum(1).div(x.masked.sum(1).clamp(min=1)).mean()
+
+
+def selective_log_softmax(z, ids):
+    chosen = torch.gather(z, -1, ids.unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.stack([torch.logsumexp(row, dim=-1) for row in z])
+
+
+def grpo(z, x):
+    new = selective_log_softmax(z / 0.7, x.ids)
+    ratio = torch.exp(new - x.old)
+    each = torch.min(ratio * x.advantages, ratio.clamp(0.8, 1.2) * x.advantages)
+    return -((each * x.masked).sum(1) / x.masked.sum(1)).mean()
+
+
+def grpo_by_rows(z, x):
+    new = torch.stack(
+        [F.log_softmax(a, -1).gather(-1, i.unsqueeze(-1)).squeeze(-1) for a, i in zip(z, x.ids, strict=True)]
+    )
+    return -(torch.exp(new - new.detach()) * x.advantages * x.masked).sum() / x.masked.sum()
+
+
+def dflash(z, x):
+    z = z.view(B, L // DRAFT, DRAFT, V)[:, :, 1:]
+    ids = x.ids.view(B, L // DRAFT, DRAFT)[:, :, 1:]
+    decay = torch.exp(-torch.arange(DRAFT - 1, device=z.device) / 4)
+    nll = F.cross_entropy(z.flatten(0, 2), ids.flatten(), reduction="none").view_as(ids)
+    return (nll * decay).sum() / decay.sum()
+
+
+def log_probs(z, x):
+    picked = z.log_softmax(-1, dtype=x.dtype).gather(-1, x.ids[..., None])
+    return -(picked.squeeze(-1)[x.masked] / x.p[x.masked]).mean()
+
+
+def nll_loss(z, x):
+    return F.nll_loss(z.log_softmax(dim=-1).flatten(0, 1), x.ids.flatten(), ignore_index=3, reduction="sum")
+
+
+def tempered(z, x):
+    z = z / 0.5
+    z = 3 * torch.tanh(2 * z / 3) / 0.7
+    return F.cross_entropy(torch.stack(list(z)).movedim(-1, 1), x.ids, ignore_index=int(x.ids[0, 0]))
+
+
+def many_moves(z, x):
+    z = z.unsqueeze(0).squeeze(0).expand(2, -1, -1, -1).unflatten(1, (1, B))[1, 0]
+    first, second = z.split(L // 2, dim=1)
+    z = torch.cat([second, first], dim=1).roll(1, 1).swapaxes(0, 1).transpose(0, 1)
+    z = z.index_select(0, torch.tensor([1, 0], device=z.device)).narrow(1, 1, L - 1).mT.mT.clone()
+    z = torch.stack([row for part in z.chunk(2) for row in part.unbind(0)])
+    return F.cross_entropy(z.view(-1, V), x.ids[:, 1:].flip(0).reshape(-1), reduction="sum")
+
+
+LOOPS = {
+    function.__name__: function
+    for function in (
+        llada, dllm, dream, fast_dllm, half, grpo, grpo_by_rows, dflash, log_probs, nll_loss, tempered, many_moves
+    )
+}  # fmt: skip
+MODELS = {"plain": {}, "tied": {"tied": True}, "bias": {"bias": True}, "cap": {"cap": 2.0}}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Record the size of the largest tensor with data that an operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.device.type != "meta"]
+        self.size = max([self.size, *(t.numel() for t in made)])
+        return out
+
+
+def parameters(model):
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def value_and_gradients(model, loss):
+    grads = torch.autograd.grad(loss, parameters(model), allow_unused=True)
+    return [loss.detach(), *grads]
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(
+    "kind", ["plain", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in list(MODELS)[1:])]
+)
+def test_a_loop_has_the_value_and_the_gradients_of_the_plain_loop(name, kind):
+    if (kind, name) == ("cap", "tempered"):
+        pytest.skip("a cap of a capped logit is not recorded")
+    torch.manual_seed(0)
+    model, x = Model(**MODELS[kind]), Batch()
+    names = [name for name, _ in model.named_parameters()]
+
+    def run(fused, *leaves):
+        module = copy.deepcopy(model).to(leaves[0].dtype)
+        given = dict(zip(names, leaves, strict=True))
+        if kind == "tied":
+            given["lm_head.weight"] = given["body.weight"]
+        state = torch.nn.utils.stateless._reparametrize_module(module, given)
+        batch = copy.copy(x)
+        batch.dtype = leaves[0].dtype
+        for attribute in ("p", "old", "advantages"):
+            setattr(batch, attribute, getattr(x, attribute).to(leaves[0].dtype))
+        with state:
+            if not fused:
+                return LOOPS[name](module(batch.noisy), batch)
+            with fused_head(module, on_logits="raise") as head:
+                loss = LOOPS[name](module(batch.noisy), batch)
+            assert head.materialized == 0
+            return loss
+
+    def draw(seed):
+        g = torch.Generator().manual_seed(seed)
+        leaves = [torch.randn(p.shape, generator=g).to(DEVICE) for p in model.parameters()]
+        return leaves, torch.tensor(0.75, device=DEVICE)
+
+    assert_parity(lambda *leaves: run(True, *leaves), lambda *leaves: run(False, *leaves), draw, [B * L])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="chunks of a GPU have more rows than the test")
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_largest_tensor_of_a_loop_is_a_chunk(name, frozen):
+    """In the forward and the backward pass. A chunk has at most 512 rows on a CPU."""
+    length, chunk = 1024, 512
+    torch.manual_seed(0)
+    model, x = Model(), Batch(L=length)
+    model.lm_head.requires_grad_(not frozen)
+    loop = LOOPS[name]
+    loop = type(loop)(loop.__code__, loop.__globals__ | {"L": length}, name, loop.__defaults__, loop.__closure__)
+    with fused_head(model) as fused, LargestTensor() as largest:
+        loop(model(x.noisy), x).backward()
+    assert fused.materialized == 0
+    assert largest.size <= chunk * V
+
+
+def by_both(case, form, model, hidden, inputs):
+    """Return value and gradients of a case from deferred logits, or from hidden states and the head."""
+    leaves = [hidden, *model.lm_head.parameters()]
+    if form == "logits":
+        with fused_head(model, on_logits="raise") as fused:
+            value = case.logits_form(model.lm_head(hidden), inputs)
+        assert fused.materialized == 0
+    else:
+        value = case.hidden_form(*leaves, inputs)
+    return [value, *torch.autograd.grad(value.sum(), leaves, allow_unused=True)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_losses_and_ops_take_deferred_logits_as_their_form_from_hidden_states(case):
+    torch.manual_seed(1)
+    inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
+    model = Model(bias=True)
+    hidden = torch.randn(2, case.width * 6, D, device=DEVICE, requires_grad=True)
+    if case.separate or "teacher" in " ".join(inputs):
+        pytest.skip("takes a second tensor of logits, which is deferred in the test below")
+    for got, expected in zip(
+        *(by_both(case, form, model, hidden, inputs) for form in ("logits", "hidden")), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+TWO = {
+    "hybrid": lambda y, z, x: dllm_kernels.HybridDiffusionLLMLoss(0.5)(
+        y, x.ids, x.masked, x.p, x.masked | True, torch.ones_like(x.p), causal_logits=z
+    ).total_loss,
+    "divergence": lambda y, z, x: dllm_kernels.divergence(y, z, x.p).loss,
+    "divergence, tempered": lambda y, z, x: dllm_kernels.divergence(y / 2, z / 2, kind="rkl", softcap=3.0).loss,
+    "distillation": lambda y, z, x: dllm_kernels.DraftDistillationLoss("kl")(y, z, x.ids, x.masked).total_loss,
+    "log-probs": lambda y, z, x: (
+        dllm_kernels.token_log_probs(y / 0.5, x.ids, temperature=2.0).log_probs.sum() + z[0, 0].logsumexp(-1)
+    ),
+    "MTP": lambda y, z, x: dllm_kernels.calculate_mtp_loss(
+        dllm_kernels.MaskedCrossEntropy(), mtp_per_depth_logits=[y, z], labels=x.ids, scaling_factor=0.5, model=None
+    ),
+    "pipeline": lambda y, z, x: dllm_kernels.PipelineCausalLMLoss(dllm_kernels.MaskedCrossEntropy(), Model())(y, x.ids),
+    "per token": lambda y, z, x: dllm_kernels.compute_per_token_nll(y, x.ids).mul(x.p).sum(),
+    "encoder": lambda y, z, x: dllm_kernels.encoder_ar_loss(z * 3, x.ids, scale=0.5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_losses_take_deferred_logits_of_two_calls(name):
+    torch.manual_seed(0)
+    model, x = Model(bias=True), Batch()
+    plain = value_and_gradients(model, TWO[name](model(x.noisy), model(x.ids), x))
+    with fused_head(model, on_logits="raise"):
+        found = value_and_gradients(model, TWO[name](model(x.noisy), model(x.ids), x))
+    torch.testing.assert_close(found, plain)
+
+
+def test_a_teacher_with_a_head_of_its_own_is_deferred_too():
+    torch.manual_seed(0)
+    draft, target, x = Model(), Model(bias=True).requires_grad_(False), Batch()
+    for loss in (TWO["divergence"], TWO["distillation"]):
+        plain = value_and_gradients(draft, loss(draft(x.noisy), target(x.ids), x))
+        with fused_head(draft, on_logits="raise"), fused_head(target, on_logits="raise"):
+            found = value_and_gradients(draft, loss(draft(x.noisy), target(x.ids), x))
+        torch.testing.assert_close(found, plain)
+
+
+UNFUSED = {
+    "softmax": lambda z, x: z.softmax(-1)[..., 0].sum(),
+    "exp": lambda z, x: z.exp().mean(),
+    "cross_entropy with label smoothing": lambda z, x: F.cross_entropy(
+        z.view(-1, V), x.ids.view(-1), label_smoothing=0.1
+    ),
+    "cross_entropy with weights": lambda z, x: F.cross_entropy(
+        z.view(-1, V), x.ids.view(-1), weight=torch.linspace(0, 1, V, device=z.device)
+    ),
+    "cross_entropy with probabilities": lambda z, x: F.cross_entropy(z[0], torch.full((L, V), 1 / V, device=z.device)),
+    "a slice of classes": lambda z, x: z[..., :5].sum() + z[..., 7].sum(),
+    "a sum of logits": lambda z, x: (z + z).logsumexp(-1).sum(),
+    "a product with a tensor": lambda z, x: (z * x.p[..., None]).logsumexp(-1).sum(),
+    "a negative factor": lambda z, x: (-2 * z).logsumexp(-1).sum() + (z / -1).amax(-1).sum(),
+    "a view across classes": lambda z, x: z.reshape(B, L * V).sum(1).mean(),
+    "a sort": lambda z, x: z.topk(3).values.sum() + z.max(-1).values.sum(),
+    "cat of classes": lambda z, x: torch.cat([z, z], -1).logsumexp(-1).sum(),
+    "cat with zeros": lambda z, x: torch.cat([z, torch.zeros_like(z[:, :1])], 1).logsumexp(-1).sum(),
+    "logsumexp of rows": lambda z, x: z.logsumexp(1).sum(),
+    "in place": lambda z, x: z.mul_(x.p[..., None]).logsumexp(-1).sum(),
+    "in place, beside a view": lambda z, x: (lambda y: (z.div_(2), y.logsumexp(-1).sum())[1])(z[:, 1:]),
+    "an assignment": lambda z, x: (z.__setitem__((slice(None), 0), 0.0), z.logsumexp(-1).sum())[1],
+    "both caps": lambda z, x: (
+        dllm_kernels.MDLMCrossEntropyLoss(softcap=2.0)(torch.tanh(z / 3) * 3, x.ids, x.masked, x.p, x.masked).total_loss
+    ),
+    "one of two": lambda z, x: dllm_kernels.divergence(z, torch.ones(B, L, V, device=z.device)).loss,
+    "probabilities": lambda z, x: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", UNFUSED)
+def test_other_operations_get_the_logits_once_and_warn_once(name):
+    torch.manual_seed(0)
+    model, x = Model(), Batch()
+    plain = value_and_gradients(model, UNFUSED[name](model(x.noisy), x))
+    with warnings.catch_warnings(record=True) as caught, fused_head(model) as fused:
+        warnings.simplefilter("always")
+        found = value_and_gradients(model, UNFUSED[name](model(x.noisy), x))
+        assert fused.materialized == 1
+        messages = [str(w.message) for w in caught]
+        assert len(messages) == 1
+        again = UNFUSED[name](model(x.noisy), x)
+    assert fused.materialized == 2
+    assert len(caught) == 1
+    assert (
+        f"needs the logits themselves, so that all {B * L * V} of them, {(B, L, V)}, are computed; use " in messages[0]
+    )
+    assert caught[0].filename == __file__
+    assert f"{__file__}:{caught[0].lineno} " in messages[0]
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(again, plain[0])
+
+
+def test_on_logits_says_what_an_operation_that_needs_them_does():
+    model, x = Model(), Batch()
+    with (
+        fused_head(model, on_logits="raise") as fused,
+        pytest.raises(RuntimeError, match=r"^softmax at .*needs the logits"),
+    ):
+        model(x.noisy).softmax(-1)
+    assert fused.materialized == 0
+    with warnings.catch_warnings(), fused_head(model, on_logits="allow") as fused:
+        warnings.simplefilter("error")
+        z = model(x.noisy)
+        z.softmax(-1)
+        z.exp()
+    assert fused.materialized == 1
+
+
+METADATA = {
+    "shape": lambda z: z.shape, "dtype": lambda z: z.dtype, "device": lambda z: z.device, "ndim": lambda z: z.ndim,
+    "size": lambda z: (z.size(), z.size(-1), z.size(dim=0)), "dim": lambda z: z.dim(), "numel": lambda z: z.numel(),
+    "torch.numel": torch.numel, "len": len, "requires_grad": lambda z: z.requires_grad, "is_cuda": lambda z: z.is_cuda,
+    "is_floating_point": torch.is_floating_point, "is_contiguous": lambda z: z.is_contiguous(),
+    "float": lambda z: z.double().dtype, "moved": lambda z: z.transpose(1, 2)[:, :, 1:].mT.unsqueeze(0).shape,
+    "like": lambda z: z.view_as(torch.zeros(B * L, V)).shape, "bool index": lambda z: z[z.new_ones(B, L).bool()].shape
+    if isinstance(z, torch.Tensor) else z[torch.ones(B, L, dtype=torch.bool, device=z.device)].shape,
+    "no row": lambda z: z[:0].view(-1, V).shape, "none": lambda z: z[None, ..., None, 0, :].shape,
+    "a list": lambda z: z[[1, 0]][:, [0, 2, 1]].shape, "separate": lambda z: z[:, None, [0, 1]].shape,
+    "type": lambda z: z.type(torch.bfloat16).dtype,
+    "type_as": lambda z: z.type_as(torch.ones((), device=z.device).half()).dtype,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_deferred_logits_have_the_shape_dtype_and_device_of_logits(name):
+    model, x = Model(), Batch()
+    expected = METADATA[name](model(x.noisy))
+    with fused_head(model, on_logits="raise"):
+        assert METADATA[name](model(x.noisy)) == expected
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_results_have_the_dtype_of_the_plain_loop(reduction, dtype, autocast):
+    model, x = Model(dtype=dtype), Batch()
+
+    def run():
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            z = model(x.noisy)
+            made = F.cross_entropy(z.flatten(0, 1), x.ids.flatten(), reduction=reduction)
+            return [made.sum(), z.logsumexp(-1), z.gather(-1, x.ids[..., None])]
+
+    plain = run()
+    with fused_head(model, on_logits="raise"):
+        found = run()
+    assert [t.dtype for t in found] == [t.dtype for t in plain]
+    for got, expected in zip(found, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+def test_rows_that_are_ignored_or_missing():
+    model, x = Model(), Batch()
+    ids = torch.full_like(x.ids, -100)
+    for reduction in ("mean", "sum", "none"):
+        plain = F.cross_entropy(model(x.noisy).flatten(0, 1), ids.flatten(), reduction=reduction)
+        with fused_head(model, on_logits="raise"):
+            found = F.cross_entropy(model(x.noisy).flatten(0, 1), ids.flatten(), reduction=reduction)
+            found = found if torch.is_tensor(found) else found * 1.0 + 0.0
+        torch.testing.assert_close(found, plain, equal_nan=True)
+    with fused_head(model, on_logits="raise"):
+        z = model(x.noisy)
+        assert F.cross_entropy(z[:0].flatten(0, 1), x.ids[:0].flatten(), reduction="none").mean().isnan()
+        for use in (lambda: z.gather(-1, ids[..., None]), lambda: z.log_softmax(-1).gather(-1, ids[..., None]).sum()):
+            with pytest.raises(IndexError, match="must lie in"):
+                use()
+
+
+def test_rows_of_weight_0_are_not_projected(monkeypatch):
+    model, x = Model(), Batch()
+    with torch.no_grad():
+        model.body.weight[V - 1] = torch.nan  # the masked tokens
+    with fused_head(model):
+        loss = (F.cross_entropy(model(x.noisy).transpose(1, 2), x.ids, reduction="none") * ~x.masked).sum()
+    assert loss.isfinite()
+
+
+def test_hidden_states_or_a_head_that_changed_raise():
+    message = "must not be modified in place between the head and the use"
+    for change in (lambda model, h: h.mul_(2), lambda model, h: model.lm_head.weight.mul_(2)):
+        for use in (lambda z: z.logsumexp(-1), lambda z: z[:, 1:], lambda z: z.exp(), lambda z: z.argmax(-1)):
+            model, h = Model(), torch.randn(B, L, D, device=DEVICE)
+            with fused_head(model, on_logits="allow"):
+                z = model.lm_head(h)
+                nll = F.cross_entropy(z.mT, torch.zeros(B, L, dtype=torch.long, device=DEVICE), reduction="none")
+            with torch.no_grad():
+                change(model, h)
+            for late in (lambda: use(z), nll.sum):  # noqa: B023
+                with pytest.raises(RuntimeError, match=message):
+                    late()
+
+
+def test_gradients_follow_the_state_of_the_call_and_of_the_use():
+    model, x = Model(), Batch()
+    with fused_head(model, on_logits="allow"):
+        z = model(x.noisy)
+        nll = F.cross_entropy(z.mT, x.ids, reduction="none")
+        with torch.no_grad():
+            assert not any(t.requires_grad for t in (nll.sum(), nll.mean(), z.logsumexp(-1), z[:, 1:].log_softmax(-1)))
+            nll + 0
+            z.exp()
+            constant = model(x.noisy)
+        assert (nll + 0).requires_grad
+        assert z.exp().requires_grad
+        assert not nll.detach().requires_grad
+        assert not F.cross_entropy(z.detach().mT, x.ids).requires_grad
+        for t in (constant.logsumexp(-1), F.cross_entropy(constant.mT, x.ids, reduction="none").sum(), constant.exp()):
+            assert not t.requires_grad
+
+
+def test_a_model_that_computes_its_loss():
+    torch.manual_seed(0)
+    model, x = Model(cap=2.0), Batch()
+    plain = value_and_gradients(model, model(x.noisy, labels=x.ids))
+    with fused_head(model, on_logits="raise"):
+        found = value_and_gradients(model, model(x.noisy, labels=x.ids))
+    torch.testing.assert_close(found, plain)
+
+
+@pytest.mark.exhaustive
+def test_a_model_of_transformers_that_computes_its_loss():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, x = transformers.LlamaForCausalLM(config).to(DEVICE), Batch()
+    plain = value_and_gradients(model, model(x.noisy, labels=x.ids).loss)
+    with fused_head(model, on_logits="raise"):
+        out = model(x.noisy, labels=x.ids)
+        found = value_and_gradients(model, out.loss)
+        assert out.logits.shape == (B, L, V)
+    torch.testing.assert_close(found, plain)
+
+
+def trained(model, steps):
+    for p in model.parameters():
+        p.grad = None
+    losses = [loss.detach() for loss in steps(model)]
+    return [*losses, *(p.grad for p in model.parameters())]
+
+
+def accumulated(model):
+    for seed in range(3):
+        x = Batch(seed)
+        loss = dllm(model(x.noisy), x)
+        loss.backward()
+        yield loss
+
+
+def checkpointed(model):
+    x = Batch()
+    loss = checkpoint(lambda ids: llada(model(ids), x), x.noisy, use_reentrant=False)
+    loss.backward()
+    yield loss
+    logits = checkpoint(model, x.noisy, use_reentrant=False)
+    loss = dllm(logits, x)
+    loss.backward()
+    yield loss
+
+
+def autocast(model):
+    x = Batch()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        logits = model(x.noisy).float()
+    loss = dllm(logits, x)
+    loss.backward()
+    yield loss
+
+
+@pytest.mark.parametrize("steps", [accumulated, checkpointed, autocast], ids=lambda steps: steps.__name__)
+@pytest.mark.parametrize("kind", ["plain", "tied"])
+def test_a_step_equals_the_plain_step(steps, kind):
+    torch.manual_seed(0)
+    model = Model(**MODELS[kind])
+    plain = trained(model, steps)
+    with fused_head(model, on_logits="raise"):
+        found = trained(model, steps)
+    loose = {"rtol": 0.02, "atol": 0.02} if steps is autocast else {}
+    torch.testing.assert_close(found, plain, **loose)
+
+
+def adapted(kind, **options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = Model()
+    if kind == "lora":
+        options = {"target_modules": ["lm_head"], "r": 2, "init_lora_weights": False, **options}
+    else:
+        options = {"target_modules": ["body"], "r": 2, "modules_to_save": ["lm_head"]}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+@pytest.mark.parametrize("name", ["llada", "many_moves", "grpo"])
+@pytest.mark.parametrize("kind", ["lora", "saved"])
+def test_adapters_of_the_head_train(kind, name):
+    model, x = adapted(kind), Batch()
+    plain = value_and_gradients(model, LOOPS[name](model(x.noisy), x))
+    with fused_head(model, on_logits="raise"):
+        found = value_and_gradients(model, LOOPS[name](model(x.noisy), x))
+    torch.testing.assert_close(found, plain)
+
+
+def test_all_uses_of_the_logits_share_the_dropout_of_the_adapter():
+    model, x = adapted("lora", lora_dropout=0.5), Batch()
+    model.train()
+    with fused_head(model, on_logits="allow"):
+        z = model(x.noisy)
+        fused, real = z.logsumexp(-1), torch.exp(z).sum(-1).log()
+    torch.testing.assert_close(fused, real)
+
+
+def test_an_adapter_that_was_off_at_the_head_call_stays_off():
+    model, x = adapted("lora"), Batch()
+    with model.disable_adapter():
+        expected = model(x.noisy).logsumexp(-1)
+    with fused_head(model, on_logits="raise"):
+        with model.disable_adapter():
+            z = model(x.noisy)
+        torch.testing.assert_close(z.logsumexp(-1), expected)
+
+
+def scaled(head):
+    own = head.forward
+    head.forward = lambda hidden: own(hidden) * 2
+    return head
+
+
+def hooked(head):
+    head.register_forward_hook(lambda module, args, output: output * 2)
+    return head
+
+
+@pytest.mark.parametrize("change", [scaled, hooked])
+@pytest.mark.parametrize("kind", ["plain", "lora", "saved"])
+def test_a_head_that_does_more_is_refused_and_stays_as_it_is(change, kind):
+    model, x = Model() if kind == "plain" else adapted(kind), Batch()
+    change(model.lm_head)
+    expected, own = model(x.noisy), vars(model.lm_head).get("forward")
+    with pytest.raises(ValueError, match=r"^the LM head must .*leave the head as it is"), fused_head(model):
+        pass
+    assert vars(model.lm_head).get("forward") is own
+    torch.testing.assert_close(model(x.noisy), expected)
+
+
+def test_bad_arguments():
+    model = Model()
+    for match, error, args, options in (
+        ("^model must be an nn.Module, got int", TypeError, [3], {}),
+        ("^head must be an nn.Module, got", TypeError, [model], {"head": model.lm_head.weight}),
+        ("^on_logits must be one of warn, raise, allow, got 'no'", ValueError, [model], {"on_logits": "no"}),
+        ("^model must have get_output_embeddings", ValueError, [nn.Linear(2, 2)], {}),
+        ("^the LM head must be an nn.Linear", ValueError, [model], {"head": nn.LayerNorm(3)}),
+    ):
+        with pytest.raises(error, match=match), fused_head(*args, **options):
+            pass
+    assert "forward" not in vars(model.lm_head)
+    with fused_head(model):
+        with pytest.raises(ValueError, match="of an outer call that replaces the same head"), fused_head(model):
+            pass
+        assert not torch.is_tensor(model(Batch().noisy))
+    assert torch.is_tensor(model(Batch().noisy))
+    with fused_head(nn.Sequential(), head=model.lm_head):
+        assert not torch.is_tensor(model(Batch().noisy))
+
+
+def test_a_compiled_model_keeps_its_head():
+    model, x = Model(), Batch()
+    expected, compiled = model(x.noisy), torch.compile(model, backend="eager")
+    with fused_head(compiled, on_logits="raise") as fused:
+        torch.testing.assert_close(compiled(x.noisy), expected)
+    assert fused.materialized == 0
+
+
+def test_copies_of_deferred_logits():
+    model, x = Model(), Batch()
+    expected = model(x.noisy)
+    with fused_head(model, on_logits="allow"):
+        z = model(x.noisy) / 2
+        mapped = torch.utils._pytree.tree_map(lambda t: t * 1, {"logits": z})["logits"]
+        torch.testing.assert_close(mapped.logsumexp(-1), (expected / 2).logsumexp(-1))
+        torch.testing.assert_close(mapped.exp(), (expected / 2).exp())
+        torch.testing.assert_close(pickle.loads(pickle.dumps(z)), expected / 2)
+        cast = torch.utils._pytree.tree_map(lambda t: t.double() if torch.is_tensor(t) else t, model(x.noisy))
+        assert cast.dtype == torch.float64
+        assert cast.hidden.dtype == torch.float32
+
+
+def test_argmax_has_no_gradient_and_takes_the_lowest_index():
+    model, x = Model(), Batch()
+    with torch.no_grad():
+        model.lm_head.weight[5:8] = model.lm_head.weight[5]
+    expected = model(x.noisy)
+    with fused_head(model, on_logits="raise"):
+        z = model(x.noisy)
+        assert torch.equal(z.argmax(-1), expected.argmax(-1))
+        assert torch.equal(torch.argmax(z.mT, dim=1, keepdim=True), expected.mT.argmax(1, keepdim=True))
+        assert torch.equal(z.log_softmax(-1).argmax(dim=-1), expected.argmax(-1))
+
+
+def test_heads_of_two_threads_do_not_mix():
+    results = {}
+
+    def run(seed):
+        torch.manual_seed(seed)
+        model, x = Model(), Batch(seed)
+        plain = value_and_gradients(model, llada(model(x.noisy), x))
+        with fused_head(model, on_logits="raise"):
+            results[seed] = value_and_gradients(model, llada(model(x.noisy), x)), plain
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == len(threads)
+    for found, plain in results.values():
+        torch.testing.assert_close(found, plain)

@@ -1,0 +1,154 @@
+"""Checks of ``fused_head`` in several processes: a loop from logits under DDP and FSDP2 equals one process."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from dllm_kernels import fused_head
+from tests.support.distributed_checks import V, check, close, mesh_of
+
+L, D, STEPS = 6, 5, 2
+
+
+class Model(nn.Module):
+    def __init__(self, tied=False, recompute=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.body, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=not tied)
+        self.recompute = recompute
+        if tied:
+            self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        hidden = checkpoint(self.body, hidden, use_reentrant=False) if self.recompute else self.body(hidden)
+        return {"logits": self.lm_head(torch.tanh(hidden))}
+
+
+def batch(step, rank):
+    g = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(0, V, (2, L), generator=g), torch.rand(2, L, generator=g) < 0.5
+
+
+def loss_of(model, step, rank):
+    ids, masked = batch(step, rank)
+    logits = model(ids)["logits"]
+    nll = F.cross_entropy(logits.float().transpose(1, 2), ids, reduction="none")
+    selected = F.log_softmax(logits[masked], -1).gather(-1, ids[masked].unsqueeze(-1)).squeeze(-1)
+    return (nll * masked / 0.5).sum() / ids.numel() - selected.exp().mean()
+
+
+def expected(ranks, **options):
+    """Gradients of one process, averaged over ranks."""
+    model = Model(**options)
+    for step in range(STEPS):
+        for rank in range(ranks):
+            (loss_of(model, step, rank) / ranks).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def own_unit(model, **options):
+    fully_shard(model.lm_head, **options)
+    return fully_shard(model, **options)
+
+
+def in_root(model, **options):
+    return fully_shard(model, **options)
+
+
+def resharded_root(model, **options):
+    return fully_shard(model, reshard_after_forward=True, **options)
+
+
+def ddp(model):
+    return DistributedDataParallel(model)
+
+
+def ddp_searching(model):
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def synced(model, on):
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(on)
+    elif isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = on
+
+
+SETUPS = {f.__name__: f for f in (own_unit, in_root, resharded_root, ddp, ddp_searching)}
+
+
+def trains_as_one_process(setup, **options):
+    """Accumulate two micro-batches, of which only the last one synchronizes."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    grads, model = expected(ranks, **options), Model(**options)
+    wrapped = setup(model)
+    with fused_head(wrapped, on_logits="raise") as fused:
+        for step in range(STEPS):
+            synced(wrapped, step == STEPS - 1)
+            loss_of(wrapped, step, rank).backward()
+    assert fused.materialized == 0
+    for name, p in model.named_parameters():
+        close(p.grad, grads[name], name)
+
+
+@check(2, setup=SETUPS)
+def fused_head_trains_as_one_process(setup):
+    trains_as_one_process(SETUPS[setup])
+
+
+@check(2, setup=SETUPS)
+def fused_head_with_tied_weights_and_checkpointing(setup):
+    if setup == "own_unit":  # a tied weight is in one unit
+        return
+    trains_as_one_process(SETUPS[setup], tied=True, recompute=True)
+
+
+@check(2, setup=("own_unit", "in_root", "ddp_searching"))
+def fused_head_materializes(setup):
+    """An operation that needs the logits gets them from a sharded head too."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ids = [batch(0, r)[0] for r in range(ranks)]
+    model = Model()
+    for each in ids:
+        (model(each)["logits"].softmax(-1)[..., 0].sum() / ranks).backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    wrapped = SETUPS[setup](model := Model())
+    with fused_head(wrapped, on_logits="allow") as fused:
+        wrapped(ids[rank])["logits"].softmax(-1)[..., 0].sum().backward()
+    assert fused.materialized == 1
+    for name, p in model.named_parameters():
+        close(p.grad, grads[name], name)
+
+
+@check(2)
+def fused_head_under_mixed_precision():
+    """FSDP2 casts the outputs of the model; the products stay in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for setup in (own_unit, in_root):
+        wrapped = setup(Model(), mp_policy=policy)
+        with fused_head(wrapped, on_logits="raise"):
+            logits = wrapped(batch(0, dist.get_rank())[0])["logits"]
+            assert logits.dtype == torch.float32
+            assert logits.hidden.dtype == torch.bfloat16
+            logits.logsumexp(-1).sum().backward()
+        assert all(p.grad is not None for p in wrapped.parameters())
+
+
+@check(2)
+def fused_head_of_a_split_vocabulary():
+    """Under tensor parallelism the hooks of the plan lay out the logits, which are computed for them."""
+    ids, masked = batch(0, 0)
+    plain = Model()
+    plain(ids)["logits"][masked].logsumexp(-1).sum().backward()
+    model = Model()
+    parallelize_module(model, mesh_of("tp"), {"lm_head": ColwiseParallel(use_local_output=False)})
+    with fused_head(model, on_logits="allow"):
+        model(ids)["logits"].full_tensor()[masked].logsumexp(-1).sum().backward()
+    for name, p in model.named_parameters():
+        close(p.grad, plain.get_parameter(name).grad, name)
