@@ -131,7 +131,8 @@ def _terms(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, u
 
 def _row_terms(grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return the size of the terms of each row of ``grad @ factor``: sum_j |grad_ij| |factor_j|, factor_j a row."""
-    return grad.abs() @ torch.linalg.vector_norm(factor, dim=-1)
+    terms: torch.Tensor = grad.abs() @ torch.linalg.vector_norm(factor, dim=-1)
+    return terms
 
 
 def nll_from_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:

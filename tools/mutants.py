@@ -111,18 +111,18 @@ JUDGES = (
         " tests/ops/test_row_stats.py tests/internals/test_row_stats.py tests/ops/test_transform.py"
         " tests/internals/test_transform.py -k 'kernel or triton or (beside and nll)'",
     ),
-    ("integrations/_deferred.py", "tests/internals/test_deferred_logits.py"),
+    (
+        "fused/_lora.py",
+        "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
+        " -k 'nemo_lora or head or adapter'",
+    ),
+    ("fused/*", "tests/integrations/test_fused_head.py tests/internals/test_deferred_logits.py"),
     ("integrations/names.py", "tests/integrations/test_names.py"),
     ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
     ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
     ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
     ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
     ("integrations/trl.py", "tests/integrations/test_trl.py"),
-    (
-        "integrations/_lora.py",
-        "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
-        " -k 'nemo_lora or head or adapter'",
-    ),
     ("integrations/_attention.py", "tests/integrations/test_transformers.py -k 'causal or trace or mixes'"),
     ("integrations/transformers*", "tests/integrations/test_transformers.py"),
     ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),

@@ -55,7 +55,10 @@ class Deferred:
 class DeferredRows(Deferred):
     """Base class of deferred logits."""
 
-    logits_dtype: torch.dtype | None  # option of the ops that receive the rows
+    @property
+    def logits_dtype(self) -> torch.dtype | None:
+        """Option of the ops that receive the rows."""
+        raise NotImplementedError
 
     @property
     def usable(self) -> bool:
@@ -157,7 +160,7 @@ def _transform(
             return None
     owner, parameters = given.get("self"), signature.parameters
     names = [name for name in ("softcap", "scale", "temperature") if name in parameters or hasattr(owner, name)]
-    own = {name: given.get(name, getattr(owner, name, None)) for name in names}
+    own: dict[str, Any] = {name: given.get(name, getattr(owner, name, None)) for name in names}
     cap, scale = first.source[1:]
     if (cap is None and scale is None) or not names:
         return {} if (cap, scale) == (None, None) else None

@@ -103,7 +103,7 @@ class FusedHead:
         self.materialized += 1
 
 
-def _caller() -> tuple[str, int, dict[str, Any]]:
+def _caller() -> tuple[str, int, Any]:
     """Return file, line and warning registry of the innermost frame outside of torch and this package."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(FOLDERS):

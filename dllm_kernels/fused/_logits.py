@@ -121,10 +121,15 @@ class _Logits(TorchObject, DeferredRows):
     def rows(self) -> HeadRows:
         """Take the head apart, with the classes as the last dimension."""
         self.check_unchanged()
-        hidden, u = (None if t is None else t.movedim(self.axis, -1) for t in (self.hidden, self.low_rank))
+        hidden, u = self._classes_last()
         weight, bias, extra = self.head.weights(self.parts, hidden, u)
         scale = None if self.scale == ONE else float(self.scale)
         return HeadRows(hidden, weight, bias, extra, self.softcap, scale)
+
+    def _classes_last(self) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states and low-rank rows with the dimension of the classes at the end."""
+        low_rank = None if self.low_rank is None else self.low_rank.movedim(self.axis, -1)
+        return self.hidden.movedim(self.axis, -1), low_rank
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if hidden states or head were modified in place since the head call."""
@@ -142,7 +147,7 @@ class _Logits(TorchObject, DeferredRows):
                 self.check_unchanged()
                 self.head.report(use, self.shape)
                 with self.state.restored(self.hidden):
-                    hidden, u = (None if t is None else t.movedim(self.axis, -1) for t in (self.hidden, self.low_rank))
+                    hidden, u = self._classes_last()
                     self._logits = self.head.logits(self.parts, hidden, u).movedim(-1, self.axis)
             else:
                 made = [source.materialize(use) for source in sources]
@@ -448,7 +453,7 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
 def _stats(x: DeferredLogits, ids: Tensor) -> Any:
     with x.restored():
         hidden, weight, bias, extra, softcap, scale = x.rows()
-        options = {"softcap": softcap, "scale": scale, "logits_dtype": x.logits_dtype}
+        options: dict[str, Any] = {"softcap": softcap, "scale": scale, "logits_dtype": x.logits_dtype}
         options["check_targets"] = readable_without_sync(ids) or None  # as torch checks them
         return ops.linear_row_stats(hidden, weight, ids, bias=bias, extra=extra, **options)
 
@@ -474,6 +479,6 @@ def _argmax(x: DeferredLogits, call: Call) -> Any:
     with torch.no_grad(), x.restored():
         hidden, weight, bias, extra, softcap, _ = x.rows()
         plain = weight.detach() if not is_dtensor(weight) else weight
-        options = {"softcap": softcap, "logits_dtype": x.logits_dtype}
+        options: dict[str, Any] = {"softcap": softcap, "logits_dtype": x.logits_dtype}
         ids = ops.linear_sample(hidden, plain, temperature=0, bias=bias, extra=extra, **options).ids
     return ids.unsqueeze(x.axis) if given.get("keepdim") else ids

@@ -133,10 +133,13 @@ RULES: dict[str, Callable[[DeferredNLL, Call], Any]] = {}
 DeferredNLL.rules = RULES
 
 
-def rule(*names: str) -> Any:
+Rule = Callable[[Any, Call], Any]
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
     """Register the rule of operations."""
 
-    def register(function: Any) -> Any:
+    def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
         return function
 
@@ -155,7 +158,7 @@ def _weighted(x: DeferredNLL, call: Call) -> Any:
         return replace(x, factor=x.factor / other if divides else x.factor * other)
     if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()) or other.is_complex():
         return NotImplemented
-    if other.dim() > x.ndim or torch.broadcast_shapes(other.shape, x.shape) != x.shape:
+    if other.dim() > x.ndim or torch.broadcast_shapes(other.shape, x.shape) != x.shape:  # type: ignore[no-untyped-call]
         return NotImplemented
     dtype = torch.result_type(torch.empty(x.shape, dtype=x.dtype, device="meta"), other)
     other = other.detach()
@@ -179,7 +182,8 @@ def _reshaped(x: DeferredNLL, call: Call) -> Any:
 @rule("__getitem__")
 def _indexed(x: DeferredNLL, call: Call) -> Any:
     index = call.args[0] if isinstance(call.args[0], tuple) else (call.args[0],)
-    return x.moved(lambda t: t[index], lambda t: t[(*index, slice(None))])
+    of_logits = (*index, slice(None))
+    return x.moved(lambda t: t[index], lambda t: t[of_logits])
 
 
 @rule("contiguous", "clone")

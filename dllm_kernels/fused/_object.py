@@ -41,9 +41,22 @@ class TorchObject(Deferred):
     """Base class of deferred tensors: dispatches every operation to ``rules``, otherwise to the computed tensor."""
 
     rules: ClassVar[dict[str, Rule]]
-    shape: torch.Size
     dtype: torch.dtype
-    device: torch.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensor."""
+        raise NotImplementedError
+
+    @property
+    def requires_grad(self) -> bool:
+        """True if the tensor is part of an autograd graph."""
+        raise NotImplementedError
 
     @property
     def deferred(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_fraction, first_true
 from dllm_kernels._utils._transform import Transform
@@ -63,6 +64,12 @@ class Batch(NamedTuple):
     loss_mask_ar: torch.Tensor | None
     num_diffusion_tokens: Count
     num_ar_tokens: Count
+
+    def as_batch(self) -> Batch:
+        """Add a batch dimension to per-token inputs ``[T]`` of packed rows."""
+        packed = {name: _common.as_batch(t) for name, t in self._asdict().items() if not name.startswith("num_")}
+        batch: Batch = replaced(self, **packed)
+        return batch
 
     def check_unused(self, **tensors: torch.Tensor | None) -> None:
         """Validate unused arguments, so that a misplaced one raises."""
@@ -299,8 +306,7 @@ class DiffusionLoss(TransformedLoss):
     ) -> DLLMLossOutput:
         """Compute the loss; packed rows without a batch dimension are a batch of one sequence."""
         if rows.packed(batch.target_ids):
-            *masks, num_diffusion_tokens, num_ar_tokens = batch
-            batch = Batch(*map(_common.as_batch, masks), num_diffusion_tokens, num_ar_tokens)
+            batch = batch.as_batch()
             causal, noisy_input_ids = _common.as_batch(causal, 2), _common.as_batch(noisy_input_ids)
             rows = rows.as_batch()
         return self._loss(rows, batch, causal, noisy_input_ids)
