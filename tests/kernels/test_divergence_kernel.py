@@ -77,7 +77,7 @@ def run_kernel(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None,
     request = DivergenceRequest(
         spec, t, rest["weights"], rest["teacher_rows"] if rows else None,
         (y if skip is None else y.masked_fill(y == skip, -1)) if spec.wants_targets else None,
-        rest.get("mean_acceptance"), *(Transform(**step) for step in steps),
+        rest.get("mean_acceptance"), None, *(Transform(**step) for step in steps),
     )  # fmt: skip
     in_place = with_grad and out is None
     into = z.clone() if in_place else z
