@@ -149,7 +149,7 @@ def _times(grad: Tensor, value: Any) -> Tensor:
 def nll_of_stats(
     stats: StatsPrimitives, V: int | None = None
 ) -> tuple[Callable[..., NLL], Callable[..., tuple[Any, ...]], Callable[..., None]]:
-    """Derive the primitives ``nll``, ``weighted_nll`` and ``nll_grad`` from row statistics, with bitwise equal results.
+    """Derive the primitives ``nll``, ``weighted_nll`` and ``nll_grad`` from row statistics: the NLL is ``-log p``.
 
     ``V``: number of columns of a whole row, if the primitives work on a part of each row.
     """

@@ -5,7 +5,6 @@
 
 import itertools
 import math
-import operator
 
 import pytest
 import torch
@@ -67,7 +66,7 @@ def drawn(V, dtype, seed=0):
     return z, t, rest
 
 
-def run_kernel(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, rows=True):
+def run_kernel(z, t, rest, options, steps=({}, {}), *, out=None, rows=True):
     """Return (value, alpha, gradient, agree) of the kernel.
 
     The gradient is written in place on a copy, or to ``out`` by a separate launch.
@@ -77,12 +76,12 @@ def run_kernel(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None,
     request = DivergenceRequest(
         spec, t, rest["weights"], rest["teacher_rows"] if rows else None,
         (y if skip is None else y.masked_fill(y == skip, -1)) if spec.wants_targets else None,
-        rest.get("mean_acceptance"), *(Transform(**step) for step in steps),
+        rest.get("mean_acceptance"), None, *(Transform(**step) for step in steps),
     )  # fmt: skip
-    in_place = with_grad and out is None
+    in_place = out is None
     into = z.clone() if in_place else z
     value, alpha, agree, kept = kernel.divergence(into, request, with_grad=in_place)
-    if out is not None:
+    if not in_place:
         kernel.divergence_grad(z, request, kept, out)
     return value, alpha, into if in_place else out, agree
 
@@ -102,17 +101,13 @@ def run_oracle(z, t, rest, options, steps, dtype, rows=True):
 LABELS = ("value", "alpha", "gradient")
 
 
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("V", [2 * TILE, 4 * TILE + 203, 2 * TILE - 5, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind(kind, dtype, V, steps):
+def assert_as_good_as_the_oracle(kind, dtype, V, steps, run=run_kernel):
+    """Judge all outputs of ``run``, on the inputs of ``drawn``."""
     options, steps = KINDS[kind], STEPS[steps]
     acc = torch.promote_types(dtype, torch.float32)
     draws = [drawn(V, dtype, seed) for seed in range(6)]
     exact, plain = ([run_oracle(*draw, options, steps, d) for draw in draws] for d in (torch.float64, acc))
-    ours = [run_kernel(*draw, options, steps) for draw in draws[:1]]
+    ours = [run(*draw, options, steps) for draw in draws[:1]]
     both = [
         reference.transformed(t.double(), **side_steps)
         for draw in draws
@@ -127,24 +122,25 @@ def test_every_kind(kind, dtype, V, steps):
         assert torch.equal(o[3], e[3])
 
 
-@pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
-def test_the_numbers_are_the_same_without_a_gradient(kind):
-    draw = drawn(TILE + 203, torch.float32)
-    value, alpha, grad, agree = run_kernel(*draw, KINDS[kind], with_grad=False)
-    assert grad is None
-    for o, e in zip((value, alpha, agree), operator.itemgetter(0, 1, 3)(run_kernel(*draw, KINDS[kind])), strict=True):
-        assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("V", [2 * TILE, 4 * TILE + 203, 2 * TILE - 5, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind, dtype, V, steps):
+    assert_as_good_as_the_oracle(kind, dtype, V, steps)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", ["as they are", "all, of either side"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_from_kept_statistics_has_the_same_bits(kind, steps):
-    draw = drawn(2 * TILE + 203, torch.float32)
-    whole = run_kernel(*draw, KINDS[kind], STEPS[steps])
-    kept = run_kernel(*draw, KINDS[kind], STEPS[steps], out=torch.full_like(draw[0], NAN))
-    for o, e in zip(kept, whole, strict=True):
-        assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
+def test_values_without_a_gradient_and_the_gradient_from_kept_statistics(kind, steps):
+    """Each launch is another compiled kernel, which may round products elsewhere than the one with a gradient."""
+
+    def run(z, *others):
+        return run_kernel(z, *others, out=torch.full_like(z, NAN))
+
+    assert_as_good_as_the_oracle(kind, torch.float32, 2 * TILE + 203, steps, run)
 
 
 @pytest.mark.parametrize("V", [32000, 32768, 32769, 151936])
@@ -247,16 +243,24 @@ def in_separate_memory(t, offset):
     return memory[..., offset : offset + t.shape[-1]].copy_(t)
 
 
+def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
+    """Judge the outputs for the rows ``order`` of the oracle; a compiled kernel depends on strides and alignment."""
+    for o, e, p, label in zip(found, exact, plain, LABELS, strict=False):
+        e, p = (x.reshape(N, *x.shape[2:])[order] for x in (e, p))
+        assert_as_good_as_plain([o.reshape(e.shape)], [e], largest_error([p], [e]), label, sizes=[V] * 3)
+    assert torch.equal(found[3], exact[3][order])
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
 @pytest.mark.parametrize("V", [TILE, TILE + 13])
-def test_the_bits_of_a_row_do_not_depend_on_its_place(kind, V):
+def test_a_row_at_any_place(kind, V):
     """The rows are computed in place, in other memory, at any offset and between other rows.
 
     Memory beside them is not written.
     """
     z, t, rest = drawn(V, torch.bfloat16)
-    expected = run_kernel(z, t, rest, KINDS[kind])
+    exact, plain = (run_oracle(z, t, rest, KINDS[kind], ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
     order = torch.tensor([3, 0, 5], device=DEVICE)
     some = {"teacher_rows": rest["teacher_rows"], **{name: rest[name][order] for name in ("weights", "targets")}}
     some["teacher_rows"] = some["teacher_rows"][order]
@@ -267,10 +271,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_place(kind, V):
         elsewhere = run_kernel(mine, teacher, some, KINDS[kind], out=out)
         in_place = run_kernel(mine.clone(memory_format=torch.preserve_format), teacher, some, KINDS[kind])
         for found in (elsewhere, in_place):
-            for o, e in zip(found[:2], expected[:2], strict=True):
-                assert torch.equal(o.nan_to_num(7.0), e[order].nan_to_num(7.0))
-            assert torch.equal(found[2].view(-1, V).nan_to_num(7.0), expected[2].view(-1, V)[order].nan_to_num(7.0))
-            assert torch.equal(found[3], expected[3][order])
+            assert_rows_as_good_as_plain(found, exact, plain, V, order)
         assert torch.equal(mine, z.view(1, N, V)[:, order])
         for view in (mine, teacher, out):
             beside = view._base.clone()
@@ -280,16 +281,15 @@ def test_the_bits_of_a_row_do_not_depend_on_its_place(kind, V):
 
 def test_rows_between_others_are_computed_in_place():
     z, t, rest = drawn(TILE + 13, torch.float32)
-    expected = run_kernel(z, t, rest, KINDS["tv"])
+    exact, plain = (run_oracle(z, t, rest, KINDS["tv"], ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
     wider = torch.full((2, N // 2 + 2, TILE + 13), NAN, device=DEVICE)
     mine, teacher = (
         wider.clone()[:, 1:-1].copy_(z),
         torch.full((N, 2, TILE + 13), NAN, device=DEVICE)[:, :1].copy_(t.transpose(0, 1)),
     )
     request = DivergenceRequest(checked_spec("tv"), teacher, rest["weights"], rest["teacher_rows"])
-    found = kernel.divergence(mine, request, with_grad=True)
-    for o, e in zip((*found[:3], mine), (expected[0], expected[1], expected[3], expected[2]), strict=True):
-        assert torch.equal(o, e)
+    value, alpha, agree, _ = kernel.divergence(mine, request, with_grad=True)
+    assert_rows_as_good_as_plain((value, alpha, mine, agree), exact, plain, TILE + 13)
     assert mine._base[:, [0, -1]].isnan().all()
 
 

@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import os
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -211,3 +214,56 @@ def test_an_index_that_leaves_32_bits_is_an_error():
 
 def test_overflow_is_not_checked_without_the_mark():
     _far[(5,)](torch.zeros(1, dtype=torch.int32), 2**30)
+
+
+@triton.jit(do_not_specialize=["skipped"], do_not_specialize_on_alignment=["out_ptr"])
+def _less_products(x_ptr, out_ptr, V, skipped, KIND: tl.constexpr):
+    v = tl.arange(0, 16)
+    x = tl.load(x_ptr + v, mask=v < V)
+    tl.store(out_ptr + v, x * x - x, mask=v < V)
+
+
+def launched(*, kind=0, V=16, skipped=16, x_at=0, out_at=0):
+    torch.manual_seed(0)
+    x, out = torch.empty(20)[x_at : x_at + 16].copy_(torch.randn(16)), torch.zeros(20)[out_at : out_at + 16]
+    _less_products[(1,)](x, out, V, skipped, KIND=kind)
+    return out
+
+
+ROOT = Path(__file__).parents[2]
+COMPARE_BITS = [
+    *("kernels/test_divergence_kernel.py", "kernels/test_batch_invariance.py"),
+    *("ops/test_token_nll.py", "ops/test_row_objective.py", "ops/test_transform.py"),
+]
+
+
+@pytest.mark.exhaustive
+def test_no_test_asks_two_specialisations_for_equal_bits():
+    """Each specialisation fuses other sums of products, as compiled kernels may."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.contraction", "-p", "no:cacheprovider"]
+    command += ["-m", "not exhaustive", *(f"tests/{file}" for file in COMPARE_BITS)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout  # it is not 0 if no test is left
+
+
+@pytest.mark.parametrize(
+    ("changed", "number"),
+    [({}, 1), ({"kind": 1}, 2), ({"V": 15}, 2), ({"skipped": 15}, 1), ({"x_at": 1}, 2), ({"out_at": 1}, 1)],
+    ids=str,
+)
+def test_specialisations_are_those_of_the_compiler(changed, number):
+    with interpreter.products_fused_by_specialisation() as specialisations:
+        first, second = launched(), launched(**changed)
+    assert len(specialisations) == number
+    assert number > 1 or torch.equal(first, second)
+
+
+def test_some_specialisations_fuse_and_others_do_not():
+    rounded = launched()
+    with interpreter.products_fused():
+        fused = launched()
+    with interpreter.products_fused_by_specialisation():
+        found = [launched(kind=kind) for kind in range(8)]
+    assert not torch.equal(fused, rounded)
+    assert all(torch.equal(x, rounded) or torch.equal(x, fused) for x in found)
+    assert 0 < sum(torch.equal(x, fused) for x in found) < 8

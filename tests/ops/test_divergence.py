@@ -199,7 +199,7 @@ def test_the_same_bits_from_however_many_blocks(monkeypatch):
 
 
 def test_identical_rows(backend):
-    """kl and related kinds are exactly 0; differences of sums give the rounding error of these sums."""
+    """kl and related kinds are exactly 0 in torch. Sums, and kernels that contract products, leave rounding errors."""
     torch.manual_seed(0)
     z = 3 * torch.randn(5, V, device=DEVICE)
     for name in ("kl", "rkl", "soft_ce", "jsd", "tv", "nla", "lk"):
@@ -208,7 +208,7 @@ def test_identical_rows(backend):
         (grad,) = torch.autograd.grad(out.loss, leaf)
         torch.testing.assert_close(out.acceptance_rate, torch.ones(5, device=DEVICE))
         assert out.agree.all()
-        assert grad.abs().max() <= (0 if name in ("kl", "soft_ce") else 1e-6), name
+        assert grad.abs().max() <= (0 if name in ("kl", "soft_ce") and backend == "torch" else 1e-6), name
         assert name == "soft_ce" or out.value.abs().max() < 1e-6
 
 

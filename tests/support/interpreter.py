@@ -16,8 +16,10 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import sys
 import types
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -318,10 +320,11 @@ def _rounded_once(product, other, sign_of_product, sign_of_other):
 
 
 @contextmanager
-def products_fused():
-    """Fuse every sum or difference of a product, as a compiler may in a kernel that is launched with ``FUSED``.
+def products_fused(chosen=lambda: True):
+    """Fuse sums and differences of a product, as a compiler may in a kernel that is launched with ``FUSED``.
 
     The interpreter rounds each product, so that ``a * b - a * b`` is 0. Fused, it is the rounding error of the product.
+    ``chosen()`` is called for each such sum and returns True if it is fused.
     """
     builder = triton_interpreter.interpreter_builder
     multiply = builder.create_fmul
@@ -334,9 +337,11 @@ def products_fused():
 
     def fusing(make, sign):
         def made(left, right):
+            if not (hasattr(left, "factors") or hasattr(right, "factors")) or not chosen():
+                return make(left, right)
             if hasattr(left, "factors"):
                 return _rounded_once(left, right, 1, sign)
-            return _rounded_once(right, left, sign, 1) if hasattr(right, "factors") else make(left, right)
+            return _rounded_once(right, left, sign, 1)
 
         return made
 
@@ -355,3 +360,60 @@ def products_fused():
     replaced |= {"create_fadd": fusing(builder.create_fadd, 1), "create_fsub": fusing(builder.create_fsub, -1)}
     with mock.patch.multiple(builder, create_fmul=product, **replaced):
         yield
+
+
+def _specialisation(kernel, args, options):
+    """Return what determines the compiled code of a launch: the kernel, its constants, the types, what is aligned."""
+    arguments = dict(zip(kernel.arg_names, args, strict=False)) | options
+
+    def unspecialised(option):
+        return {kernel.arg_names[n] if isinstance(n, int) else n for n in kernel.kwargs[option] or ()}
+
+    fixed, anywhere = map(unspecialised, ("do_not_specialize", "do_not_specialize_on_alignment"))
+    constants = {name for name, kind in inspect.get_annotations(kernel.fn).items() if "constexpr" in str(kind)}
+
+    def of_argument(name, value):
+        if isinstance(value, tuple):
+            return tuple(of_argument(name, one) for one in value)
+        if hasattr(value, "data_ptr"):
+            return str(value.dtype), name not in fixed | anywhere and value.data_ptr() % 16 == 0
+        if name in constants or name not in kernel.arg_names or isinstance(value, bool) or not isinstance(value, int):
+            return type(value).__name__ if isinstance(value, float) and name not in constants else str(value)
+        width = "int32" if -(2**31) <= value < 2**31 else "int64"
+        return (width,) if name in fixed else (width, value == 1, name not in anywhere and value % 16 == 0)
+
+    return kernel.fn.__qualname__, *((name, of_argument(name, value)) for name, value in sorted(arguments.items()))
+
+
+@contextmanager
+def products_fused_by_specialisation():
+    """Fuse some sums of products, others in each specialisation of a kernel, as a compiler decides for each anew.
+
+    Two launches of one specialisation return the same bits, and those of two specialisations need not. Yields the
+    specialisations launched.
+    """
+    function = triton_interpreter.InterpretedFunction
+    run, launched = function.run, set()
+
+    def fused(specialisation):
+        @functools.cache
+        def at(file, line):
+            return hashlib.sha256(repr((specialisation, file, line)).encode()).digest()[0] % 2 == 0
+
+        def chosen():
+            frame = sys._getframe(2)
+            while "triton" in (module := frame.f_globals.get("__name__", "")).split(".")[:1] or module == __name__:
+                frame = frame.f_back
+            return at(Path(frame.f_code.co_filename).name, frame.f_lineno)
+
+        return chosen
+
+    def run_fused(self, *args, **options):
+        launch = {name: value for name, value in options.items() if name not in ("grid", "warmup")}
+        specialisation = _specialisation(self, args, launch)
+        launched.add(specialisation)
+        with products_fused(fused(specialisation)):
+            run(self, *args, **options)
+
+    with mock.patch.object(function, "run", run_fused):
+        yield launched
