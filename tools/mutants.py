@@ -82,6 +82,7 @@ JUDGES = (
     ("policy/views.py", "tests/policy/test_views.py -k 'not triton'"),
     ("policy/objective.py", "tests/policy/test_objective.py tests/policy/test_loss.py"),
     ("policy/loss.py", "tests/policy/test_loss.py"),
+    ("policy/*", "tests/policy"),
     ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
     (
         "_backends/triton/linear_nll*",

@@ -90,16 +90,14 @@ def from_hidden_states(fused: str | Callable[..., Any]) -> Callable[[Function], 
     """
 
     def decorate(function: Function) -> Function:
-        signature = inspect.signature(function)
-
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             for value in args:
                 if isinstance(value, Deferred):
-                    return _of_deferred(function, signature, fused, args, kwargs)
+                    return _of_deferred(function, fused, args, kwargs)
             for value in kwargs.values():
                 if isinstance(value, Deferred):
-                    return _of_deferred(function, signature, fused, args, kwargs)
+                    return _of_deferred(function, fused, args, kwargs)
             return function(*args, **kwargs)
 
         return wrapped  # type: ignore[return-value]
@@ -116,9 +114,8 @@ def computed(value: Any, use: str) -> Any:
     return value
 
 
-def _of_deferred(
-    function: Callable[..., Any], signature: inspect.Signature, fused: Any, args: Any, kwargs: dict[str, Any]
-) -> Any:
+def _of_deferred(function: Callable[..., Any], fused: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    signature = inspect.signature(function)  # only here, because a graph cannot hold a signature
     bound = signature.bind(*args, **kwargs)
     given, use = bound.arguments, function.__qualname__
     rows = {name: z for name, z in given.items() if name in ROWS and isinstance(z, DeferredRows)}

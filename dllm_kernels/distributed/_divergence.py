@@ -47,7 +47,7 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
     rate = of_features.pop() if has_rate else acceptance
     if pairs.out_of_range is not None:
         acceptance, rate = (t.masked_fill(pairs.out_of_range, math.nan) for t in (acceptance, rate))
-    flags = _flags(shard, program, y, teacher_argmax, log_mass)
+    flags = _flags(shard, program, y, teacher_argmax, log_mass, acceptance.dtype)
     if (target_flag := flags["target_flag"]) is not None:
         at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
     n = _local.RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
@@ -106,21 +106,28 @@ def _write_gradient(
         return
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
     log_mass = _local.Norms.of(kept.stats).log_mass(pairs.take_whole(request.full)[0])
-    c = program.coefficients(kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass))
+    c = program.coefficients(
+        kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass, kept.stats.dtype)
+    )
     teacher_argmax, y = shard.local_ids(kept.teacher_argmax), None if y is None else shard.local_ids(y)
     per_row = (kept.stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.of))
     pairs.for_each_block(partial(_gradient, program), per_row, out=out)
 
 
 def _flags(
-    shard: VocabShard, program: _local.Program, y: Tensor | None, teacher_argmax: Tensor, log_mass: Tensor | None
+    shard: VocabShard,
+    program: _local.Program,
+    y: Tensor | None,
+    teacher_argmax: Tensor,
+    log_mass: Tensor | None,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Return the flags of rows: 1 with a target, 0 without, NaN if it is outside of the whole vocabulary."""
     flag, mass = None, None if log_mass is None else log_mass.exp()
-    best_flag = (teacher_argmax != IGNORE).to(torch.float64 if mass is None else mass.dtype)
+    best_flag = (teacher_argmax != IGNORE).to(dtype)
     if y is not None:
         in_range = shard.in_vocabulary(y)
-        flag = in_range.to(best_flag.dtype).masked_fill_(~in_range & (y != IGNORE), math.nan)
+        flag = in_range.to(dtype).masked_fill_(~in_range & (y != IGNORE), math.nan)
     return program.flags(flag, best_flag, mass)
 
 

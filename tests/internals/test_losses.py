@@ -122,7 +122,7 @@ def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatc
     monkeypatch.setattr(_chunks, "ActiveRows", lambda *args: seen.append(args) or active_rows(*args))
     trainer_ranks.trained(trainer_ranks.model(), tmp_path, 4, 2, loss=loss)
     assert len(seen) == 4
-    for targets, bound in seen:
+    for targets, bound, *_ in seen:
         assert bound == (None if isinstance(loss, WeightsAnyRow) else (targets != -100).sum())
 
 

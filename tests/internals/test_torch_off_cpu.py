@@ -232,6 +232,7 @@ def computed(call, x, *others):
     return [*(t.detach() for t in found), *grads]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("blocks", ["one block", "a row per block"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -259,6 +260,7 @@ def test_results_without_reading_a_value(name, dtype, layout, blocks, monkeypatc
         assert torch.equal(off, torch.zeros_like(off))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_chunk_without_reading_a_value(monkeypatch):
     """NLL and gradient of a chunk in one pass are zero in inactive rows, without a list of the active rows."""
     *_, ids, p = special(torch.float32)

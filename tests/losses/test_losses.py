@@ -322,7 +322,7 @@ def test_block_diffusion_ignores_unused_arguments():
     expected = BlockDiffusionCrossEntropyLoss()(x, **i).total_loss
     i["noise_mask"], i["p_mask"] = torch.zeros_like(i["noise_mask"]), torch.full_like(i["p_mask"], NAN)
     rest = {
-        "loss_mask_ar": torch.full_like(i["p_mask"], NAN),
+        "loss_mask_ar": torch.full_like(i["p_mask"], 3.0),
         "num_ar_tokens": 3,
         "causal_logits": x[:1],
         "noisy_input_ids": i["target_ids"],

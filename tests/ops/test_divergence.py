@@ -283,6 +283,7 @@ def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
     assert torch.equal(z, before)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_a_row_missing_in_the_teacher(form, backend):
     rows = torch.tensor([0, -1, R, 2], device=DEVICE)
@@ -313,6 +314,7 @@ def test_num_active_too_small_gives_nan():
     assert linear_divergence(h, w, 2 * h, num_active=4).acceptance_rate.isfinite().all()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_targets(backend):
     """With -100, the cross-entropy is 0; with an id out of range, it is NaN in its row.
 

@@ -342,7 +342,7 @@ def test_bad_input():
         ValueError, "seeds must have the shape of leading dimensions of hidden, of (2, 6), got (6,)",
         h, w, seeds=torch.zeros(6, dtype=torch.int64),
     )  # fmt: skip
-    raises(ValueError, "seeds must be on cpu like hidden, got meta", h, w, seeds=seeds.to("meta"))
+    raises(ValueError, "seeds must be on cpu like the tensors, got meta", h, w, seeds=seeds.to("meta"))
     raises(
         ValueError, "generator and seeds exclude each other: expected one of them, got both",
         h, w, seeds=seeds, generator=torch.Generator(),
