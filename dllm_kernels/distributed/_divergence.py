@@ -123,8 +123,9 @@ def _flags(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Return the flags of rows: 1 with a target, 0 without, NaN if it is outside of the whole vocabulary."""
-    flag, mass = None, None if log_mass is None else log_mass.exp()
-    best_flag = (teacher_argmax != IGNORE).to(dtype)
+    flag = best_flag = mass = None
+    if program.full:
+        best_flag, mass = (teacher_argmax != IGNORE).to(dtype), None if log_mass is None else log_mass.exp()
     if y is not None:
         in_range = shard.in_vocabulary(y)
         flag = in_range.to(dtype).masked_fill_(~in_range & (y != IGNORE), math.nan)

@@ -195,7 +195,7 @@ def test_a_small_loss_takes_any_number_of_backward_passes_and_no_second_derivati
 def test_operations_of_small_calls():
     """Limits are slightly above the current numbers. Plain PyTorch needs 2, some 20, and some 40 for a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-    assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 19
+    assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 20
 
     def both():
         out = token_log_probs(x, ids, with_entropy=True, backend="torch")

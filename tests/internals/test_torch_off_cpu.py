@@ -72,7 +72,7 @@ OF_LOGITS = {
     "divergence": Op(
         "divergence", lambda x, t, ids, p: ops.divergence(x, t, p, kind=KINDS, targets=ids, **ALL), 365, (1, 1)
     ),
-    "divergence of a split vocabulary": Op("divergence", split_divergence, 334, (2, 0)),
+    "divergence of a split vocabulary": Op("divergence", split_divergence, 336, (2, 0)),
 }  # fmt: skip
 OF_HIDDEN = {
     "weighted_linear_nll": Op(
