@@ -162,6 +162,7 @@ def run_in_several_processes(items, folder):
     folder.mkdir()
     Path(folder, "asked.json").write_text(json.dumps(requested))
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1", "STARTED_BY": str(os.getpid())}
+    environment["DLLM_KERNELS_CHECK"] = "0"  # bad targets reach the ops, as on a GPU
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-W", "ignore", "-m", "tests.support.distributed_workers", str(folder)]
