@@ -9,6 +9,8 @@ and CUDA memory raises, 0-d CPU tensors aside, and so does ``numpy()`` of CUDA m
 interpreter, but ``TRITON_INTERPRET`` is 0, so ``backend="triton"`` refuses tensors on the CPU.
 
 Tests of what cannot be pretended are skipped: ``gpu`` marks, ``torch.compile`` and everything else that traces.
+
+``--cases N`` runs at most N cases of each test, first and last included, because a test mixes devices in all its cases.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import pkgutil
 import sys
 import weakref
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 os.environ["TRITON_INTERPRET"] = "1"  # while the kernels are imported, below
 
@@ -178,7 +180,7 @@ def patch_autograd() -> None:
 class Generator(torch.Generator):
     """A generator that knows its pretended device."""
 
-    devices: weakref.WeakKeyDictionary[Any, torch.device] = weakref.WeakKeyDictionary()
+    devices: ClassVar[weakref.WeakKeyDictionary[Any, torch.device]] = weakref.WeakKeyDictionary()
 
     def __new__(cls, device: Any = "cpu") -> Generator:
         made = super().__new__(cls, "cpu")
@@ -270,12 +272,22 @@ for owner, name in ((torch, "compile"), (torch.export, "export"), (torch.library
 MODE = PretendedGpu()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, help="run at most this number of cases of each test")
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a real GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests that need a real GPU, and choose cases of each test, evenly spaced."""
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs more than a pretended GPU"))
+    if (most := config.option.cases) is not None:
+        tests: dict[Any, list[pytest.Item]] = {}
+        for item in items:
+            tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        kept = {c[i * (len(c) - 1) // max(most - 1, 1)] for c in tests.values() for i in range(most)}
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(hookwrapper=True)
