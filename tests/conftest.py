@@ -119,7 +119,7 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if item not in left_out]
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
-        if "gpu" in item.keywords and DEVICE == "cpu":
+        if item.get_closest_marker("gpu") and DEVICE == "cpu":
             item.add_marker(no_gpu)
 
 
@@ -127,6 +127,18 @@ def pytest_collection_finish():
     """Freeze all current objects, so that garbage collections by Dynamo and by some tests skip them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """Fail a run in which every test was skipped, because it would look like one in which every test passed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus != pytest.ExitCode.OK or reporter is None or session.config.option.collectonly:
+        return
+    if os.environ.get("PYTEST_XDIST_WORKER") or any(reporter.stats.get(kind) for kind in ("passed", "xfailed")):
+        return
+    reporter.write_line("no test was executed", red=True)
+    session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 def pytest_unconfigure():

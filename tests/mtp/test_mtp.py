@@ -18,7 +18,7 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
 )
 from dllm_kernels.mtp.head import head_weight
-from tests.conftest import every_time
+from tests.conftest import DEVICE, every_time
 from tests.support.parity import assert_parity
 
 B, S, H, V, D = 2, 11, 8, 37, 3
@@ -76,11 +76,13 @@ def packings():
 @pytest.mark.parametrize("base", BASES)
 def test_value_and_gradients_equal_the_reference(base, packing, backend):
     torch.manual_seed(0)
-    labels, options = labels_with_padding(), packings()[packing]
+    labels, options = labels_with_padding().to(DEVICE), packings()[packing]
+    options = {name: t.to(DEVICE) for name, t in options.items()}
 
     def draw(seed):
         torch.manual_seed(seed)
-        return [*hiddens(grad=False), torch.randn(V, H, dtype=torch.float64)], torch.randn(())
+        leaves = [*hiddens(grad=False), torch.randn(V, H, dtype=torch.float64)]
+        return [leaf.to(DEVICE) for leaf in leaves], torch.randn((), device=DEVICE)
 
     def ours(*leaves):
         chunked = {"chunk_size": 5} if base is FusedLinearCrossEntropy else {}

@@ -135,7 +135,7 @@ def test_parity_of_rows_far_apart(kind, path):
     def draw(seed):
         ids, arguments = options((6,), 37, 2, skip_id=4, seed=seed)
         x = SPREAD[kind](torch.randn(6, 37))
-        arguments["mix"] = tuple(torch.full((6,), c) for c in (1e-3, 0.9))
+        arguments["mix"] = tuple(torch.full((6,), c, device=DEVICE) for c in (1e-3, 0.9))
         return [x.to(DEVICE)], {"ids": ids, **arguments}
 
     assert_parity(*logits_pair(path), draw)
@@ -344,7 +344,7 @@ def test_a_row_without_an_upstream_gradient_is_inert(path):
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_strides(kind, path):
     x = laid_out(kind)
-    logits = x.to(DEVICE).detach().requires_grad_()
+    logits = x.detach().requires_grad_()
     ids, arguments = options(x.shape[:-1], x.shape[-1], 3)
     got, want = (run_on(f, logits, ids, arguments) for f in (ours_on(path), reference.row_stats))
     for g, w in zip(got, want, strict=True):

@@ -80,7 +80,7 @@ def test_parity_at_the_real_tiles_on_a_row_split_over_programs(dtype, backend):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_strides(kind, path):
-    logits = laid_out(kind).to(DEVICE).detach().requires_grad_()
+    logits = laid_out(kind).detach().requires_grad_()
     targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=DEVICE)
     upstream = upstream_like(targets)
     out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
@@ -544,7 +544,7 @@ def test_a_second_reader_after_inplace_backward_is_an_error(backend):
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_inplace_backward_rejects_overlapping_rows(kind, backend):
-    logits = laid_out(kind).to(DEVICE).requires_grad_()
+    logits = laid_out(kind).requires_grad_()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=DEVICE)
     message = r"inplace_backward=True needs logits whose rows can be written in place, got shape"
     with pytest.raises(ValueError, match=message):
@@ -580,8 +580,8 @@ def test_inplace_backward_finds_every_overlap_of_rows(B, L):
                                   "one column"])  # fmt: skip
 def test_inplace_backward_accepts_every_layout_without_overlap(kind):
     z = laid_out(kind).requires_grad_()
-    upstream = torch.randn(z.shape[:-1])
-    targets = torch.zeros(z.shape[:-1], dtype=torch.long)
+    upstream = torch.randn(z.shape[:-1], device=DEVICE)
+    targets = torch.zeros(z.shape[:-1], dtype=torch.long, device=DEVICE)
     (expected,) = torch.autograd.grad(token_nll(z, targets).nll, z, upstream)
     (grad,) = torch.autograd.grad(token_nll(z, targets, inplace_backward=True).nll, z, upstream)
     assert torch.equal(grad, expected)

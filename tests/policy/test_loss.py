@@ -20,6 +20,7 @@ from dllm_kernels import (
     token_log_probs,
     weighted_linear_nll,
 )
+from tests.conftest import DEVICE
 from tests.support.parity import assert_as_good_as_plain, assert_parity
 
 B, L, D, V = 3, 5, 6, 11
@@ -527,7 +528,10 @@ def test_one_graph_for_all_sizes(level, form, dynamic):
 
 def test_the_backend_and_the_bound_of_rows_are_passed_on():
     ids, _, views, old, advantages, _ = batch("full", "token")
-    h, w = torch.randn(*views.scored.shape, D), torch.randn(V, D)
+    on_device = {name: t.to(DEVICE) for name, t in vars(views).items() if isinstance(t, torch.Tensor)}
+    views = replace(views, **on_device)
+    ids, old, advantages = ids.to(DEVICE), old.to(DEVICE), advantages.to(DEVICE)
+    h, w = torch.randn(*views.scored.shape, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     policy_loss = PolicyLoss(PolicyObjective())
     expected = policy_loss.forward_fused(h, w, ids, views, old, advantages)
     found = policy_loss.forward_fused(h, w, ids, views, old, advantages, backend="triton", num_active=12, chunk_size=3)

@@ -63,9 +63,10 @@ SHARED = (
 
 
 def laid_out(kind):
-    """Return the logits with one of these memory layouts."""
+    """Return the logits with one of these memory layouts, created on the device, because a copy may lose the layout."""
     torch.manual_seed(0)
-    return LAYOUTS[kind]()
+    with torch.device(DEVICE):
+        return LAYOUTS[kind]()
 
 
 # Rows of finite numbers, far apart or far from 0, as changes of ordinary ones.

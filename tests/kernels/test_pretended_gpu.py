@@ -1,0 +1,46 @@
+"""Every test with code for a device, on a pretended GPU, where a test that mixes devices fails as on a real one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import INTERPRETED
+
+TESTS = Path(__file__).parents[1]
+CASES = 3  # of each test: enough for both backends
+USES_A_DEVICE = re.compile(r"import .*\bDEVICE\b|^def test_\w+\([^)]*\b(device|backend|path)\b", re.MULTILINE)
+# These launch kernels for a mock GPU, patch the interpreter, or start processes, which do not see the pretended GPU.
+OTHERWISE = {"kernels", "distributed", "repo", "support"}
+
+
+def files_by_folder():
+    found = {}
+    for file in sorted(TESTS.glob("*/test_*.py")):
+        if file.parent.name not in OTHERWISE and USES_A_DEVICE.search(file.read_text()):
+            found.setdefault(file.parent.name, []).append(file)
+    return found
+
+
+FOLDERS = files_by_folder()
+
+
+def test_the_folders_with_code_for_a_device_are_found():
+    assert {"corruption", "integrations", "internals", "losses", "mtp", "ops", "policy"} == set(FOLDERS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter on a pretended GPU")
+@pytest.mark.parametrize("folder", sorted(FOLDERS, key=lambda name: name not in ("ops", "losses")))
+def test_all_pass_on_a_pretended_gpu(folder):
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended_gpu", "--cases", str(CASES), "-rf"]
+    options = ["-m", "not exhaustive", "-p", "no:cacheprovider", "--tb=short"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_INTERPRET"))}
+    done = subprocess.run(
+        [*command, *options, *map(str, FOLDERS[folder])], cwd=TESTS.parent, env={**kept, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
