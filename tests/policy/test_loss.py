@@ -37,7 +37,7 @@ LEVELS, NORMALIZE = ("token", "sequence"), ("tokens", "sequences", "none")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-def batch(scheme, level):
+def batch(scheme, level, token_0=False):
     """Draw ids, supervised tokens (none in the last row), views, old, advantages, ref.
 
     Scores are near those of small logits.
@@ -45,6 +45,7 @@ def batch(scheme, level):
     generator = torch.Generator().manual_seed(3)
     ids, loss_mask = torch.randint(0, MASK, (B, L), generator=generator), torch.ones(B, L)
     loss_mask[:, 0] = loss_mask[2] = 0
+    loss_mask[0, 0] = token_0 and scheme in ("full", "coupled", "count")  # which score each supervised token
     views = policy_views(ids, loss_mask, MASK, scheme, seeds=torch.arange(B), **SCHEMES[scheme])
     uniform = torch.full(views.scored.shape, -math.log(V))
     near = views.token_scores(uniform) if level == "token" else views.sequence_scores(uniform, mean=True)
@@ -63,7 +64,7 @@ def drawn(dtype, *shapes):
     return draw
 
 
-def make_oracle(level, normalize, arguments, **settings):
+def make_oracle(level, normalize, arguments, **settings):  # settings of the oracle and of its objective
     ids, loss_mask, views, old, advantages, ref = arguments
     return lambda logits, **options: reference.policy_loss(
         logits, ids, reference.PolicyViews(*views), loss_mask, old, advantages, ref, level=level, normalize=normalize,
@@ -78,11 +79,12 @@ def make_oracle(level, normalize, arguments, **settings):
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "temperature": 0.7, "skip_id": MASK}], ids=["", "capped"])
-def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform):
-    arguments = ids, _, views, old, advantages, ref = batch(scheme, level)
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shift"])
+def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform, shift):
+    arguments = ids, _, views, old, advantages, ref = batch(scheme, level, token_0=shift)
     policy_loss, oracle = (
-        PolicyLoss(PolicyObjective(**settings), level=level, normalize=normalize),
-        make_oracle(level, normalize, arguments, **settings),
+        PolicyLoss(PolicyObjective(**settings), level=level, normalize=normalize, shift=shift),
+        make_oracle(level, normalize, arguments, shift=shift, **settings),
     )
 
     def plain(x):
@@ -107,12 +109,13 @@ def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform
     [{}, {"chunk_size": 4, "with_entropy": True}, {"softcap": 2.0, "temperature": 0.7, "skip_id": MASK}],
     ids=["", "chunks", "capped"],
 )
-def test_parity_from_hidden_states(scheme, level, settings, dtype, trained, parts, options):
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shift"])
+def test_parity_from_hidden_states(scheme, level, settings, dtype, trained, parts, options, shift):
     arguments = ids, _, views, old, advantages, ref = batch(scheme, level)
     rows = tuple(views.scored.shape)
     policy_loss, oracle = (
-        PolicyLoss(PolicyObjective(**settings), level=level),
-        make_oracle(level, "tokens", arguments, **settings),
+        PolicyLoss(PolicyObjective(**settings), level=level, shift=shift),
+        make_oracle(level, "tokens", arguments, shift=shift, **settings),
     )
     torch.manual_seed(7)
     frozen = torch.randn(V, D).to(dtype)
