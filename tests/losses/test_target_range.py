@@ -36,9 +36,9 @@ def first(stats):
     return stats.log_probs
 
 
-def of_policy(ids, on):
+def of_policy(ids, on, shift=False):
     views = policy_views(ids.clamp(max=V - 1), on, V - 1, "full")
-    return PolicyLoss(PolicyObjective("reinforce"))(X[None], ids, views, None, torch.ones(B))
+    return PolicyLoss(PolicyObjective("reinforce"), shift=shift)(X[None], ids, views, None, torch.ones(B))
 
 
 def of_depths(ids, on):
@@ -89,6 +89,7 @@ CALLS = {
     "dflash": (lambda y, on: DFlashDecayLoss()(X, y, on), "target_ids"),
     "distillation": (lambda y, on: DraftDistillationLoss(kind="ce")(X, None, y, on), "target_ids"),
     "policy": (of_policy, "ids"),
+    "policy, shift": (lambda y, on: of_policy(y, on, shift=True), "ids"),
     "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
     "FusedLinearCrossEntropy": (lambda y, on: FusedLinearCrossEntropy()(H, y, W, loss_weights=on), "labels"),
     "MTP": (of_depths, r"mtp_per_depth_targets\[0\]"),
