@@ -46,6 +46,7 @@ def hybrid_loss(
     alpha: float = 1.0,
     fp32_upcast: bool = True,
     reduction: str = "total",
+    shift: bool = False,
 ) -> HybridLoss:
     """``alpha`` times the masked-diffusion loss, plus the next-token loss of the causal logits.
 
@@ -67,6 +68,8 @@ def hybrid_loss(
         alpha: weight of the diffusion part.
         fp32_upcast: ``False`` rounds each NLL to the dtype of its logits.
         reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
+        shift: as in :func:`reference.mdlm_loss`, for the diffusion part. The next-token part always predicts token
+            i + 1.
 
     Returns:
         ``HybridLoss(total_loss, dllm_loss)``, scalars in nats; ``dllm_loss`` is detached. With ``reduction="none"``,
@@ -80,7 +83,7 @@ def hybrid_loss(
     if causal_logits is None and logits.shape[1] > L:
         logits, causal_logits = logits[:, :L], logits[:, L:]
     masks = noise_mask, p_mask, loss_mask
-    total = alpha * mdlm_loss(logits, target_ids, *masks, num_diffusion_tokens, fp32_upcast, reduction)
+    total = alpha * mdlm_loss(logits, target_ids, *masks, num_diffusion_tokens, fp32_upcast, reduction, shift)
     diffusion = total.detach().clone()
     if causal_logits is not None and loss_mask_ar is not None:
         other = next_token_loss(causal_logits, target_ids, loss_mask_ar, num_ar_tokens, fp32_upcast, reduction)

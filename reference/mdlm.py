@@ -24,6 +24,7 @@ def mdlm_loss(
     num_diffusion_tokens: Count | None = None,
     fp32_upcast: bool = True,
     reduction: str = "total",
+    shift: bool = False,
 ) -> torch.Tensor:
     """Masked-diffusion loss: cross-entropy at the corrupted supervised positions, weighted by 1/p.
 
@@ -39,6 +40,7 @@ def mdlm_loss(
         num_diffusion_tokens: optional global count of supervised tokens, a number or a 0-d tensor.
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits``.
         reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
+        shift: row i predicts token i + 1, so token 0 has no loss and the last row predicts nothing.
 
     Returns:
         A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
@@ -46,6 +48,11 @@ def mdlm_loss(
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5, with 1/p for its 1/t; Sahoo et al. 2024 (MDLM),
     arXiv:2406.07524.
     """
+    if shift:
+        logits, target_ids = logits[:, :-1], target_ids[:, 1:]
+        noise_mask, p_mask, loss_mask = noise_mask[:, 1:], p_mask[:, 1:], loss_mask[:, 1:]
     weights = diffusion_weights(noise_mask, p_mask, loss_mask, compute_dtype(logits))
     loss = weighted_nll(logits, target_ids, weights, fp32_upcast=fp32_upcast, reduction=reduction)
-    return loss if reduction == "none" or num_diffusion_tokens is None else divided_by_count(loss, num_diffusion_tokens)
+    if reduction == "none":
+        return torch.nn.functional.pad(loss, (0, int(shift)))
+    return loss if num_diffusion_tokens is None else divided_by_count(loss, num_diffusion_tokens)

@@ -234,6 +234,7 @@ def policy_loss(
     level: str = "token",
     normalize: str = "tokens",
     num_tokens: int | None = None,
+    shift: bool = False,
     **objective: Any,
 ) -> torch.Tensor:
     """Compute the loss of a batch from the objective of each token or sequence, one at a time.
@@ -249,6 +250,7 @@ def policy_loss(
         level: "token" or "sequence".
         normalize: "tokens", "sequences" or "none".
         num_tokens: denominator of "tokens"; None: the number of supervised tokens.
+        shift: row i predicts token i + 1, so token 0 is neither scored nor counted, and the last row predicts nothing.
         objective: settings of :func:`policy_objective`.
 
     Returns:
@@ -257,6 +259,10 @@ def policy_loss(
     Source: GRPO, arXiv:2402.03300, eq. 3 (mean over sequences of the mean over tokens); DAPO, arXiv:2503.14476, eq. 8
     (mean over tokens); GSPO, arXiv:2507.18071, eq. 7 (sequence scores over their lengths).
     """
+    if shift:
+        logits, ids, loss_mask = logits[:, :, :-1], ids[:, 1:], loss_mask[:, 1:]
+        views = PolicyViews(*(t[..., 1:] for t in views))
+        old, advantages, ref = (t if t is None or t.dim() == 1 else t[:, 1:] for t in (old, advantages, ref))
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_p = log_p.gather(-1, ids.expand(views.scored.shape)[..., None])[..., 0]
     scores = token_scores(log_p, views) if level == "token" else sequence_scores(log_p, views, loss_mask, mean=True)

@@ -63,6 +63,7 @@ def scdd_loss(
     gamma_shape: float = 1.0,
     t_peak: float = 0.5,
     reduction: str = "total",
+    shift: bool = False,
 ) -> torch.Tensor:
     """Compute the negative bound on the likelihood in T steps, a sum over supervised tokens divided by their number.
 
@@ -90,6 +91,7 @@ def scdd_loss(
         gamma_shape: as in :func:`scdd_schedule`.
         t_peak: as in :func:`scdd_schedule`.
         reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
+        shift: row i predicts token i + 1, so token 0 has no loss and is not counted, and the last row predicts nothing.
 
     Returns:
         A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
@@ -106,6 +108,9 @@ def scdd_loss(
     u, r = (rho_s - rho_t) / rho_s.clamp(min=TINY) / K, rho_t / rho_s.clamp(min=TINY)
     base_t, base_s, rho_t, rho_s, release, u, r = (x.to(dtype) for x in (base_t, base_s, rho_t, rho_s, release, u, r))
 
+    if shift:  # after the time, which is in column 0
+        logits, target_ids = logits[:, :-1], target_ids[:, 1:]
+        noisy_input_ids, loss_mask = noisy_input_ids[:, 1:], loss_mask[:, 1:]
     supervised = loss_mask.bool()
     active, is_mask = supervised & (target_ids.long() != -100), noisy_input_ids == mask_token_id
     x = torch.where(active, target_ids.long(), 0)
@@ -127,5 +132,5 @@ def scdd_loss(
     corrected = -corrected - base_s * r / q * (term_z - D) - rho_s * r * e / q * (term_x - D)
     costs = torch.where(active, torch.where(is_mask, absorbed, corrected), 0.0) * num_timesteps
     if reduction == "none":
-        return costs
+        return torch.nn.functional.pad(costs, (0, int(shift)))
     return divided_by_count(costs.sum(), supervised.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

@@ -120,6 +120,11 @@ SHARED = {
         "the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL to the "
         "dtype of the logits, like a cross-entropy computed in that dtype."
     ),
+    "shift": (
+        "True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, masks and "
+        "weights are shifted, never the logits. Token 0 is not predicted. Row i of ``row_losses`` and ``row_weights`` "
+        "holds token i + 1, and the last row is 0."
+    ),
     "position_weights": (
         '"decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S / C. The names '
         "used by trainers are accepted too."

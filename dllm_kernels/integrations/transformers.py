@@ -66,7 +66,7 @@ from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
 from dllm_kernels.integrations import _attention
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
-from dllm_kernels.losses._common import Count, divide
+from dllm_kernels.losses._common import Count, divide, shift_left
 from dllm_kernels.mtp.head import head_module
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
@@ -523,8 +523,11 @@ class _LossCall(NamedTuple):
         noisy_input_ids: Tensor | None = None, shift: bool = False, **others: Any,
     ) -> _LossCall:  # fmt: skip
         """Unpack the labels and shift them if row i predicts token i + 1; ``others`` are further fields."""
-        if shift:
-            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        own = _shifts(loss)
+        if own:  # the loss shifts what it is given, and token 0 is not counted
+            labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORED)
+        elif shift:
+            labels = shift_left(labels, IGNORED)
             noisy_input_ids = None if noisy_input_ids is None else noisy_input_ids.roll(-1, 1)
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
@@ -586,6 +589,11 @@ def _checked_loss(loss: Any) -> Loss:
         name = _checks.type_name(loss)
         raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
     return loss  # type: ignore[no-any-return]
+
+
+def _shifts(loss: Loss) -> bool:
+    """Return True if the loss itself shifts the targets, because it was constructed with ``shift=True``."""
+    return isinstance(loss, DiffusionLoss) and _checks.checked_bool("shift", loss.shift)
 
 
 def _logits(outputs: Any) -> Tensor:
@@ -691,7 +699,8 @@ class MaskedDiffusionTrainerMixin:
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands. Not used if the model itself computes the logits.
         shift: True if row i of the logits predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets and masks are
-            shifted, never logits. Token 0 is not predicted, and N does not count it.
+            shifted, never logits. Token 0 is not predicted, and N does not count it. A ``loss`` that was constructed
+            with ``shift=True`` has the same effect, and both together shift once.
         allow_causal: True to train a model whose attention is causal. False: such a model is an error in the first
             step, because a masked diffusion model predicts each token from both sides. The test takes three forward
             passes without a gradient, without the LM head, and a host sync.
@@ -739,7 +748,7 @@ class MaskedDiffusionTrainerMixin:
         self._loss = _checked_loss(loss)
         _checks.check_logits_dtype(logits_dtype)
         self._logits_dtype = logits_dtype
-        self._shift = _checks.checked_bool("shift", shift)
+        self._shift = _checks.checked_bool("shift", shift) or _shifts(self._loss)
         self._probes = 0 if _checks.checked_bool("allow_causal", allow_causal) else PROBES
         self._seed_evaluation = _checks.checked_bool("seed_evaluation", seed_evaluation)
         super().__init__(*args, **kwargs)

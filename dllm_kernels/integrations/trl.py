@@ -49,6 +49,7 @@ from dllm_kernels.fused._lora import dtype_of_logits, in_dtype_of
 from dllm_kernels.fused._state import CallState
 from dllm_kernels.integrations._hosts import Host, PatchReport
 from dllm_kernels.integrations.transformers import HeadOutput, loss_in_head, refuse_output
+from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 
 HOST = "trl"
@@ -473,7 +474,7 @@ class DiffusionPolicyMixin:
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
         if self._shift:
-            targets, active = targets.roll(-1, -1), _left(active)
+            targets, active = next_tokens(targets), shift_left(active, False)
         arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
@@ -507,11 +508,6 @@ class DiffusionPolicyMixin:
             total = views.weights.sum(0)
             mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, -keep:]
         return scores, mean, getattr(outputs, "aux_loss", None) if auxiliary else None
-
-
-def _left(mask: Tensor) -> Tensor:
-    """Move the entries of a mask by one column to the left; the first entry has no place."""
-    return nn.functional.pad(mask[:, 1:], (0, 1))
 
 
 def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: SupportsIndex = 0) -> Tensor:
@@ -671,7 +667,7 @@ def _denoised(
             block = slice(longest + plan.start, longest + plan.stop)
             masked = torch.zeros_like(ids, dtype=torch.bool)
             masked[:, block] = torch.eq(ids[:, block], mask_id)
-            rows = _left(masked) if shift else masked
+            rows = shift_left(masked, False) if shift else masked
             sampled = functools.partial(_sampled, active=rows, seeds=of_steps[:, step], **options)
             with trainer.accelerator.autocast():
                 found, _ = _run(model, model, sampled, input_ids=ids, attention_mask=attention)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dllm_kernels._core._plan import Options
@@ -18,7 +19,7 @@ from dllm_kernels._utils._plain import all_plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_fraction, first_true
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses import _common
-from dllm_kernels.losses._common import Count, DLLMLossOutput
+from dllm_kernels.losses._common import Count, DLLMLossOutput, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 P_MASK_MIN = 1e-8
@@ -64,6 +65,13 @@ class Batch(NamedTuple):
     loss_mask_ar: torch.Tensor | None
     num_diffusion_tokens: Count
     num_ar_tokens: Count
+    shift: bool
+
+    @property
+    def supervised(self) -> torch.Tensor:
+        """The supervised tokens, bool ``[B, L]``; with ``shift`` without token 0, which no row predicts."""
+        on = self.loss_mask.bool()
+        return F.pad(on[:, 1:], (min(1, on.shape[1]), 0)) if self.shift else on
 
     def as_batch(self) -> Batch:
         """Add a batch dimension to per-token inputs ``[T]`` of packed rows."""
@@ -114,7 +122,7 @@ class Batch(NamedTuple):
         """Compute (noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks even if p_mask is NaN there."""
         self.check_noise(noise_mask=self.noise_mask)
         in_range = self._check_probabilities()
-        on = self.noise_mask.bool() & self.loss_mask.bool()
+        on = self.noise_mask.bool() & self.supervised
         weights = on / self.p_mask.to(dtype).clamp(min=P_MASK_MIN)
         # Skip masked_fill_ if possible, because it branches per entry on CPU.
         return weights if in_range else weights.masked_fill_(~on, 0.0)
@@ -131,7 +139,7 @@ class Batch(NamedTuple):
             least, most = torch.aminmax(p_mask)
             if least.item() >= 0 and most.item() <= 1:
                 return True
-        self.check_range(self.loss_mask.bool() & noise_mask.bool())
+        self.check_range(self.supervised & noise_mask.bool())
         return False
 
     def check_range(self, used: torch.Tensor) -> None:
@@ -169,11 +177,11 @@ class DiffusionLoss(TransformedLoss):
     """Base class of the diffusion losses of tokens ``[B, L]``, from logits or from hidden states.
 
     Args:
-        fp32_upcast, softcap, scale, skip_id, reduction, backend: see :class:`MDLMCrossEntropyLoss`.
+        fp32_upcast, softcap, scale, skip_id, reduction, backend, shift: see :class:`MDLMCrossEntropyLoss`.
 
     Raises:
-        TypeError: ``fp32_upcast`` is not a bool.
-        ValueError: ``reduction`` is unknown. Every call checks both again.
+        TypeError: ``fp32_upcast`` or ``shift`` is not a bool.
+        ValueError: ``reduction`` is unknown. Every call checks all three again.
     """
 
     chunk_size: int | None = None
@@ -187,10 +195,12 @@ class DiffusionLoss(TransformedLoss):
         skip_id: int | None = None,
         reduction: str = "total",
         backend: str = "auto",
+        shift: bool = False,
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
+        self.shift = _checks.checked_bool("shift", shift)
 
     @from_hidden_states("forward_fused")
     def forward(
@@ -236,7 +246,8 @@ class DiffusionLoss(TransformedLoss):
                 masks that are detectably swapped; a constant or count that requires a gradient.
         """
         counts = (num_diffusion_tokens, num_ar_tokens)
-        batch = Batch(*all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts))
+        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
+        batch = Batch(*tensors, shift=_checks.checked_bool("shift", self.shift))
         rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
         return self._loss_of(rows, batch, causal_logits, noisy_input_ids)
 
@@ -289,7 +300,8 @@ class DiffusionLoss(TransformedLoss):
                 outside [0, number of rows].
         """
         counts = (num_diffusion_tokens, num_ar_tokens)
-        batch = Batch(*all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts))
+        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
+        batch = Batch(*tensors, shift=_checks.checked_bool("shift", self.shift))
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         options = self._options(
             round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype
@@ -317,8 +329,17 @@ class DiffusionLoss(TransformedLoss):
         rows.check(batch.target_ids)
         batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
         weights, count = self._weights(batch, rows.accum_dtype)
-        rows.check_targets(batch.target_ids, weights)
-        return self._single_part_output(rows, batch.target_ids, weights, _common.divide(weights, count))
+        targets, weights = self._aligned(rows, batch, weights)
+        return self._single_part_output(rows, targets, weights, _common.divide(weights, count))
+
+    @staticmethod
+    def _aligned(rows: ModelOutput, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check the targets; return the target and the weight of each row, given the weights of the tokens."""
+        if not batch.shift:
+            rows.check_targets(batch.target_ids, weights)
+            return batch.target_ids, weights
+        rows.check_targets(batch.target_ids, weights[:, 1:], shift=1)
+        return next_tokens(batch.target_ids), shift_left(weights, 0)
 
     def _single_part_output(
         self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
@@ -330,5 +351,5 @@ class DiffusionLoss(TransformedLoss):
         return _common.single_loss(_common.sum_of_rows(nll, divided), weights, _common.weighted_rows(nll, weights))
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
-        """Return the per-row weights ``[B, L]``, 0 for rows that must not be read, and the denominator."""
+        """Return the weight of each token ``[B, L]``, 0 if its row must not be read, and the denominator."""
         raise NotImplementedError

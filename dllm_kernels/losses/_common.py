@@ -38,8 +38,8 @@ class DLLMLossOutput(NamedTuple):
         row_losses: ``[B, L]`` with ``reduction="none"``, else None: the contribution ``w_i nll_i`` of each row before
             any denominator, differentiable with any gradient per row; 0 for rows that are not read. For a loss with two
             parts it is ``[B, 2 L]``. I-DLM: the rows of the masked copy, then the rows of the clean copy. Hybrid: the
-            diffusion rows, then the AR rows (``[B, L]`` without an AR part). Row i of a next-token part predicts token
-            i + 1, and the last row is 0.
+            diffusion rows, then the AR rows (``[B, L]`` without an AR part). Row i of a next-token part, and of a
+            diffusion loss with ``shift=True``, predicts token i + 1, and the last row is 0.
         row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. Their sum
             is ``weight_sum``, including rows with a target of -100.
         acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 for rows

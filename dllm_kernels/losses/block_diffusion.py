@@ -28,6 +28,7 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
         skip_id: {skip_id}
         reduction: "total", or "none" to also return the loss of each row, here the NLL of the supervised positions.
         backend: "auto", "triton" or "torch".
+        shift: {shift} If N is counted, it does not include token 0.
     """
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
@@ -35,5 +36,5 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
         check_masks_like("target_ids", batch.target_ids, loss_mask=batch.loss_mask)
         batch.check_unused_noise()
         batch.check_not_swapped()
-        supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
+        supervised, count = batch.supervised, batch.num_diffusion_tokens
         return supervised.to(dtype), supervised.sum() if count is None else count

@@ -58,6 +58,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the diffusion part,
             with ``alpha`` in their weights, followed by the rows of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
+        shift: {shift} This applies to the diffusion part. The rows of the AR part always predict the next token.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         skip_id: int | None = None,
         reduction: str = "total",
         backend: str = "auto",
+        shift: bool = False,
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__(
-            fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend
-        )
+            fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
+            shift=shift,
+        )  # fmt: skip
         self.alpha = alpha
         self._check_alpha()
 
@@ -128,12 +131,12 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
         weights, count = self._weights(batch, rows.accum_dtype)
-        rows.check_targets(ids, weights)
+        targets, weights = self._aligned(rows, batch, weights)
         if batch.loss_mask_ar is not None and (branches or causal is not None):
             rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
         divided = divide(weights, count)
         if causal is None or batch.loss_mask_ar is None:
-            return self._one_call(rows, batch, weights, divided)
+            return self._one_call(rows, batch, targets.long(), weights, divided)
         if rows.extra is not None:
             raise ValueError(
                 "extra must be None with causal_hidden, got both; pass both branches as one hidden [B, 2 L, D], with "
@@ -141,7 +144,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             )
         other = rows.of(causal, causal_name)
         other.check(ids)
-        return self._two_branches(rows, other, batch, weights, divided)
+        return self._two_branches(rows, other, batch, targets.long(), weights, divided)
 
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""
@@ -160,12 +163,13 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             alpha = plain(alpha).reshape(()).to(dtype)
         return alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
 
-    def _one_call(self, rows: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor) -> DLLMLossOutput:
+    def _one_call(
+        self, rows: ModelOutput, batch: Batch, targets: Tensor, weights: Tensor, divided: Tensor
+    ) -> DLLMLossOutput:
         """Compute one call over the concatenated rows. Rows after those of the batch are the AR branch, or ignored.
 
-        ``weights``: the row weights of the diffusion part before the denominator; ``divided``: over the denominator.
+        ``targets``, ``weights``: of the rows of the diffusion part; ``divided``: the weights over the denominator.
         """
-        targets = batch.target_ids.long()
         L = targets.shape[1]
         num_trailing = rows.x.shape[1] - L
         if not num_trailing:
@@ -186,10 +190,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         return _per_row_output(nll, all_weights, all_divided, L)
 
     def _two_branches(
-        self, rows: ModelOutput, other: ModelOutput, batch: Batch, weights: Tensor, divided: Tensor
+        self, rows: ModelOutput, other: ModelOutput, batch: Batch, targets: Tensor, weights: Tensor, divided: Tensor
     ) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head; see :meth:`_one_call`."""
-        targets = batch.target_ids.long()
         shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
         if not self._returns_rows():
             weight_sum = weights.sum() + ar.sum()

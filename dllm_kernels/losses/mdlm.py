@@ -47,6 +47,7 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
             division by N, differentiable with any gradient per row. From hidden states with a trainable head the logits
             are then computed twice.
         backend: "auto", "triton" or "torch".
+        shift: {shift} N is used as given, so do not count token 0 in it.
     """
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:

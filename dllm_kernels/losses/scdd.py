@@ -15,7 +15,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import DLLMLossOutput, divide, single_loss
+from dllm_kernels.losses._common import DLLMLossOutput, divide, next_tokens, shift_left, single_loss
 from dllm_kernels.losses._model_output import ModelOutput
 
 TINY = torch.finfo(torch.float32).tiny
@@ -128,6 +128,8 @@ class SCDDLoss(DiffusionLoss):
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is T times the term of
             each position, and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
+        shift: {shift} If the denominator is counted, it does not include token 0. The time of a sequence is read in
+            column 0 of ``p_mask`` in either case.
 
     Raises:
         TypeError: an argument that should be an int or a number is not.
@@ -147,9 +149,10 @@ class SCDDLoss(DiffusionLoss):
         scale: float | None = None,
         reduction: str = "total",
         backend: str = "auto",
+        shift: bool = False,
     ) -> None:
         """Initialize; the arguments are documented on the class."""
-        super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend)
+        super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend, shift=shift)
         self.mask_token_id = mask_token_id
         self.num_timesteps = num_timesteps
         self.max_ratio = max_ratio
@@ -169,7 +172,7 @@ class SCDDLoss(DiffusionLoss):
         batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
-        supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
+        supervised, count = batch.supervised, batch.num_diffusion_tokens
         x = batch.target_ids.long()
         active = supervised & (x != IGNORE)
         _checks.check_target_range(None, "target_ids", x, rows.vocabulary, counted=active)
@@ -177,6 +180,9 @@ class SCDDLoss(DiffusionLoss):
         z = z.clamp(min=-1)  # -100 would mark a missing id
         # The time of an unsupervised sequence is arbitrary, so replace it.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
+        if batch.shift:
+            x, z = next_tokens(x), shift_left(z, IGNORE)
+            supervised, active = shift_left(supervised, False), shift_left(active, False)
         steps = self.num_timesteps * supervised.to(rows.accum_dtype)  # row weight for either noise
         if self.max_ratio == 0:  # weighted sum of NLLs: gamma is 1 - t, so T steps release T (t - s) / t
             masked = active & (z == self.mask_token_id)
@@ -281,7 +287,7 @@ def _check_times(batch: Batch) -> None:
     """Check the masks, and on CPU that each supervised sequence has one time in [0, 1]; on GPU that would sync."""
     batch.check_unused_noise()
     batch.check_noise()
-    p_mask, supervised = batch.p_mask, batch.loss_mask.bool()
+    p_mask, supervised = batch.p_mask, batch.supervised
     if not readable_without_sync(p_mask):
         return
     batch.check_range(supervised.any(1, keepdim=True))

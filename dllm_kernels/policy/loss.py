@@ -23,11 +23,11 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.losses._common import Count, check_counts, divide
+from dllm_kernels.losses._common import Count, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops import RowStats, linear_row_objective
 from dllm_kernels.policy.objective import PolicyObjective, score_metrics
-from dllm_kernels.policy.views import PolicyViews, scored_once, supervised_tokens
+from dllm_kernels.policy.views import PolicyViews, of_next_tokens, scored_once, supervised_tokens
 
 LEVELS = ("token", "sequence")
 NORMALIZE = ("tokens", "sequences", "none")
@@ -114,21 +114,28 @@ class PolicyLoss(nn.Module):
         objective: computes the loss of each score.
         level: "token" or "sequence".
         normalize: "tokens", "sequences" or "none".
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, views,
+            ``old``, ``ref`` and ``advantages`` are given per token as without it, and the loss shifts them, never the
+            logits. Token 0 is not scored. It is not counted if a view scores it, so pass a ``loss_mask`` that excludes
+            it to :func:`policy_views`: a random view may omit it.
 
     Raises:
-        TypeError: ``objective`` is not a :class:`PolicyObjective`.
-        ValueError: ``level`` or ``normalize`` is unknown. Every call checks all three again.
+        TypeError: ``objective`` is not a :class:`PolicyObjective`, or ``shift`` is not a bool.
+        ValueError: ``level`` or ``normalize`` is unknown. Every call checks all four again.
 
     Source: the objectives of the methods listed in :func:`policy_views`; sequence ratios over n: GSPO,
     arXiv:2507.18071; the normalizations: GRPO, arXiv:2402.03300, and DAPO, arXiv:2503.14476.
     """
 
-    def __init__(self, objective: PolicyObjective, *, level: str = "token", normalize: str = "tokens") -> None:
+    def __init__(
+        self, objective: PolicyObjective, *, level: str = "token", normalize: str = "tokens", shift: bool = False
+    ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
         self.objective = objective
         self.level = level
         self.normalize = normalize
+        self.shift = shift
         self._check_settings()
 
     @from_hidden_states("forward_fused")
@@ -239,15 +246,19 @@ class PolicyLoss(nn.Module):
         self._check_settings()
         _checks.check_flags(with_entropy=with_entropy)
         temperature = _checks.checked_temperature(temperature)
-        _check_rows(rows, ids, views)
+        _check_rows(rows, ids, views, int(self.shift))
         rows = rows.transformed(scale=1 / temperature)
         ids, *given = all_plain(ids, *given)  # type: ignore[assignment]
         self._check_constants(ids, *given)
         self._check_num_tokens(num_tokens)
+        compiling = torch.compiler.is_compiling()  # linear_row_objective would recompute the logits in a graph
+        by_row = not compiling and self.level == "token" and rows.weight is not None and scored_once(views)
+        if self.shift:  # everything per token moves to the row that predicts it
+            ids, views = next_tokens(ids), of_next_tokens(views)
+            given = [shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given]  # type: ignore[assignment]
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, given, num_tokens, rows.accum_dtype)
-        compiling = torch.compiler.is_compiling()  # linear_row_objective would recompute the logits in a graph
-        if not compiling and self.level == "token" and rows.weight is not None and scored_once(views):
+        if by_row:
             loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
         else:
@@ -312,6 +323,7 @@ class PolicyLoss(nn.Module):
             raise TypeError(f"objective must be a PolicyObjective, got {_checks.type_name(self.objective)}")
         _checks.check_choice("level", self.level, LEVELS)
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
+        _checks.check_flags(shift=self.shift)
 
     def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
         self.objective._check_given(old, ref)
@@ -328,8 +340,8 @@ class PolicyLoss(nn.Module):
             raise ValueError(f"num_tokens must be None unless normalize is 'tokens', got it with {self.normalize!r}")
 
 
-def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews) -> None:
-    """Validate rows ``[K, B, L, V]`` or ``[K, B, L, D]``, head, ids, views and transform."""
+def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int) -> None:
+    """Validate rows ``[K, B, L, V]`` or ``[K, B, L, D]``, head, ids from column ``shift`` on, views and transform."""
     names, x = rows.names, rows.x
     V = _checks.check_rows(names, x, ids, rows.weight, rows.bias)
     _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if rows.weight is None else "[K, B, L, D]")
@@ -346,7 +358,8 @@ def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews) -> None:
         _checks.checked_extra(names, x, rows.weight, rows.extra)
     _checks.checked_transform(V, *rows.options.transform)
     skip_id = rows.options.transform.skip_id
-    _checks.check_target_range(None, "ids", ids, V, counted=views.scored.any(0), skip_id=skip_id)
+    counted = views.scored.any(0)[:, shift:]
+    _checks.check_target_range(None, "ids", ids[:, shift:], V, counted=counted, shift=shift, skip_id=skip_id)
 
 
 def _log_probs(rows: ModelOutput, ids: Tensor, scored: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:

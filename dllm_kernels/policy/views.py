@@ -26,6 +26,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
 from dllm_kernels.corruption import checked_mask_id, checked_start, corrupt_uniform, sample_level
+from dllm_kernels.losses._common import shift_left
 from dllm_kernels.policy._quadrature import quadrature_rule
 
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
@@ -129,6 +130,18 @@ def scored_once(views: PolicyViews) -> bool:
     More than one view are known to do so if :func:`policy_views` made them and ``scored`` was not modified since.
     """
     return len(views.scored) == 1 or views._scored_once_in == _version(views.scored)
+
+
+def of_next_tokens(views: PolicyViews) -> PolicyViews:
+    """Return views in which row i scores token i + 1. Token 0 is neither scored nor, if a view scores it, counted."""
+    n = views.num_supervised
+    return PolicyViews(
+        noisy=views.noisy,
+        scored=shift_left(views.scored, False),
+        weights=shift_left(views.weights, 0),
+        num_supervised=None if n is None else n - views.scored[..., :1].any(0).sum(-1),
+        scheme=views.scheme,
+    )
 
 
 def _version(t: Tensor) -> int:

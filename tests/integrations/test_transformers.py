@@ -695,8 +695,17 @@ def test_the_weights_of_a_schedule_that_is_not_linear():
     assert spread < 0.1
 
 
-@pytest.mark.parametrize("loss", [None, dllm_kernels.BlockDiffusionCrossEntropyLoss(), cosine_weights])
-def test_a_shifted_model_predicts_the_next_token(loss):
+SHIFTED = {  # a loss, and the loss and ``shift`` that are passed for a model whose row i predicts token i + 1
+    "default": (None, None, True),
+    "block": (dllm_kernels.BlockDiffusionCrossEntropyLoss(),) * 2 + (True,),
+    "function": (cosine_weights, cosine_weights, True),
+    "own": (None, dllm_kernels.MDLMCrossEntropyLoss(shift=True), False),
+    "once": (None, dllm_kernels.MDLMCrossEntropyLoss(shift=True), True),
+}
+
+
+@pytest.mark.parametrize(("loss", "shifted", "shift"), SHIFTED.values(), ids=SHIFTED)
+def test_a_shifted_model_predicts_the_next_token(loss, shifted, shift):
     """Row i of the logits is compared with token i + 1. Token 0 is neither predicted nor counted."""
     ids, loss_mask, _, noise, p = noised()
     ids, loss_mask[:, :2] = ids % 13, True
@@ -704,10 +713,10 @@ def test_a_shifted_model_predicts_the_next_token(loss):
     labels = pack_labels(ids, loss_mask, noise, p)
     rest = pack_labels(ids[:, 1:], loss_mask[:, 1:], noise[:, 1:], p[:, 1:].contiguous())
     expected = mdlm_loss_func((model(hidden[:, :-1]),), rest, loss=loss)
-    trainer = BareTrainer(loss=loss, shift=True)
+    trainer = BareTrainer(loss=shifted, shift=shift)
     got = trainer.compute_loss(model, {"hidden": hidden, "labels": labels})
     torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(mdlm_loss_func((model(hidden),), labels, loss=loss, shift=True), expected)
+    torch.testing.assert_close(mdlm_loss_func((model(hidden),), labels, loss=shifted, shift=shift), expected)
     grads = [torch.autograd.grad(x, model.lm_head.weight, retain_graph=True)[0] for x in (got, expected)]
     torch.testing.assert_close(*grads)
     assert trainer._loss_shifts_labels
@@ -724,7 +733,9 @@ def test_the_noisy_tokens_of_a_shifted_model_are_those_of_its_targets():
     expected = loss(logits, targets, masked, times, supervised, noisy_input_ids=noisy[:, 1:]).total_loss
     model.forward = lambda input_ids: model.lm_head(embedding(input_ids))
     inputs = {"input_ids": noisy, "labels": labels}
-    torch.testing.assert_close(BareTrainer(loss=loss, shift=True).compute_loss(model, inputs), expected)
+    torch.testing.assert_close(BareTrainer(loss=loss, shift=True).compute_loss(model, dict(inputs)), expected)
+    loss = dllm_kernels.SCDDLoss(12, num_timesteps=5, max_ratio=0.4, shift=True)
+    torch.testing.assert_close(BareTrainer(loss=loss).compute_loss(model, dict(inputs)), expected)
 
 
 def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):

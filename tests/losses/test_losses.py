@@ -173,6 +173,69 @@ def random_output(case, form, inputs):
     return case.output(form, case.arguments(form, leaves[0], inputs, tuple(leaves[1:])))
 
 
+@forms
+@pytest.mark.parametrize("name", ["mdlm", "block diffusion", "hybrid, one tensor", "scdd, counted"])
+def test_a_shifted_loss_is_the_loss_of_shifted_rows(name, form):
+    """A loop moves the logits instead: ``cat([z[:, :1], z[:, :-1]], 1)``. Token 0 is then not supervised."""
+    case, L = BY_NAME[name], 6
+    inputs = draw(case) | dict.fromkeys(case.counts)
+    inputs["p_mask"][0, 0] += 0 if case.loss is SCDDLoss else NAN  # token 0 is not read, except as the time of SCDD
+    inputs["loss_mask"][:, 0] = 1
+    aligned = inputs | {"loss_mask": F.pad(inputs["loss_mask"][:, 1:], (1, 0)), "p_mask": inputs["p_mask"].nan_to_num()}
+    leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+
+    def plain(x, *head):
+        moved = torch.cat([x[:, :1], x[:, : L - 1], x[:, L:]], 1)
+        return case.output(form, case.arguments(form, moved, aligned, head), reduction="none")
+
+    def ours(x, *head):
+        shifting = replace(case, settings={**case.settings, "shift": True})
+        return shifting.output(form, case.arguments(form, x, inputs, head), reduction="none")
+
+    got, expected = ours(*leaves), plain(*leaves)
+    rows = [shift_rows(t, L) for t in (expected.row_losses, expected.row_weights)]
+    torch.testing.assert_close([got.row_losses, got.row_weights], rows)
+    values = [value_and_grads(lambda *x, f=f: f(*x).total_loss, leaves, torch.ones(())) for f in (ours, plain)]
+    torch.testing.assert_close(*values)
+
+
+def shift_rows(rows, L):
+    """Move the rows of tokens 1 .. L - 1 to the rows that predict them; rows of another branch stay."""
+    return torch.cat([rows[:, 1:L], torch.zeros_like(rows[:, :1]), rows[:, L:]], 1)
+
+
+@pytest.mark.parametrize("loss", [MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss])
+def test_shift_is_a_bool_also_when_assigned(loss):
+    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+        loss(shift="no")
+    i, x, assigned = diffusion(), torch.randn(2, 6, V, device=DEVICE), loss()
+    assigned.shift = True
+    assert torch.equal(assigned(x, **i).total_loss, loss(shift=True)(x, **i).total_loss)
+    assigned.shift = "no"
+    with pytest.raises(TypeError, match=r"^shift must be a bool, got str$"):
+        assigned(x, **i)
+
+
+def test_a_shifted_loss_names_positions_of_tokens():
+    i, x = diffusion(1), torch.randn(1, 6, V, device=DEVICE)
+    i |= {"noise_mask": torch.ones(1, 6), "loss_mask": torch.ones(1, 6), "p_mask": torch.tensor([[3, 1, 1, 2, 1, 1.0]])}
+    with pytest.raises(
+        ValueError, match=r"^p_mask must lie in \[0, 1\] where it is used, got 2.0 at position \(0, 3\)$"
+    ):
+        MDLMCrossEntropyLoss(shift=True)(x, **{name: t.to(DEVICE) for name, t in i.items()})
+
+
+def test_one_token_has_no_row_that_predicts_it():
+    i = {name: t[:, :1] for name, t in draw(BY_NAME["scdd"]).items()}
+    x = torch.randn(2, 1, V, device=DEVICE, requires_grad=True)
+    for length in (1, 0):
+        rest, rows = {name: t[:, :length] for name, t in i.items()}, x[:, :length]
+        for loss in (MDLMCrossEntropyLoss(shift=True), SCDDLoss(MASK_ID, shift=True)):
+            out = loss(rows, **rest)
+            assert out.total_loss == 0
+            assert torch.autograd.grad(out.total_loss, x)[0].eq(0).all()
+
+
 CLASSES = [case for case in LOSSES if isinstance(case.loss, type)]
 WITHOUT_AR = replace(BY_NAME["hybrid, one tensor"], name="hybrid without AR", draw=BY_NAME["mdlm"].draw, width=1)
 

@@ -36,9 +36,9 @@ def first(stats):
     return stats.log_probs
 
 
-def of_policy(ids, on):
+def of_policy(ids, on, shift=False):
     views = policy_views(ids.clamp(max=V - 1), on, V - 1, "full")
-    return PolicyLoss(PolicyObjective("reinforce"))(X[None], ids, views, None, torch.ones(B))
+    return PolicyLoss(PolicyObjective("reinforce"), shift=shift)(X[None], ids, views, None, torch.ones(B))
 
 
 def of_depths(ids, on):
@@ -80,12 +80,16 @@ CALLS = {
         "target_ids",
     ),
     "scdd": (lambda y, on: SCDDLoss(V - 1)(X, y, ON, P, on, noisy_input_ids=Y), "target_ids"),
+    "mdlm, shift": (lambda y, on: MDLMCrossEntropyLoss(shift=True).forward_fused(H, W, y, ON, P, on), "target_ids"),
+    "hybrid, shift": (lambda y, on: HybridDiffusionLLMLoss(shift=True)(X, y, on, P, ON), "target_ids"),
+    "scdd, shift": (lambda y, on: SCDDLoss(V - 1, shift=True)(X, y, ON, P, on, noisy_input_ids=Y), "target_ids"),
     "idlm": (lambda y, on: IDLMLoss()(TWICE, y, on, ON, seq_len=L), "target_ids"),
     "encoder_ar": (lambda y, on: encoder_ar_loss(X, y, on), "input_ids"),
     "encoder_ar, fused": (lambda y, on: encoder_ar_loss_fused(H, W, y, on), "input_ids"),
     "dflash": (lambda y, on: DFlashDecayLoss()(X, y, on), "target_ids"),
     "distillation": (lambda y, on: DraftDistillationLoss(kind="ce")(X, None, y, on), "target_ids"),
     "policy": (of_policy, "ids"),
+    "policy, shift": (lambda y, on: of_policy(y, on, shift=True), "ids"),
     "MaskedCrossEntropy": (lambda y, on: MaskedCrossEntropy()(X, y, mask=on), "labels"),
     "FusedLinearCrossEntropy": (lambda y, on: FusedLinearCrossEntropy()(H, y, W, loss_weights=on), "labels"),
     "MTP": (of_depths, r"mtp_per_depth_targets\[0\]"),

@@ -38,7 +38,7 @@ LEVELS, NORMALIZE = ("token", "sequence"), ("tokens", "sequences", "none")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
-def batch(scheme, level):
+def batch(scheme, level, token_0=False):
     """Draw ids, supervised tokens (none in the last row), views, old, advantages, ref.
 
     Scores are near those of small logits.
@@ -46,6 +46,7 @@ def batch(scheme, level):
     generator = torch.Generator().manual_seed(3)
     ids, loss_mask = torch.randint(0, MASK, (B, L), generator=generator), torch.ones(B, L)
     loss_mask[:, 0] = loss_mask[2] = 0
+    loss_mask[0, 0] = token_0 and scheme in ("full", "coupled", "count")  # which score each supervised token
     views = policy_views(ids, loss_mask, MASK, scheme, seeds=torch.arange(B), **SCHEMES[scheme])
     uniform = torch.full(views.scored.shape, -math.log(V))
     near = views.token_scores(uniform) if level == "token" else views.sequence_scores(uniform, mean=True)
@@ -64,7 +65,7 @@ def drawn(dtype, *shapes):
     return draw
 
 
-def make_oracle(level, normalize, arguments, **settings):
+def make_oracle(level, normalize, arguments, **settings):  # settings of the oracle and of its objective
     ids, loss_mask, views, old, advantages, ref = arguments
     return lambda logits, **options: reference.policy_loss(
         logits, ids, reference.PolicyViews(*views), loss_mask, old, advantages, ref, level=level, normalize=normalize,
@@ -79,11 +80,12 @@ def make_oracle(level, normalize, arguments, **settings):
 @pytest.mark.parametrize("settings", OBJECTIVES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "temperature": 0.7, "skip_id": MASK}], ids=["", "capped"])
-def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform):
-    arguments = ids, _, views, old, advantages, ref = batch(scheme, level)
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shift"])
+def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform, shift):
+    arguments = ids, _, views, old, advantages, ref = batch(scheme, level, token_0=shift)
     policy_loss, oracle = (
-        PolicyLoss(PolicyObjective(**settings), level=level, normalize=normalize),
-        make_oracle(level, normalize, arguments, **settings),
+        PolicyLoss(PolicyObjective(**settings), level=level, normalize=normalize, shift=shift),
+        make_oracle(level, normalize, arguments, shift=shift, **settings),
     )
 
     def plain(x):
@@ -108,12 +110,13 @@ def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform
     [{}, {"chunk_size": 4, "with_entropy": True}, {"softcap": 2.0, "temperature": 0.7, "skip_id": MASK}],
     ids=["", "chunks", "capped"],
 )
-def test_parity_from_hidden_states(scheme, level, settings, dtype, trained, parts, options):
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shift"])
+def test_parity_from_hidden_states(scheme, level, settings, dtype, trained, parts, options, shift):
     arguments = ids, _, views, old, advantages, ref = batch(scheme, level)
     rows = tuple(views.scored.shape)
     policy_loss, oracle = (
-        PolicyLoss(PolicyObjective(**settings), level=level),
-        make_oracle(level, "tokens", arguments, **settings),
+        PolicyLoss(PolicyObjective(**settings), level=level, shift=shift),
+        make_oracle(level, "tokens", arguments, shift=shift, **settings),
     )
     torch.manual_seed(7)
     frozen = torch.randn(V, D).to(dtype)
@@ -343,12 +346,16 @@ def test_metrics_by_hand():
     old = torch.tensor([[math.nan, -math.log(2.0), -math.log(8.0)], [math.nan] * 3]).double()
     ref = torch.tensor([[math.nan, -math.log(2.0), -math.log(2.0)], [math.nan] * 3]).double()
     advantages = torch.tensor([[math.nan, -1.0, 3.0], [math.nan] * 3]).double()
-    policy_loss = PolicyLoss(PolicyObjective(kl="k1", kl_coef=0.5))
+    objective = PolicyObjective(kl="k1", kl_coef=0.5)
+    policy_loss, shifted = PolicyLoss(objective), PolicyLoss(objective, shift=True)
+    next_rows = logits.roll(-1, 2)  # row i predicts token i + 1
     entropy = (1.5 * math.log(2) + 1.75 * math.log(2)) / 2
     # ratios 1 and 2, the second one clipped at 1.2
     for out in (
         policy_loss(logits, ids, views, old, advantages, ref, with_entropy=True),
         policy_loss.forward_fused(hidden, head, ids, views, old, advantages, ref, with_entropy=True),
+        shifted(next_rows, ids, views, old, advantages, ref, with_entropy=True),
+        shifted.forward_fused(next_rows, head, ids, views, old, advantages, ref, with_entropy=True),
     ):
         kl = -math.log(2) / 2
         expected = [(1.0 - 3.6) / 2 + 0.5 * kl, 1.5, 0.5, kl, entropy]
@@ -408,12 +415,14 @@ def test_the_entropy_is_the_mean_over_all_scored_rows():
 @pytest.mark.parametrize("normalize", NORMALIZE)
 def test_nothing_supervised_is_a_loss_of_zero(scheme, level, normalize):
     ids = torch.randint(0, MASK, (B, L))
-    for size in (B, 0):
-        views = policy_views(ids[:size], torch.zeros(size, L), MASK, scheme)
+    for size, shift in ((B, False), (B, True), (0, False), (0, True)):
+        supervised = torch.zeros(size, L)
+        supervised[:, 0] = shift  # token 0, which no row predicts
+        views = policy_views(ids[:size], supervised, MASK, scheme)
         h = torch.full((*views.scored.shape, D), math.nan, requires_grad=True)
         w = torch.randn(V, D, requires_grad=True)
         scores = torch.full((size, L) if level == "token" else (size,), math.nan)
-        policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=1.0), level=level, normalize=normalize)
+        policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=1.0), level=level, normalize=normalize, shift=shift)
         out = policy_loss.forward_fused(h, w, ids[:size], views, scores, torch.ones(size), scores, with_entropy=True)
         out.loss.backward()
         assert [t.item() for t in out] == [0.0] * 5
@@ -461,6 +470,21 @@ def test_number_of_tokens_of_the_step(count):
             torch.testing.assert_close(out.loss, make_oracle(level, "tokens", arguments)(logits, num_tokens=7))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("normalize", NORMALIZE)
+def test_a_shifted_loss_neither_scores_nor_counts_token_0(level, normalize):
+    """The loss is that of views of a prompt of one token, with or without a count in the views."""
+    ids, loss_mask, views, old, advantages, ref = batch("full", "token")
+    old, advantages, ref = (t if level == "token" else t[:, 1] for t in (old, advantages, ref))
+    with_0 = policy_views(ids, torch.ones(B, L) * loss_mask.amax(1, keepdim=True), MASK, "full")
+    assert with_0.scored[:, :2, 0].all()
+    h, w = torch.randn(*views.scored.shape, D), torch.randn(V, D)
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level, normalize=normalize, shift=True)
+    expected = policy_loss.forward_fused(h, w, ids, views, old, advantages, ref)
+    for one in (with_0, replace(with_0, num_supervised=None)):
+        torch.testing.assert_close(policy_loss.forward_fused(h, w, ids, one, old, advantages, ref)[:4], expected[:4])
+
+
 def test_advantages_per_sequence_apply_to_each_token():
     ids, _, views, old, _, _ = batch("coupled", "token")
     logits, A = torch.randn(*views.scored.shape, V), torch.randn(B)
@@ -474,12 +498,17 @@ def test_advantages_per_sequence_apply_to_each_token():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "level"), [pytest.param("full", "token", marks=pytest.mark.exhaustive), ("coupled", "sequence")]
+    ("scheme", "level", "shift"),
+    [
+        pytest.param("full", "token", False, marks=pytest.mark.exhaustive),
+        ("coupled", "sequence", False),
+        pytest.param("coupled", "token", True, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_one_graph_under_compile(scheme, level):
+def test_one_graph_under_compile(scheme, level, shift):
     """The views are created in the graph."""
     ids, loss_mask, views, old, advantages, ref = batch(scheme, level)
-    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level, shift=shift)
 
     def step(h, w):
         views = policy_views(ids, loss_mask, MASK, scheme, seeds=torch.arange(B))
@@ -502,7 +531,7 @@ def test_one_graph_under_compile(scheme, level):
 def test_one_graph_for_all_sizes(level, form, dynamic):
     """B, L and K take ten values each, without reaching the limit of recompilations."""
     torch.compiler.reset()
-    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level, shift=form == "hidden")
     head = torch.randn(V, D)
 
     def step(x, ids, views, old, advantages, ref):
@@ -603,6 +632,7 @@ CLIP, S = PolicyObjective(), torch.zeros(B, L)
         ((lambda s: s,), {}, TypeError, "objective must be a PolicyObjective, got function"),
         ((CLIP,), {"level": "row"}, ValueError, "level must be one of token, sequence, got 'row'"),
         ((CLIP,), {"normalize": "mean"}, ValueError, "normalize must be one of tokens, sequences, none, got 'mean'"),
+        ((CLIP,), {"shift": "no"}, TypeError, "shift must be a bool, got str"),
     ],
 )
 def test_bad_settings(args, settings, error, message):

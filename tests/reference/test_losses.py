@@ -601,3 +601,23 @@ def test_policy_loss_by_hand():
         assert found == pytest.approx(expected)
     with_kl = policy_loss(logits, ids, views, loss_mask, old, A, old, normalize="none", kl="k1", kl_coef=0.5)
     assert with_kl == pytest.approx(-0.6 + 0.5 * math.log(2 * 0.5))
+
+
+def test_rows_that_predict_the_next_token():
+    """Row i is judged by token i + 1: tokens 1, 2, 3 have the NLLs ln 2, 2 ln 2, ln 2 in rows 0, 1, 2."""
+    odds = torch.tensor([[[1.0, 2, 1], [2, 1, 1], [2, 1, 1], [1, 1, 2]]], dtype=torch.float64)
+    targets, noise, p, supervised = row(0, 1, 2, 0), row(1, 1, 1, 1), row(NAN, 0.25, 0.5, 0.5), row(1, 1, 0, 1)
+    arguments = odds.log(), targets, noise, p, supervised
+    assert mdlm_loss(*arguments, shift=True).item() == pytest.approx(6 * LN2)  # 4 ln 2 and 2 ln 2
+    rows = mdlm_loss(*arguments, shift=True, reduction="none")
+    torch.testing.assert_close(rows, torch.tensor([[4, 0, 2, 0]]) * LN2, check_dtype=False)
+    assert block_diffusion_loss(odds.log(), targets, supervised, shift=True).item() == pytest.approx(LN2)
+    ar = row(0, 1, 0, 0)
+    both = hybrid_loss(*arguments, ar, causal_logits=odds.log(), alpha=0.5, shift=True)
+    assert both.total_loss.item() == pytest.approx(3 * LN2 + LN2)
+    times = torch.full((1, 4), 0.5, dtype=torch.float64)  # each step from 1/2 to 0 unmasks every masked token
+    noisy = row(2, 2, 2, 2)
+    settings = {"mask_token_id": 2, "num_timesteps": 2, "max_ratio": 0.0, "shift": True}
+    targets = row(0, 1, 1, 0)  # without the column of MASK the odds are (1, 2), (2, 1), (2, 1)
+    scdd = scdd_loss(odds.log(), targets, times, supervised, noisy, **settings)
+    assert scdd.item() == pytest.approx(2 * (math.log(3 / 2) + math.log(3 / 2)) / 2)

@@ -475,14 +475,29 @@ PLAIN = (
         _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
         transformed_by={"scale": 1 / 0.7, "skip_id": SKIP_ID},
     ),
+    replace(
+        _MDLM, name="mdlm, shift", draw=_counted(_diffusion, num_diffusion_tokens=2), settings={"shift": True},
+        shifted=True,
+    ),
     _BLOCK,
     replace(
         _BLOCK, name="block diffusion, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
         counted_locally=False, transformed_by=None,
     ),
+    replace(
+        _BLOCK, name="block diffusion, shift", settings={"shift": True}, shifted=True, variant=True,
+        transformed_by=None,
+    ),
     _HYBRID,
     replace(
         _HYBRID, name="hybrid, one tensor", extra=_no_extra, separate=False, transformed_by={"scale": 0.6}
+    ),
+    replace(
+        _HYBRID, name="hybrid, shift", settings={"alpha": 0.3, "shift": True}, variant=True, transformed_by=None
+    ),
+    replace(
+        _HYBRID, name="hybrid, one tensor, shift", extra=_no_extra, separate=False, variant=True,
+        settings={"alpha": 0.3, "shift": True}, transformed_by=None,
     ),
     _DFLASH,
     replace(
@@ -553,6 +568,13 @@ PLAIN = (
         _SCDD_COUNTED, name="scdd, no uniform noise", statistics=False, variant=True, transformed_by=None,
         settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0},
     ),
+    replace(
+        _SCDD, name="scdd, shift", settings={**_SCDD.settings, "shift": True}, shifted=True, variant=False,
+    ),
+    replace(
+        _SCDD, name="scdd, no uniform noise, shift", statistics=False, shifted=True,
+        settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0, "shift": True},
+    ),
     _ENCODER,
     replace(
         _ENCODER, name="encoder AR, documents", draw=_documents, settings={"normalize": "sequences"}, variant=True,
@@ -596,6 +618,7 @@ ROWS = tuple(
         "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace",
         "dflash, sequence blocks", "distillation", "distillation, acceptance, mean",
         "idlm", "idlm, balanced", "scdd, counted", "scdd, no uniform noise", "encoder AR",
+        "mdlm, shift", "hybrid, shift", "hybrid, one tensor, shift", "scdd, shift", "scdd, no uniform noise, shift",
     )
 )  # fmt: skip
 CASES = (*PLAIN, *(_twin(case) for case in PLAIN if case.transformed_by), *ROWS)

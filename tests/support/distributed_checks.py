@@ -299,22 +299,25 @@ def _policy_views(form, rows, inputs, scheme):
     return rows[None] if K == 1 else torch.stack(rows.chunk(K, 1)), {"views": views}
 
 
-def _policy_logits(logits, normalize, level="token", kind="clip", **arguments):
-    policy_loss = ours.PolicyLoss(ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize)
-    return policy_loss(logits, **arguments).loss
+def _policy_logits(logits, normalize, level="token", kind="clip", shift=False, **arguments):
+    objective = ours.PolicyObjective(kind, kl="k2", kl_coef=0.1)
+    return ours.PolicyLoss(objective, level=level, normalize=normalize, shift=shift)(logits, **arguments).loss
 
 
-def _policy_hidden(hidden, lm_head_weight, normalize, level="token", kind="clip", **arguments):
-    policy_loss = ours.PolicyLoss(ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize)
+def _policy_hidden(hidden, lm_head_weight, normalize, level="token", kind="clip", shift=False, **arguments):
+    policy_loss = ours.PolicyLoss(
+        ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize, shift=shift
+    )
     return policy_loss.forward_fused(hidden, lm_head_weight, **arguments).loss
 
 
 def _policy_oracle(
-    logits, ids, views, loss_mask, old, advantages, ref, normalize, level="token", kind="clip", num_tokens=None
-):
+    logits, ids, views, loss_mask, old, advantages, ref, normalize, level="token", kind="clip", num_tokens=None,
+    shift=False,
+):  # fmt: skip
     return reference.policy_loss(
         logits, ids, reference.PolicyViews(*views), loss_mask, old, advantages, ref, level=level, kind=kind,
-        normalize=normalize, num_tokens=num_tokens, kl="k2", kl_coef=0.1,
+        normalize=normalize, num_tokens=num_tokens, shift=shift, kl="k2", kl_coef=0.1,
     )  # fmt: skip
 
 
@@ -331,7 +334,8 @@ POLICY_OF_SEQUENCES = replace(
     settings={"normalize": "none", "level": "sequence", "kind": "cispo"},
     extra=functools.partial(_policy_views, scheme="coupled"), width=3, separate=True,
 )  # fmt: skip
-POLICIES = (POLICY, POLICY_OF_SEQUENCES)
+POLICY_OF_NEXT_TOKENS = replace(POLICY, name="policy, shift", settings={"normalize": "tokens", "shift": True})
+POLICIES = (POLICY, POLICY_OF_SEQUENCES, POLICY_OF_NEXT_TOKENS)
 BY_NAME = {case.name: case for case in (*FEWER, cases.BY_NAME["encoder AR, counted"], MTP, PIPELINE, *POLICIES)}
 NAMES = tuple(BY_NAME)
 
