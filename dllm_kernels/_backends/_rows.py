@@ -75,6 +75,7 @@ class StatsPrimitives(NamedTuple):
 
     forward: Callable[..., Any]
     mix: Callable[..., tuple[Tensor, Tensor | None]]
+    coefficients: Callable[..., tuple[Any, Tensor, Tensor]]
     backward: Callable[..., None]
 
 
