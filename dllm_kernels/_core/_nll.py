@@ -53,7 +53,7 @@ def rounded(nll: Tensor, plan: Plan) -> Tensor:
 def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:
     """Sum weights * nll. If rows of weight 0 are active, their NaN are masked out."""
     product = nll * weights
-    return (torch.where(weights != 0, product, 0.0) if plan.mask_zero_weight else product).sum()
+    return (product.masked_fill_(weights == 0, 0.0) if plan.mask_zero_weight else product).sum()
 
 
 def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> _op.Outputs:
