@@ -14,13 +14,13 @@ def row_primitives(triton: bool) -> RowPrimitives:
     from dllm_kernels._backends.torch import _sample
 
     if triton:
-        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, sample, token_nll
+        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, row_weights, sample, token_nll
 
         stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.coefficients, row_stats.backward)
         return RowPrimitives(
             stats, token_nll.nll, token_nll.weighted_nll, token_nll.nll_grad, linear_nll.nll_and_grad_,
             linear_nll.scale_, divergence.divergence, divergence.divergence_grad, divergence.row_norms, sample.sample,
-            _sample.largest,
+            _sample.largest, mdlm_weights=row_weights.mdlm_weights,
         )  # fmt: skip
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 

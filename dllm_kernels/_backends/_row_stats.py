@@ -23,7 +23,7 @@ d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the 
     Returns the shares of F and W of these columns, for rows whose (M, log S) is known.
 
 ``coefficients(request, result, upstream)``
-    Returns :class:`Coefficients`, their size, and the targets of the rows with a gradient; see :func:`coefficients`, the
+    Returns :class:`Coefficients`, their size, and the targets of the rows with a gradient. :func:`coefficients` is the
     implementation in plain torch.
 
 ``backward(logits, request, coefficients, row_max, log_sum, out)``
@@ -143,9 +143,7 @@ class Coefficients(NamedTuple):
         return Coefficients._make((of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others)))
 
 
-def coefficients(
-    request: StatsRequest, result: StatsResult, upstream: Upstream
-) -> tuple[Coefficients, Tensor, Tensor]:
+def coefficients(request: StatsRequest, result: StatsResult, upstream: Upstream) -> tuple[Coefficients, Tensor, Tensor]:
     """Combine the upstream gradients of each row.
 
     If an id has a NaN log-probability and a nonzero upstream gradient, the gradient of its whole row is NaN.

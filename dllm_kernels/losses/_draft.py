@@ -147,9 +147,7 @@ class DraftLoss(TransformedLoss):
         steps = torch.arange(T, device=device) % rows - (_of_rows(prefix, rows) - 1)
         return torch.where(steps < 0, 0.0, torch.exp(-steps.to(dtype) / (math.inf if gamma is None else gamma)))
 
-    def _decay_of_block(
-        self, gamma: float | None, rows: int, device: torch.device | str, dtype: torch.dtype
-    ) -> Tensor:
+    def _decay_of_block(self, gamma: float | None, rows: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Compute the decay of the rows of one block."""
         rising = torch.arange(self.decay_from, self.decay_from - rows, -1, device=device, dtype=dtype)
         decay = torch.exp(rising / (math.inf if gamma is None else gamma))

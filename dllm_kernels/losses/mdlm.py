@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import Count
+from dllm_kernels.losses._model_output import ModelOutput
 
 
 class MDLMCrossEntropyLoss(DiffusionLoss):
@@ -49,5 +49,5 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         backend: "auto", "triton" or "torch".
     """
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
-        return batch.mdlm_weights(dtype), batch.num_diffusion_tokens
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.mdlm_weights(rows)

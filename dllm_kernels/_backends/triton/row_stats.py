@@ -16,8 +16,8 @@ fixed order.
     dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
 
 with A, B and g_F computed beforehand, by one launch for all outputs (``_backends/_row_stats.py``, which also defines
-the interface of the functions here). A tile compares its columns with the ids only if it contains one of them. log p_v is clamped to FARTHEST, at
-which p_v is 0, because the product of 0 and -inf would be NaN.
+the interface of the functions here). A tile compares its columns with the ids only if it contains one of them. log p_v
+is clamped to FARTHEST, at which p_v is 0, because the product of 0 and -inf would be NaN.
 """
 
 from typing import Any
