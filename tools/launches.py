@@ -25,6 +25,7 @@ from dllm_kernels.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
+from dllm_kernels.losses import HybridDiffusionLLMLoss, MDLMCrossEntropyLoss
 from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -57,6 +58,8 @@ def real() -> Iterator[Call]:
     for entropy, mixed in ((False, False), (True, False), (False, True)):
         yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mixed)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
+    for dtype in DTYPES:
+        yield partial(masked_diffusion, SHORT_ROWS, dtype)
     yield from divergences()
     for dtype in DTYPES:
         yield partial(sample, REAL_HIDDEN, dtype)
@@ -146,6 +149,8 @@ def odd() -> Iterator[Call]:
     for view in (_shifted, _transposed, _misaligned):
         yield partial(row_stats, (4, 1025, 126464), torch.bfloat16, view=view, entropy=True, with_correct=True)
     yield partial(row_stats, REAL_LOGITS, torch.float32, entropy=True, mix=True, softcap=30.0, scale=0.7, skip_id=5)
+    for mask in (torch.float32, torch.bfloat16, torch.int64):
+        yield partial(masked_diffusion, (2, 17, 129), torch.bfloat16, mask=mask)
     for kind in KINDS[::5]:
         yield partial(divergence, (8, 512, 50257), torch.bfloat16, kind=kind)
         yield partial(divergence, (2, 17, 1), torch.float32, kind=kind)
@@ -249,6 +254,16 @@ def row_stats(
     rows = logits.shape[:-1]
     ids = torch.zeros(*rows, K, dtype=torch.int64)
     _backward(ops.row_stats(logits, ids, mix=_mixture(rows) if mix else None, **options))
+
+
+def masked_diffusion(shape: tuple[int, int, int], dtype: torch.dtype, *, mask: torch.dtype = torch.bool) -> None:
+    """Call the MDLM loss and the hybrid loss, with numbers and with tensors as factor and denominator."""
+    logits, rows = torch.empty(shape, dtype=dtype), shape[:-1]
+    ids, on, p_mask = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=mask), torch.rand(rows)
+    for number in (None, 2, torch.tensor(2.0)):
+        MDLMCrossEntropyLoss()(logits, ids, on, p_mask, on, num_diffusion_tokens=number)
+        if number is not None:
+            HybridDiffusionLLMLoss(number)(logits, ids, on, p_mask, on, num_diffusion_tokens=number)
 
 
 def row_stats_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from dllm_kernels._backends._row_stats import nll_of_stats
+from dllm_kernels._backends._row_stats import coefficients, nll_of_stats
 from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
 
 
@@ -14,17 +14,17 @@ def row_primitives(triton: bool) -> RowPrimitives:
     from dllm_kernels._backends.torch import _sample
 
     if triton:
-        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, sample, token_nll
+        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, row_weights, sample, token_nll
 
-        stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward)
+        stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.coefficients, row_stats.backward)
         return RowPrimitives(
             stats, token_nll.nll, token_nll.weighted_nll, token_nll.nll_grad, linear_nll.nll_and_grad_,
             linear_nll.scale_, divergence.divergence, divergence.divergence_grad, divergence.row_norms, sample.sample,
-            _sample.largest,
+            _sample.largest, mdlm_weights=row_weights.mdlm_weights,
         )  # fmt: skip
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
-    stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)
+    stats = StatsPrimitives(_stats.forward, _stats.mix, coefficients, _stats.backward)
     of_pairs = _divergence.divergence, _divergence.divergence_grad, _divergence.row_norms
     of_nll = *nll_of_stats(stats), _nll.nll_and_grad_
     return RowPrimitives(stats, *of_nll, _nll.scale_, *of_pairs, _sample.sample, _sample.largest)

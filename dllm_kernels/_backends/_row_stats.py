@@ -22,6 +22,10 @@ d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the 
 ``mix(logits, request, row_max, log_sum)``
     Returns the shares of F and W of these columns, for rows whose (M, log S) is known.
 
+``coefficients(request, result, upstream)``
+    Returns :class:`Coefficients`, their size, and the targets of the rows with a gradient. :func:`coefficients` is the
+    implementation in plain torch.
+
 ``backward(logits, request, coefficients, row_max, log_sum, out)``
     Writes the gradient with respect to the logits to ``out``, which may be the logits themselves; zeros in inactive
     rows. If ``request.through`` is False, the gradient is with respect to the transformed logits, and that of lse is p.
@@ -110,12 +114,10 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def of(cls, upstream: Upstream, request: StatsRequest, result: StatsResult) -> Coefficients:
-        """Combine the upstream gradients.
-
-        If an id has a NaN log-probability and a nonzero upstream gradient, the gradient of its whole row is NaN.
-        """
-        of_ids = torch.zeros_like(result.log_probs)
-        if upstream.log_probs is not None:
+        """Combine the upstream gradients."""
+        if upstream.log_probs is None:
+            of_ids = torch.zeros_like(result.log_probs)
+        else:
             out_of_range = result.log_probs.isnan() & (upstream.log_probs != 0)
             of_ids = upstream.log_probs.masked_fill(request.ids == IGNORE, 0).masked_fill(out_of_range, math.nan)
         plain = -of_ids.sum(1)
@@ -128,7 +130,7 @@ class Coefficients(NamedTuple):
         return cls(of_ids, plain, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
 
     def size(self, upstream: Upstream) -> Tensor:
-        """Upper bound on the gradient terms of each row, ``[N]``; 0 for rows without a gradient."""
+        """Upper bound on the gradient terms of each row, ``[N]``; 0 if all upstream gradients of the row are 0."""
         size = self.of_ids.abs().sum(1) + self.plain.abs()
         for part in (upstream.lse, upstream.entropy, upstream.mix):
             if part is not None:
@@ -139,6 +141,21 @@ class Coefficients(NamedTuple):
         """Divide all terms of a row by its entry of ``size``."""
         of_ids, *others = self
         return Coefficients._make((of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others)))
+
+
+def coefficients(request: StatsRequest, result: StatsResult, upstream: Upstream) -> tuple[Coefficients, Tensor, Tensor]:
+    """Combine the upstream gradients of each row.
+
+    If an id has a NaN log-probability and a nonzero upstream gradient, the gradient of its whole row is NaN.
+
+    Returns:
+        The coefficients. Their size ``[N]``, an upper bound on the gradient terms of each row, 0 for rows without a
+        gradient. The targets, ``IGNORE`` also in rows without a gradient, so that their gradient is 0 even if the row
+        has NaN.
+    """
+    c = Coefficients.of(upstream, request, result)
+    size = c.size(upstream).masked_fill(request.targets == IGNORE, 0)
+    return c, size, request.targets.masked_fill(size == 0, IGNORE)
 
 
 def _times(grad: Tensor, value: Any) -> Tensor:

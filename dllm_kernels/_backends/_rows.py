@@ -51,6 +51,12 @@ replace such targets by -1.
 ``local_ids(ids)``
     Converts ids of whole rows to columns of this part, ``IGNORE`` for columns of other parts. None if rows are whole.
 
+``mdlm_weights(p_mask, noise_mask, loss_mask, factor, count, dtype)``
+    Returns (w, w / max(count, 1)) of ``dtype``, in the shape of the masks, with
+    ``w = factor * (noise_mask & loss_mask) / max(p_mask, P_MASK_MIN)``, and 0 outside the masks even if ``p_mask`` is
+    NaN. ``factor`` and ``count`` are numbers, tensors of one element, or None for 1. None if the caller computes it in
+    plain torch (``losses/_base.py``), which a compiler fuses.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing if the factor is 1.
 """
@@ -67,6 +73,7 @@ from torch import Tensor
 from dllm_kernels._backends._divergence import Divergences
 
 IGNORE = -100
+P_MASK_MIN = 1e-8
 NLL = tuple[Tensor, Any, Any, Tensor | None]
 
 
@@ -75,6 +82,7 @@ class StatsPrimitives(NamedTuple):
 
     forward: Callable[..., Any]
     mix: Callable[..., tuple[Tensor, Tensor | None]]
+    coefficients: Callable[..., tuple[Any, Tensor, Tensor]]
     backward: Callable[..., None]
 
 
@@ -95,6 +103,7 @@ class RowPrimitives(NamedTuple):
     add_parts: Callable[[Tensor], Tensor] | None = None
     local_ids: Callable[[Tensor], Tensor] | None = None
     part_of: Callable[[int], tuple[int, int]] | None = None
+    mdlm_weights: Callable[..., tuple[Tensor, Tensor]] | None = None
 
 
 def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:

@@ -103,14 +103,15 @@ class Chunks:
     def _extra_rows(self, chunk: slice) -> Tensor:
         return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
-    def run(self, scale: Tensor | None) -> list[Any]:
+    def run(self, scale: Tensor | None, *, with_stats: bool) -> list[Any]:
         """Return (nll, row_max, log_sum, correct) from one pass over the chunks; accumulate gradients for ``scale``.
 
         ``scale [N]`` is the factor of each row's gradient. With None only the logits and the statistics are computed.
+        Without ``with_stats``, row_max and log_sum are None.
         """
         rows, acc, options, device = self.rows, self.plan.accum_dtype, self.plan.nll_options, self.logits.device
         correct = rows.empty(dtype=torch.bool, device=device) if options["with_correct"] else None
-        out = [*(rows.empty(dtype=acc, device=device) for _ in range(3)), correct]
+        out = [*(rows.empty(dtype=acc, device=device) if w else None for w in (True, with_stats, with_stats)), correct]
         for chunk, h, y, logits in self:
             if scale is None:
                 stats = self.primitives.nll(logits[None], y, **options)

@@ -53,7 +53,7 @@ def rounded(nll: Tensor, plan: Plan) -> Tensor:
 def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:
     """Sum weights * nll. If rows of weight 0 are active, their NaN are masked out."""
     product = nll * weights
-    return (torch.where(weights != 0, product, 0.0) if plan.mask_zero_weight else product).sum()
+    return (product.masked_fill_(weights == 0, 0.0) if plan.mask_zero_weight else product).sum()
 
 
 def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> _op.Outputs:
@@ -149,7 +149,7 @@ def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         scale, factors, loss_scale = unit_scale(inputs.weights, plan) if needed else (None, NO_FACTORS, None)
         factors = factors._replace(hidden=None)  # applied in backward
         chunks = Chunks(inputs, plan, plan.needs, factors)
-        nll, *stats = chunks.run(scale)
+        nll, *stats = chunks.run(scale, with_stats=plan.options.with_lse)
         nll = rounded(nll, plan)
         grads = chunks.gradients(wide=loss_scale is not None)
         loss = weighted_sum(nll, inputs.weights, plan)
@@ -192,7 +192,7 @@ WEIGHTED_LINEAR_NLL = _op.RowOp(
     name="weighted_linear_nll",
     rows=weighted_targets,
     outputs=(
-        *_WEIGHTED_OUTPUTS, *STATS_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
+        *_WEIGHTED_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
         *SCALES,
     ),
     forward=_weighted_linear_forward,
@@ -205,13 +205,19 @@ WEIGHTED_LINEAR_NLL = _op.RowOp(
 )  # fmt: skip
 
 
+def _linear_keeps_stats(plan: Plan) -> bool:
+    """Return True if (row_max, log_sum) are read: by the logsumexp, or by a backward that recomputes the logits."""
+    return plan.options.with_lse or (any(plan.needs) and not plan.needs.frozen_head)
+
+
 def _linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the per-row results; with a frozen head also the gradients of the rows for upstream gradients of 1."""
     with no_autocast(inputs):
         frozen = plan.needs.frozen_head
         ones = torch.ones(len(inputs.x), dtype=plan.accum_dtype, device=inputs.x.device) if frozen else None
         chunks = Chunks(inputs, plan, plan.needs if frozen else NO_GRADIENTS)
-        return {**_named(plan, *chunks.run(ones)), **_op.as_outputs(chunks.gradients())}
+        results = chunks.run(ones, with_stats=_linear_keeps_stats(plan))
+        return {**_named(plan, *results), **_op.as_outputs(chunks.gradients())}
 
 
 def _linear_backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
@@ -236,7 +242,7 @@ LINEAR_TOKEN_NLL = _op.RowOp(
     name="linear_token_nll",
     rows=row_targets,
     outputs=(
-        *_NLL_OUTPUTS, *STATS_OUTPUTS,
+        *_NLL_OUTPUTS, *(_op.Output(name, _op.per_row(_linear_keeps_stats), public=False) for name in STATS),
         *_op.gradient_outputs(lambda plan: plan.needs.frozen_head, ("x", "extra_x")),
     ),
     forward=_linear_forward,

@@ -62,12 +62,12 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
     result = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
     of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
     request, logits = _request(inputs, plan), inputs.x
-    c = Coefficients.of(of_outputs, request, result)
-    size = c.size(of_outputs)
-    request = _with_gradient(request, size)
+    primitives = plan.primitives().stats
+    c, size, targets = primitives.coefficients(request, result, of_outputs)
+    request = request._replace(targets=targets)
     if not plan.from_hidden:
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        plan.primitives().stats.backward(as_blv(logits), request, c, result.row_max, result.log_sum, as_blv(grad))
+        primitives.backward(as_blv(logits), request, c, result.row_max, result.log_sum, as_blv(grad))
         return Gradients(grad)
     with no_autocast(inputs):
         if plan.needs_loss_scaling:
@@ -91,11 +91,6 @@ def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
         inputs.ids, inputs.targets, inputs.mix_a, inputs.mix_b, o.transform, o.entropy, o.with_correct, any(plan.needs),
         lse=plan.keeps_normalizer,
     )  # fmt: skip
-
-
-def _with_gradient(request: StatsRequest, size: Tensor) -> StatsRequest:
-    """Make rows without an upstream gradient inactive, so that their gradient is 0 even if the row has NaN."""
-    return request._replace(targets=request.targets.masked_fill(size == 0, IGNORE))
 
 
 def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) -> StatsRequest:
@@ -227,15 +222,14 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             part, upstream = plan.objective.of(result, targets, aux, needed)
             rows.put_each([value, *out], chunk, [part, *result])
             if needed:
-                c = Coefficients.of(upstream, here, result)
-                size = c.size(upstream).masked_fill(targets == IGNORE, 0)
+                c, size, with_gradient = chunks.primitives.stats.coefficients(here, result, upstream)
                 factors = None
                 if sizes is not None and loss_scale is not None:
                     rows.put(sizes, chunk, size)
                     c = c.over(torch.where(size == 0, 1.0, size))
                     loss_scale, factor = chunks.raise_loss_scale(loss_scale, size)
                     factors = Factors(None, factor)
-                here = _with_gradient(here, size)
+                here = here._replace(targets=with_gradient)
                 chunks.primitives.stats.backward(logits[None], here, c, result.row_max, result.log_sum, logits[None])
                 chunks.add_gradients(chunk, h, here.targets, logits, size, factors)
         value, row_size, *whole = rows.finished([value, sizes, *out])

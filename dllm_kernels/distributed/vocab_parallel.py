@@ -44,7 +44,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
     """Build the row primitives for rows that are split over the shard's group, from those of the plan's backend."""
     local = plan.primitives()
     forward, mix, backward = (functools.partial(f, shard, local.stats) for f in (_forward, _mix, _backward))
-    stats = StatsPrimitives(forward, mix, backward)  # type: ignore[arg-type]
+    stats = StatsPrimitives(forward, mix, local.stats.coefficients, backward)  # type: ignore[arg-type]
     nll, weighted_nll, nll_grad = nll_of_stats(stats, shard.total)
 
     def nll_and_grad_(

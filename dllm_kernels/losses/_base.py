@@ -1,6 +1,7 @@
 """Base classes of the losses: constructor arguments, and the signature and checks of the diffusion losses.
 
-A diffusion loss implements only :meth:`DiffusionLoss._weights`, which returns the per-row weights and the denominator.
+A diffusion loss implements only :meth:`DiffusionLoss._weights`, which returns the row weights before and over the
+denominator.
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dllm_kernels._backends._rows import P_MASK_MIN
 from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
+from dllm_kernels._utils._plain import all_plain, plain_count, readable_without_sync
 from dllm_kernels._utils._target_range import first_fraction, first_true
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._common import Count, DLLMLossOutput, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
-
-P_MASK_MIN = 1e-8
 
 
 class TransformedLoss(nn.Module):
@@ -118,14 +118,25 @@ class Batch(NamedTuple):
                 f"at position {where}; are p_mask and loss_mask swapped?"
             )
 
-    def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
-        """Compute (noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks even if p_mask is NaN there."""
+    def mdlm_weights(self, rows: ModelOutput, factor: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute factor (noise_mask & loss_mask) / max(p_mask, 1e-8), before and over the denominator.
+
+        It is 0 outside the masks even if ``p_mask`` is NaN there.
+        """
         self.check_noise(noise_mask=self.noise_mask)
-        in_range = self._check_probabilities()
+        in_range, dtype, count = self._check_probabilities(), rows.accum_dtype, self.num_diffusion_tokens
+        fused = rows.primitives_on(self.p_mask)
+        if fused is not None and fused.mdlm_weights is not None:
+            loss_mask = self.supervised if self.shift else self.loss_mask
+            return fused.mdlm_weights(self.p_mask, self.noise_mask, loss_mask, factor, plain_count(count), dtype)
         on = self.noise_mask.bool() & self.supervised
         weights = on / self.p_mask.to(dtype).clamp(min=P_MASK_MIN)
-        # Skip masked_fill_ if possible, because it branches per entry on CPU.
-        return weights if in_range else weights.masked_fill_(~on, 0.0)
+        if not in_range:  # skipped if possible, because masked_fill_ branches per entry on CPU
+            weights.masked_fill_(~on, 0.0)
+        if isinstance(factor, torch.Tensor):
+            factor = factor.reshape(()).to(dtype)
+        weights = weights if factor is None else factor * weights
+        return weights, _common.divide(weights, count)
 
     def _check_probabilities(self) -> bool:
         """Raise if a used probability is out of range. Skipped on GPU to avoid a sync.
@@ -328,18 +339,20 @@ class DiffusionLoss(TransformedLoss):
     ) -> DLLMLossOutput:
         rows.check(batch.target_ids)
         batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
-        weights, count = self._weights(batch, rows.accum_dtype)
-        targets, weights = self._aligned(rows, batch, weights)
-        return self._single_part_output(rows, targets, weights, _common.divide(weights, count))
+        weights, divided = self._weights(batch, rows)
+        targets, weights, divided = self._aligned(rows, batch, weights, divided)
+        return self._single_part_output(rows, targets, weights, divided)
 
     @staticmethod
-    def _aligned(rows: ModelOutput, batch: Batch, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Check the targets; return the target and the weight of each row, given the weights of the tokens."""
+    def _aligned(
+        rows: ModelOutput, batch: Batch, weights: torch.Tensor, divided: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Check the targets; return the target of each row and both its weights, given the weights of the tokens."""
         if not batch.shift:
             rows.check_targets(batch.target_ids, weights)
-            return batch.target_ids, weights
+            return batch.target_ids, weights, divided
         rows.check_targets(batch.target_ids, weights[:, 1:], shift=1)
-        return next_tokens(batch.target_ids), shift_left(weights, 0)
+        return next_tokens(batch.target_ids), shift_left(weights, 0), shift_left(divided, 0)
 
     def _single_part_output(
         self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
@@ -350,6 +363,6 @@ class DiffusionLoss(TransformedLoss):
         nll = rows.per_row(targets, weights).nll
         return _common.single_loss(_common.sum_of_rows(nll, divided), weights, _common.weighted_rows(nll, weights))
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
-        """Return the weight of each token ``[B, L]``, 0 if its row must not be read, and the denominator."""
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weight of each token ``[B, L]``, 0 for rows not to be read, before and over the denominator."""
         raise NotImplementedError

@@ -142,10 +142,16 @@ class DraftLoss(TransformedLoss):
         if gamma is None and not self.decay_from and prefix is None:
             return torch.ones(T, device=device, dtype=dtype)
         rows = rows_of_block(T, block_size, self.anchor_row)
-        row = torch.arange(T, device=device) % rows
-        steps = row - (self.decay_from if prefix is None else _of_rows(prefix, rows) - 1)
-        decay = torch.exp(-steps.to(dtype) / (math.inf if gamma is None else gamma))
-        return torch.where(steps < 0, 0.0, decay) if self.decay_from or prefix is not None else decay
+        if prefix is None:
+            return self._decay_of_block(gamma, rows, device, dtype).repeat(T // rows)
+        steps = torch.arange(T, device=device) % rows - (_of_rows(prefix, rows) - 1)
+        return torch.where(steps < 0, 0.0, torch.exp(-steps.to(dtype) / (math.inf if gamma is None else gamma)))
+
+    def _decay_of_block(self, gamma: float | None, rows: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Compute the decay of the rows of one block."""
+        rising = torch.arange(self.decay_from, self.decay_from - rows, -1, device=device, dtype=dtype)
+        decay = torch.exp(rising / (math.inf if gamma is None else gamma))
+        return torch.where(rising > 0, 0.0, decay) if self.decay_from else decay
 
     def _row_weights(
         self, mask: Tensor, block_size: int | None, q: Tensor | None = None, prefix: Tensor | None = None
@@ -155,11 +161,18 @@ class DraftLoss(TransformedLoss):
         The decay needs no confidence ``q``, and D-PACE takes no ``prefix``.
         """
         T = mask.shape[1]
-        if self.position_weights == "decay":
+        decays = self.position_weights == "decay"
+        if decays and prefix is not None:
             return self._decay_weights(T, block_size, mask.device, mask.dtype, prefix=prefix) * mask
-        assert q is not None
+        gamma = self._gamma(block_size) if decays else None
+        if decays and gamma is None and not self.decay_from:
+            return mask.clone()  # the caller may own the mask
         rows = rows_of_block(T, block_size, self.anchor_row)
-        q, valid = in_blocks(q.detach(), rows), in_blocks(mask, rows)
+        valid = in_blocks(mask, rows)
+        if decays:
+            return (self._decay_of_block(gamma, rows, mask.device, mask.dtype) * valid).flatten(1)
+        assert q is not None
+        q = in_blocks(q.detach(), rows)
         variant = VARIANTS[self.position_weights]
         return weights_of_blocks(q, valid, self.dpace_alpha, variant, self.anchor_row).reshape(mask.shape)
 
@@ -210,7 +223,10 @@ class DraftLoss(TransformedLoss):
         if block_size is None or block_size <= 1 or correct.shape[1] % (block_size - 1) != 0:
             return None, None
         valid = block_mask.to(torch.float32).reshape(-1, block_size - 1)
-        hits = torch.where(valid != 0, correct.to(torch.float32).reshape(valid.shape) * valid, 0.0)
+        if correct.dtype == torch.bool:
+            hits = correct.reshape(valid.shape) * valid
+        else:  # it may be NaN in invalid positions
+            hits = torch.where(valid != 0, correct.to(torch.float32).reshape(valid.shape) * valid, 0.0)
         return hits.sum(dim=0), valid.sum(dim=0)
 
 

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._backends._backend import use_triton
+from dllm_kernels._backends._primitives import row_primitives
+from dllm_kernels._backends._rows import RowPrimitives
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._op import RowOp
@@ -17,7 +20,7 @@ from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain
+from dllm_kernels._utils._plain import has_values, plain, transforms_active
 from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.ops.row_stats import Mix
@@ -81,6 +84,15 @@ class ModelOutput(NamedTuple):
     def vocabulary(self) -> int:
         """Vocabulary size V."""
         return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
+
+    def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
+        """Return the backend's row primitives for a plain tensor.
+
+        None if kernels cannot read it: it is traced, has no values, or is in a transform of ``torch.func``.
+        """
+        if torch.compiler.is_compiling() or transforms_active() or not has_values(like):
+            return None
+        return row_primitives(use_triton(self.options.backend, like))
 
     def check(self, target_ids: torch.Tensor, *, width: int | None = None) -> None:
         """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""

@@ -6,7 +6,8 @@ import torch
 
 from dllm_kernels._utils._checks import check_masks_like
 from dllm_kernels.losses._base import Batch, DiffusionLoss, check_given
-from dllm_kernels.losses._common import Count
+from dllm_kernels.losses._common import divide
+from dllm_kernels.losses._model_output import ModelOutput
 
 
 class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
@@ -31,10 +32,11 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
         shift: {shift} If N is counted, it does not include token 0.
     """
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
         check_given(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
         check_masks_like("target_ids", batch.target_ids, loss_mask=batch.loss_mask)
         batch.check_unused_noise()
         batch.check_not_swapped()
-        supervised, count = batch.supervised, batch.num_diffusion_tokens
-        return supervised.to(dtype), supervised.sum() if count is None else count
+        supervised = batch.supervised
+        weights = supervised.to(rows.accum_dtype)
+        return weights, divide(weights, batch.num_diffusion_tokens, supervised)

@@ -130,11 +130,10 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
-        weights, count = self._weights(batch, rows.accum_dtype)
-        targets, weights = self._aligned(rows, batch, weights)
+        weights, divided = self._weights(batch, rows)
+        targets, weights, divided = self._aligned(rows, batch, weights, divided)
         if batch.loss_mask_ar is not None and (branches or causal is not None):
             rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
-        divided = divide(weights, count)
         if causal is None or batch.loss_mask_ar is None:
             return self._one_call(rows, batch, targets.long(), weights, divided)
         if rows.extra is not None:
@@ -157,11 +156,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
                 f"alpha must be a number or a 0-d tensor, got a tensor of shape {tuple(alpha.shape)}, {alpha.dtype}"
             )
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Count]:
-        alpha: Any = self.alpha
-        if isinstance(alpha, Tensor):
-            alpha = plain(alpha).reshape(()).to(dtype)
-        return alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[Tensor, Tensor]:
+        return batch.mdlm_weights(rows, plain(self.alpha))
 
     def _one_call(
         self, rows: ModelOutput, batch: Batch, targets: Tensor, weights: Tensor, divided: Tensor

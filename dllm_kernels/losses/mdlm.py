@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import Count
+from dllm_kernels.losses._model_output import ModelOutput
 
 
 class MDLMCrossEntropyLoss(DiffusionLoss):
@@ -50,5 +50,5 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         shift: {shift} N is used as given, so do not count token 0 in it.
     """
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
-        return batch.mdlm_weights(dtype), batch.num_diffusion_tokens
+    def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.mdlm_weights(rows)

@@ -259,19 +259,17 @@ class _Step(NamedTuple):
         t = t.detach().double().clamp(0, 1)
         s = t - 1 / loss.num_timesteps  # the schedule clamps to 0
         settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
-        at_s, at_t = (scdd_schedule(time, **settings) for time in (s, t))
-        rho_s, fell = at_s.rho.clamp(min=TINY), at_s.rho - at_t.rho
+        both = scdd_schedule(torch.stack([s, t]), **settings)  # one call, because each operation is a launch on a GPU
+        (rho_s, rho_t), (base_s, base_t) = both.rho, (1 - both.rho) / K
+        (gamma_s, gamma_t), absorbed = both.gamma, both.absorbed_mass[1]
+        positive, fell = rho_s.clamp(min=TINY), rho_s - rho_t
         step = cls(
-            base_s=(1 - at_s.rho) / K,
-            base_t=(1 - at_t.rho) / K,
-            rho_s=at_s.rho,
-            rho_t=at_t.rho,
-            fell=fell,
-            released=(at_s.gamma - at_t.gamma) / at_t.absorbed_mass.clamp(min=TINY),
-            u=fell / rho_s / K,
-            r=at_t.rho / rho_s,
-        )
-        return cls(*(number.to(dtype) for number in step))
+            base_s, base_t, rho_s, rho_t, fell,
+            released=(gamma_s - gamma_t) / absorbed.clamp(min=TINY),
+            u=fell / positive / K,
+            r=rho_t / positive,
+        )  # fmt: skip
+        return cls(*torch.stack(step).to(dtype))
 
 
 def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:

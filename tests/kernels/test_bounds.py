@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from dllm_kernels import corruption, ops
+from dllm_kernels import HybridDiffusionLLMLoss, corruption, ops
 from tests.conftest import DEVICE
 from tests.support.parity import small_tiles
 
@@ -128,6 +128,19 @@ def gumbel_topk(guarded, **options):
     ops.gumbel_topk_mask(log_w, k, **given, backend="triton")
 
 
+def masked_diffusion(guarded, dtype):
+    x, y = logits_and_targets(guarded, dtype)
+    x, y, p_mask, on = (
+        x[None],
+        guarded.copy(y.clamp(max=V - 1)[None]),
+        guarded.copy(torch.rand(1, N)),
+        guarded.copy(torch.rand(1, N) < 0.7),
+    )
+    alpha, count = (guarded.copy(torch.tensor(number)) for number in (0.3, 2.0))
+    loss = HybridDiffusionLLMLoss(alpha, backend="triton")
+    loss(x, y, on, p_mask, on, num_diffusion_tokens=count).total_loss.backward()
+
+
 def linear_sample(guarded, dtype, **options):
     h, w, seeds = (guarded.copy(t) for t in (torch.randn(N, D).to(dtype), torch.randn(V, D).to(dtype), torch.arange(N)))
     ops.linear_sample(h, w, seeds=seeds, chunk_size=2, backend="triton", **options)
@@ -144,6 +157,7 @@ RUNS = {
     **{f"weighted_linear_nll, {d}": (lambda g, d=d: weighted_linear_nll(g, d)) for d in (torch.float16, torch.float32)},
     "weighted_linear_nll, transformed": lambda g: weighted_linear_nll(g, torch.float64, **TRANSFORM),
     **{f"row_stats, {d}": (lambda g, d=d: row_stats(g, d)) for d in (torch.float16, torch.float32)},
+    **{f"masked diffusion, {d}": (lambda g, d=d: masked_diffusion(g, d)) for d in (torch.float32, torch.float64)},
     "row_stats, split rows": lambda g: row_stats(g, torch.float16),
     "row_stats, transformed, split rows": lambda g: row_stats(g, torch.float32, **TRANSFORM),
     "divergence": lambda g: divergence(g, torch.float32, kind={"rkl": 0.5, "teacher_ce": 0.1, "ce": 0.2}),

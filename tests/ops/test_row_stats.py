@@ -542,3 +542,15 @@ def test_without_grad_nothing_is_saved(backend):
     with torch.no_grad():
         out = row_stats(logits, torch.zeros(3, dtype=torch.long, device=DEVICE), entropy=True, backend=backend)
     assert not any(t.requires_grad for t in differentiable(out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_nan_gradient_of_an_inactive_row_reaches_no_other(dtype, backend):
+    """In float16, the gradient of the head is scaled by the largest gradient of the active rows."""
+    h, w = (torch.randn(s, 3, device=DEVICE).to(dtype).requires_grad_() for s in (4, 7))
+    active = torch.tensor([True, True, False, True], device=DEVICE)
+    out = linear_row_stats(h, w, torch.arange(4, device=DEVICE), active=active, chunk_size=2, backend=backend)
+    upstream = torch.tensor([1.0, 0.5, NAN, 0.0], device=DEVICE)
+    grads = torch.autograd.grad(out.log_probs, [h, w], upstream)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert grads[1].any()

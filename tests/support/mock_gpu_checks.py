@@ -24,11 +24,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
-from dllm_kernels import corruption, ops
+from dllm_kernels import corruption, losses, ops
 from dllm_kernels._backends._divergence import DivergenceRequest
 from dllm_kernels._backends.triton import _launch, divergence
 from dllm_kernels._core._divergence_spec import KINDS, NAMES, checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
+from tests.internals.test_torch_off_cpu import Launches
 from tests.support.cases import CASES
 from tests.support.offsets import narrow_offsets
 from tools import launches, predicted
@@ -124,8 +125,10 @@ def the_split_of_a_row_does_not_depend_on_the_number_of_rows(gpu):
     for rows in (1, 100, 8192):
         launches.token_nll((1, rows, 126464), torch.bfloat16)
         launches.row_stats((rows, 126464), torch.bfloat16, mix=True)
-        shares = {(e.specimen.kernel, e.arguments.get("SPLITS"), e.arguments.get("TILES")) for e in gpu.launches}
-        found.add((frozenset(shares), frozenset((e.specimen.kernel, e.grid[0] / rows) for e in gpu.launches)))
+        # A program of the coefficients processes several rows, and sums over the ids of each.
+        over_logits = [e for e in gpu.launches if e.specimen.kernel != "row_stats_coefficients"]
+        shares = {(e.specimen.kernel, e.arguments.get("SPLITS"), e.arguments.get("TILES")) for e in over_logits}
+        found.add((frozenset(shares), frozenset((e.specimen.kernel, e.grid[0] / rows) for e in over_logits)))
         gpu.launches.clear()
     assert len(found) == 1
 
@@ -161,6 +164,79 @@ def a_weighted_sum_launches_few_kernels(gpu):
         torch.autograd.grad(loss, logits, one)
     assert [launch.specimen.kernel for launch in gpu.launches] == ["token_nll_bwd"]
     assert backward.names == []
+
+
+V, D = 126464, 512  # forward from logits splits a row of this length: one launch more
+COUNT = {"num_diffusion_tokens": 100}
+# Launches of forward and of backward, torch operations and kernels, with bool masks and a number as denominator:
+# from logits, and from hidden states with a trainable head and all active rows in one chunk.
+LAUNCHES = {
+    "mdlm": ((6, 1), (23, 2)),
+    "block diffusion": ((7, 1), (24, 2)),
+    "hybrid": ((13, 1), (30, 2)),
+    "dflash": ((20, 1), (36, 2)),
+    "idlm": ((16, 1), (33, 2)),
+    "scdd": ((122, 58), (139, 79)),
+    "scdd, no uniform noise": ((25, 1), (42, 2)),
+}
+
+
+def calls_of_losses():
+    """Return the losses of ``LAUNCHES`` and the arguments of a call after the rows."""
+    ids, on, p_mask = (
+        torch.zeros(4, 1024, dtype=torch.int64),
+        torch.ones(4, 1024, dtype=torch.bool),
+        torch.rand(4, 1024),
+    )
+    masked = ids, on, p_mask, on
+    ar = {"loss_mask_ar": torch.rand(4, 1024), "num_ar_tokens": 100}
+    noisy = {"noisy_input_ids": ids, "num_diffusion_tokens": 100}
+    return {
+        "mdlm": (losses.MDLMCrossEntropyLoss(), masked, COUNT),
+        "block diffusion": (losses.BlockDiffusionCrossEntropyLoss(), masked, COUNT),
+        "hybrid": (losses.HybridDiffusionLLMLoss(), masked, COUNT | ar),
+        "dflash": (losses.DFlashDecayLoss(), (ids, on), {"num_tokens": 100, "block_size": 17}),
+        "idlm": (losses.IDLMLoss(), (ids, on, on), COUNT | {"seq_len": 1024}),
+        "scdd": (losses.SCDDLoss(5), masked, noisy),
+        "scdd, no uniform noise": (losses.SCDDLoss(5, max_ratio=0.0), masked, noisy),
+    }
+
+
+def launches_of(gpu, call):
+    """Return (result, number of launches)."""
+    before = len(gpu.launches)
+    with Launches() as operations:
+        result = call()
+    return result, len(operations.names) + len(gpu.launches) - before
+
+
+@check
+@on_each("sm_90", "gfx942")
+def a_loss_launches_as_many_kernels_as_the_table_says(gpu):
+    """A launch that comes back is a launch per step and per GPU of every training."""
+    one, found = torch.ones(()), {}
+    for name, (loss, arguments, options) in calls_of_losses().items():
+        width = 2 if name in ("hybrid", "idlm") else 1
+        logits, hidden = (torch.empty(4, width * 1024, n, dtype=torch.bfloat16, requires_grad=True) for n in (V, D))
+        head = torch.empty(V, D, dtype=torch.bfloat16, requires_grad=True)
+        counts = []
+        for function, leaves in ((loss, [logits]), (loss.forward_fused, [hidden, head])):
+            out, forward = launches_of(gpu, functools.partial(function, *leaves, *arguments, **options))
+            backward = functools.partial(torch.autograd.grad, out.total_loss, leaves, one)
+            counts.append((forward, launches_of(gpu, backward)[1]))
+        found[name] = tuple(counts)
+    assert found == LAUNCHES, found
+
+
+@check
+@on_each("sm_90", "gfx942")
+def the_gradient_of_row_statistics_takes_two_launches(gpu):
+    logits, ids = torch.empty(2, 256, V, dtype=torch.bfloat16, requires_grad=True), torch.zeros(2, 256, 3).long()
+    stats = ops.row_stats(logits, ids, entropy=True, mix=(torch.rand(2, 256), torch.rand(2, 256)))[:4]
+    upstream = [torch.rand(t.shape) for t in stats]
+    _, count = launches_of(gpu, lambda: torch.autograd.grad(stats, logits, upstream))
+    assert count == 2
+    assert [launch.specimen.kernel for launch in gpu.launches[-2:]] == ["row_stats_coefficients", "row_stats_bwd"]
 
 
 @check
@@ -289,7 +365,7 @@ def predictions_are_of_the_kernels_that_are_timed(gpu):
 
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
-STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_bwd"}
+STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_coefficients", "row_stats_bwd"}
 OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # it has no mixture
 TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, if row weights need them
 
@@ -300,7 +376,10 @@ def expected_kernels(case):
         return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
     if case.name == "row_objective":
         return OBJECTIVE[:1], OBJECTIVE[1:]
-    return ([STATISTICS], [STATISTICS]) if case.statistics else ([FROM_LOGITS], [FROM_LOGITS, *FROM_HIDDEN])
+    if case.statistics:
+        return [STATISTICS], [STATISTICS]
+    weights = {"mdlm_weights"} if case.name.startswith(("mdlm", "hybrid")) else set()
+    return [FROM_LOGITS | weights], [kernels | weights for kernels in (FROM_LOGITS, *FROM_HIDDEN)]
 
 
 @check
@@ -592,6 +671,7 @@ def far_apart():
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
         yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_correct=True)
+    yield functools.partial(launches.masked_diffusion, (2, 65536, 50257), torch.bfloat16)
     for kind in ("kl", "l1"):
         yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
         yield functools.partial(

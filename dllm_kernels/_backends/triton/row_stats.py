@@ -15,9 +15,9 @@ fixed order.
 
     dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
 
-with A, B and g_F computed beforehand (``_backends/_row_stats.py``, which also defines the interface of the functions
-here). A tile compares its columns with the ids only if it contains one of them. log p_v is clamped to FARTHEST, at
-which p_v is 0, because the product of 0 and -inf would be NaN.
+with A, B and g_F computed beforehand, by one launch for all outputs (``_backends/_row_stats.py``, which also defines
+the interface of the functions here). A tile compares its columns with the ids only if it contains one of them. log p_v
+is clamped to FARTHEST, at which p_v is 0, because the product of 0 and -inf would be NaN.
 """
 
 from typing import Any
@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dllm_kernels._backends._row_stats import Coefficients
 from dllm_kernels._backends.triton import _launch, _math, _tiles
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import FARTHEST, IGNORE, LOG2E
@@ -33,6 +34,7 @@ from dllm_kernels._backends.triton._transform import arguments, through, transfo
 from dllm_kernels._utils._dtypes import accum_dtype
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
+COEFFICIENTS = 1024  # ids per program
 Tensor = torch.Tensor
 
 
@@ -342,6 +344,52 @@ def _row_stats_bwd(
             _math.zero_columns(out_ptr + out_row, v, there)
 
 
+@triton.jit
+def _product(grad, value):
+    """Multiply a gradient and a value; 0 if the gradient is 0, even if the value is NaN."""
+    return tl.where(grad != 0, grad * value, 0.0)
+
+
+@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "entropy_ptr"], do_not_specialize=[*SIZES, "N"])
+def _row_stats_coefficients(
+    log_probs_ptr, entropy_ptr, mix_weight_ptr, upstream_log_probs_ptr, upstream_lse_ptr, upstream_entropy_ptr,
+    upstream_mix_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, size_ptr, with_gradient_ptr, N, K,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    there = n < N
+    asked = there[:, None] & (k < K)[None, :]
+    at = n[:, None] * K + k[None, :]
+    of_ids = tl.zeros([BLOCK_N, BLOCK_K], log_probs_ptr.dtype.element_ty)
+    if upstream_log_probs_ptr is not None:
+        upstream = tl.load(upstream_log_probs_ptr + at, mask=asked, other=0.0)
+        log_p = tl.load(log_probs_ptr + at, mask=asked, other=0.0)
+        of_ids = tl.where(tl.load(ids_ptr + at, mask=asked, other=IGNORE) == IGNORE, 0.0, upstream)
+        of_ids = tl.where((log_p != log_p) & (upstream != 0), float("nan"), of_ids)
+    tl.store(of_id_ptr + at, of_ids, mask=asked)
+    plain = -tl.sum(of_ids, 1)
+    size = tl.sum(tl.abs(of_ids), 1)
+    if upstream_lse_ptr is not None:
+        upstream = tl.load(upstream_lse_ptr + n, mask=there, other=0.0)
+        plain += upstream
+        size += tl.abs(upstream)
+    if upstream_entropy_ptr is not None:
+        upstream = tl.load(upstream_entropy_ptr + n, mask=there, other=0.0)
+        plain -= _product(upstream, tl.load(entropy_ptr + n, mask=there, other=0.0))
+        size += tl.abs(upstream)
+        tl.store(of_log_ptr + n, -upstream, mask=there)
+    if upstream_mix_ptr is not None:
+        upstream = tl.load(upstream_mix_ptr + n, mask=there, other=0.0)
+        plain -= _product(upstream, tl.load(mix_weight_ptr + n, mask=there, other=0.0))
+        size += tl.abs(upstream)
+    tl.store(plain_ptr + n, plain, mask=there)
+    active = tl.load(active_ptr + n, mask=there, other=IGNORE)
+    size = tl.where(active == IGNORE, 0.0, size + tl.abs(plain))
+    tl.store(size_ptr + n, size, mask=there)
+    tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=there)
+
+
 @on_its_device
 def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     """Launch the forward pass."""
@@ -390,6 +438,28 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
             **_launch.of_tile(tile),
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
+
+
+def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
+    """Launch the combination of the upstream gradients."""
+    return _coefficients(result.log_probs, request, result, upstream)
+
+
+@on_its_device
+def _coefficients(log_probs: Tensor, request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
+    N, K = log_probs.shape
+    given = [None if t is None else t.contiguous() for t in (log_probs, result.entropy, result.mix_weight, *upstream)]
+    of_ids, (plain, size) = torch.empty_like(given[0]), (log_probs.new_empty(N) for _ in range(2))
+    of_log = None if upstream.entropy is None else torch.empty_like(plain)
+    targets = torch.empty_like(request.targets)
+    if N:
+        block_k = triton.next_power_of_2(K)
+        block_n = max(COEFFICIENTS // block_k, 1)
+        _row_stats_coefficients[(triton.cdiv(N, block_n),)](
+            *given, request.ids, request.targets, of_ids, plain, of_log, size, targets, N, K,
+            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return Coefficients(of_ids, plain, of_log, given[-1]), size, targets
 
 
 @on_its_device
