@@ -99,8 +99,8 @@ def rest_backward(
 
 def _of_ids(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:
     """Backpropagate the gradients ``[N, K]`` of transformed logits at these columns; 0 in inactive rows."""
-    transform, z = request.transform.pointwise, logits.gather(2, column.view(*logits.shape[:2], -1))
-    z = z.view(grad.shape).to(grad.dtype)
+    transform, shape = request.transform.pointwise, (*logits.shape[:2], grad.shape[1])
+    z = logits.gather(2, column.view(shape)).view(grad.shape).to(grad.dtype)
     _, slope = with_slope(z, transform, torch.empty_like(z), torch.empty_like(z))
     return (grad * slope).masked_fill_((request.targets == IGNORE).unsqueeze(1), 0)
 

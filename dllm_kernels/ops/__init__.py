@@ -10,8 +10,8 @@ from dllm_kernels.ops.row_objective import linear_row_objective, row_objective
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 from dllm_kernels.ops.soft_embedding import soft_embedding
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
-from dllm_kernels.ops.topk_divergence import linear_topk_divergence, topk_divergence
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
+from dllm_kernels.ops.topk_divergence import linear_topk_divergence, topk_divergence
 
 __all__ = [
     "Divergence",

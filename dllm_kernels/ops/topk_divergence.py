@@ -84,7 +84,7 @@ def topk_divergence(
         >>> teacher = torch.tensor([[0.7, 0.2], [0.5, 0.25]]).log()  # the rest of the mass, 0.1 and 0.25, is elsewhere
         >>> out = topk_divergence(logits, torch.tensor([[3, 4], [5, 1]]), teacher, torch.tensor([0.5, 0.5]))
         >>> [round(x, 4) for x in out.value.tolist()]
-        [1.2928, 0.7428]
+        [1.2928, 0.743]
         >>> out.loss.backward()
 
     Args:
