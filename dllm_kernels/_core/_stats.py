@@ -139,14 +139,8 @@ def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype, *, rest: b
     requested = (True, True, request.entropy, mix, mix and request.gradients, rest, rest, rest)
     *floats, log_rest, rest_max, rest_sum = [rows.empty(dtype=dtype, device=device) if w else None for w in requested]
     correct = rows.empty(dtype=torch.bool, device=device) if request.correct else None
-    return [
-        rows.empty(request.ids.shape[1], dtype=dtype, device=device),
-        *floats,
-        correct,
-        log_rest,
-        rest_max,
-        rest_sum,
-    ]
+    log_probs = rows.empty(request.ids.shape[1], dtype=dtype, device=device)
+    return [log_probs, *floats, correct, log_rest, rest_max, rest_sum]
 
 
 _LOG_PROBS = _op.Output(
@@ -161,9 +155,9 @@ _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "
 
 
 def _row_stats(*, rest: Tensor | None = None, **others: Any) -> RowStats | RestStats:
-    return (
-        RowStats(**others) if rest is None else RestStats(others["log_probs"], others["lse"], rest, others["correct"])
-    )
+    if rest is None:
+        return RowStats(**others)
+    return RestStats(others["log_probs"], others["lse"], rest, others["correct"])
 
 
 ROW_STATS = _op.RowOp(

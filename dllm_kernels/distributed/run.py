@@ -61,9 +61,8 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     out = run_plain(op, here, plan)
     if not rows.groups:
         return out
-    if isinstance(out, (WeightedNLL, RowObjective, RestObjective)) or (
-        isinstance(out, Divergence) and not out.loss.dim()
-    ):
+    summed = isinstance(out, (WeightedNLL, RowObjective, RestObjective))
+    if summed or (isinstance(out, Divergence) and not out.loss.dim()):
         return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
     return type(out)(*_whole(rows, out))
 

@@ -260,9 +260,8 @@ class _Rows(NamedTuple):
             return _kl(log_q, log_p)
         if self.kind == "rkl":
             return _kl(log_p, log_q)
-        neither = (log_p == -math.inf) & (log_q == -math.inf)
-        p, q = (torch.where(neither, 0.0, t) for t in (log_p, log_q))
-        log_m = torch.logaddexp(q + math.log(self.beta), p + math.log(1 - self.beta))
+        m = self.beta * log_q.exp() + (1 - self.beta) * log_p.exp()
+        log_m = torch.where(m == 0, 1.0, m).log()  # then p and q are 0, too
         return self.beta * _kl(log_q, log_m) + (1 - self.beta) * _kl(log_p, log_m)
 
 
@@ -280,9 +279,9 @@ def _weighted(fn: _Rows, stats: Any, log_q: Tensor, missing: Tensor, weights: Te
 def _of_statistics(fn: _Rows, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
     """Build the result from the statistics of all rows."""
     weights, dtype = teacher.weights, teacher.weights.dtype
-    inactive = weights == 0
-    value, a = (torch.where(inactive, 0.0, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
-    loss = torch.where(inactive, 0.0, weights * value)
+    inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if num_active is too small
+    value, a = (torch.where(inactive, of_inactive, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
+    loss = torch.where(inactive, of_inactive, weights * value)
     agree = stats.correct & ~a.isnan()
     return Divergence(loss if per_row else loss.sum(), value.detach(), a, agree)
 

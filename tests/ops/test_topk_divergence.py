@@ -147,14 +147,14 @@ def test_a_teacher_with_a_billionth_elsewhere(form):
 def test_all_columns_are_the_whole_divergence(kind, backend):
     """With K = V there is no rest, and the divergence is that of ``divergence``, in any order of the ids."""
     torch.manual_seed(0)
-    z, t = torch.randn(6, 9, device=DEVICE), torch.randn(6, 9, device=DEVICE)
+    z, teacher_logits = torch.randn(6, 9, device=DEVICE), torch.randn(6, 9, device=DEVICE)
     ids = torch.rand(6, 9, device=DEVICE).argsort(-1)
-    log_q = torch.log_softmax(t, -1).gather(-1, ids)
+    log_q = torch.log_softmax(teacher_logits, -1).gather(-1, ids)
     results = []
     for call in (
         lambda x: topk_divergence(x, ids, log_q, backend=backend, temperature=1.3, **KINDS[kind]),
         lambda x: topk_divergence(x, ids, log_q, backend=backend, temperature=1.3, tail=False, **KINDS[kind]),
-        lambda x: divergence(x, 1.3 * t, temperature=1.3, **KINDS[kind]),
+        lambda x: divergence(x, 1.3 * teacher_logits, temperature=1.3, **KINDS[kind]),
     ):
         x = z.clone().requires_grad_()
         out = call(x)
@@ -271,8 +271,9 @@ def test_narrow_ids(form, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("form", ["logits", pytest.param("hidden", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("tail", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # the everyday case is in tests/internals/test_compile.py
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@tails
 def test_one_graph_under_compile(form, tail):
     ids, log_q, weights = teacher(8, 2, 5)
     (h, w, _), _ = hidden_draw(torch.float32, "sum")(0)
@@ -345,16 +346,19 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+FORMS = {
+    "logits": lambda **given: topk_divergence(torch.zeros(3, V), **given),
+    "hidden": lambda **given: linear_topk_divergence(torch.zeros(3, D), torch.zeros(V, D), **given),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name, form):
     changed, error, message = BAD[name]
     given = {"top_ids": IDS, "top_log_probs": LOG_Q, **changed}
     with pytest.raises(error, match=message):
-        if form == "logits":
-            topk_divergence(torch.zeros(3, V), **given)
-        else:
-            linear_topk_divergence(torch.zeros(3, D), torch.zeros(V, D), **given)
+        FORMS[form](**given)
 
 
 def test_what_does_not_count_is_not_checked():
