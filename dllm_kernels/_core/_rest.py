@@ -51,7 +51,7 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
     one = B == 1 or logits.stride(0) == L * logits.stride(1)
     start = 0
     for rows in (logits.flatten(0, 1),) if one else logits.unbind(0):
-        for block in rows.split(size):
+        for block in torch.split(rows, size):
             n, here = len(block), slice(start, start + len(block))
             z = copy[:n, :V]
             transformed(z.copy_(block), request.transform.pointwise, z)

@@ -100,7 +100,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
             whole = (result.log_probs, result.row_max, result.log_sum)
             rest = (None if t is None else take(t, chunk) for t in result[-3:])
-            of_chunk = StatsResult(*(take(t, chunk) for t in whole), None, None, None, None, *rest)
+            of_chunk = StatsResult._make([*(take(t, chunk) for t in whole), None, None, None, None, *rest])
             here = _part(chunks, chunk, request, targets)
             of_rest = None if grad_rest is None else take(grad_rest, chunk)
             _write_gradient(logits[None], here, part, of_rest, of_chunk, plan, logits[None])
@@ -205,7 +205,7 @@ class Objective(NamedTuple):
             )
             value = torch.where(targets != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
             *upstream, of_rest = _gradients(value.sum(), leaves)
-        return value.detach(), Upstream(*upstream, None, of_rest)
+        return value.detach(), Upstream._make([*upstream, None, of_rest])
 
 
 def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -292,7 +292,8 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 def _row_objective(*, rest: Tensor | None = None, **others: Any) -> RowObjective | RestObjective:
     if rest is None:
         return RowObjective(**others)
-    return RestObjective(*(others[name] for name in ("loss", "value", "log_probs", "lse")), rest, others["correct"])
+    of_others = [others[name] for name in ("loss", "value", "log_probs", "lse")]
+    return RestObjective._make([*of_others, rest, others["correct"]])
 
 
 ROW_OBJECTIVE = _op.RowOp(

@@ -63,7 +63,7 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
         return out
     summed = isinstance(out, (WeightedNLL, RowObjective, RestObjective))
     if summed or (isinstance(out, Divergence) and not out.loss.dim()):
-        return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
+        return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))
     return type(out)(*_whole(rows, out))
 
 
