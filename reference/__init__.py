@@ -55,6 +55,7 @@ from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.scdd import SCDDSchedule, scdd_loss, scdd_schedule
 from reference.soft_embedding import soft_embedding
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
+from reference.topk_divergence import linear_topk_divergence, topk_divergence
 from reference.transform import possible_targets, transformed
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "linear_row_stats",
     "linear_sample",
     "linear_token_nll",
+    "linear_topk_divergence",
     "masked_cross_entropy",
     "mdlm_loss",
     "mtp_labels",
@@ -120,6 +122,7 @@ __all__ = [
     "token_lse",
     "token_nll",
     "token_scores",
+    "topk_divergence",
     "transformed",
     "weighted_linear_nll",
     "weighted_nll",

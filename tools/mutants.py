@@ -98,6 +98,15 @@ JUDGES = (
         "tests/distributed/test_distributed.py tests/internals/test_distributed.py tests/losses/test_head.py"
         " -k 'two_processes or four_processes or without_a_process_group or divided'",
     ),
+    (
+        "ops/topk_divergence.py",
+        "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py tests/ops/test_num_active.py"
+        " -k 'topk and not triton'",
+    ),
+    (
+        "_core/_rest.py",
+        "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py -k 'not triton'",
+    ),
     ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_divergence.py"),
     (
         "_backends/triton/row_stats.py",

@@ -83,7 +83,7 @@ class StatsRequest(NamedTuple):
 class StatsResult(NamedTuple):
     """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
 
-    ``row_max`` and ``log_sum`` are tensors if requested.
+    ``row_max`` and ``log_sum`` are tensors if requested. The last three fields are filled by ``_core/_rest.py``.
     """
 
     log_probs: Tensor
@@ -93,6 +93,9 @@ class StatsResult(NamedTuple):
     mix: Tensor | None = None
     mix_weight: Tensor | None = None
     correct: Tensor | None = None
+    rest: Tensor | None = None
+    rest_max: Any = None
+    rest_sum: Any = None
 
 
 class Upstream(NamedTuple):
@@ -102,6 +105,7 @@ class Upstream(NamedTuple):
     lse: Tensor | None
     entropy: Tensor | None
     mix: Tensor | None
+    rest: Tensor | None = None
 
 
 class Coefficients(NamedTuple):
@@ -132,7 +136,7 @@ class Coefficients(NamedTuple):
     def size(self, upstream: Upstream) -> Tensor:
         """Upper bound on the gradient terms of each row, ``[N]``; 0 if all upstream gradients of the row are 0."""
         size = self.of_ids.abs().sum(1) + self.plain.abs()
-        for part in (upstream.lse, upstream.entropy, upstream.mix):
+        for part in (upstream.lse, upstream.entropy, upstream.mix, upstream.rest):
             if part is not None:
                 size = size + part.abs()
         return size

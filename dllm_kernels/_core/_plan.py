@@ -42,6 +42,7 @@ class Options(NamedTuple):
         entropy: return the entropy.
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
+        rest: return the log-probability of all columns but the ids.
         top_k: number of most likely ids to return, or None.
     """
 
@@ -57,6 +58,7 @@ class Options(NamedTuple):
     entropy: bool = False
     round_nll: bool = False
     inplace_backward: bool = False
+    rest: bool = False
     top_k: int | None = None
 
     def checked(self, V: int, num_rows: int) -> Options:

@@ -67,6 +67,33 @@ class RowObjective(NamedTuple):
     correct: torch.Tensor | None = None
 
 
+class RestStats(NamedTuple):
+    """Statistics of each row with the mass of all other columns; all but ``correct`` are differentiable.
+
+    Attributes:
+        log_probs: see :class:`RowStats`.
+        lse: see :class:`RowStats`.
+        rest: log of the probability of all columns but the ids; -inf if there are none.
+        correct: see :class:`RowStats`.
+    """
+
+    log_probs: torch.Tensor
+    lse: torch.Tensor
+    rest: torch.Tensor
+    correct: torch.Tensor | None = None
+
+
+class RestObjective(NamedTuple):
+    """A :class:`RowObjective` of :class:`RestStats`."""
+
+    loss: torch.Tensor
+    value: torch.Tensor
+    log_probs: torch.Tensor
+    lse: torch.Tensor
+    rest: torch.Tensor
+    correct: torch.Tensor | None = None
+
+
 class LinearSample(NamedTuple):
     """A sampled token of each row and statistics of its distribution.
 

@@ -12,14 +12,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
+from dllm_kernels._backends._row_stats import (
+    Coefficients,
+    StatsPrimitives,
+    StatsRequest,
+    StatsResult,
+    Upstream,
+    coefficients,
+)
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels._core._nll import SCALES, STATS_OUTPUTS, scale_in_place, scales_loss
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._core._results import RowObjective, RowStats
+from dllm_kernels._core._rest import rest_backward, with_rest
+from dllm_kernels._core._results import RestObjective, RestStats, RowObjective, RowStats
 from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._own_graph import own_graph
 
@@ -41,17 +49,36 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     if plan.from_hidden:
         result = _linear_forward(inputs, plan)
     else:
-        result = StatsResult(*plan.primitives().stats.forward(as_blv(inputs.x), _request(inputs, plan)))
+        result = _statistics(as_blv(inputs.x), _request(inputs, plan), plan)
     return {**result._asdict(), "lse": result.row_max + result.log_sum if plan.options.with_lse else None}
+
+
+def _statistics(logits: Tensor, request: StatsRequest, plan: Plan) -> StatsResult:
+    """Compute the statistics of logits ``[B, L, V]``."""
+    primitives = plan.primitives()
+    result = StatsResult(*primitives.stats.forward(logits, request))
+    return with_rest(primitives, logits, request, result) if plan.options.rest else result
+
+
+def _write_gradient(
+    logits: Tensor, request: StatsRequest, c: Coefficients, grad_rest: Tensor | None, result: StatsResult, plan: Plan,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient with respect to the logits to ``out``; both ``[B, L, V]``, and maybe the same tensor."""
+    primitives = plan.primitives()
+    if grad_rest is None:
+        primitives.stats.backward(logits, request, c, result.row_max, result.log_sum, out)
+    else:
+        rest_backward(primitives, logits, request, c, grad_rest, result, out)
 
 
 def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
     """Compute the statistics with one matrix product per chunk."""
     with no_autocast(inputs):
         request, chunks = _request(inputs, plan), Chunks(inputs, plan, NO_GRADIENTS)
-        rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype)
+        rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype, rest=plan.options.rest)
         for chunk, _, targets, logits in chunks:
-            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, targets))
+            part = _statistics(logits[None], _part(chunks, chunk, request, targets), plan)
             rows.put_each(out, chunk, part)
         result = StatsResult(*rows.finished(out))
         return result if result.log_probs is out[0] else result._replace(log_probs=result.log_probs.clone())
@@ -63,23 +90,27 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
     of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
     request, logits = _request(inputs, plan), inputs.x
     primitives = plan.primitives().stats
-    c, size, targets = primitives.coefficients(request, result, of_outputs)
+    c, size, targets = _coefficients(primitives, request, result, of_outputs)
     request = request._replace(targets=targets)
     if not plan.from_hidden:
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        primitives.backward(as_blv(logits), request, c, result.row_max, result.log_sum, as_blv(grad))
+        _write_gradient(as_blv(logits), request, c, of_outputs.rest, result, plan, as_blv(grad))
         return Gradients(grad)
     with no_autocast(inputs):
+        grad_rest = of_outputs.rest
         if plan.needs_loss_scaling:
-            c = c.over(torch.where(size == 0, 1.0, size))
+            c, grad_rest = _over(c, grad_rest, size)
         size, factors, loss_scale = unit_scale(size, plan)
         chunks = Chunks(inputs, plan, plan.needs, factors, targets=request.targets)
         take = chunks.rows.take
         for chunk, h, targets, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
-            row_max, log_sum = take(result.row_max, chunk), take(result.log_sum, chunk)
+            whole = (result.log_probs, result.row_max, result.log_sum)
+            rest = (None if t is None else take(t, chunk) for t in result[-3:])
+            of_chunk = StatsResult._make([*(take(t, chunk) for t in whole), None, None, None, None, *rest])
             here = _part(chunks, chunk, request, targets)
-            chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
+            of_rest = None if grad_rest is None else take(grad_rest, chunk)
+            _write_gradient(logits[None], here, part, of_rest, of_chunk, plan, logits[None])
             chunks.add_gradients(chunk, h, targets, logits, take(size, chunk))
         return chunks.gradients(loss_scale)
 
@@ -93,18 +124,33 @@ def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
     )  # fmt: skip
 
 
+def _coefficients(
+    primitives: StatsPrimitives, request: StatsRequest, result: StatsResult, upstream: Upstream
+) -> tuple[Coefficients, Tensor, Tensor]:
+    """Combine the upstream gradients of each row; the backends do so for all outputs except ``rest``."""
+    combine = primitives.coefficients if upstream.rest is None else coefficients
+    return combine(request, result, upstream)
+
+
+def _over(c: Coefficients, grad_rest: Tensor | None, size: Tensor) -> tuple[Coefficients, Tensor | None]:
+    """Divide all terms of a row by its entry of ``size``, if it is not 0."""
+    size = torch.where(size == 0, 1.0, size)
+    return c.over(size), None if grad_rest is None else grad_rest / size
+
+
 def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) -> StatsRequest:
     a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
     return request._replace(ids=chunks.rows.take(request.ids, chunk), targets=targets, a=a, b=b)
 
 
-def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype) -> list[Tensor | None]:
+def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype, *, rest: bool) -> list[Tensor | None]:
     """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
     rows, device, mix = chunks.rows, chunks.logits.device, request.a is not None
-    requested = (True, True, request.entropy, mix, mix and request.gradients)
-    floats = [rows.empty(dtype=dtype, device=device) if w else None for w in requested]
+    requested = (True, True, request.entropy, mix, mix and request.gradients, rest, rest, rest)
+    *floats, log_rest, rest_max, rest_sum = [rows.empty(dtype=dtype, device=device) if w else None for w in requested]
     correct = rows.empty(dtype=torch.bool, device=device) if request.correct else None
-    return [rows.empty(request.ids.shape[1], dtype=dtype, device=device), *floats, correct]
+    log_probs = rows.empty(request.ids.shape[1], dtype=dtype, device=device)
+    return [log_probs, *floats, correct, log_rest, rest_max, rest_sum]
 
 
 _LOG_PROBS = _op.Output(
@@ -113,7 +159,16 @@ _LOG_PROBS = _op.Output(
 _LSE = _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse), differentiable=True)
 _ENTROPY = _op.Output("entropy", _op.per_row(lambda plan: plan.options.entropy), differentiable=True)
 _CORRECT = _op.Output("correct", _op.per_row(lambda plan: plan.options.with_correct, dtype=torch.bool))
+_REST = _op.Output("rest", _op.per_row(lambda plan: plan.options.rest), differentiable=True)
+_PARTS_OF_REST = ("rest", "rest_max", "rest_sum")
 _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "mix_a", "mix_b")
+
+
+def _row_stats(*, rest: Tensor | None = None, **others: Any) -> RowStats | RestStats:
+    if rest is None:
+        return RowStats(**others)
+    return RestStats(others["log_probs"], others["lse"], rest, others["correct"])
+
 
 ROW_STATS = _op.RowOp(
     name="row_stats",
@@ -121,13 +176,14 @@ ROW_STATS = _op.RowOp(
     outputs=(
         _LOG_PROBS, _LSE, _ENTROPY,
         _op.Output("mix", _op.per_row(lambda plan: plan.with_mix), differentiable=True),
-        _CORRECT, *STATS_OUTPUTS,
+        _REST, _CORRECT, *STATS_OUTPUTS,
         _op.Output("mix_weight", _op.per_row(lambda plan: plan.with_mix and any(plan.needs)), public=False),
+        *(_REST._replace(name=name, differentiable=False, public=False) for name in _PARTS_OF_REST[1:]),
     ),
     forward=_forward,
-    saved=lambda _: (_INPUTS, ("log_probs", "row_max", "log_sum", "entropy", "mix_weight")),
+    saved=lambda _: (_INPUTS, ("log_probs", "row_max", "log_sum", "entropy", "mix_weight", *_PARTS_OF_REST)),
     backward=_backward,
-    result=RowStats,
+    result=_row_stats,
     instead=("torch.log_softmax and what follows from it", f"torch.log_softmax of {_op.LOGITS}"),
 )  # fmt: skip
 
@@ -148,15 +204,18 @@ class Objective(NamedTuple):
 
         The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
         """
-        given = (result.log_probs, result.row_max + result.log_sum, result.entropy)
+        given = (result.log_probs, result.row_max + result.log_sum, result.entropy, result.rest)
         leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
-        log_probs, lse, entropy = leaves
+        log_probs, lse, entropy, rest = leaves
         # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
         with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
-            stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, result.correct)
+            log_probs = log_probs if self.several else log_probs.squeeze(1)
+            stats = _row_stats(
+                log_probs=log_probs, lse=lse, entropy=entropy, mix=None, rest=rest, correct=result.correct
+            )
             value = torch.where(targets != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
-            upstream = _gradients(value.sum(), leaves)
-        return value.detach(), Upstream._make([*upstream, None])
+            *upstream, of_rest = _gradients(value.sum(), leaves)
+        return value.detach(), Upstream._make([*upstream, None, of_rest])
 
 
 def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -209,7 +268,7 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """
     with no_autocast(inputs):
         request, chunks = _request(inputs, plan), Chunks(inputs, plan, plan.needs)
-        rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype)
+        rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype, rest=plan.options.rest)
         device, needed = chunks.logits.device, any(plan.needs)
         value, sizes, loss_scale = rows.empty(dtype=plan.accum_dtype, device=device), None, None
         if scales_loss(plan):
@@ -217,20 +276,20 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.accum_dtype, device=device)
         for chunk, h, targets, logits in chunks:
             here = _part(chunks, chunk, request, targets)
-            result = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
+            result = _statistics(logits[None], here, plan)
             aux = [rows.take(t, chunk) for t in inputs.aux]
             part, upstream = plan.objective.of(result, targets, aux, needed)
             rows.put_each([value, *out], chunk, [part, *result])
             if needed:
-                c, size, with_gradient = chunks.primitives.stats.coefficients(here, result, upstream)
-                factors = None
+                c, size, with_gradient = _coefficients(chunks.primitives.stats, here, result, upstream)
+                factors, grad_rest = None, upstream.rest
                 if sizes is not None and loss_scale is not None:
                     rows.put(sizes, chunk, size)
-                    c = c.over(torch.where(size == 0, 1.0, size))
+                    c, grad_rest = _over(c, grad_rest, size)
                     loss_scale, factor = chunks.raise_loss_scale(loss_scale, size)
                     factors = Factors(None, factor)
                 here = here._replace(targets=with_gradient)
-                chunks.primitives.stats.backward(logits[None], here, c, result.row_max, result.log_sum, logits[None])
+                _write_gradient(logits[None], here, c, grad_rest, result, plan, logits[None])
                 chunks.add_gradients(chunk, h, here.targets, logits, size, factors)
         value, row_size, *whole = rows.finished([value, sizes, *out])
         stats = StatsResult(*whole)
@@ -239,20 +298,27 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         return {**stats._asdict(), "lse": stats.row_max + stats.log_sum, **of_call, **_op.as_outputs(grads)}
 
 
+def _row_objective(*, rest: Tensor | None = None, **others: Any) -> RowObjective | RestObjective:
+    if rest is None:
+        return RowObjective(**others)
+    of_others = [others[name] for name in ("loss", "value", "log_probs", "lse")]
+    return RestObjective._make([*of_others, rest, others["correct"]])
+
+
 ROW_OBJECTIVE = _op.RowOp(
     name="linear_row_objective",
     rows=row_ids,
     outputs=(
         _op.Output("loss", _op.scalar(), differentiable=True),
         _op.Output("value", _op.per_row()),
-        *(out._replace(differentiable=False) for out in (_LOG_PROBS, _LSE, _ENTROPY, _CORRECT)),
+        *(out._replace(differentiable=False) for out in (_LOG_PROBS, _LSE, _ENTROPY, _REST, _CORRECT)),
         *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
         *SCALES,
     ),
     forward=_objective_forward,
     saved=lambda _: ((), (*_op.GRADS, "loss_scale", "row_size")),
     backward=scale_in_place,
-    result=RowObjective,
+    result=_row_objective,
     instead=("", f"torch.log_softmax of {_op.LOGITS}"),
     before_backward=partial(_op.SingleUseBackward, "linear_row_objective", "linear_row_stats"),
 )

@@ -72,6 +72,24 @@ SHARED = {
         '"sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary upstream '
         "gradient per row."
     ),
+    "top_ids": (
+        "``[..., K]``, K >= 1, integers in ``[0, V)``, distinct in each row, in any order. -100 marks a missing entry, "
+        "for rows of fewer than K ids. A repeated id raises a ValueError on a CPU and gives NaN in that row on a GPU "
+        "and under ``torch.compile``. Any other value raises an IndexError on a CPU and gives NaN in that row on a GPU."
+    ),
+    "top_log_probs": (
+        "``[..., K]``, floating, the teacher's log-probability of each id, a constant; ignored at missing ids. At "
+        "float16 and bfloat16, rounding moves small masses into or out of the last bucket."
+    ),
+    "topk_tail": (
+        "True: all other columns are one more bucket. The teacher's mass of it is at least 1.2e-38, also if rounded "
+        "probabilities sum to more than 1. False: both distributions are renormalised over the K ids, and "
+        "``top_log_probs`` may be logits."
+    ),
+    "topk_temperature": (
+        "T > 0. The student's logits are divided by T, and value and loss are multiplied by T squared. "
+        "``top_log_probs`` must be those of the teacher's logits divided by T."
+    ),
     "jsd_beta": "option of ``jsd``, in [0, 1]; None: 0.5.",
     "nla_floor": "option of ``nla``; None: 1e-5.",
     "lk_eta": "option of ``lk``, any number; None: 3.",

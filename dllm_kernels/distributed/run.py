@@ -23,7 +23,7 @@ from dllm_kernels._core._active_rows import choose_chunk, multiprocessors
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._op import RowOp
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._core._results import Divergence, RowObjective, WeightedNLL
+from dllm_kernels._core._results import Divergence, RestObjective, RowObjective, WeightedNLL
 from dllm_kernels._core._run import run_plain
 from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels._utils._checks import check_dtypes
@@ -61,8 +61,9 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     out = run_plain(op, here, plan)
     if not rows.groups:
         return out
-    if isinstance(out, (WeightedNLL, RowObjective)) or (isinstance(out, Divergence) and not out.loss.dim()):
-        return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
+    summed = isinstance(out, (WeightedNLL, RowObjective, RestObjective))
+    if summed or (isinstance(out, Divergence) and not out.loss.dim()):
+        return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))
     return type(out)(*_whole(rows, out))
 
 

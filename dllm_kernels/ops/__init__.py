@@ -11,6 +11,7 @@ from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 from dllm_kernels.ops.soft_embedding import soft_embedding
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
+from dllm_kernels.ops.topk_divergence import linear_topk_divergence, topk_divergence
 
 __all__ = [
     "Divergence",
@@ -28,11 +29,13 @@ __all__ = [
     "linear_row_stats",
     "linear_sample",
     "linear_token_nll",
+    "linear_topk_divergence",
     "row_objective",
     "row_stats",
     "soft_embedding",
     "token_log_probs",
     "token_nll",
+    "topk_divergence",
     "weighted_linear_nll",
     "weighted_nll",
 ]

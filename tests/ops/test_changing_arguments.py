@@ -149,6 +149,20 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
         ours.linear_divergence,
         lambda s: {**s.linear(), "teacher_hidden": s.floats(D), "weights": s.floats(), "temperature": s.factor},
     ),
+    "topk_divergence": (
+        lambda logits, ids, teacher, **o: ours.topk_divergence(logits, ids.unsqueeze(-1), teacher, **o),
+        lambda s: {
+            "logits": s.leaf(V), "ids": s.ids(), "teacher": -s.floats(1).abs(), "kind": "jsd", "beta": s.factor,
+        },
+    ),
+    "linear_topk_divergence": (
+        lambda hidden, weight, ids, teacher, **o: ours.linear_topk_divergence(
+            hidden, weight, ids.unsqueeze(-1), teacher, **o
+        ),
+        lambda s: {
+            **s.linear(), "ids": s.ids(), "teacher": -s.floats(1).abs(), "weights": s.floats(), "temperature": s.factor,
+        },
+    ),
     "soft_embedding": (
         lambda hidden, weight, table, **o: ours.soft_embedding(hidden.detach(), weight.detach(), table, **o),
         lambda s: {**s.linear(), "table": torch.randn(V, 3, device=DEVICE), "active": s.mask(), "scale": s.factor},

@@ -19,6 +19,7 @@ from dllm_kernels.ops import (
     linear_row_stats,
     linear_sample,
     linear_token_nll,
+    linear_topk_divergence,
     soft_embedding,
     token_log_probs,
     weighted_linear_nll,
@@ -97,6 +98,18 @@ def divergence(reduction):
     return run
 
 
+def topk(reduction):
+    def run(h, call):
+        head, ids = call.head, torch.stack([call.ids, (call.ids + 1) % 3 + 7], -1)
+        out = linear_topk_divergence(
+            h, head.pop("weight"), ids, torch.full_like(call.active, -2.0)[:, None].expand(ids.shape), call.active,
+            reduction=reduction, **head,
+        )  # fmt: skip
+        return out.loss.sum(), out
+
+    return run
+
+
 def log_probs(h, call):
     out = token_log_probs(h, call.ids, active=call.active, with_entropy=True, **call.head)
     return (out.log_probs + out.entropy).sum(), out
@@ -123,6 +136,8 @@ OPS = {
     "linear_row_objective": objective,
     "linear_divergence": divergence("sum"),
     "linear_divergence of each row": divergence("none"),
+    "linear_topk_divergence": topk("sum"),
+    "linear_topk_divergence of each row": topk("none"),
     "token_log_probs": log_probs,
     "soft_embedding": embedding,
     "linear_sample": samples,

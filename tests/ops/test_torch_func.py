@@ -11,11 +11,13 @@ from dllm_kernels.ops import (
     linear_row_objective,
     linear_row_stats,
     linear_token_nll,
+    linear_topk_divergence,
     row_objective,
     row_stats,
     soft_embedding,
     token_log_probs,
     token_nll,
+    topk_divergence,
     weighted_linear_nll,
     weighted_nll,
 )
@@ -25,6 +27,7 @@ N, V, D = 5, 11, 4
 IDS = torch.tensor([1, 0, 10, 3, -100], device=DEVICE)
 KNOWN = IDS.clamp(min=0)
 WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.0, 1.0], device=DEVICE)
+TOP, LOG_Q = torch.stack([IDS, (KNOWN + 1) % V], -1), torch.full((N, 2), -1.5, device=DEVICE)
 ONES = torch.ones(1, N, device=DEVICE)
 
 
@@ -39,6 +42,7 @@ OF_LOGITS = {
     "token_log_probs": lambda x, **o: token_log_probs(x, IDS, **o).log_probs,
     "divergence": lambda x, **o: divergence(x, x.detach().flip(0), WEIGHTS, **o).loss,
     "row_objective": lambda x, **o: row_objective(x, IDS, sharpened, entropy=True, **o).loss,
+    "topk_divergence": lambda x, **o: topk_divergence(x, TOP, LOG_Q, WEIGHTS, **o).loss,
     "mdlm": lambda x, **o: MDLMCrossEntropyLoss(**o)(x[None], IDS[None], ONES, ONES, ONES).total_loss,
 }
 OF_HIDDEN = {
@@ -51,6 +55,7 @@ OF_HIDDEN = {
         linear_divergence(h, w, h.detach().flip(0), WEIGHTS, reduction="none", **o).loss
     ),
     "linear_row_objective": lambda h, w, **o: linear_row_objective(h, w, IDS, sharpened, entropy=True, **o).loss,
+    "linear_topk_divergence": lambda h, w, **o: linear_topk_divergence(h, w, TOP, LOG_Q, WEIGHTS, **o).loss,
     "dflash": lambda h, w, **o: DFlashDecayLoss(**o).forward_fused(h[None], w, IDS[None], ONES).total_loss,
 }
 ALL = [pytest.param(f, 1, id=name) for name, f in OF_LOGITS.items()] + [
@@ -66,8 +71,8 @@ def inputs(count, dtype=torch.float32):
 
 
 def assert_same(op, got, expected):
-    """Assert equal bits, except for ``linear_row_objective``: in a transform, it is ``linear_row_stats`` and ``fn``."""
-    bits = op is not OF_HIDDEN["linear_row_objective"]
+    """Assert equal bits, except for objectives: in a transform, they are ``linear_row_stats`` and ``fn``."""
+    bits = op not in (OF_HIDDEN["linear_row_objective"], OF_HIDDEN["linear_topk_divergence"])
     torch.testing.assert_close(got, expected, **({"rtol": 0, "atol": 0} if bits else {}))
 
 

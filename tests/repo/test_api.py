@@ -34,7 +34,7 @@ HOMES = {
 OPS = (
     "token_nll weighted_nll linear_token_nll weighted_linear_nll row_stats linear_row_stats "
     "row_objective linear_row_objective token_log_probs gumbel_topk_mask "
-    "dpace_weights divergence linear_divergence soft_embedding linear_sample"
+    "dpace_weights divergence linear_divergence topk_divergence linear_topk_divergence soft_embedding linear_sample"
 )
 
 

@@ -374,6 +374,16 @@ def ops_divergence(n):
     mixed.backward()
     same(n["out"].loss, mixed)
     same(n["hidden"].grad, h.grad)
+    h = leaf(n["student"])
+    log_p, log_q = (h @ w.T).log_softmax(-1), n["teacher_logits"].double().log_softmax(-1)
+    held = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, n["top_ids"], True)
+    pairs = (log_p.gather(-1, n["top_ids"]), log_q.gather(-1, n["top_ids"]))
+    rest = (t.exp().masked_fill(held, 0).sum(-1, keepdim=True).log() for t in (log_p, log_q))
+    p, q = (torch.cat(both, -1) for both in zip(pairs, rest, strict=True))
+    sparse = (q.exp() * (q - p)).sum(-1).mean()
+    sparse.backward()
+    same(n["sparse"].loss, sparse)
+    same(n["student"].grad, h.grad)
 
 
 @page("ops/soft-embedding.md")

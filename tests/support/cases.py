@@ -257,6 +257,14 @@ def _statistics(B: int, L: int, V: int) -> Inputs:
     return {"ids": ids, "a": a, "b": b, "weights": torch.randn(B, L) * _mask(B, L)}
 
 
+def _top(B: int, L: int, V: int) -> Inputs:
+    """Draw distinct ids per row, some of them missing, and the log-probabilities of a teacher."""
+    ids = torch.rand(B, L, V).topk(min(3, V)).indices
+    ids = torch.where(torch.rand(ids.shape) < 1 / 6, -100, ids)
+    log_q = (torch.log_softmax(torch.randn(ids.shape), -1) - 0.2).bfloat16().float()
+    return {"top_ids": ids, "top_log_probs": log_q, "weights": torch.randn(B, L) * _mask(B, L)}
+
+
 def _one_number(out):
     """Combine a row's statistics with distinct weights.
 
@@ -296,6 +304,19 @@ def _linear_row_objective(hidden, lm_head_weight, lm_head_bias, targets, weights
 
 def _objective_oracle(logits, targets, weights):
     return reference.row_objective(logits, targets, _focal, weights.to(logits), active=weights != 0)
+
+
+def _topk(logits, top_ids, top_log_probs, weights, **options):
+    return ops.topk_divergence(logits, top_ids, top_log_probs, weights, **options).loss
+
+
+def _linear_topk(hidden, lm_head_weight, lm_head_bias, top_ids, top_log_probs, weights, **options):
+    options |= {"bias": lm_head_bias}
+    return ops.linear_topk_divergence(hidden, lm_head_weight, top_ids, top_log_probs, weights, **options).loss
+
+
+def _topk_oracle(logits, top_ids, top_log_probs, weights, kind):
+    return reference.topk_divergence(logits, top_ids, top_log_probs, weights, kind=kind).loss
 
 
 def _token_nll(logits, targets, weights, **options):
@@ -390,6 +411,10 @@ _ROW_OBJECTIVE = Case(
     "row_objective", (_row_objective, _linear_row_objective), _rows, _objective_oracle, roles=_ROW_ROLES,
     statistics=True,
 )  # fmt: skip
+_TOPK = Case(
+    "topk_divergence", (_topk, _linear_topk), _top, _topk_oracle, {"kind": "jsd"}, roles={"top_ids": "targets"},
+    linear_in="weights", statistics=True,
+)  # fmt: skip
 _MDLM = Case(
     "mdlm", ours.MDLMCrossEntropyLoss, _diffusion, reference.mdlm_loss, rounds=True, home=DLLM_LOSS, documented=FORWARD
 )
@@ -470,6 +495,7 @@ PLAIN = (
     _ROW_STATS,
     _WEIGHTED_NLL,
     _ROW_OBJECTIVE,
+    _TOPK,
     _MDLM,
     replace(
         _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),

@@ -1,0 +1,110 @@
+r"""Log-probability of all columns of a row other than its ids, accurate also if the ids hold nearly all of the mass.
+
+With the transformed logits z of a row, (M, log S) of all columns, and (M', log S') of the columns that are not ids,
+
+    log r = (M' - M) + log S' - log S.
+
+1 - sum_k p_k would be a difference of nearly equal numbers: in float32 it loses a mass below 1e-7, and its logarithm
+and gradient with it. The sum S' is therefore a second pass, over a copy of some rows with -inf at the ids.
+
+For upstream gradients g_k of log p_k, h of log r and A = g_lse - sum_k g_k - h,
+
+    dL/dz_v = (r A + h) p_v / r    for columns v that are not ids,        dL/dz_k = g_k + p_k A,
+
+and p_v / r = exp(z_v - M' - log S') is at most 1. One pass of the gradient primitive with this normalizer computes all
+columns. The columns of the ids, in which it may overflow, are then overwritten.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
+from dllm_kernels._backends._rows import IGNORE, RowPrimitives
+from dllm_kernels._core._chunks import aligned_rows
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import transformed, with_slope
+
+Tensor = torch.Tensor
+
+# Logits that are copied at a time, 64 MiB in float32.
+BLOCK_ELEMENTS = 1 << 24
+
+
+def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, result: StatsResult) -> StatsResult:
+    """Add log r, M' and log S' of logits ``[B, L, V]``.
+
+    log r is -inf if no other column has a finite logit, and 0 in inactive rows.
+    """
+    (B, L, V), acc, ids = logits.shape, accum_dtype(logits.dtype), request.ids
+    if request.transform.skip_id is not None:
+        ids = torch.cat([ids, ids.new_full((len(ids), 1), request.transform.skip_id)], 1)
+    ids = local_ids(primitives, ids)
+    columns = torch.where((ids < 0) | (ids >= V), V, ids)  # column V of the copy is not read
+    # If the vocabulary is split, every rank must make the same number of blocks, whatever its number of columns.
+    size = max(1, BLOCK_ELEMENTS // (V + 1) if primitives.local_ids is None else B * L)
+    copy = aligned_rows(min(size, B * L), V + 1, dtype=acc, device=logits.device)
+    none = torch.full((len(copy), 1), IGNORE, dtype=torch.int64, device=logits.device)
+    row_max, log_sum = torch.empty_like(result.row_max), torch.empty_like(result.log_sum)
+    one = B == 1 or logits.stride(0) == L * logits.stride(1)
+    start = 0
+    for rows in (logits.flatten(0, 1),) if one else logits.unbind(0):
+        for block in torch.split(rows, size):
+            n, here = len(block), slice(start, start + len(block))
+            z = copy[:n, :V]
+            transformed(z.copy_(block), request.transform.pointwise, z)
+            copy[:n].scatter_(1, columns[here], -math.inf)
+            part = StatsResult(*primitives.stats.forward(z[None], StatsRequest(none[:n], request.targets[here])))
+            row_max[here], log_sum[here], start = part.row_max, part.log_sum, start + n
+    rest = (row_max - result.row_max) + (log_sum - result.log_sum)
+    rest = rest.clamp_(max=0).masked_fill_(request.targets == IGNORE, 0)
+    return result._replace(rest=rest, rest_max=row_max, rest_sum=log_sum)
+
+
+def rest_backward(
+    primitives: RowPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, grad_rest: Tensor,
+    result: StatsResult, out: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient with respect to the logits ``[B, L, V]`` to ``out``, which may be the logits themselves.
+
+    ``c`` holds the terms of all outputs but log r; none of them may be the entropy or a mixture.
+    """
+    assert c.of_log is None
+    assert c.of_mix is None
+    assert result.rest is not None
+    rest, V, ids = result.rest, logits.shape[-1], local_ids(primitives, request.ids)
+    A, empty = c.plain - grad_rest, rest == -math.inf
+    others = torch.where(empty, 0.0, A * rest.exp() + grad_rest)
+    row_max = torch.where(empty, result.row_max, result.rest_max)
+    log_sum = torch.where(empty, result.log_sum, result.rest_sum)
+    held = (ids >= 0) & (ids < V)
+    # An entry without a column here repeats the row's first entry that has one.
+    column = torch.where(held, ids, ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True)))
+    any_held = held.any(1, keepdim=True)
+    column = torch.where(any_held, column, 0)
+    of_ids = _of_ids(logits, request, c.of_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
+    # Not whole: a backend may normalize whole rows by itself.
+    no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
+    coefficients = Coefficients(torch.zeros_like(c.of_ids[:, :1]), others, None, None)
+    primitives.stats.backward(logits, no_ids, coefficients, row_max, log_sum, out)
+    if of_ids is None:
+        return
+    of_ids = torch.where(held, of_ids, of_ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True))).to(out.dtype)
+    shape = (*out.shape[:2], ids.shape[1])
+    column = column.view(shape)
+    out.scatter_(2, column, torch.where(any_held.view(*shape[:2], 1), of_ids.view(shape), out.gather(2, column)))
+
+
+def _of_ids(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:
+    """Backpropagate the gradients ``[N, K]`` of transformed logits at these columns; 0 in inactive rows."""
+    transform, shape = request.transform.pointwise, (*logits.shape[:2], grad.shape[1])
+    z = logits.gather(2, column.view(shape)).view(grad.shape).to(grad.dtype)
+    _, slope = with_slope(z, transform, torch.empty_like(z), torch.empty_like(z))
+    return (grad * slope).masked_fill_((request.targets == IGNORE).unsqueeze(1), 0)
+
+
+def local_ids(primitives: RowPrimitives, ids: Tensor) -> Tensor:
+    """Return the columns of the ids on this rank, ``IGNORE`` for a column of another rank."""
+    return ids if primitives.local_ids is None else primitives.local_ids(ids)

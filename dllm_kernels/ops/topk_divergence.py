@@ -1,0 +1,365 @@
+r"""Divergence of student rows to a teacher that is known at K ids per row, as stored top-k log-probabilities are.
+
+Over the K ids and one bucket for all other columns, with the student's masses p_k and r, the teacher's q_k and
+1 - sum_k q_k,
+
+    D = sum over the K + 1 buckets of f(p, q).
+
+The statistics of a row are the log-probabilities at the ids and log r (``_core/_rest.py``). All that depends on them is
+``[N, K + 1]``, and computed in float64. From hidden states it is an objective of row statistics, whose gradient is made
+while a chunk of logits exists: two matrix products with a frozen head, three with a trainable head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels._backends._rows import IGNORE
+from dllm_kernels._core._divergence_spec import checked_spec
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Options
+from dllm_kernels._core._results import Divergence
+from dllm_kernels._core._run import checked, run
+from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync, transforms_active
+from dllm_kernels._utils._target_range import first_true
+from dllm_kernels._utils._transform import Transform
+
+Tensor = torch.Tensor
+KINDS = ("kl", "rkl", "jsd")
+LOGITS = _checks.Names("logits", "top_ids")
+LINEAR = _checks.Names("hidden", "top_ids", "weight", "bias")
+# Largest sum of K probabilities: the logarithms of a distribution, rounded to bfloat16, sum to less.
+MOST_MASS = 1.05
+LEAST_MASS = torch.finfo(torch.float32).tiny
+
+
+def topk_divergence(
+    logits: torch.Tensor,
+    top_ids: torch.Tensor,
+    top_log_probs: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    kind: str = "kl",
+    tail: bool = True,
+    beta: float | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> Divergence:
+    r"""Weighted sum of the divergence of each row of student logits to a teacher that is known at K ids.
+
+    .. math:: \text{loss} = \sum_i w_i \, T^2 D(p_i, q_i)
+
+    p and q are distributions over K + 1 buckets: the K ids, and all other columns together. The teacher's mass of the
+    last bucket is ``1 - sum(exp(top_log_probs))``, the student's is summed over the other columns, and both are
+    accurate however small they are. With ``tail=False`` both are renormalised over the K ids instead. By the
+    data-processing inequality, D over buckets is at most D over the vocabulary.
+
+    ====== =====================================================================================
+    kind   D
+    ====== =====================================================================================
+    kl     KL(q || p), the forward KL of distillation
+    rkl    KL(p || q)
+    jsd    beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; 0: kl, 1: rkl
+    ====== =====================================================================================
+
+    The teacher is a constant. Rows of weight 0, and rows without an id, are neither read nor counted: their results and
+    gradients are 0. A NaN affects only its own row. If no other column has a finite logit, there is no last bucket.
+
+    Examples:
+        >>> logits = torch.zeros(2, 10, requires_grad=True)
+        >>> teacher = torch.tensor([[0.7, 0.2], [0.5, 0.25]]).log()  # the rest of the mass, 0.1 and 0.25, is elsewhere
+        >>> out = topk_divergence(logits, torch.tensor([[3, 4], [5, 1]]), teacher, torch.tensor([0.5, 0.5]))
+        >>> [round(x, 4) for x in out.value.tolist()]
+        [1.2928, 0.743]
+        >>> out.loss.backward()
+
+    Args:
+        logits: {logits} The student's logits.
+        top_ids: {top_ids}
+        top_log_probs: {top_log_probs}
+        weights: {weights} None: ones.
+        kind: "kl", "rkl" or "jsd".
+        tail: {topk_tail}
+        beta: {jsd_beta}
+        temperature: {topk_temperature}
+        reduction: {divergence_reduction}
+        softcap: {softcap}
+        scale: {scale} The division by ``temperature`` follows.
+        skip_id: {skip_id}
+        check_targets: {check_targets}
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`Divergence`. ``acceptance_rate`` is ``sum min(p, q)`` over the buckets, an upper bound of the rate over
+        the vocabulary. ``agree`` is True if the student's argmax is the first of the most likely ids of the teacher.
+
+    Raises:
+        TypeError: an argument that should be a tensor or a number is not.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, or a name is unknown. On CPU, also
+            if a row holds an id twice, or with ``tail=True`` if its probabilities sum to more than 1.05.
+        IndexError: an id is out of range and checked, see ``check_targets``.
+
+    Source: :func:`divergence`, on the partition of the vocabulary into K ids and the rest.
+    """
+    options = Options(
+        Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
+        with_lse=True, with_correct=True,
+    )  # fmt: skip
+    fn = _Rows.checked(kind, beta, tail, temperature)
+    options = replaced(options, rest=fn.tail)
+    inputs, options, teacher = _checked(LOGITS, RowInputs(logits, top_ids), options, top_log_probs, fn.tail, weights)
+    return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, _per_row(reduction))
+
+
+def linear_topk_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    top_ids: torch.Tensor,
+    top_log_probs: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
+    kind: str = "kl",
+    tail: bool = True,
+    beta: float | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    chunk_size: int | None = None,
+    num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> Divergence:
+    r"""Compute :func:`topk_divergence` from hidden states and the LM head; the logits exist one chunk at a time.
+
+    The forward pass computes the gradients, and backward scales them in place, so it can run only once. A call takes 2
+    matrix products with a frozen head, 3 with a trainable head, and 1 if no gradient is required. With
+    ``reduction="none"``, and under ``torch.compile``, backward recomputes the logits: 3 and 4 products.
+
+    Args:
+        hidden: {hidden} The student's hidden states.
+        weight: {weight}
+        top_ids: {top_ids}
+        top_log_probs: {top_log_probs}
+        weights: {weights} None: ones.
+        bias: ``[V]`` or None.
+        extra: {extra}
+        kind: "kl", "rkl" or "jsd".
+        tail: {topk_tail}
+        beta: {jsd_beta}
+        temperature: {topk_temperature}
+        reduction: {divergence_reduction}
+        chunk_size: {chunk_size}
+        num_active: {num_active} A row is active if its weight is not 0 and it has an id.
+        logits_dtype: {logits_dtype}
+        softcap: {softcap}
+        scale: {scale} The division by ``temperature`` follows.
+        skip_id: {skip_id}
+        check_targets: {check_targets}
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`Divergence`, as in :func:`topk_divergence`. ``loss`` is differentiable in hidden, weight, bias and
+        extra.
+
+    Raises:
+        TypeError: as in :func:`topk_divergence`.
+        ValueError: as in :func:`topk_divergence`, and ``chunk_size`` < 1.
+        IndexError: as in :func:`topk_divergence`.
+        RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
+
+    Source: :func:`topk_divergence` of the projected hidden states.
+    """
+    options = Options(
+        Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
+        chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=True,
+    )  # fmt: skip
+    fn = _Rows.checked(kind, beta, tail, temperature)
+    options = replaced(options, rest=fn.tail)
+    inputs, options, teacher = _checked(
+        LINEAR, RowInputs(hidden, top_ids, weight, bias), options, top_log_probs, fn.tail, weights, extra
+    )
+    per_row = _per_row(reduction)
+    if per_row or torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
+        return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, per_row)
+    objective: Callable[..., Tensor] = partial(_weighted, fn)
+    out = run(ROW_OBJECTIVE, replaced(inputs, aux=tuple(teacher)), options, objective=Objective(objective, True))
+    return replaced(_of_statistics(fn, out, teacher, False), loss=out.loss)
+
+
+class _Teacher(NamedTuple):
+    """Constants of each row.
+
+    Attributes:
+        log_q: float64 ``[..., K]`` or, with a bucket for the rest, ``[..., K + 1]``; -inf at missing ids, NaN if an id
+            is repeated.
+        missing: bool ``[..., K]``.
+        weights: ``[...]``, in the accumulation dtype; 0 for inactive rows.
+    """
+
+    log_q: Tensor
+    missing: Tensor
+    weights: Tensor
+
+
+class _Rows(NamedTuple):
+    """The divergence of a row over its buckets.
+
+    Attributes:
+        kind: "kl", "rkl" or "jsd".
+        beta: option of "jsd".
+        tail: True if there is a bucket for the rest.
+        value_scale: factor of the value, the square of the temperature.
+    """
+
+    kind: str
+    beta: float
+    tail: bool
+    value_scale: float
+
+    @classmethod
+    def checked(cls, kind: Any, beta: Any, tail: Any, temperature: float) -> _Rows:
+        """Validate the options of a public function; a "jsd" of beta 0 or 1 becomes "kl" or "rkl"."""
+        _checks.check_choice("kind", kind, KINDS)
+        (part,) = checked_spec(kind, beta=beta).parts
+        return cls(part.kind, part.hyper[0], _checks.checked_bool("tail", tail), float(temperature) ** 2)
+
+    def __call__(self, stats: Any, log_q: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (divergence, acceptance rate) of each row, in float64."""
+        log_p = torch.where(missing, -math.inf, stats.log_probs.to(torch.float64))
+        if self.tail:
+            rest = stats.rest.to(torch.float64).unsqueeze(-1)
+            log_p = torch.cat([log_p, rest], -1)
+            no_rest = torch.cat([torch.zeros_like(missing), rest == -math.inf], -1)
+            log_q = torch.where(no_rest, -math.inf, log_q)
+        else:
+            log_p = log_p - torch.logsumexp(log_p, -1, keepdim=True)
+        a = torch.minimum(log_p, log_q).detach().exp().sum(-1)
+        return self.value_scale * self._divergence(log_p, log_q), a
+
+    def _divergence(self, log_p: Tensor, log_q: Tensor) -> Tensor:
+        if self.kind == "kl":
+            return _kl(log_q, log_p)
+        if self.kind == "rkl":
+            return _kl(log_p, log_q)
+        m = self.beta * log_q.exp() + (1 - self.beta) * log_p.exp()
+        log_m = torch.where(m == 0, 1.0, m).log()  # then p and q are 0, too
+        return self.beta * _kl(log_q, log_m) + (1 - self.beta) * _kl(log_p, log_m)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Compute ``sum p (log p - log q)`` over the last dimension; buckets of p = 0 add 0."""
+    none = log_p == -math.inf
+    p, q = (torch.where(none, 0.0, t) for t in (log_p, log_q))
+    return torch.where(none, 0.0, p.exp() * (p - q)).sum(-1)
+
+
+def _weighted(fn: _Rows, stats: Any, log_q: Tensor, missing: Tensor, weights: Tensor) -> Tensor:
+    return fn(stats, log_q, missing)[0] * weights
+
+
+def _of_statistics(fn: _Rows, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
+    """Build the result from the statistics of all rows."""
+    weights, dtype = teacher.weights, teacher.weights.dtype
+    inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if num_active is too small
+    value, a = (torch.where(inactive, of_inactive, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
+    loss = torch.where(inactive, of_inactive, weights * value)
+    agree = stats.correct & ~a.isnan()
+    return Divergence(loss if per_row else loss.sum(), value.detach(), a, agree)
+
+
+def _tempered(scale: Any, temperature: Any) -> Any:
+    return _checks.tempered_scale(scale, _checks.checked_temperature(temperature))
+
+
+def _per_row(reduction: Any) -> bool:
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"reduction must be sum or none, got {reduction!r}")
+    return bool(reduction == "none")
+
+
+def _checked(
+    names: _checks.Names, inputs: RowInputs, options: Options, top_log_probs: Any, tail: bool, weights: Any,
+    extra: Any = None,
+) -> tuple[RowInputs, Options, _Teacher]:  # fmt: skip
+    """Validate all tensors; return the inputs with each row's most likely id in front, the options and the teacher."""
+    x = inputs.x
+    _checks.check_float(names.rows, x)
+    ids, log_q, weights = all_plain(inputs.ids, top_log_probs, weights)
+    _checks.check_ids("top_ids", ids)
+    rows = tuple(x.shape[:-1])
+    if ids.dim() != x.dim() or tuple(ids.shape[:-1]) != rows or ids.shape[-1] < 1:
+        raise ValueError(
+            f"top_ids must have shape {(*rows, 'K')}, that of {names.rows} without its last dimension and K >= 1 ids, "
+            f"got {tuple(ids.shape)}"
+        )
+    _checks.check_float("top_log_probs", log_q)
+    _checks.check_shape("top_log_probs", log_q, ids.shape, "that of top_ids")
+    _checks.check_constant("top_log_probs", log_q)
+    if weights is None:
+        weights = torch.ones(rows, device=x.device)
+    _checks.check_weights("weights", weights, rows, f"that of {names.rows} without its last dimension")
+    _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
+    _checks.check_same_device(names.rows, x, top_log_probs=log_q, weights=weights, top_ids=ids)
+    ids = ids.long()  # -100 is 156 in uint8
+    missing = ids == IGNORE
+    active = (weights != 0) & ~missing.all(-1)
+    weights = torch.where(active, weights.detach(), 0).to(accum_dtype(x.dtype))
+    inputs, options = checked(names, replaced(inputs, ids=ids, active=active), options, extra=extra, several=True)
+    repeated = _repeated(ids, missing)
+    log_q = torch.where(missing, -math.inf, log_q.detach().to(torch.float64))
+    total = log_q.exp().sum(-1)
+    if readable_without_sync(ids) and readable_without_sync(log_q):
+        _check_values(ids, repeated & active, total, active & (total > MOST_MASS) if tail else None)
+    log_q = torch.where(repeated.unsqueeze(-1), math.nan, log_q)
+    order = _best_first(log_q)
+    ids, missing, log_q = (t.gather(-1, order) for t in (ids, missing, log_q))
+    if tail:
+        rest = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=LEAST_MASS)
+        log_q = torch.cat([log_q, rest.log()], -1)
+    else:
+        log_q = log_q - torch.logsumexp(log_q, -1, keepdim=True)
+    return replaced(inputs, ids=ids), options, _Teacher(log_q, missing, weights)
+
+
+def _repeated(ids: Tensor, missing: Tensor) -> Tensor:
+    """Return True for rows that hold an id twice."""
+    ordered, place = ids.sort(-1)
+    same = (ordered[..., 1:] == ordered[..., :-1]) & ~missing.gather(-1, place)[..., 1:]
+    return same.any(-1)
+
+
+def _check_values(ids: Tensor, repeated: Tensor, total: Tensor, above: Tensor | None) -> None:
+    """Raise ValueError for the first row with a repeated id, or with too much mass."""
+    if (where := first_true(repeated)) is not None:
+        raise ValueError(f"top_ids must hold each id once per row, got {ids[where].tolist()} at position {where}")
+    if above is not None and (where := first_true(above)) is not None:
+        raise ValueError(
+            f"top_log_probs must be log-probabilities, which sum to at most 1, got a sum of {total[where].item():.4g} "
+            f"at position {where}; pass the log_softmax over the vocabulary, or tail=False to renormalise over the ids"
+        )
+
+
+def _best_first(log_q: Tensor) -> Tensor:
+    """Return the order of the entries in which the first largest has changed places with the first entry."""
+    best = log_q.argmax(-1, keepdim=True)
+    places = torch.arange(log_q.shape[-1], device=log_q.device).expand(log_q.shape)
+    return torch.where(places == 0, best, torch.where(places == best, 0, places))

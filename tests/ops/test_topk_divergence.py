@@ -1,0 +1,372 @@
+"""Divergences to a teacher known at K ids per row: compared with float64, products counted, small masses, bad input."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels.ops import divergence, linear_topk_divergence, topk_divergence
+from tests.conftest import DEVICE
+from tests.support.parity import assert_parity, poison_empty
+
+V, D = 67, 6
+INF, NAN = math.inf, math.nan
+KINDS = {
+    "kl": {"kind": "kl"},
+    "rkl": {"kind": "rkl"},
+    "jsd": {"kind": "jsd", "beta": 0.1},
+    "jsd of 0": {"kind": "jsd", "beta": 0.0},
+    "jsd of 1": {"kind": "jsd", "beta": 1.0},
+}
+TRANSFORMS = {"": {}, "transformed": {"softcap": 4.0, "scale": 0.7, "skip_id": 3, "temperature": 1.6}}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+three_kinds = pytest.mark.parametrize("kind", ["kl", "rkl", "jsd"])
+tails = pytest.mark.parametrize("tail", [True, False], ids=["tail", "renormalised"])
+
+
+def teacher(K, *rows, mass=0.9, V=V, missing=True):
+    """Draw distinct ids, their log-probabilities, which sum to ``mass``, and weights of which some are 0."""
+    torch.manual_seed(K)
+    ids = torch.rand(*rows, V, device=DEVICE).masked_fill_(torch.arange(V, device=DEVICE) == 3, -1).topk(K).indices
+    if missing and K > 1:
+        ids.view(-1, K)[1, K // 2 :] = -100
+    log_q = torch.log_softmax(torch.randn(*rows, K, device=DEVICE), -1) + math.log(mass)
+    weights = torch.rand(rows, device=DEVICE).masked_fill_(torch.rand(rows, device=DEVICE) < 0.3, 0)
+    weights.view(-1)[:2] = 0.5
+    return ids, log_q, weights
+
+
+def logits_draw(dtype, reduction, confident=None):
+    def draw(seed):
+        torch.manual_seed(seed + 100)
+        z = 2 * torch.randn(2, 5, V, device=DEVICE)
+        if confident is not None:  # all but 1e-9 of the mass is at these ids
+            top = torch.zeros_like(z).scatter_(-1, confident.clamp(min=0), 1.0)
+            z = z.clamp(-2, 2) / 4 + 24 * top
+        up = torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
+        return [z.to(dtype)], up
+
+    return draw
+
+
+def hidden_draw(dtype, reduction):
+    def draw(seed):
+        torch.manual_seed(seed + 100)
+        leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((2, 5, D), (V, D), (V,))]
+        return leaves, torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
+
+    return draw
+
+
+@three_kinds
+@tails
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("K", [1, 8, 64])
+def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend):
+    ids, log_q, weights = teacher(K, 2, 5)
+    options = {"tail": tail, "reduction": reduction, **KINDS[kind], **TRANSFORMS[transform]}
+
+    def ours(x):
+        return topk_divergence(x, ids, log_q, weights, backend=backend, **options).loss
+
+    def oracle(x):
+        return reference.topk_divergence(x, ids, log_q, weights, **options).loss
+
+    assert_parity(ours, oracle, logits_draw(dtype, reduction), {V, K})
+
+
+@three_kinds
+@tails
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("K", [1, 8, 64])
+@pytest.mark.parametrize("sizes", [{"chunk_size": 3}, {}, {"chunk_size": 4, "num_active": 10}], ids=str)
+def test_parity_from_hidden_states(kind, tail, dtype, transform, reduction, K, sizes, backend):
+    ids, log_q, weights = teacher(K, 2, 5)
+    options = {"tail": tail, "reduction": reduction, **KINDS[kind], **TRANSFORMS[transform]}
+
+    def ours(h, w, b):
+        return linear_topk_divergence(h, w, ids, log_q, weights, bias=b, backend=backend, **sizes, **options).loss
+
+    def oracle(h, w, b):
+        return reference.linear_topk_divergence(h, w, ids, log_q, weights, bias=b, **options).loss
+
+    assert_parity(ours, oracle, hidden_draw(dtype, reduction), {V, K})
+
+
+@every_kind
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("K", [1, 8, 64])
+@pytest.mark.parametrize("mass", [0.5, 1 - 1e-6])
+def test_a_student_with_a_billionth_elsewhere(kind, K, mass, backend):
+    """1 - sum p is 0 or noise in float32; value and gradient nevertheless have the precision of float32."""
+    ids, log_q, weights = teacher(K, 2, 5, mass=mass, missing=False)
+    (z,), _ = logits_draw(torch.float32, "sum", ids)(0)
+    exact = z.double().requires_grad_()
+    want = reference.topk_divergence(exact, ids, log_q, weights, **KINDS[kind])
+    (want_grad,) = torch.autograd.grad(want.loss, exact)
+    others = torch.ones_like(z, dtype=torch.bool).scatter_(-1, ids, False)
+    eye = torch.eye(V, device=DEVICE)
+    for form in ("logits", "hidden"):
+        x = z.clone().requires_grad_()
+        if form == "logits":
+            got = topk_divergence(x, ids, log_q, weights, backend=backend, **KINDS[kind])
+        else:
+            got = linear_topk_divergence(x, eye, ids, log_q, weights, chunk_size=4, backend=backend, **KINDS[kind])
+        (grad,) = torch.autograd.grad(got.loss, x)
+        torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(grad.double(), want_grad, rtol=1e-5, atol=5e-7)
+        if kind in ("kl", "jsd of 0"):  # the gradient of these columns is that of log r alone
+            torch.testing.assert_close(grad.double()[others], want_grad[others], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_a_teacher_with_a_billionth_elsewhere(form):
+    """The mass is that of the given log-probabilities, in float64."""
+    log_q = torch.tensor([[-1e-9], [-1e-12], [0.0], [-1e-4]], device=DEVICE)
+    ids, z = torch.arange(4, device=DEVICE)[:, None], torch.randn(4, V, device=DEVICE)
+    eye = torch.eye(V, device=DEVICE)
+    for kind in ("kl", "rkl", "jsd"):
+        want = reference.topk_divergence(z.double(), ids, log_q, kind=kind)
+        if form == "logits":
+            got = topk_divergence(z, ids, log_q, kind=kind)
+        else:
+            got = linear_topk_divergence(z, eye, ids, log_q, kind=kind)
+        torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
+        assert got.value.isfinite().all()
+
+
+@every_kind
+def test_all_columns_are_the_whole_divergence(kind, backend):
+    """With K = V there is no rest, and the divergence is that of ``divergence``, in any order of the ids."""
+    torch.manual_seed(0)
+    z, teacher_logits = torch.randn(6, 9, device=DEVICE), torch.randn(6, 9, device=DEVICE)
+    ids = torch.rand(6, 9, device=DEVICE).argsort(-1)
+    log_q = torch.log_softmax(teacher_logits, -1).gather(-1, ids)
+    results = []
+    for call in (
+        lambda x: topk_divergence(x, ids, log_q, backend=backend, temperature=1.3, **KINDS[kind]),
+        lambda x: topk_divergence(x, ids, log_q, backend=backend, temperature=1.3, tail=False, **KINDS[kind]),
+        lambda x: divergence(x, 1.3 * teacher_logits, temperature=1.3, **KINDS[kind]),
+    ):
+        x = z.clone().requires_grad_()
+        out = call(x)
+        results.append((*(t.detach() for t in out), *torch.autograd.grad(out.loss, x)))
+    for got in results[:2]:
+        torch.testing.assert_close(got, results[2], rtol=1e-5, atol=1e-6)
+
+
+@three_kinds
+@tails
+def test_outputs_beside_the_loss(kind, tail, backend):
+    ids, log_q, weights = teacher(8, 2, 5)
+    options = {"tail": tail, "backend": backend, **KINDS[kind]}
+    (h, w, b), _ = hidden_draw(torch.float32, "sum")(0)
+    h.requires_grad_()
+    fused = linear_topk_divergence(h, w, ids, log_q, weights, bias=b, chunk_size=3, **options)
+    plain = topk_divergence(h @ w.t() + b, ids, log_q, weights, **options)
+    rows = linear_topk_divergence(h, w, ids, log_q, weights, bias=b, reduction="none", **options)
+    del options["backend"]
+    exact = reference.linear_topk_divergence(
+        *(t.double() for t in (h, w)), ids, log_q, weights, bias=b.double(), **options
+    )
+    for out in (fused, plain, rows):
+        for name in ("value", "acceptance_rate"):
+            got = getattr(out, name)
+            assert not got.requires_grad
+            assert (got[weights == 0] == 0).all()
+            torch.testing.assert_close(got.double(), getattr(exact, name).detach(), rtol=2e-6, atol=2e-6)
+        assert torch.equal(out.agree, exact.agree)
+        torch.testing.assert_close(out.loss.sum(), (weights * out.value).sum())
+    assert rows.loss.shape == weights.shape
+
+
+def test_the_acceptance_rate_bounds_that_of_the_vocabulary():
+    torch.manual_seed(0)
+    z, t = 2 * torch.randn(9, V, device=DEVICE), 2 * torch.randn(9, V, device=DEVICE)
+    log_q, ids = torch.log_softmax(t, -1).topk(8)
+    coarse, whole = topk_divergence(z, ids, log_q), divergence(z, t)
+    assert (coarse.acceptance_rate >= whole.acceptance_rate - 1e-6).all()
+    assert (coarse.value <= whole.value + 1e-6).all()
+    assert torch.equal(coarse.agree, whole.agree)
+
+
+@tails
+@pytest.mark.parametrize(("trains", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
+def test_the_logits_are_computed_once(trains, products, tail, backend):
+    ids, log_q, weights = teacher(8, 9)
+    h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    for i in trains:
+        (h, w)[i].requires_grad_()
+    with FlopCounterMode(display=False) as counter:
+        loss = linear_topk_divergence(h, w, ids, log_q, weights, tail=tail, backend=backend).loss
+        if trains:
+            loss.backward()
+    assert counter.get_total_flops() == products * 2 * int((weights != 0).sum()) * w.numel()
+
+
+@tails
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_inactive_and_special_rows(form, tail, backend, monkeypatch):
+    """NaN in rows of weight 0 and without ids has no effect; NaN elsewhere affects only its own row."""
+    poison_empty(monkeypatch)
+    ids, log_q, weights = teacher(4, 6, missing=False)
+    weights = torch.tensor([1.0, 0.0, 1.0, 2.0, 1.0, 1.0], device=DEVICE)
+    ids[2], log_q[2] = -100, NAN
+    log_q[3, 1], log_q[4, 2] = NAN, -INF
+    z = torch.randn(6, V, device=DEVICE)
+    z[1], z[2], z[5, 0] = NAN, NAN, NAN
+    x = z.requires_grad_()
+    if form == "logits":
+        out = topk_divergence(x, ids, log_q, weights, tail=tail, backend=backend)
+    else:
+        out = linear_topk_divergence(
+            x, torch.eye(V, device=DEVICE), ids, log_q, weights, tail=tail, backend=backend, reduction="none"
+        )
+    (grad,) = torch.autograd.grad(out.loss.sum(), x)
+    bad = torch.tensor([False, False, False, True, False, True], device=DEVICE)
+    if form == "hidden":  # a NaN in the last hidden state
+        assert (out.loss.isnan() == bad).all()
+    assert (out.value.isnan() == bad).all()
+    assert (out.acceptance_rate.isnan() == bad).all()
+    assert not out.agree[bad].any()
+    assert (grad[bad].isnan()).any(-1).all()
+    assert grad[~bad].isfinite().all()
+    assert not grad[1:3].any()
+    assert not out.value[1:3].any()
+
+
+def test_minus_infinity_outside_the_ids(backend):
+    """A student without mass elsewhere has no last bucket; an id of probability 0 that the teacher has is infinite."""
+    ids, log_q = torch.tensor([[0, 1], [0, 1]], device=DEVICE), torch.tensor([[0.5, 0.3]] * 2, device=DEVICE).log()
+    z = torch.full((2, V), -INF, device=DEVICE)
+    z[:, :2], z[1, 1], z[1, 5] = 0, -INF, 0
+    x = z.requires_grad_()
+    out = topk_divergence(x, ids, log_q, backend=backend, kind="rkl")
+    want = reference.topk_divergence(z.detach().double(), ids, log_q, kind="rkl")
+    torch.testing.assert_close(out.value.double(), want.value, rtol=1e-6, atol=1e-6)
+    (grad,) = torch.autograd.grad(out.loss, x)
+    assert grad.isfinite().all()
+    assert topk_divergence(z, ids, log_q, backend=backend).value.isinf().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32], ids=str)
+def test_narrow_ids(form, dtype):
+    ids, log_q, weights = teacher(8, 5, missing=False)
+    z = torch.randn(5, V, device=DEVICE)
+    results = [
+        topk_divergence(z, y, log_q, weights)
+        if form == "logits"
+        else linear_topk_divergence(z, torch.eye(V, device=DEVICE), y, log_q, weights)
+        for y in (ids, ids.to(dtype))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.exhaustive  # the everyday case is in tests/internals/test_compile.py
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@tails
+def test_one_graph_under_compile(form, tail):
+    ids, log_q, weights = teacher(8, 2, 5)
+    (h, w, _), _ = hidden_draw(torch.float32, "sum")(0)
+
+    def step(h, w):
+        if form == "logits":
+            return topk_divergence(h @ w.t(), ids, log_q, weights, tail=tail)
+        return linear_topk_divergence(h, w, ids, log_q, weights, tail=tail, chunk_size=4)
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (h, w)]
+        out = function(*leaves)
+        results.append((*(t.detach() for t in out), *torch.autograd.grad(out.loss, leaves)))
+    torch.testing.assert_close(*results)
+
+
+def test_a_second_backward_raises_with_advice():
+    ids, log_q, _ = teacher(2, 4)
+    h = torch.randn(4, D, device=DEVICE, requires_grad=True)
+    loss = linear_topk_divergence(h, torch.randn(V, D, device=DEVICE), ids, log_q).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"computes its gradients in the forward pass"):
+        loss.backward()
+
+
+def test_too_small_a_bound_gives_nan():
+    ids, log_q, _ = teacher(2, 9)
+    h, w = torch.randn(9, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
+    for reduction in ("sum", "none"):
+        out = linear_topk_divergence(h, w, ids, log_q, num_active=8, reduction=reduction)
+        assert out.loss.isnan().all()
+        assert torch.autograd.grad(out.loss.sum(), h)[0].isnan().all()
+
+
+IDS, LOG_Q = torch.tensor([[1, 2], [3, 4], [5, -100]]), torch.full((3, 2), 0.4).log()
+BAD = {
+    "ids of no K": ({"top_ids": IDS[:, 0]}, ValueError, r"^top_ids must have shape \(3, 'K'\), .*, got \(3,\)$"),
+    "no ids": ({"top_ids": IDS[:, :0], "top_log_probs": LOG_Q[:, :0]}, ValueError, r"^top_ids must have shape"),
+    "float ids": ({"top_ids": LOG_Q}, ValueError, r"^top_ids must have dtype"),
+    "log-probabilities of another K": (
+        {"top_log_probs": LOG_Q[:, :1]}, ValueError, r"^top_log_probs must have shape \(3, 2\)",
+    ),
+    "integer log-probabilities": ({"top_log_probs": IDS}, ValueError, r"^top_log_probs must have dtype"),
+    "a teacher with a gradient": (
+        {"top_log_probs": LOG_Q.clone().requires_grad_()}, ValueError, r"^top_log_probs must not require a gradient",
+    ),
+    "weights of each id": ({"weights": torch.ones(3, 2)}, ValueError, r"^weights must have shape \(3,\)"),
+    "weights with a gradient": (
+        {"weights": torch.ones(3, requires_grad=True)}, ValueError, r"^weights must not require a gradient",
+    ),
+    "a repeated id": (
+        {"top_ids": torch.tensor([[1, 2], [4, 4], [5, -100]])}, ValueError,
+        r"^top_ids must hold each id once per row, got \[4, 4\] at position \(1,\)$",
+    ),
+    "an id out of range": (
+        {"top_ids": torch.tensor([[1, 2], [3, V], [5, -100]])}, IndexError,
+        rf"^top_ids must lie in \[0, {V}\) or be -100, got {V} at position \(1, 1\)$",
+    ),
+    "logits instead": (
+        {"top_log_probs": LOG_Q + 1}, ValueError,
+        r"^top_log_probs must be log-probabilities, which sum to at most 1, got a sum of 2.175 at position \(0,\)",
+    ),
+    "another kind": ({"kind": "tv"}, ValueError, r"^kind must be one of kl, rkl, jsd, got 'tv'$"),
+    "beta of kl": ({"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$"),
+    "beta out of range": ({"kind": "jsd", "beta": 2.0}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$"),
+    "no bool": ({"tail": "yes"}, TypeError, r"^tail must be a bool, got str$"),
+    "no temperature": ({"temperature": 0.0}, ValueError, r"^temperature must be positive"),
+    "another reduction": ({"reduction": "mean"}, ValueError, r"^reduction must be sum or none, got 'mean'$"),
+}  # fmt: skip
+
+
+FORMS = {
+    "logits": lambda **given: topk_divergence(torch.zeros(3, V), **given),
+    "hidden": lambda **given: linear_topk_divergence(torch.zeros(3, D), torch.zeros(V, D), **given),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, form):
+    changed, error, message = BAD[name]
+    given = {"top_ids": IDS, "top_log_probs": LOG_Q, **changed}
+    with pytest.raises(error, match=message):
+        FORMS[form](**given)
+
+
+def test_what_does_not_count_is_not_checked():
+    """Bad values in rows of weight 0, and any log-probabilities with tail=False."""
+    ids, log_q = torch.tensor([[1, 2], [4, 4], [V, 1]]), LOG_Q.clone()
+    log_q[1:] = 3
+    weights = torch.tensor([1.0, 0.0, 0.0])
+    out = topk_divergence(torch.zeros(3, V), ids, log_q, weights)
+    assert out.loss.isfinite()
+    assert torch.equal(out.value[1:], torch.zeros(2))
+    assert topk_divergence(torch.zeros(3, V), IDS, LOG_Q + 5, tail=False).loss.isfinite()
