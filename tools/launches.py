@@ -260,7 +260,8 @@ def masked_diffusion(shape: tuple[int, int, int], dtype: torch.dtype, *, mask: t
     """Call the MDLM loss and the hybrid loss, with numbers and with tensors as factor and denominator."""
     logits, rows = torch.empty(shape, dtype=dtype), shape[:-1]
     ids, on, p_mask = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=mask), torch.rand(rows)
-    for number in (None, 2, torch.tensor(2.0)):
+    numbers: tuple[Any, ...] = (None, 2, torch.tensor(2.0))
+    for number in numbers:
         MDLMCrossEntropyLoss()(logits, ids, on, p_mask, on, num_diffusion_tokens=number)
         if number is not None:
             HybridDiffusionLLMLoss(number)(logits, ids, on, p_mask, on, num_diffusion_tokens=number)

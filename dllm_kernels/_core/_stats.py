@@ -12,15 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._row_stats import (
-    Coefficients,
-    StatsPrimitives,
-    StatsRequest,
-    StatsResult,
-    Upstream,
-    coefficients,
-)
-from dllm_kernels._backends._rows import IGNORE, as_blv
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream, coefficients
+from dllm_kernels._backends._rows import IGNORE, StatsPrimitives, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs

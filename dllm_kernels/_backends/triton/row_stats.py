@@ -448,8 +448,9 @@ def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients
 @on_its_device
 def _coefficients(log_probs: Tensor, request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
     N, K = log_probs.shape
-    given = [None if t is None else t.contiguous() for t in (log_probs, result.entropy, result.mix_weight, *upstream)]
-    of_ids, (plain, size) = torch.empty_like(given[0]), (log_probs.new_empty(N) for _ in range(2))
+    of_outputs = (upstream.log_probs, upstream.lse, upstream.entropy, upstream.mix)
+    given = [None if t is None else t.contiguous() for t in (log_probs, result.entropy, result.mix_weight, *of_outputs)]
+    of_ids, (plain, size) = log_probs.new_empty(N, K), (log_probs.new_empty(N) for _ in range(2))
     of_log = None if upstream.entropy is None else torch.empty_like(plain)
     targets = torch.empty_like(request.targets)
     if N:
