@@ -262,8 +262,8 @@ def policy_loss(
     if shift:
         logits, ids, loss_mask = logits[:, :, :-1], ids[:, 1:], loss_mask[:, 1:]
         views = PolicyViews(*(t[..., 1:] for t in views))
-        old, ref = (t if t is None or t.dim() == 1 else t[:, 1:] for t in (old, ref))
-        advantages = advantages if advantages.dim() == 1 else advantages[:, 1:]
+        old, advantages = (t if t.dim() == 1 else t[:, 1:] for t in (old, advantages))
+        ref = ref if ref is None or ref.dim() == 1 else ref[:, 1:]
     log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_p = log_p.gather(-1, ids.expand(views.scored.shape)[..., None])[..., 0]
     scores = token_scores(log_p, views) if level == "token" else sequence_scores(log_p, views, loss_mask, mean=True)

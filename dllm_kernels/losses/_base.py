@@ -258,7 +258,7 @@ class DiffusionLoss(TransformedLoss):
         """
         counts = (num_diffusion_tokens, num_ar_tokens)
         tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
-        batch = Batch(*tensors, _checks.checked_bool("shift", self.shift))
+        batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
         rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
         return self._loss_of(rows, batch, causal_logits, noisy_input_ids)
 
@@ -312,7 +312,7 @@ class DiffusionLoss(TransformedLoss):
         """
         counts = (num_diffusion_tokens, num_ar_tokens)
         tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
-        batch = Batch(*tensors, _checks.checked_bool("shift", self.shift))
+        batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         options = self._options(
             round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype
