@@ -95,16 +95,18 @@ def test_token_frequencies_equal_their_probabilities(columns):
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 12}, {"top_p": 0.6}, {"min_p": 0.5}, {"top_k": 20, "top_p": 0.9, "min_p": 0.3}], ids=str
+    "options", [{"top_k": 12}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}], ids=str
 )
 @pytest.mark.parametrize(
     ("columns", "N"),
-    [(40, 20_000), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 100_000), (151_936, 3000)))],
+    [(40, 20_000), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 100_000), (151_936, 400)))],
 )
 def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
     """No column outside the support is drawn, and those inside as often as their probabilities say."""
     torch.manual_seed(0)
-    x = torch.linspace(-3, 3, columns, dtype=torch.float32, device=DEVICE)[torch.randperm(columns)]
+    x = (
+        torch.randperm(columns, device=DEVICE) + 1
+    ).log() * -0.75  # the probability of rank r is proportional to r^-1.5
     kept = reference.truncated(2 * x.double(), **options)
     ones, seed = torch.ones(N, 1, device=DEVICE), torch.tensor(20261123, device=DEVICE)
     got = linear_sample(ones, x[:, None], seeds=seed, temperature=0.5, chunk_size=2000, **options)
