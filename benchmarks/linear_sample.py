@@ -37,7 +37,7 @@ def candidates(hidden: torch.Tensor, head: torch.Tensor, options: Any) -> dict[s
         return ids, torch.softmax(logits, -1).gather(-1, ids[:, None])
 
     drawn: dict[str, measure.CandidateLike]
-    drawn = {"ours": lambda _: ours(), "greedy": lambda _: ours(temperature=0), "top 8": lambda _: ours(top_k=8)}
+    drawn = {"ours": lambda _: ours(), "greedy": lambda _: ours(temperature=0), "top 8": lambda _: ours(return_top=8)}
     return drawn if options.alone else {**drawn, "product": product, "plain": plain}
 
 

@@ -347,7 +347,7 @@ def sampled(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
 
         def ours(tensors: Sequence[torch.Tensor], backend: str, temperature: float = temperature) -> Tensors:
             h, w, own = tensors
-            out = ops.linear_sample(h, w, temperature=temperature, seeds=own, top_k=8, backend=backend)
+            out = ops.linear_sample(h, w, temperature=temperature, seeds=own, return_top=8, backend=backend)
             assert out.top_ids is not None
             return {"ids": out.ids.cpu(), "top_ids": out.top_ids.cpu()}
 

@@ -32,7 +32,7 @@ from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
 from reference.idlm import IDLMLoss, idlm_loss
 from reference.linear_nll import linear_logits, linear_token_nll, weighted_linear_nll
-from reference.linear_sample import linear_sample
+from reference.linear_sample import linear_sample, truncated
 from reference.mdlm import mdlm_loss
 from reference.mtp import (
     MTPLoss,
@@ -124,6 +124,7 @@ __all__ = [
     "token_scores",
     "topk_divergence",
     "transformed",
+    "truncated",
     "weighted_linear_nll",
     "weighted_nll",
 ]

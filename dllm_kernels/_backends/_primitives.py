@@ -20,11 +20,12 @@ def row_primitives(triton: bool) -> RowPrimitives:
         return RowPrimitives(
             stats, token_nll.nll, token_nll.weighted_nll, token_nll.nll_grad, linear_nll.nll_and_grad_,
             linear_nll.scale_, divergence.divergence, divergence.divergence_grad, divergence.row_norms, sample.sample,
-            _sample.largest, mdlm_weights=row_weights.mdlm_weights,
+            _sample.largest, _sample.truncated, mdlm_weights=row_weights.mdlm_weights,
         )  # fmt: skip
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
     stats = StatsPrimitives(_stats.forward, _stats.mix, coefficients, _stats.backward)
     of_pairs = _divergence.divergence, _divergence.divergence_grad, _divergence.row_norms
     of_nll = *nll_of_stats(stats), _nll.nll_and_grad_
-    return RowPrimitives(stats, *of_nll, _nll.scale_, *of_pairs, _sample.sample, _sample.largest)
+    of_samples = _sample.sample, _sample.largest, _sample.truncated
+    return RowPrimitives(stats, *of_nll, _nll.scale_, *of_pairs, *of_samples)

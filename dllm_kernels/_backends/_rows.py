@@ -42,6 +42,10 @@ replace such targets by -1.
     Returns (values ``[C, k]`` in acc, columns int64 ``[C, k]``) of the k largest transformed logits of each row, in
     descending order, the lowest column first among equals.
 
+``truncated(logits [C, V], transform, truncation)``
+    Returns the transformed logits ``[C, V]`` in acc, with -inf in the columns that a ``_utils._truncation.Truncation``
+    excludes. The softmax of a row with NaN stays NaN.
+
 ``add_parts(t)``
     Returns the sum of ``t`` over all parts of a split row; may work in place. None if rows are whole.
 
@@ -100,6 +104,7 @@ class RowPrimitives(NamedTuple):
     row_norms: Callable[..., tuple[Tensor, Tensor]]
     sample: Callable[..., tuple[Tensor, Tensor]]
     largest: Callable[..., tuple[Tensor, Tensor]]
+    truncated: Callable[..., Tensor]
     add_parts: Callable[[Tensor], Tensor] | None = None
     local_ids: Callable[[Tensor], Tensor] | None = None
     part_of: Callable[[int], tuple[int, int]] | None = None

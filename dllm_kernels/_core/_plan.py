@@ -20,6 +20,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import autocasts
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils._truncation import Truncation
 
 Packed = tuple[list[int], list[float], torch.Tensor | None]
 
@@ -43,7 +44,11 @@ class Options(NamedTuple):
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
         rest: return the log-probability of all columns but the ids.
-        top_k: number of most likely ids to return, or None.
+        return_top: number of most likely ids to return, or None.
+        top_k: see ``Truncation``, in ``_utils/_truncation.py``.
+        top_p: see ``Truncation``; 1 is None.
+        min_p: see ``Truncation``; 0 is None.
+        untruncated_log_probs: take log-probabilities and entropy from the softmax before its truncation.
     """
 
     transform: Transform = NO_TRANSFORM
@@ -59,7 +64,11 @@ class Options(NamedTuple):
     round_nll: bool = False
     inplace_backward: bool = False
     rest: bool = False
+    return_top: int | None = None
     top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    untruncated_log_probs: bool = False
 
     def checked(self, V: int, num_rows: int) -> Options:
         """Validate the options for ``num_rows`` rows of V logits, and convert them to Python types.
@@ -70,22 +79,29 @@ class Options(NamedTuple):
         """
         _checks.check_flags(
             with_lse=self.with_lse, with_correct=self.with_correct, entropy=self.entropy, round_nll=self.round_nll,
-            inplace_backward=self.inplace_backward,
+            inplace_backward=self.inplace_backward, untruncated_log_probs=self.untruncated_log_probs,
         )  # fmt: skip
         _checks.check_int("ignore_index", self.ignore_index)
         _checks.check_logits_dtype(self.logits_dtype)
-        if self.top_k is not None:
-            _checks.check_int("top_k", self.top_k)
-            if not 1 <= self.top_k <= V:
-                raise ValueError(
-                    f"top_k must lie in [1, {V}], the size of the vocabulary, or be None, got {self.top_k}"
-                )
+        for name, k in (("return_top", self.return_top), ("top_k", self.top_k)):
+            if k is not None:
+                _checks.check_int(name, k)
+                if not 1 <= k <= V:
+                    raise ValueError(f"{name} must lie in [1, {V}], the size of the vocabulary, or be None, got {k}")
         return replaced(
             self,
+            top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
+            min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
             transform=_checks.checked_transform(V, *self.transform),
             chunk_size=_checks.checked_chunk_size(self.chunk_size),
             num_active=_checks.checked_num_active(self.num_active, num_rows),
         )
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """The truncation of the softmax, or None."""
+        truncation = Truncation(self.top_k, self.top_p, self.min_p)
+        return None if truncation == Truncation() else truncation
 
 
 class Plan(NamedTuple):
@@ -171,7 +187,8 @@ class Plan(NamedTuple):
         transform, divergence = self.options.transform, self.divergence
         values = [_checks.FLOAT_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
-        integers, floats = [_integer(value) for value in values], transform.factors
+        shares = [0.0 if share is None else share for share in (self.options.top_p, self.options.min_p)]
+        integers, floats = [_integer(value) for value in values], [*transform.factors, *shares]
         if divergence is not None:
             integers, floats = [*integers, *divergence.integers], [*floats, *divergence.floats]
         return integers, *_changing.packed(floats)
@@ -185,8 +202,10 @@ class Plan(NamedTuple):
         skip_id = next(integers)
         of_plan, of_options = (_fields(kinds, integers) for kinds in (_OF_PLAN, _OF_OPTIONS))
         rest, floats = list(integers), _changing.unpacked(factors, changing)
-        options = Options(Transform.of(floats[:2], None if skip_id == _NONE else skip_id), **of_options)
-        divergence = DivergencePlan.unpacked(rest, floats[2:]) if rest else None
+        top_p, min_p = (None if share == 0 else share for share in floats[2:4])
+        transform = Transform.of(floats[:2], None if skip_id == _NONE else skip_id)
+        options = Options(transform, top_p=top_p, min_p=min_p, **of_options)
+        divergence = DivergencePlan.unpacked(rest, floats[4:]) if rest else None
         return cls(dtype, options=options, needs=needs, divergence=divergence, **of_plan)
 
 

@@ -99,6 +99,9 @@ class LinearSample(NamedTuple):
 
     All are detached. Floats are float32 (float64 for float64 inputs), in nats.
 
+    If the distribution is truncated, log-probabilities and entropy are those of the truncated distribution, or of the
+    full one with ``untruncated_log_probs``.
+
     Attributes:
         ids: the chosen token, int64, of the shape of the rows; -100 in inactive rows. If the softmax of a row is NaN,
             which ``log_probs`` shows, the lowest id that is not skipped.
@@ -106,7 +109,7 @@ class LinearSample(NamedTuple):
         entropy: entropy of the distribution; 0 in inactive rows.
         top_ids: the K most likely tokens, int64 ``[..., K]``, in descending order, the lowest id first among equals;
             None unless requested. -100 in inactive rows.
-        top_log_probs: log-probabilities of ``top_ids``, or None unless requested.
+        top_log_probs: log-probabilities of ``top_ids``, -inf outside a truncated distribution; None unless requested.
     """
 
     ids: torch.Tensor

@@ -488,6 +488,19 @@ def check_probability(name: str, value: Any, allowed: str = "a number") -> None:
         raise ValueError(f"{name} must lie in [0, 1], got {value}")
 
 
+def checked_share(name: str, value: Any, *, keeps_all: int) -> float | None:
+    """Validate the parameter of a truncation, None or in [0, 1]; ``keeps_all``, which truncates nothing, becomes None.
+
+    0 is out of range unless it is ``keeps_all``, because no column would be left.
+    """
+    if value is None:
+        return None
+    check_number(name, value, "a number or None")
+    if not 0 <= value <= 1 or (keeps_all and value == 0):
+        raise ValueError(f"{name} must lie in {'(' if keeps_all else '['}0, 1], or be None, got {value}")
+    return None if _changing.equals(value, keeps_all) else float(value)
+
+
 def check_factor(name: str, value: Any, allowed: str = "positive") -> None:
     """Raise unless ``value`` is None or a valid soft cap or scale. ``allowed`` is the condition in the message."""
     if value is None:

@@ -93,6 +93,8 @@ def _sharded_plan(inputs: RowInputs, x: Tensor, plan: Plan, shard: VocabShard) -
     The number of rows per chunk is multiplied by the number of ranks, which takes the same memory and fewer
     collectives.
     """
+    if plan.options.top_p is not None and plan.options.top_k is None:  # the whole row would have to be sorted
+        raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
     plan = plan._replace(rows=shard_primitives(shard, plan))
     if plan.options.chunk_size is not None or not plan.from_hidden:
         return plan

@@ -33,7 +33,8 @@ from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimit
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels._utils._transform import Transform, transformed
+from dllm_kernels._utils._truncation import Truncation, only_near, only_prefix
 from dllm_kernels.distributed._divergence import divergence, divergence_grad, part_of, row_norms
 from dllm_kernels.distributed._layout import VocabShard
 
@@ -58,6 +59,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
         stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
         functools.partial(divergence_grad, shard), functools.partial(row_norms, shard, local.row_norms),
         functools.partial(_sample, shard, local.sample), functools.partial(_largest, shard, local.largest),
+        functools.partial(_truncated, shard, local),
         add_parts=shard.add_parts, local_ids=shard.local_ids, part_of=functools.partial(part_of, shard),
     )  # fmt: skip
 
@@ -91,6 +93,23 @@ def _largest(shard: VocabShard, local: Any, logits: Tensor, k: int, transform: T
     # A rank with fewer than k columns leaves entries without a column (id < 0), which are sorted to the end.
     order = values.masked_fill(ids < 0, math.nan).neg().sort(dim=1, stable=True).indices[:, :k]
     return values.gather(1, order).to(accum_dtype(logits.dtype)), ids.gather(1, order).to(torch.int64)
+
+
+def _truncated(
+    shard: VocabShard, local: RowPrimitives, logits: Tensor, transform: Transform, truncation: Truncation
+) -> Tensor:
+    """Keep the columns of this rank that lie in the support of the whole row.
+
+    Every rank finds the support from the ``top_k`` largest of all ranks, or from the largest if only min-p truncates.
+    """
+    values, ids = _largest(shard, local.largest, logits, truncation.top_k or 1, transform)
+    if truncation.sorts:
+        columns = shard.local_ids(ids)
+        columns = columns.masked_fill(columns == IGNORE, shard.size)  # dropped
+        return only_prefix(values, columns, shard.size + 1, truncation)[:, : shard.size]
+    assert truncation.min_p is not None
+    x = logits.to(values.dtype, copy=True)
+    return only_near(transformed(x, shard.local_transform(transform), x), values, truncation.min_p)
 
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:

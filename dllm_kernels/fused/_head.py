@@ -31,7 +31,7 @@ ENDS = (
 # What to use in place of an operation; ENDS for all others.
 INSTEAD = {
     "softmax": "log_softmax(-1).gather(-1, ids).exp(), or dllm_kernels.row_stats(logits, ids, entropy=True)",
-    "topk": "dllm_kernels.linear_sample(hidden, head, top_k=...)",
+    "topk": "dllm_kernels.linear_sample(hidden, head, return_top=...)",
     "multinomial": "dllm_kernels.linear_sample(hidden, head, temperature=...)",
     "max": "argmax(-1)",
 }

@@ -39,6 +39,10 @@ def linear_sample(
     bias: torch.Tensor | None = None,
     extra: _checks.Extra | None = None,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    untruncated_log_probs: bool = False,
+    return_top: int | None = None,
     active: torch.Tensor | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
@@ -52,18 +56,25 @@ def linear_sample(
 
     .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \arg\max_v \; x_v - \ln(-\ln u_v)
 
-    The sample is exact: no probability is truncated, and nothing is sorted. The uniform u of a column has 48 bits of
-    the Philox stream of the row's seed. Equal logits therefore give the same token on CPU and GPU, in any batch, with
-    any ``chunk_size``, and with a sharded vocabulary. However, the matrix product may round differently for another
-    chunk size or device, so that the logits differ in the last bit. The result has no gradient.
+    The sample is exact: unless requested, no probability is truncated, and nothing is sorted. The uniform u of a column
+    has 48 bits of the Philox stream of the row's seed. Equal logits therefore give the same token on CPU and GPU, in
+    any batch, with any ``chunk_size``, and with a sharded vocabulary. However, the matrix product may round differently
+    for another chunk size or device, so that the logits differ in the last bit. The result has no gradient.
+
+    ``top_k``, ``top_p`` and ``min_p`` restrict the argmax to the support S of a truncated distribution. They apply to
+    softmax(x), that is after the transform and the temperature, in this order, as in Hugging Face's ``generate``. The
+    sample has the distribution softmax(x) restricted to S and renormalized. Of equally likely tokens at the border of S
+    the lowest ids stay. Truncation runs in torch for both backends, on one chunk of logits in float32.
 
     Examples:
         >>> hidden, head = torch.eye(3), torch.tensor([[0.0, 1.0, 5.0], [4.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
         >>> linear_sample(hidden, head, temperature=0).ids.tolist()  # the lowest id wins a tie
         [1, 0, 0]
-        >>> out = linear_sample(hidden, head, seeds=torch.tensor([1, 2, 3]), top_k=2)
+        >>> out = linear_sample(hidden, head, seeds=torch.tensor([1, 2, 3]), return_top=2)
         >>> out.top_ids.tolist()
         [[1, 0], [0, 1], [0, 1]]
+        >>> linear_sample(hidden, head, seeds=torch.tensor([1, 2, 3]), top_p=0.3).ids.tolist()  # one token each
+        [1, 0, 0]
 
     Args:
         hidden: {hidden}
@@ -76,7 +87,14 @@ def linear_sample(
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
         extra: {extra}
-        top_k: also return the ``top_k`` most likely tokens of each row; None: not returned.
+        top_k: sample only from the k most likely tokens; None: from all.
+        top_p: then only from the fewest most likely tokens whose probability, among the tokens left by ``top_k``, is at
+            least p, in (0, 1]; None or 1: from all. If the vocabulary is split over ranks, it needs ``top_k``.
+        min_p: then only from the tokens whose probability is at least ``min_p`` times the largest, in [0, 1]; None or
+            0: from all.
+        untruncated_log_probs: True to return log-probabilities and entropy of softmax(x), False for those of the
+            truncated distribution.
+        return_top: also return the K most likely tokens of each row; None: not returned.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected. None: all rows.
         chunk_size: {chunk_size}
         num_active: {num_active}
@@ -89,9 +107,9 @@ def linear_sample(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`LinearSample`: ids, log-probabilities and entropies, and ids and log-probabilities of the ``top_k``.
-        Log-probabilities are taken from ``softmax(x)`` and equal the results of :func:`token_log_probs` at the same
-        temperature.
+        :class:`LinearSample`: ids, log-probabilities and entropies, and ids and log-probabilities of the
+        ``return_top`` most likely tokens. Without truncation, log-probabilities equal the results of
+        :func:`token_log_probs` at the same temperature.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
@@ -99,7 +117,9 @@ def linear_sample(
             ``seeds`` and ``generator`` are given. Also if both are None and an input is a DTensor, because the ranks
             would draw different noise.
 
-    Source: the Gumbel-max trick, Gumbel 1954; Maddison, Tarlow, Minka 2014, arXiv 1411.0030, section 2.
+    Source: the Gumbel-max trick, Gumbel 1954; Maddison, Tarlow, Minka 2014, arXiv 1411.0030, section 2. Truncation: Fan
+    et al. 2018, arXiv 1805.04833 (top-k); Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv
+    2407.01082 (min-p); the order of transformers' ``GenerationMixin._get_logits_processor``.
     """
     _checks.check_float("hidden", hidden)
     _checks.check_number("temperature", temperature)
@@ -114,7 +134,8 @@ def linear_sample(
         noise = _seeds_and_numbers(hidden, seeds, generator)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=False, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, top_k=top_k,
+        num_active=num_active, logits_dtype=logits_dtype, return_top=return_top, top_k=top_k, top_p=top_p, min_p=min_p,
+        untruncated_log_probs=untruncated_log_probs,
     )  # fmt: skip
     ids = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # placeholder until sampled
     inputs, options = checked(NAMES, RowInputs(hidden, ids, head, bias, active=active), options, extra=extra)

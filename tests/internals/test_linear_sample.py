@@ -60,15 +60,15 @@ def test_the_kernel_finds_the_same_scores():
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
-@pytest.mark.parametrize("top_k", [None, 4])
-def test_two_chunks_of_logits_at_most(top_k, monkeypatch):
+@pytest.mark.parametrize("return_top", [None, 4])
+def test_two_chunks_of_logits_at_most(return_top, monkeypatch):
     monkeypatch.undo()  # poisoning fresh memory allocates nothing, but takes time
     N, many, wide, chunk = 512, 16384, 8, 128
     torch.manual_seed(0)
     h, w = torch.randn(N, wide), torch.randn(many, wide)
 
     def run(_):
-        linear_sample(h, w, seeds=torch.tensor(1), top_k=top_k, chunk_size=chunk)
+        linear_sample(h, w, seeds=torch.tensor(1), return_top=return_top, chunk_size=chunk)
 
     run(0)
     logits = chunk * many * 4
@@ -83,7 +83,9 @@ def test_opcheck_linear_sample():
     inputs = RowInputs(
         h.view(-1, D), torch.zeros_like(numbers)[:, None], w, b, targets=active, seeds=numbers % 3, row_numbers=numbers
     )
-    options = Options(chunk_size=5, top_k=2)
+    options = Options(chunk_size=5, return_top=2)
     opcheck(LINEAR_SAMPLE, inputs, Plan(torch.float32, False, options, from_hidden=True))
     greedy = inputs._replace(seeds=None, row_numbers=None)
     opcheck(LINEAR_SAMPLE, greedy, Plan(torch.float32, False, options, from_hidden=True))
+    few = options._replace(top_k=9, top_p=0.8, min_p=0.1)
+    opcheck(LINEAR_SAMPLE, inputs, Plan(torch.float32, False, few, from_hidden=True))

@@ -96,7 +96,7 @@ OF_HIDDEN = {
     ),
     "linear_sample": Op(
         "linear_sample",
-        lambda h, w, ids, p: ops.linear_sample(h.detach(), w.detach(), seeds=ids, top_k=4, active=p, **HEAD),
+        lambda h, w, ids, p: ops.linear_sample(h.detach(), w.detach(), seeds=ids, return_top=4, active=p, **HEAD),
         4200, (1 + CHUNKS, 0),  # Philox by integer products, on two blocks per chunk
     ),
 }  # fmt: skip

@@ -169,7 +169,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     ),
     "linear_sample": (
         lambda hidden, weight, **o: ours.linear_sample(hidden, weight, **o),
-        lambda s: {**s.linear(), "seeds": s.seeds(), "temperature": s.factor, "top_k": 3},
+        lambda s: {**s.linear(), "seeds": s.seeds(), "temperature": s.factor, "top_p": s.factor / 4, "return_top": 3},
     ),
     "dpace_weights": (
         ours.dpace_weights, lambda s: {"confidence": s.floats().sigmoid(), "mask": s.mask(), "alpha": s.factor},

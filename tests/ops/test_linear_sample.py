@@ -27,6 +27,11 @@ B, L, V, D = 2, 6, 70, 5
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.5}, {"skip_id": 3}, {"softcap": 8.0, "scale": 0.5, "skip_id": 3})
+# No share is met exactly by masses of these logits.
+TRUNCATIONS = (
+    {}, {"top_k": 9}, {"top_p": 0.83}, {"min_p": 0.11}, {"top_k": 20, "top_p": 0.83, "min_p": 0.07},
+    {"top_k": 20, "top_p": 0.83, "untruncated_log_probs": True},
+)  # fmt: skip
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -52,11 +57,12 @@ def uniforms_for(seeds, columns=V):
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("temperature", [0, 0.5, 1.0])
 @pytest.mark.parametrize("chunk", [1, 5, None])
-def test_parity(chunk, temperature, transform, dtype, path):
+def test_parity(chunk, temperature, truncation, transform, dtype, path):
     (h, w, b), seeds = draw(dtype)
-    options = {"temperature": temperature, "top_k": 4, **transform}
+    options = {"temperature": temperature, "return_top": 4, **transform, **truncation}
     got = linear_sample(h, w, bias=b, seeds=seeds, chunk_size=chunk, backend=path, **options)
     u = uniforms_for(seeds)
     plain = reference.linear_sample(h, w, u, bias=b, **options)
@@ -88,6 +94,98 @@ def test_token_frequencies_equal_their_probabilities(columns):
     assert float(((counts - expected) ** 2 / expected).sum()) < critical(columns - 1)
 
 
+@pytest.mark.parametrize(
+    "options", [{"top_k": 12}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}], ids=str
+)
+@pytest.mark.parametrize(
+    ("columns", "N"),
+    [(40, 20_000), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 100_000), (151_936, 400)))],
+)
+def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
+    """No column outside the support is drawn, and those inside as often as their probabilities say."""
+    torch.manual_seed(0)
+    x = (
+        torch.randperm(columns, device=DEVICE) + 1
+    ).log() * -0.75  # the probability of rank r is proportional to r^-1.5
+    kept = reference.truncated(2 * x.double(), **options)
+    ones, seed = torch.ones(N, 1, device=DEVICE), torch.tensor(20261123, device=DEVICE)
+    got = linear_sample(ones, x[:, None], seeds=seed, temperature=0.5, chunk_size=2000, **options)
+    counts = torch.bincount(got.ids, minlength=columns)
+    inside = kept > -INF
+    assert 1 < inside.sum() < columns
+    assert not counts[~inside].any()
+    torch.testing.assert_close(got.log_probs, torch.log_softmax(kept, 0)[got.ids].float())
+    expected = N * torch.softmax(kept, 0)[inside]
+    enough = expected >= 5  # for chi-square; the others are counted together
+    counts, expected = (torch.cat([t[enough], t[~enough].sum()[None]]) for t in (counts[inside].double(), expected))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    assert float(((counts - expected) ** 2 / expected).sum()) < critical(max(len(expected) - 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("logits", "options", "support"),
+    [
+        ([0.0, 1.0, 1.0, 1.0, 2.0], {"top_k": 3}, [1, 2, 4]),
+        ([0.0] * 10, {"top_k": 4}, [0, 1, 2, 3]),
+        ([0.0] * 10, {"top_p": 0.5}, [0, 1, 2, 3, 4]),
+        ([0.0] * 10, {"top_p": 0.3}, [0, 1, 2]),
+        ([0.0] * 10, {"top_p": 0.31}, [0, 1, 2, 3]),
+        ([0.0] * 10, {"top_p": 1e-9}, [0]),
+        ([0.0] * 10, {"top_k": 4, "top_p": 0.5}, [0, 1]),  # half of what top_k leaves
+        ([0.0] * 3, {"top_p": 1, "min_p": 0}, [0, 1, 2]),
+        ([0.0] * 4, {"min_p": 1}, [0, 1, 2, 3]),  # no border runs through equal columns
+        ([0.0, math.log(2), math.log(4)], {"min_p": 0.4}, [1, 2]),
+        ([0.0, math.log(2), math.log(4)], {"top_k": 2, "min_p": 0.1}, [1, 2]),
+        ([-INF, 0.0, -INF, 1.0], {"top_k": 3}, [1, 3]),
+        ([-INF, 0.0, -INF, 1.0], {"top_p": 0.999}, [1, 3]),
+        ([-INF, 0.0, -INF, 1.0], {"min_p": 1e-30}, [1, 3]),
+    ],
+)
+def test_supports_by_hand(logits, options, support, backend):
+    x = torch.tensor(logits, device=DEVICE)
+    zero, head = torch.zeros(1, 1, device=DEVICE), torch.zeros(len(x), 1, device=DEVICE)
+    out = linear_sample(zero, head, bias=x, temperature=0, return_top=len(x), backend=backend, **options)
+    found = out.top_ids[0][out.top_log_probs[0] > -INF]
+    assert sorted(found.tolist()) == support
+    torch.testing.assert_close(out.top_log_probs[0].exp().sum(), torch.ones((), device=DEVICE))
+    assert reference.truncated(x.double(), **options).isfinite().nonzero()[:, 0].tolist() == support
+    full = linear_sample(zero, head, bias=x, temperature=0, return_top=len(x), untruncated_log_probs=True, **options)
+    torch.testing.assert_close(full.top_log_probs[0], x.log_softmax(0)[full.top_ids[0]])
+
+
+@pytest.mark.parametrize("truncation", [t for t in TRUNCATIONS if t], ids=str)
+@pytest.mark.parametrize(
+    ("columns", "N"), [(70, 3), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 64), (151_936, 4)))]
+)
+def test_both_backends_draw_equal_ids(columns, N, truncation):
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    h, w = torch.randn(N, 8, device=DEVICE), 0.7 * torch.randn(columns, 8, device=DEVICE)
+    options = {"seeds": torch.arange(N, device=DEVICE), "softcap": 9.0, "temperature": 0.8, "skip_id": 3, **truncation}
+    ours, theirs = (linear_sample(h, w, backend=backend, **options) for backend in ("torch", "triton"))
+    assert torch.equal(ours.ids, theirs.ids)
+    torch.testing.assert_close(ours.log_probs, theirs.log_probs)
+    assert (ours.ids != 3).all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.8, "min_p": 0.2}], ids=str
+)
+def test_supports_are_those_of_transformers(options):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GenerationConfig(do_sample=True, temperature=0.7, **{"top_k": 0, **options})
+    x = torch.randn(50, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=30, n_layer=1, n_head=1, n_embd=2))
+    theirs = model._get_logits_processor(generation_config=config, input_ids_seq_length=1)(None, x)
+    assert torch.equal(theirs > -INF, reference.truncated(x / 0.7, **options) > -INF)
+    zero, head = torch.zeros(1, 1, dtype=x.dtype), torch.zeros(30, 1, dtype=x.dtype)
+    for row, expected in zip(x, theirs, strict=True):
+        out = linear_sample(zero, head, bias=row, temperature=0.7, return_top=30, **options)
+        inside = out.top_ids[0][out.top_log_probs[0] > -INF]
+        assert torch.equal(inside.sort().values, (expected > -INF).nonzero()[:, 0])
+
+
 def test_a_peaked_row_and_a_rare_token(backend):
     """If one token has nearly all of the probability, the bound of its score is loose, but other tokens are drawn."""
     N = 4096 if backend == "torch" else 32
@@ -101,7 +199,7 @@ def test_a_peaked_row_and_a_rare_token(backend):
 
 def test_a_row_depends_only_on_its_seed_and_number(backend):
     (h, w, _), seeds = draw()
-    options = {"backend": backend, "top_k": 3}
+    options = {"backend": backend, "return_top": 3}
     whole = linear_sample(h, w, seeds=seeds, **options)
     alone = linear_sample(h[1:], w, seeds=seeds[1:], chunk_size=2, **options)
     assert all(torch.equal(a[1:], b) for a, b in zip(whole, alone, strict=True))
@@ -146,7 +244,7 @@ def test_rows_in_which_every_column_is_excluded(temperature, skip_id, backend):
     """The id is valid, an embedding can read it, and the log-probability shows that it means nothing."""
     h, w = torch.randn(3, D, device=DEVICE), torch.randn(2, D, device=DEVICE)
     never = torch.full((2,), -math.inf, device=DEVICE)
-    out = linear_sample(h, w, bias=never, temperature=temperature, skip_id=skip_id, top_k=2, backend=backend)
+    out = linear_sample(h, w, bias=never, temperature=temperature, skip_id=skip_id, return_top=2, backend=backend)
     assert (out.ids == int(skip_id == 0)).all()
     assert out.log_probs.isnan().all()
     assert ((out.top_ids >= 0) & (out.top_ids < 2)).all()
@@ -172,8 +270,8 @@ def test_the_generator_decides_without_seeds():
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 33, 600])
 def test_any_vocabulary(columns, backend):
     (h, w, b), seeds = draw(columns=columns)
-    got = linear_sample(h, w, bias=b, seeds=seeds, top_k=columns, backend=backend)
-    exact = reference.linear_sample(h, w, uniforms_for(seeds, columns), bias=b, top_k=columns)
+    got = linear_sample(h, w, bias=b, seeds=seeds, return_top=columns, backend=backend)
+    exact = reference.linear_sample(h, w, uniforms_for(seeds, columns), bias=b, return_top=columns)
     assert torch.equal(got.ids, exact[0])
     assert torch.equal(got.top_ids, exact[3])
 
@@ -192,16 +290,17 @@ def test_any_leading_shape_and_strides(shape, backend):
     (_, w, _), _ = draw()
     h = torch.randint(-1, 2, (*shape, 2 * D), device=DEVICE).float()[..., ::2]
     seed = torch.tensor(3, device=DEVICE)
-    got = linear_sample(h, w.t().contiguous().t(), seeds=seed, top_k=2, backend=backend)
+    got = linear_sample(h, w.t().contiguous().t(), seeds=seed, return_top=2, backend=backend)
     numbers = torch.arange(math.prod(shape)).view(shape)
     u = uniforms(torch.full(shape, 3), numbers, V).to(DEVICE)
-    exact = reference.linear_sample(h, w, u, top_k=2)
+    exact = reference.linear_sample(h, w, u, return_top=2)
     assert torch.equal(got.ids, exact[0])
     assert (got.ids.shape, got.top_ids.shape) == (shape, (*shape, 2))
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_special_rows(temperature, path):
+@pytest.mark.parametrize("truncation", [{}, {"top_k": V}, {"top_p": 0.99999}, {"min_p": 1e-9}], ids=str)
+def test_special_rows(truncation, temperature, path):
     """Logits are the bias.
 
     Rows without a distribution (all -inf, with a NaN, or with inf) are marked in the outputs.
@@ -212,7 +311,7 @@ def test_special_rows(temperature, path):
     for i, row in enumerate(x):
         head = torch.zeros(V, D, device=DEVICE)
         got = linear_sample(none, head, bias=row, seeds=torch.tensor([i], device=DEVICE), temperature=temperature,
-                            top_k=2, backend=path)  # fmt: skip
+                            return_top=2, backend=path, **truncation)  # fmt: skip
         if i in (1, 2, 3):
             assert got.ids.item() == 0
             assert got.top_ids.tolist() == [[0, 0]]
@@ -229,7 +328,7 @@ def test_a_skipped_column_is_never_chosen(backend):
     (h, w, _), seeds = draw()
     w[11] = 40 * h[0, 0] + 40  # by far the most likely one
     for temperature in (0, 1.0, 5.0):
-        got = linear_sample(h, w, seeds=seeds, temperature=temperature, skip_id=11, top_k=V, backend=backend)
+        got = linear_sample(h, w, seeds=seeds, temperature=temperature, skip_id=11, return_top=V, backend=backend)
         assert (got.ids != 11).all()
         assert (got.top_ids[..., -1] == 11).all()
         assert (got.top_log_probs[..., -1] == -INF).all()
@@ -240,9 +339,9 @@ def test_a_skipped_column_is_never_chosen(backend):
 def test_inactive_rows_cost_nothing(num_active, path):
     (h, w, b), seeds = draw()
     active = (torch.arange(B * L, device=DEVICE) % 3 != 0).view(B, L)
-    expected = linear_sample(h, w, bias=b, seeds=seeds, top_k=2)
+    expected = linear_sample(h, w, bias=b, seeds=seeds, return_top=2)
     h[~active] = NAN
-    options = {"bias": b, "seeds": seeds, "chunk_size": 3, "top_k": 2, "active": active, "backend": path}
+    options = {"bias": b, "seeds": seeds, "chunk_size": 3, "return_top": 2, "active": active, "backend": path}
     with FlopCounterMode(display=False) as counter:
         got = linear_sample(h, w, num_active=num_active, **options)
     assert counter.get_total_flops() == 2 * (num_active or 8) * V * D  # one product
@@ -305,8 +404,9 @@ def test_compiled_is_eager():
     (h, w, b), seeds = draw()
 
     def step(h, w, b, seeds, temperature):
-        out = linear_sample(h, w, bias=b, seeds=seeds, temperature=temperature, top_k=2, chunk_size=5)
-        return out, linear_sample(h, w, temperature=0).ids
+        out = linear_sample(h, w, bias=b, seeds=seeds, temperature=temperature, return_top=2, chunk_size=5)
+        few = linear_sample(h, w, bias=b, seeds=seeds, temperature=temperature, top_k=9, top_p=0.7 * temperature)
+        return out, few.log_probs + linear_sample(h, w, temperature=0).ids
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for temperature in (1.0, 0.5):
@@ -316,7 +416,7 @@ def test_compiled_is_eager():
 
 def test_without_values():
     h, w = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((B, L, D), (V, D)))
-    got = linear_sample(h, w, seeds=torch.empty(B, dtype=torch.int64, device="meta"), top_k=3)
+    got = linear_sample(h, w, seeds=torch.empty(B, dtype=torch.int64, device="meta"), return_top=3)
     assert [(tuple(t.shape), t.dtype) for t in got] == [
         ((B, L), torch.int64), ((B, L), torch.float32), ((B, L), torch.float32),
         ((B, L, 3), torch.int64), ((B, L, 3), torch.float32),
@@ -348,9 +448,19 @@ def test_bad_input():
         h, w, seeds=seeds, generator=torch.Generator(),
     )  # fmt: skip
     raises(TypeError, "generator must be a torch.Generator or None, got int", h, w, generator=1)
-    raises(TypeError, "top_k must be an int, got float", h, w, top_k=2.0)
-    for k in (0, 71):
-        raises(ValueError, f"top_k must lie in [1, 70], the size of the vocabulary, or be None, got {k}", h, w, top_k=k)
+    for name in ("return_top", "top_k"):
+        raises(TypeError, f"{name} must be an int, got float", h, w, **{name: 2.0})
+        for k in (0, 71):
+            message = f"{name} must lie in [1, 70], the size of the vocabulary, or be None, got {k}"
+            raises(ValueError, message, h, w, **{name: k})
+    for p in (0, -0.5, 1.5, NAN):
+        raises(ValueError, f"top_p must lie in (0, 1], or be None, got {p}", h, w, top_p=p)
+    for p in (-0.5, 1.5, NAN):
+        raises(ValueError, f"min_p must lie in [0, 1], or be None, got {p}", h, w, min_p=p)
+    for name in ("top_p", "min_p"):
+        raises(TypeError, f"{name} must be a number or None, got str", h, w, **{name: "0.5"})
+        raises(TypeError, f"{name} must be a number or None, got bool", h, w, **{name: True})
+    raises(TypeError, "untruncated_log_probs must be", h, w, untruncated_log_probs="no")
     raises(ValueError, "bias must have shape (70,)", h, w, bias=b[1:])
     raises(ValueError, "active must have shape (2, 6)", h, w, active=torch.ones(2, 5))
     raises(ValueError, "chunk_size must be at least 1, got 0", h, w, chunk_size=0)

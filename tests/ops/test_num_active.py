@@ -124,7 +124,7 @@ def embedding(h, call):
 def samples(h, call):
     head = call.head
     seeds = torch.arange(N, device=DEVICE)
-    out = linear_sample(h, head.pop("weight"), seeds=seeds, active=call.active, top_k=2, **head)
+    out = linear_sample(h, head.pop("weight"), seeds=seeds, active=call.active, return_top=2, **head)
     return None, out
 
 

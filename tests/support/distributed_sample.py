@@ -8,9 +8,11 @@ from dllm_kernels import linear_sample
 from tests.support.distributed_checks import B, D, L, Sent, V, check, mesh_of, raises, shard
 
 OPTIONS = {
-    "drawn": {"temperature": 0.7, "top_k": 5},
-    "greedy": {"temperature": 0, "top_k": 5},
-    "transformed": {"softcap": 8.0, "scale": 0.5, "skip_id": 11, "top_k": V},
+    "drawn": {"temperature": 0.7, "return_top": 5},
+    "greedy": {"temperature": 0, "return_top": 5},
+    "top_k": {"top_k": 12, "top_p": 0.83, "min_p": 0.07, "return_top": V},
+    "min_p": {"softcap": 8.0, "min_p": 0.07, "untruncated_log_probs": True, "return_top": 5},
+    "transformed": {"softcap": 8.0, "scale": 0.5, "skip_id": 11, "return_top": V},
 }
 
 
@@ -45,7 +47,8 @@ def tp_linear_sample(options):
             got = linear_sample(hidden, parts[0], bias=parts[1], chunk_size=8, backend="torch", **every)
         same(got, expected)
         chunks = -(-int(active.sum()) // 8)
-        assert sum("gather" in name for name in sent.names) - (hidden is not h) <= 3 * chunks, sent.names
+        each = 4 if {"top_k", "min_p"} & options.keys() else 3
+        assert sum("gather" in name for name in sent.names) - (hidden is not h) <= each * chunks, sent.names
     few = {"seeds": seeds[:1], **options}
     got = linear_sample(h[:1, :4], parts[0], bias=parts[1], chunk_size=3, backend="triton", **few)
     same(got, linear_sample(h[:1, :4], w, bias=b, **few))
@@ -58,8 +61,10 @@ def tp_linear_sample_of_few_columns():
     for columns in (3, 5):
         h, w, _, seeds = draw(columns)
         for temperature in (0, 1.0):
-            options = {"seeds": seeds, "temperature": temperature, "top_k": columns}
-            same(linear_sample(h, shard(w, mesh, Shard(0)), **options), linear_sample(h, w, **options))
+            options = {"seeds": seeds, "temperature": temperature, "return_top": columns}
+            for more in ({}, {"top_k": columns - 1, "top_p": 0.83}, {"min_p": 0.2}):
+                options |= more
+                same(linear_sample(h, shard(w, mesh, Shard(0)), **options), linear_sample(h, w, **options))
 
 
 @check(2)
@@ -68,9 +73,9 @@ def linear_sample_of_split_rows():
     mesh = mesh_of("dp")
     h, w, b, seeds = draw()
     head = [shard(t, mesh, Replicate()) for t in (w, b)]
-    expected = linear_sample(h, w, bias=b, seeds=seeds, top_k=2)
+    expected = linear_sample(h, w, bias=b, seeds=seeds, return_top=2)
     for split in (0, 1):
-        same(linear_sample(shard(h, mesh, Shard(split)), head[0], bias=head[1], seeds=seeds, top_k=2), expected)
+        same(linear_sample(shard(h, mesh, Shard(split)), head[0], bias=head[1], seeds=seeds, return_top=2), expected)
     drawn = [
         linear_sample(hidden, weight, generator=torch.Generator().manual_seed(3))
         for hidden, weight in ((shard(h, mesh, Shard(1)), head[0]), (h, w))
@@ -84,5 +89,7 @@ def linear_sample_that_cannot_be_served():
     h, w, _, _ = draw()
     message = "seeds or generator must be given where hidden or head is a DTensor, got neither"
     raises(ValueError, message, linear_sample, h, shard(w, mesh, Shard(0)))
+    message = "top_k must be given with top_p if the vocabulary is split over ranks, got None"
+    raises(ValueError, message, linear_sample, h, shard(w, mesh, Shard(0)), temperature=0, top_p=0.5)
     assert linear_sample(h, shard(w, mesh, Shard(0)), temperature=0).ids.shape == (B, L)
     assert dist.get_world_size() == 2

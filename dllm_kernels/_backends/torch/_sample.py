@@ -28,6 +28,7 @@ from dllm_kernels._random._noise import Noise
 from dllm_kernels._random._rules import Array, float64
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
+from dllm_kernels._utils._truncation import Truncation, only_near, only_prefix
 
 # Ratio of the bytes of a row's draws and scores to the bytes of its logits, on devices other than a CPU.
 _BYTES_OF_DRAWS = 16
@@ -136,17 +137,50 @@ def _largest_block(
     source: _blocks.RowGather, transform: Transform, width: int, rest: Tensor, block: Tensor, out: ScoreAndColumn,
     buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
+    x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
+    best = _k_largest(x, values.shape[1], width, rest)
+    values.copy_(best[0])
+    ids.copy_(best[1])
+
+
+def _k_largest(x: Tensor, k: int, width: int, rest: Tensor) -> tuple[Tensor, Tensor]:
     """Select by value, and of equal values the lowest column, which ``torch.topk`` does not guarantee.
 
     Columns are grouped into tiles, and ``rest`` after them. The k tiles of largest maximum, of equal ones the first,
     contain every selected column. Any other tile comes after k columns with a value no smaller than its maximum.
     """
-    x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], out
-    (R, V), k = x.shape, values.shape[1]
-    tiles = x[:, : V - len(rest)].view(R, -1, width)
-    chosen = tiles.amax(2).sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
-    columns = (chosen[:, :, None] * width + torch.arange(width, device=x.device)).view(R, -1)
-    columns = torch.cat([columns, rest.expand(R, -1)], 1)
-    best = x.gather(1, columns).sort(dim=1, descending=True, stable=True)
-    values.copy_(best.values[:, :k])
-    ids.copy_(columns.gather(1, best.indices[:, :k]))
+    (R, V), columns = x.shape, None
+    if width > 1:
+        tiles = x[:, : V - len(rest)].view(R, -1, width)
+        chosen = tiles.amax(2).sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+        columns = (chosen[:, :, None] * width + torch.arange(width, device=x.device)).view(R, -1)
+        columns = torch.cat([columns, rest.expand(R, -1)], 1)
+        x = x.gather(1, columns)
+    values, order = x.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], order[:, :k] if columns is None else columns.gather(1, order[:, :k])
+
+
+def truncated(logits: Tensor, transform: Transform, truncation: Truncation) -> Tensor:
+    """See ``_backends/_rows.py``; for any device, without a sync."""
+    (C, V), device = logits.shape, logits.device
+    out = torch.empty(C, V, dtype=accum_dtype(logits.dtype), device=device)
+    if C:
+        source, size, buffers = _blocks_of(logits)
+        k = V if truncation.top_k is None else truncation.top_k
+        width = math.isqrt(V // k)
+        rest = torch.arange(V // width * width, V, device=device)
+        blocks = zip(source.blocks(size), _blocks.split_all((out,), size), strict=True)
+        run_jobs([partial(_truncated_block, source, transform, truncation, width, rest, *b) for b in blocks], buffers)
+    return out
+
+
+def _truncated_block(
+    source: _blocks.RowGather, transform: Transform, truncation: Truncation, width: int, rest: Tensor, block: Tensor,
+    out: tuple[Tensor], buffers: _blocks.Buffers,
+) -> None:  # fmt: skip
+    x = _blocks.transformed_rows(source, block, transform, buffers)[0]
+    if truncation.sorts:
+        k = x.shape[1] if truncation.top_k is None else truncation.top_k
+        out[0].copy_(only_prefix(*_k_largest(x, k, width, rest), x.shape[1], truncation))
+    elif truncation.min_p is not None:
+        out[0].copy_(only_near(x, x.amax(1, keepdim=True), truncation.min_p))
