@@ -27,6 +27,7 @@ from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync, transforms_active
@@ -42,6 +43,7 @@ MOST_MASS = 1.05
 LEAST_MASS = torch.finfo(torch.float32).tiny
 
 
+@from_hidden_states("linear_topk_divergence")
 def topk_divergence(
     logits: torch.Tensor,
     top_ids: torch.Tensor,

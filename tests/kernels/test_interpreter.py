@@ -84,6 +84,7 @@ def launches(name, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", launch)
+        patch.setenv("DLLM_KERNELS_CHECK", "0")  # the calls have targets out of range
         small_tiles(patch, splits=3 if "split" in name else 1)
         poison_empty(patch)
         if "in memory" in name:

@@ -77,16 +77,16 @@ def test_no_position():
 
 
 def call(loss, x, **masks):
-    return loss(x, torch.zeros(B, L, dtype=torch.long, device=DEVICE), **masks, num_diffusion_tokens=9)
+    return loss(x, torch.zeros(x.shape[:2], dtype=torch.long, device=DEVICE), **masks, num_diffusion_tokens=9)
 
 
 @pytest.mark.parametrize("alpha", [None, 0.3, torch.tensor([0.3], dtype=torch.float64)], ids=str)
 def test_the_weights_of_a_loss(alpha, backend):
-    p_mask, noise, loss_mask = drawn(view=lambda t: t[:, 3:])
+    p_mask, noise, loss_mask = drawn(view=lambda t: t[:, 3:43])
     p_mask = p_mask.nan_to_num(0.5).where(noise & loss_mask, torch.tensor(math.nan, device=DEVICE))
     options = {"reduction": "none", "backend": backend}
     loss = MDLMCrossEntropyLoss(**options) if alpha is None else HybridDiffusionLLMLoss(alpha, **options)
-    x = torch.randn(B, L, V, device=DEVICE)
+    x = torch.randn(*noise.shape, V, device=DEVICE)
     x[~(noise & loss_mask)] = math.nan
     out = call(loss, x, noise_mask=noise, p_mask=p_mask, loss_mask=loss_mask)
     factor = alpha if alpha is None else torch.tensor(0.3)
@@ -97,8 +97,8 @@ def test_the_weights_of_a_loss(alpha, backend):
 
 def test_a_transform_of_torch_func(backend):
     """The kernels cannot read the wrappers of a transform, which also wraps masks that the function derives."""
-    p_mask, noise, loss_mask = (t.nan_to_num(0.5) for t in drawn(view=lambda t: t[:, 3:]))
-    x = torch.randn(B, L, V, device=DEVICE, requires_grad=True)
+    p_mask, noise, loss_mask = (t.nan_to_num(0.5) for t in drawn(view=lambda t: t[:, 3:9]))
+    x = torch.randn(B, 6, V, device=DEVICE, requires_grad=True)
 
     def value(x, p_mask):
         loss = MDLMCrossEntropyLoss(backend=backend)

@@ -154,6 +154,7 @@ def test_the_gammas_of_the_paper(block_size, gamma):
     assert torch.equal(*distilled)
 
 
+@pytest.mark.exhaustive
 def test_one_graph():
     mask, segments = batch()
     seeds = SEEDS.clone()

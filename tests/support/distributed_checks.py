@@ -134,7 +134,7 @@ TABLE = {
         ["context_parallel"],
         ["context_parallel_targets_of_mtp"],
     ),
-    "Context parallelism, plain tensors, shifted losses (hybrid, I-DLM, AR)": ([], [], []),
+    "Context parallelism, plain tensors, shifted losses (hybrid, I-DLM, AR, any loss with `shift=True`)": ([], [], []),
     "Context parallelism, DTensors sharded along the sequence": (
         ["context_parallel_shifted_logits", "split_rows_of_logits"],
         ["context_parallel_shifted", "context_parallel_shifted_fsdp", "split_rows_of_hidden"],
