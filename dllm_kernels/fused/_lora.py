@@ -178,9 +178,12 @@ def _of_peft(head: Any, name: str) -> Adapter:
 def _low_rank(hidden: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """Compute ``s A h``."""
     h, a = adapter.dropped(hidden), adapter.a
-    if is_dtensor(h) or (not is_dtensor(a.weight) and a.weight.dtype == h.dtype):
+    if is_dtensor(h):
         u: torch.Tensor = a(h)
         return u * adapter.scale
+    if not is_dtensor(a.weight) and a.weight.dtype == h.dtype:
+        # A copy, because FSDP2 may free the gathered weight of one call of the head before the backward of another.
+        return F.linear(h, a.weight.clone(), a.bias) * adapter.scale
     weight = gathered_once(a.weight, h)
     if is_dtensor(weight):
         raise ValueError(
