@@ -274,10 +274,15 @@ def check_count(name: str, value: object) -> None:
 
 
 def check_total(name: str, value: Any) -> None:
-    """Raise unless ``value`` passes :func:`check_count` and is not negative. On a GPU the sign is not checked."""
+    """Raise unless ``value`` passes :func:`check_count`, is finite and not negative; on a GPU only its dtype counts."""
     check_count(name, value)
     value = _plain.plain(value)
+    value = value.detach() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor) and value.dtype == torch.bool:
+        raise ValueError(f"{name} must be a count, got a bool tensor; sum the mask, any() does not count")
     known = _plain.readable_without_sync(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    if known and isinstance(value, (float, Tensor)) and not math.isfinite(number := float(value)):
+        raise ValueError(f"{name} must be finite, got {number}")
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")

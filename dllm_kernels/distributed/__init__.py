@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dllm_kernels._utils import _checks
+
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 
 
@@ -27,6 +29,7 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     Returns:
         A new tensor of the shape and dtype of ``t``, equal on every rank.
     """
+    _checks.check_tensor("t", t)
     total = t.detach().clone()
     dist.all_reduce(total, group=group)
     return total
@@ -46,6 +49,8 @@ def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = Non
     Returns:
         0-d int64 on the mask's device, computed without a host sync: pass it to a loss as its ``num_..._tokens``.
     """
+    _checks.check_tensor("mask", mask)
+    _checks.check_mask_values("mask", mask)
     count = (mask != 0).sum()
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return count

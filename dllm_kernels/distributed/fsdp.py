@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from dllm_kernels._core._eager import first_order
 from dllm_kernels._core._plan import compute_dtype
-from dllm_kernels._utils._checks import check_number, type_name
+from dllm_kernels._utils._checks import check_gathered, check_number, check_tensor, type_name
 from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
@@ -143,7 +143,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
 
     Args:
-        weight: ``[V, D]`` or ``[V]``. Anything but a DTensor is returned unchanged.
+        weight: ``[V, D]`` or ``[V]``. A plain tensor is returned unchanged.
         hidden: the hidden states to multiply by it. The weight is gathered in their dtype, or in that of autocast.
         name: name of the tensor in error messages.
 
@@ -152,9 +152,13 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
         dimensions. Its gradient is reduced to the shards of ``weight``, averaged over the data-parallel ranks.
 
     Raises:
-        ValueError: the layout cannot be gathered; the message names the fix.
+        TypeError: ``weight`` is not a tensor.
+        ValueError: the layout cannot be gathered, or the weight is empty; the message names the fix.
     """
     if not isinstance(weight, DTensor):
+        if weight is not None:
+            check_tensor(name, weight)
+            check_gathered(**{name: weight})
         return weight
     tensor = _layout.tensor_parallel_dims(weight, hidden)
     data = [i for i in range(weight.device_mesh.ndim) if i not in tensor]

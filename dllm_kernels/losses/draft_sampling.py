@@ -136,7 +136,8 @@ def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor
 
     Returns:
         (targets, inside): int64 and bool ``[B, num * (block_size - 1)]``. ``inside`` is False, and the target -100, for
-        positions beyond the end of the row.
+        positions beyond the end of the row, and for the whole block of an anchor outside [0, L), such as a padding of
+        -1.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -155,7 +156,8 @@ def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor
     B, L = ids.shape
     place = anchors.to(torch.int64).unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
     place = place.view(B, -1)
-    inside = (place >= 0) & (place < L)
+    known = (anchors >= 0) & (anchors < L)
+    inside = (place < L) & known.repeat_interleave(block_size - 1, 1)
     padded = torch.cat([ids.to(torch.int64), ids.new_full((B, 1), 0, dtype=torch.int64)], 1)  # L may be 0
     return torch.where(inside, padded.gather(1, torch.where(inside, place, L)), -100), inside
 

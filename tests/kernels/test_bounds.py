@@ -163,6 +163,9 @@ RUNS = {
     "divergence": lambda g: divergence(g, torch.float32, kind={"rkl": 0.5, "teacher_ce": 0.1, "ce": 0.2}),
     "divergence, sums first": lambda g: divergence(g, torch.float16, kind={"jsd": 0.5, "lk": 1.0, "ce": 0.2}),
     "divergence, transformed": lambda g: divergence(g, torch.float32, kind={"kl": 1.0, "ce": 0.2}, **TRANSFORM),
+    "divergence, draft vocabulary": lambda g: divergence(
+        g, torch.float32, kind={"kl": 1.0, "ce": 0.2}, draft_to_target=g.copy(torch.randperm(V))
+    ),
     "linear_divergence": lambda g: linear_divergence(g, torch.float32, kind="l1"),
     "linear_sample": lambda g: linear_sample(g, torch.float16),
     "linear_sample, transformed": lambda g: linear_sample(g, torch.float32, **TRANSFORM),

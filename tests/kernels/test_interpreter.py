@@ -97,7 +97,7 @@ def launches(name, monkeypatch):
 def kernels_in_sources():
     """Return the names before ``[grid](...)`` in the launchers."""
     sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(kernels.__path__)]
-    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|\(.*\))\]\(", source)}
+    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|programs|\(.*\))\]\(", source)}
 
 
 def assert_same_bits(name, monkeypatch):

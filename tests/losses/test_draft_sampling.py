@@ -203,3 +203,11 @@ def draft(prefix=PREFIX, block_size=4, loss_gamma=7.0, **options):
 def test_bad_arguments(call, error, message):
     with pytest.raises(error, match="^" + re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("anchor", [-1, -2, -100, 4])
+def test_a_block_of_an_anchor_outside_of_the_row_has_no_target(anchor):
+    """Anchors are often padded with -1."""
+    targets, inside = block_targets(torch.tensor([[4, 9, 3, 0]]), torch.tensor([[anchor, 1]]), 3)
+    assert targets.tolist() == [[-100, -100, 3, 0]]
+    assert inside.tolist() == [[False, False, True, True]]

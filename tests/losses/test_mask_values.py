@@ -1,5 +1,6 @@
 """Masks whose values show that they were swapped raise an error on CPU, even if the loss does not use them."""
 
+import math
 import re
 
 import numpy as np
@@ -22,6 +23,7 @@ from dllm_kernels import (
     ops,
     policy_views,
 )
+from dllm_kernels.distributed import gather_head, global_token_count
 from tests.conftest import every_time
 
 B, L, V, D = 2, 4, 7, 5
@@ -220,3 +222,34 @@ def test_no_value_is_read_in_a_graph(name):
     compiled = torch.compile(lambda *masks: call(name, "logits", *masks), backend="eager", fullgraph=True)
     assert compiled(NOISE, TIMES).isfinite()
     assert not compiled(TIMES, NOISE).isnan()
+
+
+@pytest.mark.parametrize("count", [math.inf, math.nan, torch.tensor(math.inf), torch.tensor(math.nan)], ids=str)
+@pytest.mark.parametrize("name", ["num_diffusion_tokens", "num_ar_tokens"])
+def test_a_count_that_is_not_finite_is_rejected(name, count):
+    on = torch.ones(1, 4)
+    with pytest.raises(ValueError, match=f"^{name} must be finite, got (inf|nan)"):
+        MDLMCrossEntropyLoss()(torch.randn(1, 4, 9), torch.zeros(1, 4).long(), on, on / 2, on, **{name: count})
+
+
+def test_a_bool_tensor_is_no_count():
+    on = torch.ones(1, 4)
+    arguments = torch.randn(1, 4, 9), torch.zeros(1, 4).long(), on, on / 2, on
+    with pytest.raises(ValueError, match=r"^num_diffusion_tokens must be a count, got a bool tensor; sum the mask"):
+        MDLMCrossEntropyLoss()(*arguments, num_diffusion_tokens=on.bool().any())
+
+
+@pytest.mark.parametrize("bad", [-100.0, -math.inf, math.nan])
+def test_counting_over_ranks_takes_masks_only(bad):
+    with pytest.raises(ValueError, match=r"^mask must hold no negative number, NaN or infinity"):
+        global_token_count(torch.tensor([1.0, bad]))
+    with pytest.raises(TypeError, match=r"^mask must be a torch\.Tensor, got list"):
+        global_token_count([1, 0])
+
+
+def test_a_head_to_gather_is_a_tensor_with_values():
+    hidden = torch.randn(2, 8)
+    with pytest.raises(TypeError, match=r"; pass its \.weight"):
+        gather_head(torch.nn.Linear(8, 11), hidden)
+    with pytest.raises(ValueError, match="must hold its values, got an empty tensor"):
+        gather_head(torch.empty(0), hidden)

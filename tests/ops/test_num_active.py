@@ -173,7 +173,7 @@ def assert_all_nan(op, trained, dtype=torch.float32, bound=N - 2, run=None, **op
             assert leaves[i].grad.isnan().all(), i
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("bound", [N - 2, 1, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("trained", TRAINED)

@@ -62,7 +62,7 @@ def hidden_draw(dtype, reduction):
 
 @three_kinds
 @tails
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -82,7 +82,7 @@ def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend)
 
 @three_kinds
 @tails
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])

@@ -176,7 +176,7 @@ LAUNCHES = {
     "hybrid": ((13, 1), (30, 2)),
     "dflash": ((20, 1), (36, 2)),
     "idlm": ((16, 1), (33, 2)),
-    "scdd": ((122, 58), (139, 79)),
+    "scdd": ((122, 58), (139, 80)),
     "scdd, no uniform noise": ((25, 1), (42, 2)),
 }
 
@@ -677,6 +677,9 @@ def far_apart():
         yield functools.partial(
             launches.divergence_from_hidden, (1, 2**17, 50257), torch.bfloat16, kind=kind, chunk_size=2**17
         )
+    yield functools.partial(
+        launches.divergence_of_a_draft_vocabulary, (1, 2**17, 50257), torch.bfloat16, kind="kl", chunk_size=2**17
+    )
     yield functools.partial(launches.sample, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
