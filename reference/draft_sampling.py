@@ -68,11 +68,11 @@ def block_targets(ids: torch.Tensor, anchors: torch.Tensor, block_size: int) -> 
     Source: the block layout of the DFlash paper.
     """
     rows = [
-        [int(row[a + k]) if 0 <= a and a + k < len(row) else -100 for a in of_row for k in range(1, block_size)]
+        [int(row[a + k]) if a >= 0 and a + k < len(row) else -100 for a in of_row for k in range(1, block_size)]
         for row, of_row in zip(ids.tolist(), anchors.tolist(), strict=True)
     ]
     inside = [
-        [0 <= a and a + k < ids.shape[1] for a in of_row for k in range(1, block_size)] for of_row in anchors.tolist()
+        [a >= 0 and a + k < ids.shape[1] for a in of_row for k in range(1, block_size)] for of_row in anchors.tolist()
     ]
     return torch.tensor(rows, dtype=torch.int64), torch.tensor(inside, dtype=torch.bool)
 
