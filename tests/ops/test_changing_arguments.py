@@ -111,6 +111,10 @@ def masked_cross_entropy(logits, labels, count):
     return ours.calculate_loss(ours.MaskedCrossEntropy(), logits=logits, labels=labels, num_label_tokens=count)
 
 
+def token_log_probs(hidden, ids, **options):
+    return ours.token_log_probs(hidden, ids, **options)
+
+
 # function, the arguments of a step, and the public names that it stands for beside its own
 CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     "token_nll": (ours.token_nll, lambda s: {"logits": s.leaf(V), "targets": s.ids(), "scale": s.factor}),
@@ -139,7 +143,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
         lambda s: {**s.linear(), "ids": s.ids(), "aux": s.floats()},
     ),
     "token_log_probs": (
-        ours.token_log_probs, lambda s: {**s.linear(), "ids": s.ids(), "with_entropy": True},
+        token_log_probs, lambda s: {**s.linear(), "ids": s.ids(), "with_entropy": True},
     ),
     "divergence": (
         ours.divergence,
@@ -279,14 +283,18 @@ def evaluate(function, arguments):
     return [t.detach() for t in (*results, *grads)]
 
 
-def assert_two_graphs(function, draw, steps=STEPS):
-    """Assert the results of eager mode in each step, no graph break, and no graph after the second step."""
+# k as a Python int is a constant of a graph; as a tensor it may change.
+GRAPHS = dict.fromkeys(("gumbel_topk", "gumbel_topk_mask"), STEPS)
+
+
+def assert_two_graphs(function, draw, steps=STEPS, most=2):
+    """Assert the results of eager mode in each step, no graph break, and no graph after the second (``most``) step."""
     counters.clear()
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for k in range(steps):
         expected, got = (evaluate(f, draw(Step(k))) for f in (function, compiled))
         torch.testing.assert_close(got, expected)
-        assert counters["stats"]["unique_graphs"] <= min(k + 1, 2), f"step {k}"
+        assert counters["stats"]["unique_graphs"] <= min(k + 1, most), f"step {k}"
     assert not counters["graph_break"]
 
 
@@ -295,7 +303,7 @@ EVERY_DAY = ["weighted_linear_nll"]
 
 @pytest.mark.parametrize("name", every_time(EVERY_DAY, CALLS))
 def test_two_graphs_serve_all_steps(name):
-    assert_two_graphs(*CALLS[name])
+    assert_two_graphs(*CALLS[name], most=GRAPHS.get(name, 2))
 
 
 def draw_case(case, form):
