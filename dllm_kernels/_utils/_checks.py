@@ -281,8 +281,10 @@ def check_total(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.dtype == torch.bool:
         raise ValueError(f"{name} must be a count, got a bool tensor; sum the mask, any() does not count")
     known = _plain.readable_without_sync(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
-    if known and isinstance(value, (float, Tensor)) and not math.isfinite(number := float(value)):
-        raise ValueError(f"{name} must be finite, got {number}")
+    # A float may be a symbol while a graph is traced, and isfinite() of a symbol breaks the graph.
+    real = known and not isinstance(value, numbers.Integral) and not torch.compiler.is_compiling()
+    if real and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {float(value)}")
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")

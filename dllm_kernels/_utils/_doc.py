@@ -7,6 +7,7 @@ description when the package is imported, so that ``help`` shows it.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import textwrap
@@ -152,13 +153,17 @@ SHARED = {
 _REFERENCE = re.compile(r"^( +)(\w+): \{(\w+)\}(.*(?:\n\1 +\S.*)*)", re.MULTILINE)
 
 
+@functools.cache  # most arguments are described in the same words by many functions, and this runs at import
+def _wrapped(indent: str, text: str) -> str:
+    return textwrap.fill(text, 120, initial_indent=indent, subsequent_indent=f"{indent}    ")
+
+
 def filled(docstring: str) -> str:
     """Replace each ``name: {key}`` by the shared description, wrapped at 120 columns."""
 
     def described(match: re.Match[str]) -> str:
         indent, name, shared, more = match.groups()
-        text = f"{name}: {SHARED[shared]} {' '.join(more.split())}".rstrip()
-        return textwrap.fill(text, 120, initial_indent=indent, subsequent_indent=f"{indent}    ")
+        return _wrapped(indent, f"{name}: {SHARED[shared]} {' '.join(more.split())}".rstrip())
 
     return _REFERENCE.sub(described, docstring)
 
