@@ -117,6 +117,15 @@ def pytest_collection_modifyitems(items):
         for item in set(cases).difference(everyday):
             item.add_marker("exhaustive")
     items[:] = [item for item in items if item not in left_out]
+    slow = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("everyday") and not item.get_closest_marker("exhaustive"):
+            slow[item.path, item.originalname].append(item)
+    for cases in slow.values():
+        (most,) = cases[0].get_closest_marker("everyday").args
+        kept = {cases[i * len(cases) // most] for i in range(most)}
+        for item in set(cases).difference(kept):
+            item.add_marker("exhaustive")
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
         if item.get_closest_marker("gpu") and DEVICE == "cpu":

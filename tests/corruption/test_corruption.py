@@ -225,6 +225,7 @@ def test_blocks_of_a_shorter_row_are_a_prefix_of_those_of_the_full_row():
     assert same(short, [t[:, :32].contiguous() for t in long])
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.parametrize("L", [1, 7, 40])
 @pytest.mark.parametrize("block_size", [None, 1, 3, 8, 64])
 def test_the_count_in_every_block(L, block_size, backend, device):

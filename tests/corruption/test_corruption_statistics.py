@@ -206,6 +206,7 @@ def test_mix_splits_at_its_rates_and_other_tokens_are_uniform(vocab_size):
     assert chi_square_p(counts[others], torch.full((len(others),), float(moved.sum()) / len(others)).double()) > P
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])
 def test_each_sampled_level_is_uniform(method):
     """A single row has the uniform distribution, whatever couples the rows of a batch."""

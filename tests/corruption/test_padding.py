@@ -36,6 +36,7 @@ def starts(ids, width):
     return torch.tensor([width, width + 1, width + L // 2, width + L], device=ids.device)
 
 
+@pytest.mark.everyday(12)
 @every_routine
 @pytest.mark.parametrize("width", every_time([3], WIDTHS))
 def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
@@ -114,6 +115,7 @@ def test_the_probability_of_padding(backend, device):
         assert torch.equal(p_mask == 1, padding)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("D", [3, 40, 200, 5000])
 def test_gumbel_topk_of_padded_rows(D, backend, device):
     generator = torch.Generator().manual_seed(D)

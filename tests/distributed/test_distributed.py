@@ -46,6 +46,7 @@ def checks(world):
     return [pytest.param(name, marks=[ranks(name), *exhaustive.get(name, [])]) for name in CHECKS[world]]
 
 
+@pytest.mark.everyday(70)
 @pytest.mark.parametrize("name", checks(2))
 def test_in_two_processes(several_processes, name):
     judge(several_processes / "2", 2, name)
@@ -123,6 +124,7 @@ def test_every_claim_in_docs_has_checks():
             assert set(checks) <= registered, (row, set(checks) - registered)
 
 
+@pytest.mark.exhaustive
 def test_loss_head_in_one_graph():
     """Without FSDP2, a training step with it compiles to one graph; value and gradients equal eager mode."""
     torch.manual_seed(0)

@@ -546,6 +546,7 @@ def adapted(kind, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", ["llada", "many_moves", "grpo"])
 @pytest.mark.parametrize("kind", ["lora", "saved"])
 def test_adapters_of_the_head_train(kind, name):

@@ -83,6 +83,7 @@ def steps(once):
 RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(
     ("mode", "variant"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
 )

@@ -1478,6 +1478,7 @@ def test_sequences_split_by_the_trainer_are_rejected(cp_size, sp_size):
 # Two ranks ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @needs_trainer
 @pytest.mark.ranks("trainer", "")
 def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
@@ -1614,6 +1615,7 @@ def test_a_collator_of_another_kind_is_not_modified(ranks, tmp_path):
     assert created.data_collator is other
 
 
+@pytest.mark.exhaustive
 @needs_trainer
 def test_the_example_learns(capsys):
     before, after = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))["main"](100)

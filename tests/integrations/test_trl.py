@@ -173,6 +173,7 @@ def results(apply, tensors, frozen, upstream, *options_of_call):
     return [*(f.detach() for f in floats), *grads], top
 
 
+@pytest.mark.everyday(8)
 @needs_trl
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("outputs", OUTPUTS, ids="+".join)
@@ -331,6 +332,7 @@ def test_autocast_and_a_head_of_another_dtype(host, entropy):
             torch.testing.assert_close(ours, theirs, rtol=loose, atol=loose)
 
 
+@pytest.mark.everyday(8)
 @needs_trl
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

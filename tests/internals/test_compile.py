@@ -102,6 +102,7 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
             torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.covering(1, most=1)  # the exhaustive tests of changing lengths cover both forms
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
@@ -115,6 +116,7 @@ def test_every_loss_is_one_graph_forward_and_backward(case, form):
 CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
     every_time([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, name=lambda case: case.name),
@@ -149,6 +151,7 @@ def test_through_inductor(name, form):
     assert_compiled_equals_eager(make_step(case, form, inputs), leaves, "inductor")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["token_nll", "weighted_nll"])
@@ -162,6 +165,7 @@ def test_frozen_inputs(name, frozen):
         torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), step(*leaves))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
 def test_inputs_that_are_not_contiguous(backend):
     """The strides of the traced gradient equal those of the returned gradient."""
@@ -181,6 +185,7 @@ def test_inputs_that_are_not_contiguous(backend):
         assert_compiled_equals_eager(function, leaves, "aot_eager", frozen=(1, 2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shapes", [(6, 9, 13)])
 def test_shapes_that_change(shapes):
     def step(x, targets, weights):
@@ -239,6 +244,7 @@ def assert_few_graphs_for_case(case, form, lengths, count=None):
     assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -257,6 +263,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "form"),
     every_time([("block diffusion", "logits"), ("token_nll, softcap scale skip_id", "hidden")], LENGTHS),
@@ -265,6 +272,7 @@ def test_lengths_that_change_from_step_to_step(name, form):
     assert_few_graphs_for_case(BY_NAME[name], form, 7)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(1)
 @fewer_counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -281,6 +289,7 @@ def test_counts_of_numpy(form, number):
     assert_few_graphs_for_case(BY_NAME["mdlm, counted"], form, 7, number)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("count", [0, 1, -3, 0.25, float("inf")], ids=str)
 def test_a_count_below_one_in_a_graph_of_changing_counts(count):
     loss = torch.ones(3)
@@ -327,6 +336,7 @@ CHANGES = [
 EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
 def test_a_factor_that_changes_from_step_to_step(name, first):
     """One graph serves the first value, and a second one serves all others."""
@@ -341,6 +351,7 @@ def test_a_factor_that_changes_from_step_to_step(name, first):
     assert_few_graphs(step, numbers_that_change(FACTORS[first]), 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("reduction", "dtype"),
     every_time(
@@ -366,6 +377,7 @@ def test_an_annealed_temperature_of_a_divergence(reduction, dtype):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.exhaustive
 def test_two_factors_one_of_them_changing():
     def step(h, w, ids, value):
         return linear_token_nll(h, w, ids, scale=value, softcap=4.0, skip_id=7).nll.square().sum()
@@ -436,6 +448,7 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
     assert not counters["graph_break"]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -457,6 +470,7 @@ def test_targets_are_checked_through_inductor(form, grad, monkeypatch):
     assert_targets_are_checked(BY_NAME["mdlm"], form, grad, "inductor", monkeypatch)
 
 
+@pytest.mark.exhaustive
 def test_check_targets_in_a_graph_follows_the_argument(monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     x, bad = torch.randn(2, V, device=DEVICE), torch.tensor([1, V], device=DEVICE)
@@ -557,6 +571,7 @@ def test_mtp_with_a_loss_created_inside_the_graph(base, way):
     assert_few_graphs(step, draws(), 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], [MaskedCrossEntropy, FusedLinearCrossEntropy]))
 def test_labels_of_mtp_are_checked_in_one_graph(base, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
@@ -593,6 +608,7 @@ def test_layouts_of_labels_in_a_graph(layout):
     assert_few_graphs(step, draws(), 2)
 
 
+@pytest.mark.exhaustive
 def test_float16_weights_under_compile():
     """The factor that keeps w / N above float16's subnormals is applied in float32."""
     case = BY_NAME["weighted_nll"]
@@ -627,6 +643,7 @@ def rows(dtype, N=5):
     return logits, targets, active
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_correct", [False, True])
@@ -640,6 +657,7 @@ def test_opcheck_token_nll(dtype, with_correct, backend):
         opcheck(TOKEN_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets), plan, tests)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
@@ -670,6 +688,7 @@ def linear_plan(dtype, needs, **options):
     return Plan(dtype, False, Options(with_correct=True, **options), NeedsGrad(*needs), from_hidden=True)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -707,6 +726,7 @@ def make_statistics(N, K, mix):
     return {"ids": ids, "targets": marks, "mix_a": a, "mix_b": b}
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
 def test_opcheck_row_stats(entropy, mix, correct, backend):
@@ -719,6 +739,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
         opcheck(ROW_STATS, RowInputs(x, **make_statistics(5, 2, mix)), plan)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

@@ -108,6 +108,7 @@ def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
     assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not modified
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["weighted", "rows"])

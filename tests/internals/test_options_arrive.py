@@ -21,6 +21,7 @@ def called(case, form, **options):
     return case.output(form, arguments, **options)
 
 
+@pytest.mark.everyday(48)
 @every_form
 def test_the_backend(case, form, monkeypatch):
     requested, torch_primitives = set(), _plan.row_primitives(False)

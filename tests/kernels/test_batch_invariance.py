@@ -150,6 +150,7 @@ def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
     assert rows_that_differ(op, *drawn(V, dtype), {"backend": "torch", **steps}, places) == []
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

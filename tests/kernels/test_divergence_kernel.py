@@ -122,6 +122,7 @@ def assert_as_good_as_the_oracle(kind, dtype, V, steps, run=run_kernel):
         assert torch.equal(o[3], e[3])
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("V", [2 * TILE, 4 * TILE + 203, 2 * TILE - 5, 3])
@@ -131,6 +132,7 @@ def test_every_kind(kind, dtype, V, steps):
     assert_as_good_as_the_oracle(kind, dtype, V, steps)
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", ["as they are", "all, of either side"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,6 +211,7 @@ OFTEN = [
 EACH = [pair for kind, dtype in zip(KINDS, itertools.cycle(DTYPES[:3])) for pair in ((kind, dtype), (kind, DTYPES[3]))]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("kind", "dtype"), every_time(OFTEN, dict.fromkeys([*OFTEN, *EACH])))
 def test_every_kind_of_row(kind, dtype):
     V = TILE + 203 if dtype in (torch.float32, torch.float16) else 2 * TILE
@@ -251,6 +254,7 @@ def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
     assert torch.equal(found[3], exact[3][order])
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
 @pytest.mark.parametrize("V", [TILE, TILE + 13])
@@ -340,6 +344,7 @@ def test_lambda_uses_the_mean_if_given():
     assert not torch.equal(other[0], ours[0])
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("V", [1, 3, 16, 53])
 @pytest.mark.parametrize("kind", ["kl", "jsd", "0.1 ce + 0.9 l1"])
@@ -348,6 +353,7 @@ def test_tiles_of_16_columns(kind, V, monkeypatch):
     test_every_kind(kind, torch.float32, V, "all, of either side" if V > 3 else "temperature")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["kl", "jsd", "0.1 ce + 0.9 l1"])
 def test_products_may_be_fused(kind, fused_products, monkeypatch):
     """One column has probability 1 on both sides.

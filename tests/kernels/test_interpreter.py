@@ -112,6 +112,7 @@ def assert_same_bits(name, monkeypatch):
     return {kernel for kernel, _ in quick}
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll, torch.float32", "corrupt_mix"])
 def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
     assert assert_same_bits(name, monkeypatch)
@@ -123,6 +124,7 @@ def test_every_kernel_leaves_the_same_bits(monkeypatch):
     assert launched == kernels_in_sources()
 
 
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_program_touches_what_another_one_writes(name, monkeypatch):
     with interpreter.programs_apart() as separate:

@@ -133,6 +133,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("V", VOCABULARIES)
 @pytest.mark.parametrize(("path", "dtype"), [(p, dtype) for p in PATHS for dtype in DTYPES[p]], ids=str)
@@ -178,6 +179,7 @@ def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset)
     assert beside.isnan().all()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("path", PATHS)
 def test_programs_run_in_any_order(path, reverse_program_order, monkeypatch):
     test_every_kind_of_row(path, TILE + 13, torch.float32, monkeypatch)

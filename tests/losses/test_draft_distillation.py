@@ -698,6 +698,7 @@ def test_a_wrong_teacher(message, changes):
         call("hidden", {}, **changes)
 
 
+@pytest.mark.exhaustive
 @forms
 def test_a_negative_total_weight_that_cannot_be_read_makes_the_loss_nan(form):
     """In a compiled step, as on a GPU, reading it would be a host sync."""

@@ -300,6 +300,7 @@ def test_an_explicit_weight_is_accepted():
     torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.exhaustive
 def test_the_head_is_checked_within_a_compiled_graph():
     hidden, labels = inputs()
     model, loss_fn = Model(nn.Linear(H, V)), FUSED()

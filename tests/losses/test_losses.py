@@ -89,6 +89,7 @@ def logits_of(case, B=2, L=6, dtype=torch.float32, device=DEVICE):
     return (3 * torch.randn(B, L * case.width, V, device=device)).to(dtype)
 
 
+@pytest.mark.everyday(70)
 @parity_of_every_path
 def test_parity_of_the_logits_form(case, dtype, backend):
     inputs = draw(case)
@@ -99,6 +100,7 @@ def test_parity_of_the_logits_form(case, dtype, backend):
     )
 
 
+@pytest.mark.everyday(70)
 @parity_of_every_path
 def test_parity_of_the_hidden_form(case, dtype, backend):
     inputs = draw(case)

@@ -216,6 +216,7 @@ def test_a_count_is_not_negative():
         loss(X, Y, ON, block_size=3, num_blocks=torch.tensor([1, -1]))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", every_time(["mdlm"], LOSSES))
 def test_no_value_is_read_in_a_graph(name):
     torch._dynamo.reset()  # otherwise Dynamo would treat the losses as one function

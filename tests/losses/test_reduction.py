@@ -195,6 +195,7 @@ COMPILED = every_time(["hybrid, one tensor, rows"], [case.name for case in ROWS]
 COMPILED = [pytest.param(*p.values, form, marks=p.marks) for p, form in zip(COMPILED, cycle(("hidden", "logits")))]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "form"), COMPILED)
 def test_rows_of_a_compiled_step(name, form):
     """A trainer normalises the rows itself, in one graph with the loss."""

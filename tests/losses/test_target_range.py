@@ -184,6 +184,7 @@ def test_other_values_are_errors(word, monkeypatch):
     assert token_nll(X, Y, check_targets=False).nll.isfinite().all()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("max_ratio", [0.1, 0.0])
 def test_scdd_names_the_argument_with_the_bad_id(max_ratio, compiled, monkeypatch):

@@ -71,6 +71,7 @@ def packings():
     }
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("packing", packings())
 @pytest.mark.parametrize("base", BASES)
@@ -223,6 +224,7 @@ def test_loss_weights_and_counts(base):
         assert got.item() == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], BASES))
 def test_a_negative_count_raises(base):
     """A negative count would change the sign of the loss, which would then be maximised."""
@@ -645,6 +647,7 @@ def masks(shape):
     return {"none": None, "same": mask.reshape(shape), "flat": mask, "column": mask.float()[:, None], "bool": mask > 0}
 
 
+@pytest.mark.everyday(20)
 @pytest.mark.parametrize("mask", masks((1,)))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_labels_in_another_layout_than_logits(layout, mask):

@@ -298,6 +298,7 @@ def assert_two_graphs(function, draw, steps=STEPS):
 EVERY_DAY = ["weighted_linear_nll"]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", every_time(EVERY_DAY, CALLS))
 def test_two_graphs_serve_all_steps(name):
     assert_two_graphs(*CALLS[name])

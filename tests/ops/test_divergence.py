@@ -84,6 +84,7 @@ def hidden_draw(dtype, reduction):
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.everyday(13)
 @every_kind
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -110,6 +111,7 @@ SETTINGS = {  # of hidden states: (chunk_size, num_active, reduction, the teache
 }
 
 
+@pytest.mark.everyday(13)
 @every_kind
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,6 +120,7 @@ def test_parity_from_hidden_states(name, dtype, setting):
     parity_from_hidden_states(name, dtype, setting, "torch")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -374,6 +377,7 @@ def test_gradients_only_for_leaves_that_require_them():
         assert not linear_divergence(h, w, th, kind="kl").loss.requires_grad
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_memory_of_two_chunks(dtype):
     """Memory holds two chunks of logits, the gradient of the hidden states and cache-sized blocks, but never [N, V]."""
@@ -434,6 +438,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columns", [False, True])
 def test_layouts(layout, columns, backend):
@@ -558,6 +563,7 @@ def test_a_nan_outside_of_the_compared_columns(backend):
         assert grad.isnan().any(1).tolist() == out.value.isnan().tolist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("teacher", ["draft", "full"])
@@ -581,6 +587,7 @@ def test_one_graph_of_a_smaller_vocabulary(form, teacher):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
@@ -605,6 +612,7 @@ def test_one_graph_under_compile(form, options):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.exhaustive
 def test_coefficients_that_change_from_step_to_step_are_one_graph():
     z, t = torch.randn(4, V, requires_grad=True), torch.randn(4, V)
     graphs = []
@@ -619,6 +627,7 @@ def test_coefficients_that_change_from_step_to_step_are_one_graph():
     assert len(graphs) <= 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kinds", every_time([{"jsd": 0.5, "kl": 1.0}], [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}]))
 def test_a_beta_that_reaches_0_or_1_in_one_graph(kinds):
     """jsd is defined as kl at 0 and as rkl at 1. The formula of jsd does not have these limits."""

@@ -543,6 +543,7 @@ PROBABLE = [case for case in FIRSTS if "probability" in case.roles.values()]
 probable = pytest.mark.parametrize("case", PROBABLE, ids=lambda case: case.name)
 
 
+@pytest.mark.everyday(1)
 @probable
 def test_no_value_is_read_while_compiling(case):
     call = Call(case, "logits")
@@ -888,6 +889,7 @@ def test_triton_on_cpu_tensors_without_the_interpreter(by, monkeypatch):
     )
 
 
+@pytest.mark.exhaustive
 def test_triton_that_is_not_installed():
     code = """
 import sys

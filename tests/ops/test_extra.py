@@ -73,6 +73,7 @@ def test_parity_of_the_ops(case, chunk, dtype, path):
     assert_parity(ours(case, inputs, chunk_size=chunk, backend=path), plain(case, inputs), draw(case, dtype))
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("case", every_time([c for c in FIRSTS if c in CASES], CASES, name=lambda case: case.name))
 def test_parity_of_every_loss(case, backend):
     inputs = drawn(case)
@@ -212,6 +213,7 @@ def test_the_large_products_are_no_more_than_without_it(trains, weighted, per_ro
         assert products(weigh, rows) == products(each, rows) == (1, 1)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
@@ -358,6 +360,7 @@ def _fresh_dynamo():
     torch.compiler.reset()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 1), (1, 0, 0, 1, 0)], ids=str)

@@ -434,6 +434,7 @@ def test_bitwise_the_same_twice(path):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("form", ["weighted", "token", "compiled"])
 def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, trains_head):
@@ -673,6 +674,7 @@ def test_weights_of_any_stride(layout, path):
         assert torch.equal(strided, dense)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("chunk_size", [None, 100, 1200])  # a chunk of 1200 holds all rows: its product is the gradient
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_float16_gradients_whose_scaled_sum_overflows(chunk_size, compiled):

@@ -186,6 +186,7 @@ def test_supports_are_those_of_transformers(options):
         assert torch.equal(inside.sort().values, (expected > -INF).nonzero()[:, 0])
 
 
+@pytest.mark.everyday(1)
 def test_a_peaked_row_and_a_rare_token(backend):
     """If one token has nearly all of the probability, the bound of its score is loose, but other tokens are drawn."""
     N = 4096 if backend == "torch" else 32
@@ -267,6 +268,7 @@ def test_the_generator_decides_without_seeds():
     assert torch.equal(a, linear_sample(h, w).ids)
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 33, 600])
 def test_any_vocabulary(columns, backend):
     (h, w, b), seeds = draw(columns=columns)
@@ -298,6 +300,7 @@ def test_any_leading_shape_and_strides(shape, backend):
     assert (got.ids.shape, got.top_ids.shape) == (shape, (*shape, 2))
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("truncation", [{}, {"top_k": V}, {"top_p": 0.99999}, {"min_p": 1e-9}], ids=str)
 def test_special_rows(truncation, temperature, path):
@@ -399,6 +402,7 @@ def _fresh_dynamo():
     torch.compiler.reset()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_is_eager():
     (h, w, b), seeds = draw()

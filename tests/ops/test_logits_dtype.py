@@ -46,6 +46,7 @@ def statistics(hidden, weight, ids, **options):
     }  # fmt: skip
 
 
+@pytest.mark.everyday(1)
 @dtypes
 def test_statistics_are_exact_to_float32(dtype, backend):
     hidden, weight, bias, extra, ids = drawn(dtype)
@@ -102,6 +103,7 @@ def test_the_gradient_is_rounded_once(dtype, backend, trains):
         assert ((got.double() - value).abs() <= bound).all()
 
 
+@pytest.mark.everyday(2)
 @dtypes
 @pytest.mark.parametrize("bumped", [False, True])
 def test_a_mean_embedding_is_of_exact_probabilities(dtype, backend, bumped):
@@ -185,6 +187,7 @@ def test_at_most_one_chunk_is_in_float32():
     assert largest.elements <= max(64 * vocabulary, weight.numel())
 
 
+@pytest.mark.everyday(1)
 @dtypes
 def test_one_graph_under_compile(dtype):
     hidden, weight, bias, extra, ids = drawn(dtype)

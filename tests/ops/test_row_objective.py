@@ -228,6 +228,7 @@ def test_inactive_rows_have_no_effect():
     assert linear_row_objective(h, w, ids, log_of_nll, active=active & False).loss == 0
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_one_graph_under_compile(form):
     ids, aux, active = draw_inputs(clipped, torch.float32, 2, 5)

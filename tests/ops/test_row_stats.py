@@ -105,6 +105,7 @@ def logits_pair(backend, **fixed):
 SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=True)]
 
 
+@pytest.mark.everyday(15)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "V", "K"), SIZES)
@@ -116,6 +117,7 @@ def test_parity(shape, V, K, dtype, path):
     assert_parity(*logits_pair(path), draw)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize(
     "transform", [{"skip_id": 7}, {"softcap": 3.0, "scale": 0.7}, {"scale": 2.0, "skip_id": 0}], ids=str
@@ -214,6 +216,7 @@ def test_a_or_b_is_zero(path):
     )
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_terms_of_a_mixture_of_every_size(dtype, path):
@@ -282,6 +285,7 @@ def judge_special_rows(rows, dtype, path, **steps):
                 assert_as_good_as_plain([o[row]], [e[row]], error, label, sizes={logits.shape[1]})
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_extreme_rows(dtype, path):
     judge_special_rows(extreme_rows(40), dtype, path)
@@ -433,6 +437,7 @@ def hidden_pair(backend, transform, **sizes):
     return ours, lambda h, w, b, ids, **arguments: reference.linear_row_stats(h, w, ids, b, **arguments, **transform)
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(4, None), (None, None), (3, 9), (50, 8)])

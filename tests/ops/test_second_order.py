@@ -55,6 +55,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.everyday(26)
 @pytest.mark.parametrize("ask", DERIVATIVES)
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_penalty_on_a_gradient_raises_for_every_input(form, name, ask, backend):
@@ -112,6 +113,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
 def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):

@@ -163,6 +163,7 @@ def test_all_columns_are_the_whole_divergence(kind, backend):
         torch.testing.assert_close(got, results[2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.everyday(4)
 @three_kinds
 @tails
 def test_outputs_beside_the_loss(kind, tail, backend):

@@ -81,6 +81,7 @@ def test_parity_from_logits(steps, dtype, path):
     )
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.covering(2, most=3)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -136,6 +137,7 @@ def test_gradcheck():
     torch.autograd.gradcheck(lambda h, w: linear_token_nll(h, w, targets, **steps).nll, (h, w))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

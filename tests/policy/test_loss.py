@@ -307,6 +307,7 @@ def stale(old, ref):
     return old + off, ref - off
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize(
     "settings",
     [{"dual_clip": 3.0}, {"dual_clip": 3.0, "kl": "k3", "kl_coef": 0.0}, {"kind": "cispo", "kl": "k2", "kl_coef": 0.1},
@@ -497,6 +498,7 @@ def test_advantages_per_sequence_apply_to_each_token():
         assert one is other is None or torch.equal(one, other)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("scheme", "level", "shift"),
     [

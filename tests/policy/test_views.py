@@ -373,6 +373,7 @@ SIZES = [(2 + i, 5 + (3 * i + 2) % 11, 2 + (7 * i) % 10) for i in range(10)]  # 
 DYNAMIC = [(scheme, dynamic) for scheme in (*SCHEMES, "prompt") for dynamic in (None, True)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("scheme", "dynamic"), every_time([("quadrature", True)], DYNAMIC, str))
 def test_one_graph_for_all_sizes(scheme, dynamic):
     """Views and scores of ten sizes are compiled less often than the limit of recompilations allows."""
@@ -423,6 +424,7 @@ def test_the_steps_of_a_trace_are_not_known_in_a_graph():
     assert all(torch.equal(a, b) for a, b in zip(with_breaks, make(steps), strict=True))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_value_is_read_back_from_the_device(scheme):
     """Reading a value of a meta tensor raises. The steps of a trace are known from ``num``."""

@@ -31,6 +31,7 @@ def run(mode, out, cache, *more):
     return status, json.loads((out / f"{mode}.json").read_text())
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("corruption", ["ours", "reference"])
 @pytest.mark.parametrize("mode", every_time(["mdlm", "scdd"], TASKS))
@@ -108,6 +109,7 @@ def test_correctly_filled_tokens_are_counted():
     assert 0.25 < filled.tokens / 1600 < 0.35
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("mode", every_time(["mdlm", "dflash"], TASKS))
 def test_minutes_determine_the_number_of_steps(mode, tmp_path, cache, monkeypatch):
     """On a fake clock, each training step takes an eighth of a second, and everything else no time."""
@@ -170,6 +172,7 @@ def test_attention_mask_of_the_two_copies():
             assert torch.equal(moved, torch.cat([sees_masked, sees_clean]))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("mode", every_time(["mdlm", "dflash", "hybrid", "mtp"], TASKS))
 def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
     """All losses use one model. Over a training run, the difference grows as rounding errors do in any training."""
@@ -273,6 +276,7 @@ def test_speculation_writes_the_tokens_of_the_target():
     assert gained == [3, 3]
 
 
+@pytest.mark.exhaustive
 def test_drafts_of_three_objectives_are_compared(tmp_path, cache, capsys):
     """The measure is the number of tokens gained per check by the target, which training increases.
 

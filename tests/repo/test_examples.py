@@ -41,6 +41,7 @@ def test_every_example_is_tested_and_short():
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80, name
 
 
+@pytest.mark.exhaustive
 def test_huggingface_encoder():
     example = load("huggingface_encoder")
     before, after = example.main(steps=120)
