@@ -315,7 +315,7 @@ def stale(old, ref):
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "token"), ("coupled", "sequence")])
-def test_stale_scores_have_finite_losses_and_gradients(scheme, level, settings, backend):
+def test_stale_scores_have_finite_losses_and_gradients(scheme, level, settings, backend, device):
     ids, loss_mask, views, old, advantages, ref = batch(scheme, level)
     old, ref = stale(old, ref)
     advantages = torch.where(torch.arange(len(advantages.flatten())).view(advantages.shape) % 4 == 3, 0.0, advantages)
@@ -327,14 +327,16 @@ def test_stale_scores_have_finite_losses_and_gradients(scheme, level, settings, 
     expected = oracle(F.linear(*wide))
     grads = [g.float() for g in torch.autograd.grad(expected, wide)]
     assert all(g.isfinite().all() for g in grads)
-    leaves = [t.requires_grad_() for t in (h, w)]
-    options = {"backend": backend}
+    leaves = [t.to(device).requires_grad_() for t in (h, w)]
+    views = replace(views, **{name: t.to(device) for name, t in vars(views).items() if isinstance(t, torch.Tensor)})
+    arguments = [ids.to(device), views, old.to(device), advantages.to(device), ref.to(device)]
     for out in (
-        policy_loss.forward_fused(*leaves, ids, views, old, advantages, ref, **options),
-        policy_loss(F.linear(*leaves), ids, views, old, advantages, ref, **options),
+        policy_loss.forward_fused(*leaves, *arguments, backend=backend),
+        policy_loss(F.linear(*leaves), *arguments, backend=backend),
     ):
-        torch.testing.assert_close(out.loss, expected.float(), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(list(torch.autograd.grad(out.loss, leaves)), grads, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out.loss.cpu(), expected.float(), rtol=1e-5, atol=1e-5)
+        got = [g.cpu() for g in torch.autograd.grad(out.loss, leaves)]
+        torch.testing.assert_close(got, grads, rtol=1e-4, atol=1e-4)
 
 
 def test_metrics_by_hand():
