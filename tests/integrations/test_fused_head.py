@@ -403,7 +403,8 @@ def test_results_have_the_dtype_of_the_plain_loop(reduction, dtype, autocast):
         torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
 
 
-def test_rows_that_are_ignored_or_missing():
+def test_rows_that_are_ignored_or_missing(monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")  # on a GPU too
     model, x = Model(), Batch()
     ids = torch.full_like(x.ids, -100)
     for reduction in ("mean", "sum", "none"):

@@ -117,8 +117,8 @@ def soft_ce(logits, target_probs, position_mask):
 def test_the_soft_cross_entropy(mask_dtype, share):
     """The targets of a draft vocabulary have a share of the mass, and some are 0."""
     logits = (2 * torch.randn(B, L, V, dtype=torch.float64, device=DEVICE)).requires_grad_()
-    q = torch.randn(B, L, V, dtype=torch.float64, device=DEVICE).index_fill(-1, torch.arange(3), -torch.inf).softmax(-1)
-    q = q * share
+    q = torch.randn(B, L, V, dtype=torch.float64, device=DEVICE)
+    q = q.index_fill(-1, torch.arange(3, device=DEVICE), -torch.inf).softmax(-1) * share
     mask = (torch.rand(B, L, 1, device=DEVICE) < 0.6).to(mask_dtype)
     assert_same([names.masked_soft_cross_entropy(logits, q, mask)], [soft_ce(logits, q, mask)], [logits])
     none = names.masked_soft_cross_entropy(logits, q, torch.zeros_like(mask))

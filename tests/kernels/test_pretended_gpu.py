@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import INTERPRETED
 
 TESTS = Path(__file__).parents[1]
-CASES = 3  # of each test: enough for both backends
+CASES = 2  # of each test, the first one and the last one: of both backends
 USES_A_DEVICE = re.compile(r"import .*\bDEVICE\b|^def test_\w+\([^)]*\b(device|backend|path)\b", re.MULTILINE)
 # These launch kernels for a mock GPU, patch the interpreter, or start processes, which do not see the pretended GPU.
 OTHERWISE = {"kernels", "distributed", "repo", "support"}
@@ -26,8 +26,6 @@ def files_by_folder():
 
 
 FOLDERS = files_by_folder()
-# Folders in which every test passes. The others still have tests that mix devices.
-CLEAN = ("corruption", "mtp")
 
 
 def test_the_folders_with_code_for_a_device_are_found():
@@ -36,7 +34,7 @@ def test_the_folders_with_code_for_a_device_are_found():
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter on a pretended GPU")
-@pytest.mark.parametrize("folder", CLEAN)
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_all_pass_on_a_pretended_gpu(folder):
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended_gpu", "--cases", str(CASES), "-rf"]
     options = ["-m", "not exhaustive", "-p", "no:cacheprovider", "--tb=short"]

@@ -498,8 +498,9 @@ def test_sampling_accepts_by_hand():
     length = acceptance_length(rates, mask, 4, sampling=True)
     assert length.item() == pytest.approx((0.5 + 0.25 + 0.25 + 0.25) / 2)  # the second block ends at its hole
     assert acceptance_length(rates, mask, 4, sampling=True, bonus=True).item() == pytest.approx(1.625)
+    logits = torch.randn(1, 6, V, device=DEVICE)
     with pytest.raises(ValueError, match=r"^output must have acceptance_rate, which DraftDistillationLoss returns"):
-        acceptance_length(DraftDistillationLoss("ce")(torch.randn(1, 6, V), None, mask, mask), mask, 4, sampling=True)
+        acceptance_length(DraftDistillationLoss("ce")(logits, None, mask, mask), mask, 4, sampling=True)
 
 
 @forms

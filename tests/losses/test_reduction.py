@@ -60,7 +60,7 @@ def test_the_loss_is_unchanged_by_returning_its_rows(case, form):
 @pytest.mark.parametrize("case", [case for case in CLASSES if case.counts], ids=lambda case: case.name)
 def test_rows_are_not_divided(case, form):
     torch.manual_seed(0)
-    inputs, leaves = case.draw(2, 6, V), leaves_of(case, form)
+    inputs, leaves = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}, leaves_of(case, form)
     once, again = (
         case.output(form, case.arguments(form, leaves[0], inputs | dict.fromkeys(case.counts, n), tuple(leaves[1:])))
         for n in (3, 50)
@@ -176,7 +176,8 @@ def test_an_unknown_reduction_is_rejected_also_when_assigned(case, value):
     for form in ("logits", "hidden"):
         torch.manual_seed(0)
         rows, *head = leaves_of(case, form)
-        arguments = case.arguments(form, rows, case.draw(2, 6, V), tuple(head))
+        inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
+        arguments = case.arguments(form, rows, inputs, tuple(head))
         with pytest.raises(ValueError, match=MESSAGE):
             case._of(loss, form)(**arguments)
 

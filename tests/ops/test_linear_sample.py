@@ -82,6 +82,7 @@ def critical(freedom, tail=3.719):
     return freedom * (1 - 2 / (9 * freedom) + tail * math.sqrt(2 / (9 * freedom))) ** 3
 
 
+@pytest.mark.many_draws
 @pytest.mark.parametrize("columns", [7, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_token_frequencies_equal_their_probabilities(columns):
     N = 100_000
@@ -94,6 +95,7 @@ def test_token_frequencies_equal_their_probabilities(columns):
     assert float(((counts - expected) ** 2 / expected).sum()) < critical(columns - 1)
 
 
+@pytest.mark.many_draws
 @pytest.mark.parametrize(
     "options", [{"top_k": 12}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}], ids=str
 )

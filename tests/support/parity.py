@@ -39,7 +39,7 @@ def value_and_grads(function: Function, leaves: Sequence[torch.Tensor], upstream
     """Return ``function(*leaves)`` and its gradients for the upstream gradient, on fresh copies of the leaves."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
     value = function(*leaves)
-    grads = torch.autograd.grad(value, leaves, upstream.to(value.dtype))
+    grads = torch.autograd.grad(value, leaves, upstream.to(value))
     return [value.detach(), *grads]
 
 

@@ -8,19 +8,21 @@ memory of ``cuda:0``. Outside torch and Triton, ``device``, ``is_cuda`` and ``is
 and CUDA memory raises, 0-d CPU tensors aside, and so does ``numpy()`` of CUDA memory. Kernels run in Triton's
 interpreter, but ``TRITON_INTERPRET`` is 0, so ``backend="triton"`` refuses tensors on the CPU.
 
-Tests of what cannot be pretended are skipped: ``gpu`` marks, ``torch.compile`` and everything else that traces.
+Tests of what cannot be pretended are skipped: ``gpu`` and ``many_draws`` marks, activation checkpointing,
+``torch.func``, forward mode, pickle, threads, ``torch.compile`` and everything else that traces.
 
 ``--cases N`` runs at most N cases of each test, first and last included, because a test mixes devices in all its cases.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
+import pickle
 import pkgutil
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
@@ -42,6 +44,7 @@ REAL_DEVICE = torch._C.TensorBase.device.__get__
 IN_CUDA: dict[int, StorageWeakRef] = {}
 # Take tensors of both devices, or set rather than compute.
 TRANSFERS = {T.copy_, T.to, T.type, T.set_, T.backward, T.register_hook, torch.promote_types, torch.result_type}
+TRANSFERS.add(torch._has_compatible_shallow_copy_type)  # of Module.to
 # Take indices on the CPU beside a tensor on a GPU.
 INDEXING = {T.__getitem__, T.__setitem__, T.index_put_, torch.index_put, T.index_put}
 lenient = False  # within torch.autograd.gradcheck, whose numerical gradients have new memory
@@ -92,6 +95,10 @@ class PretendedGpu(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if name == "__set__" or func is T.untyped_storage:
             return func(*args, **kwargs)
+        for other in types:
+            if not issubclass(other, torch.Tensor):  # deferred logits, which compute in the mode
+                with PretendedGpu():
+                    return other.__torch_function__(func, types, args, kwargs)
         if func in (T.to, T.cuda, T.cpu):
             return self.transfer(func, args, kwargs)
         to = device_type(kwargs.get("device"))
@@ -155,13 +162,17 @@ def patch_tensors() -> None:
 def patch_autograd() -> None:
     """Run backward passes of Functions in the mode, and count their upstream gradients as memory of what they saved."""
     node = torch.autograd.function.BackwardCFunction
-    apply, gradcheck = node.apply, torch.autograd.gradcheck
+    apply, save, gradcheck = node.apply, node.save_for_backward, torch.autograd.gradcheck
+
+    def saved(self: Any, *tensors: Any) -> None:
+        with torch._C.DisableTorchFunction():  # the mode would report pretended devices
+            self.saved_cuda_tensors = any(map(in_cuda, tensors_in(tensors)))
+        save(self, *tensors)
 
     def pretended(self: Any, *grads: Any) -> Any:
-        with contextlib.suppress(RuntimeError):  # freed, or an in-place change: backward raises it
-            if any(t is not None and in_cuda(t) for t in self.saved_tensors):
-                for g in tensors_in(grads):
-                    move(g)
+        if getattr(self, "saved_cuda_tensors", False):
+            for g in tensors_in(grads):
+                move(g)
         with PretendedGpu():
             return apply(self, *grads)
 
@@ -173,7 +184,7 @@ def patch_autograd() -> None:
         finally:
             lenient = False
 
-    node.apply = pretended
+    node.apply, node.save_for_backward = pretended, saved
     torch.autograd.gradcheck = check
 
 
@@ -220,7 +231,7 @@ def patch_cuda() -> None:
         other.manual_seed_all = lambda seed: None
     torch.Generator = Generator
     autocast = torch.autocast.__init__
-    torch.autocast.__init__ = lambda self, device, *a, **k: autocast(self, device_type(device) and "cpu", *a, **k)
+    torch.autocast.__init__ = lambda self, device_type, *a, **k: autocast(self, "cpu", *a, **k)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         real = getattr(torch, name)
         setattr(torch, name, functools.partial(lambda f, *d: f(*("cpu" for _ in d)), real))
@@ -269,6 +280,27 @@ patch_cuda()
 patch_comparison()
 for owner, name in ((torch, "compile"), (torch.export, "export"), (torch.library, "opcheck")):
     setattr(owner, name, cannot("trace"))
+torch.utils.checkpoint.checkpoint = cannot("recompute in a backward pass")
+for owner, name in (
+    (torch.autograd.forward_ad, "make_dual"),
+    *((torch.func, name) for name in torch.func.__all__ if name != "functional_call"),
+):
+    setattr(owner, name, cannot("wrap tensors"))
+
+
+def dumps(*args: Any, real: Any = pickle.dumps, **kwargs: Any) -> bytes:
+    if sys._getframe(1).f_globals.get("__name__", "").startswith("tests."):
+        pytest.skip("a pretended GPU cannot pickle its memory")
+    return real(*args, **kwargs)
+
+
+def start(thread: threading.Thread, real: Any = threading.Thread.start) -> None:
+    if getattr(thread._target, "__module__", "").startswith("tests."):
+        pytest.skip("a pretended GPU cannot run kernels in several threads, as Triton's interpreter")
+    real(thread)
+
+
+pickle.dumps, threading.Thread.start = dumps, start
 MODE = PretendedGpu()
 
 
@@ -280,7 +312,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need a real GPU, and choose cases of each test, evenly spaced."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") or item.get_closest_marker("many_draws"):
             item.add_marker(pytest.mark.skip(reason="needs more than a pretended GPU"))
     if (most := config.option.cases) is not None:
         tests: dict[Any, list[pytest.Item]] = {}
@@ -288,6 +320,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
         kept = {c[i * (len(c) - 1) // max(most - 1, 1)] for c in tests.values() for i in range(most)}
         items[:] = [item for item in items if item in kept]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Any:
+    """Import test modules, which create tensors, in the mode."""
+    with MODE:
+        yield
 
 
 @pytest.hookimpl(hookwrapper=True)
