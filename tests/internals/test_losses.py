@@ -86,7 +86,7 @@ def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
     shape = value_of(case.output("hidden", case.arguments("hidden", leaves[0], i, leaves[1:]))).shape
     expected, syncs = step()
     assert syncs > 0
-    active, rows = found[-1].count, found[-1].total
+    active, rows = max(each.count for each in found), found[-1].total  # weights of 0 leave a second pass fewer rows
     assert 0 < active < rows
     for bound in (active, rows):
         results, syncs = step(num_active=bound)
