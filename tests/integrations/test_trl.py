@@ -175,7 +175,7 @@ def results(apply, tensors, frozen, upstream, *options_of_call):
 
 @pytest.mark.everyday(8)
 @needs_trl
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("outputs", OUTPUTS, ids="+".join)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,5 @@
 """torch.compile without graph breaks, and torch's checks of custom ops."""
 
-import itertools
 from functools import partial
 from pathlib import Path
 
@@ -245,7 +244,7 @@ def assert_few_graphs_for_case(case, form, lengths, count=None):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
@@ -256,31 +255,15 @@ def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     assert_few_graphs_for_case(case, form, 7, COUNTS[count])
 
 
-# Both forms of each loss; for variants with other options, the forms alternate.
-IN_TURN = dict(zip([case.name for case in OTHERS if case not in FIRSTS], itertools.cycle(("hidden", "logits"))))
-LENGTHS = [
-    (case.name, form) for case in OTHERS for form in ("logits", "hidden") if form == IN_TURN.get(case.name, form)
-]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("name", "form"),
-    every_time([("block diffusion", "logits"), ("token_nll, softcap scale skip_id", "hidden")], LENGTHS),
-)
-def test_lengths_that_change_from_step_to_step(name, form):
-    assert_few_graphs_for_case(BY_NAME[name], form, 7)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @fewer_counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_that_change_while_the_length_stays(form, count):
     assert_few_graphs_for_case(BY_NAME["mdlm, counted"], form, 1, COUNTS[count])
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("number", every_time([np.int64], [np.int64, np.float32], name=lambda n: n.__name__))
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.exhaustive  # for ints that are read on the host, NumPy's are equivalent to Python's
@@ -389,7 +372,7 @@ TEMPERED = {"mdlm": MDLMCrossEntropyLoss, "scdd, counted": lambda: SCDDLoss(MASK
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("values", FACTORS.values(), ids=lambda values: str(values[:2]))
 @pytest.mark.parametrize("attribute", ["scale", "softcap"])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -449,7 +432,7 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
@@ -495,6 +478,7 @@ class Head(nn.Module):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
@@ -554,6 +538,7 @@ def losses_created_inside(base):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("way", ["pipeline", "mtp", "direct", "per depth", "stage"])
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_mtp_with_a_loss_created_inside_the_graph(base, way):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.conftest import DEVICE, drawn, every_time
-from tests.support.cases import BY_NAME, CASES, ROWS, SUMS
+from tests.support.cases import BY_NAME, CASES, FIRSTS, ROWS, SUMS
 from tests.support.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
 V, D = 11, 4
@@ -23,14 +23,14 @@ garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
 def cases(selection=CASES):
     """Parametrize with cases and numbers of examples.
 
-    A sum over rows satisfies no laws beyond those of its rows. Variants of cases with one loss per row therefore run
-    only in ``make test-exhaustive``, with 6 examples like all everyday cases.
+    The first case of each loss runs every day, with 6 examples; all cases run in ``make test-exhaustive``, with 16. A
+    sum over rows satisfies no laws beyond those of its rows, so variants of cases with one loss per row have 6 there.
     """
 
     def parametrized(test):
         some = [c for c in selection if not (c in ROWS and c.variant)]
-        pairs = [(c, n) for c in selection for n in (6, 32) if n == 6 or c in some]
-        every = every_time([(c, 6) for c in some], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
+        pairs = [(c, n) for c in selection for n in (6, 16) if n == (16 if c in some else 6) or c in FIRSTS]
+        every = every_time([(c, 6) for c in some if c in FIRSTS], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
         return pytest.mark.parametrize(("case", "examples"), every)(test)
 
     return parametrized

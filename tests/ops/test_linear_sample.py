@@ -157,7 +157,7 @@ def test_supports_by_hand(logits, options, support, backend):
 
 @pytest.mark.parametrize("truncation", [t for t in TRUNCATIONS if t], ids=str)
 @pytest.mark.parametrize(
-    ("columns", "N"), [(70, 3), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 64), (151_936, 4)))]
+    ("columns", "N"), [(70, 3), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 64), (151_936, 1)))]
 )
 def test_both_backends_draw_equal_ids(columns, N, truncation):
     pytest.importorskip("triton")

@@ -529,6 +529,7 @@ def test_one_graph_under_compile(scheme, level, shift):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("form", ["hidden", "logits"])
 @pytest.mark.parametrize("level", LEVELS)
