@@ -112,6 +112,7 @@ def same(a, b):
     return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.covering(1)
 @every_routine
 @pytest.mark.parametrize("L", [1, 70])
@@ -174,6 +175,7 @@ def test_a_row_with_a_seed_is_independent_of_its_batch(routine, backend, device)
         assert same(part, [t[rows] for t in whole])
 
 
+@pytest.mark.everyday(2)
 @some_routines
 def test_a_resumed_generator_goes_on_as_if_never_stopped(routine, backend, device):
     ids, loss_mask, _ = batch(3, 40, device)
@@ -239,6 +241,7 @@ def test_the_count_in_every_block(L, block_size, backend, device):
             assert int(noise[b, block.start : block.stop].sum()) == expected
 
 
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16, torch.float64])
 @some_routines
 def test_masks_of_any_dtype(routine, dtype, backend, device):
@@ -268,6 +271,7 @@ def test_views(routine, backend, device):
     assert same(routine(*turned, seeds=seeds, backend=backend), expected)
 
 
+@pytest.mark.everyday(1)
 def test_levels_lie_in_their_range(backend, device):
     ids, loss_mask, _ = batch(64, 8, device)
     seeds = torch.arange(64, device=device)
@@ -289,6 +293,7 @@ def test_empty_batches(shape, backend, device):
     assert corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend)[1].shape == shape
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["block 5", "tokens, block 6"])
 def test_compiles_without_a_graph_break(name):
     ids, loss_mask, seeds = batch(3, 40)

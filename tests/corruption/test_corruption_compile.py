@@ -83,7 +83,7 @@ SHARES = {
 }
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", SHARES)
 def test_a_number_that_changes_from_step_to_step(name):
     """One graph serves the first value, and a second one serves all others."""

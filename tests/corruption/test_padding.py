@@ -58,6 +58,7 @@ def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
         assert same([t[b : b + 1, first:] for t in outputs], alone)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", every_time(["uniform, block 7", "sequence", "mix"], [*ROUTINES]))
 def test_backends_agree_on_padded_rows(name, device):
     """Also with a generator, and on rows whose views are not contiguous."""
@@ -72,6 +73,7 @@ def test_backends_agree_on_padded_rows(name, device):
         assert same(by_kernel, by_torch)
 
 
+@pytest.mark.everyday(12)
 @every_routine
 def test_a_start_of_0_changes_nothing(routine, backend, device):
     ids, loss_mask, seeds = batch(3, 30, device)
@@ -85,6 +87,7 @@ LONG = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("routine", LONG, ids=["sequence", "exact"])
 def test_padded_rows_longer_than_the_registers(routine, device):
     ids, loss_mask, seeds = batch(2, 4200, device)
@@ -133,6 +136,7 @@ def test_gumbel_topk_of_padded_rows(D, backend, device):
             assert torch.equal(chosen[rows, first:], alone)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("scheme", ["full", "coupled", "elbo", "count", "quadrature", "trace"])
 def test_views_of_padded_rows(scheme, backend, device):
     ids, loss_mask, seeds = batch(3, 20, device)

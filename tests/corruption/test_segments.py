@@ -125,6 +125,7 @@ def test_levels_of_blocks_and_segments_are_independent(source):
         assert abs(float(rows)) < 4 / (8 * B) ** 0.5
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("eps", [1.0, 1])
 def test_an_eps_of_1_masks_everything(eps, backend, device):
     ids, loss_mask, seeds = batch(3, 40, device)

@@ -46,7 +46,7 @@ def checks(world):
     return [pytest.param(name, marks=[ranks(name), *exhaustive.get(name, [])]) for name in CHECKS[world]]
 
 
-@pytest.mark.everyday(70)
+@pytest.mark.everyday(24)
 @pytest.mark.parametrize("name", checks(2))
 def test_in_two_processes(several_processes, name):
     judge(several_processes / "2", 2, name)

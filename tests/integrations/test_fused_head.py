@@ -238,6 +238,7 @@ def by_both(case, form, model, hidden, inputs):
     return [value, *torch.autograd.grad(value.sum(), leaves, allow_unused=True)]
 
 
+@pytest.mark.everyday(24)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_losses_and_ops_take_deferred_logits_as_their_form_from_hidden_states(case):
     torch.manual_seed(1)
@@ -547,7 +548,7 @@ def adapted(kind, **options):
     return peft.get_peft_model(model, peft.LoraConfig(**options))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["llada", "many_moves", "grpo"])
 @pytest.mark.parametrize("kind", ["lora", "saved"])
 def test_adapters_of_the_head_train(kind, name):

@@ -83,7 +83,7 @@ def steps(once):
 RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("mode", "variant"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
 )
@@ -327,6 +327,7 @@ ASKED_ONCE = [
 ]
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("way", "loss"),
     [

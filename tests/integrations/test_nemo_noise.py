@@ -237,6 +237,7 @@ def test_an_excluded_name_keeps_the_loop(module, name):
 CHANGED = (".manual_seed(seed)", ".manual_seed(seed ^ hash(self))")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("imported", [False, True])
 def test_an_unknown_loop_is_kept_and_reported(finder, imported):
     finder.code = finder.code.replace(*CHANGED)

@@ -149,6 +149,7 @@ def drawn(seed, dtype):
     return [(2 * torch.randn(1, T, V)).to(dtype).to(DEVICE) for _ in range(2)]
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("key", integration.KINDS)
 def test_losses_of_both_tables_equal_the_eager_ones_of_the_host(host, key, dtype):

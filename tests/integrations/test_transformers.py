@@ -482,6 +482,7 @@ def loaded(collator, samples, **options):
     return seen
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("collator", [DRAWING, SEEDED])
 def test_workers_and_epochs_differ_reproducibly(collator, persistent):
@@ -1125,6 +1126,7 @@ def adapted(ranks, kind):
     return model.double()
 
 
+@pytest.mark.everyday(1)
 @needs_trainer
 @pytest.mark.parametrize(
     "kind", every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy"])
@@ -1491,6 +1493,7 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
         torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
 
 
+@pytest.mark.exhaustive
 @needs_trainer
 @pytest.mark.ranks("trainer", "")
 def test_all_ranks_reject_a_causal_model(two_ranks):

@@ -101,7 +101,7 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
             torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=1)  # the exhaustive tests of changing lengths cover both forms
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(

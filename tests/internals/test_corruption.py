@@ -27,6 +27,7 @@ def draws(seeds, L, block_size, whole_words=False):
     return _rules.uniform(levels), bits, words
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (4, 129)])
 def test_uniform_equals_the_reference(B, L, backend, device):
     ids, loss_mask, seeds = batch(B, L, device)

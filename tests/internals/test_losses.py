@@ -65,7 +65,7 @@ def in_chunks_of_five(case, arguments, options):
 WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transform]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     "case", every_time([case for case in WITH_BOUND if case in FIRSTS], WITH_BOUND, name=lambda case: case.name)
 )

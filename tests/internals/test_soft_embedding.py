@@ -16,6 +16,7 @@ from tests.support.opcheck import opcheck
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -153,6 +153,7 @@ def test_launches_and_syncs_from_logits(name, gpu):
     assert forward + backward <= op.launches
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_launches_depend_on_bytes_and_not_on_rows(name, gpu):
     """Up to 256 MiB of active rows in the dtype of sums are one block, for any number of rows.
@@ -169,6 +170,7 @@ def test_launches_depend_on_bytes_and_not_on_rows(name, gpu):
     assert sum(launches[1]) < sum(launches[2]) < 2 * sum(launches[1])
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", OF_HIDDEN)
 def test_launches_and_syncs_from_hidden_states(name, gpu):
     """The products of the gradient are included. A chunk is far smaller than 256 MiB, and is therefore one block."""
@@ -232,6 +234,7 @@ def computed(call, x, *others):
     return [*(t.detach() for t in found), *grads]
 
 
+@pytest.mark.everyday(36)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("blocks", ["one block", "a row per block"])
 @pytest.mark.parametrize("layout", LAYOUTS)

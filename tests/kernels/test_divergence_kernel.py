@@ -122,7 +122,7 @@ def assert_as_good_as_the_oracle(kind, dtype, V, steps, run=run_kernel):
         assert torch.equal(o[3], e[3])
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("V", [2 * TILE, 4 * TILE + 203, 2 * TILE - 5, 3])
@@ -132,7 +132,7 @@ def test_every_kind(kind, dtype, V, steps):
     assert_as_good_as_the_oracle(kind, dtype, V, steps)
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", ["as they are", "all, of either side"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,7 +211,7 @@ OFTEN = [
 EACH = [pair for kind, dtype in zip(KINDS, itertools.cycle(DTYPES[:3])) for pair in ((kind, dtype), (kind, DTYPES[3]))]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("kind", "dtype"), every_time(OFTEN, dict.fromkeys([*OFTEN, *EACH])))
 def test_every_kind_of_row(kind, dtype):
     V = TILE + 203 if dtype in (torch.float32, torch.float16) else 2 * TILE

@@ -80,6 +80,7 @@ def call(loss, x, **masks):
     return loss(x, torch.zeros(x.shape[:2], dtype=torch.long, device=DEVICE), **masks, num_diffusion_tokens=9)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("alpha", [None, 0.3, torch.tensor([0.3], dtype=torch.float64)], ids=str)
 def test_the_weights_of_a_loss(alpha, backend):
     p_mask, noise, loss_mask = drawn(view=lambda t: t[:, 3:43])

@@ -102,6 +102,7 @@ def test_targets_of_blocks():
     assert (targets == -100).all()
 
 
+@pytest.mark.everyday(11)
 @pytest.mark.parametrize("anchor_row", [False, True])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("normalize", ["mean", "rows"])

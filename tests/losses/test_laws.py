@@ -63,6 +63,7 @@ def rows_with_gradient(case, inputs, logits):
     return grad.ne(0).any(-1)
 
 
+@pytest.mark.everyday(5)
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, value=garbage)
 def test_rows_without_weight_are_inert_for_any_values(case, seed, size, form, value):
@@ -93,6 +94,7 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
     assert_as_good_as_plain([both], [a * v1 + b * v2, terms], 0.0, sizes=reduction_sizes(leaves[form]))
 
 
+@pytest.mark.everyday(5)
 @cases([case for case in CASES if not case.transform])  # otherwise the transformed logits differ in rounding
 @drawn(exhaustive=None, seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
@@ -105,6 +107,7 @@ def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
         assert_as_good_as_plain([a], [b], 0.0, sizes=reduction_sizes([logits]))
 
 
+@pytest.mark.everyday(5)
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
 def test_permuting_the_sequences_permutes_the_gradients(case, seed, size, form):
@@ -133,6 +136,7 @@ def test_permuting_rows_permutes_the_nll(form, seed, size):
     torch.testing.assert_close(got, value_of(case, form, inputs)(rows, *rest)[:, order])
 
 
+@pytest.mark.everyday(5)
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
 def test_inputs_are_never_modified(case, seed, size, form):
@@ -147,6 +151,7 @@ def test_inputs_are_never_modified(case, seed, size, form):
     assert [t._version for t in tensors] == versions
 
 
+@pytest.mark.everyday(5)
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, chunk=st.integers(1, 40))
 def test_the_hidden_form_equals_the_logits_form_of_the_projection(case, seed, size, chunk):
@@ -164,6 +169,7 @@ def test_the_hidden_form_equals_the_logits_form_of_the_projection(case, seed, si
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.everyday(4)
 @cases(SUMS)
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
 def test_gradients_are_linear_in_the_upstream_gradient(case, seed, size, form, factor):

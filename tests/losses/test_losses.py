@@ -89,7 +89,7 @@ def logits_of(case, B=2, L=6, dtype=torch.float32, device=DEVICE):
     return (3 * torch.randn(B, L * case.width, V, device=device)).to(dtype)
 
 
-@pytest.mark.everyday(70)
+@pytest.mark.everyday(24)
 @parity_of_every_path
 def test_parity_of_the_logits_form(case, dtype, backend):
     inputs = draw(case)
@@ -100,7 +100,7 @@ def test_parity_of_the_logits_form(case, dtype, backend):
     )
 
 
-@pytest.mark.everyday(70)
+@pytest.mark.everyday(24)
 @parity_of_every_path
 def test_parity_of_the_hidden_form(case, dtype, backend):
     inputs = draw(case)
@@ -669,6 +669,7 @@ def test_draft_accuracy_counts(form, backend):
     torch.testing.assert_close(metrics["draft_acc_k2"], hits[1] / count[1])
 
 
+@pytest.mark.everyday(6)
 @forms
 @pytest.mark.parametrize("anchor_row", [False, True])
 @pytest.mark.parametrize("bonus", [False, True])
@@ -871,6 +872,7 @@ def test_dflash_attributes():
     assert DFlashDecayLoss(None).loss_gamma is None
 
 
+@pytest.mark.everyday(24)
 @pytest.mark.covering(1)
 @forms
 @cases()
@@ -897,6 +899,7 @@ def test_activation_checkpointing(case, form):
         assert torch.equal(a, b)
 
 
+@pytest.mark.everyday(48)
 @cases()
 def test_empty_batches(case, backend):
     inputs = draw(case, 0, 6)

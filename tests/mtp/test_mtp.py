@@ -71,7 +71,7 @@ def packings():
     }
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(2)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("packing", packings())
 @pytest.mark.parametrize("base", BASES)

@@ -36,6 +36,7 @@ def test_the_search_finds_a_call_without_device():
     assert list(without_device("import torch\ntorch.empty(3, dtype=torch.int64)\ntorch.ones(2, device='cpu')")) == [2]
 
 
+@pytest.mark.everyday(45)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_tensor_is_created_on_an_explicit_device(file):
     assert list(without_device(file.read_text())) == []

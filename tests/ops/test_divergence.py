@@ -251,6 +251,7 @@ def test_ties_of_p_and_q_count_as_below(backend):
     torch.testing.assert_close(grad.double(), want, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.everyday(1)
 def test_rows_of_weight_0_and_nan(backend):
     """NaN on either side has no effect if the weight is 0; otherwise it stays in its own row."""
     torch.manual_seed(0)
@@ -336,6 +337,7 @@ def test_targets(backend):
 FROZEN, TRAINED, NOTHING = (True, False), (True, True), (False, False)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize(
     ("needs", "options", "products"),
     [

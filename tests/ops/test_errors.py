@@ -424,6 +424,7 @@ def test_unused_arguments_have_no_effect(case, form):
                 assert torch.equal(call(**{name: value}), expected)
 
 
+@pytest.mark.everyday(25)
 @every_loss
 def test_constants_must_not_require_a_gradient(case, form):
     """The original would compute a gradient for these arguments."""

@@ -73,7 +73,7 @@ def test_parity_of_the_ops(case, chunk, dtype, path):
     assert_parity(ours(case, inputs, chunk_size=chunk, backend=path), plain(case, inputs), draw(case, dtype))
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("case", every_time([c for c in FIRSTS if c in CASES], CASES, name=lambda case: case.name))
 def test_parity_of_every_loss(case, backend):
     inputs = drawn(case)
@@ -245,6 +245,7 @@ def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
     assert 64 * N + 2 * many * 8 < chunk * many * dtype.itemsize  # so an additional chunk would exceed the bound
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("num_active", [None, 9])
 @pytest.mark.parametrize("name", OPS)
 def test_a_row_of_weight_0_is_inert_even_if_its_second_part_is_nan(name, num_active, backend):

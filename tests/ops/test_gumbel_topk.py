@@ -30,6 +30,7 @@ def example(N, D, seed=0, share_never=0.2):
 SHAPES = [(1, 1), (5, 2), (9, 3), (20, 32), (3, 33), (4, 128), (2, 129), (2, 700), (1, 4096), (1, 4097), (1, 9001)]
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize(("N", "D"), SHAPES)
 def test_one_set_from_given_draws(N, D, backend, device):
     log_w, k, uniform = (t.to(device) for t in example(N, D))
@@ -37,6 +38,7 @@ def test_one_set_from_given_draws(N, D, backend, device):
     assert torch.equal(gumbel_topk_mask(log_w, k, uniform=uniform, backend=backend), expected)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("N", "D"), SHAPES)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
@@ -142,6 +144,7 @@ def test_draws_at_the_ends_are_moved_inside(backend, device):
     assert firsts == [{3}, {3, 4}, {1, 3, 4}, {0, 1, 3, 4}, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}]
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("k_dtype", [torch.int32, torch.int64, torch.uint8])

@@ -52,6 +52,7 @@ def token_oracle(targets, active=None):
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@pytest.mark.everyday(7)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -138,6 +139,7 @@ def products(function):
 ACTIVE = 6
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize(
     ("trains_hidden", "trains_head", "weighted_products", "token_products"),
     [(False, False, 1, 1), (True, False, 2, 2), (True, True, 3, 4), (False, True, 2, 3)],
@@ -414,6 +416,7 @@ def test_nll_can_be_written_to(backend):
         torch.testing.assert_close(h.grad, expected[1])
 
 
+@pytest.mark.everyday(1)
 def test_gradcheck(path):
     leaves, targets, _ = inputs(3, 5, 2, torch.float64)
     for leaf in leaves:
@@ -674,7 +677,7 @@ def test_weights_of_any_stride(layout, path):
         assert torch.equal(strided, dense)
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("chunk_size", [None, 100, 1200])  # a chunk of 1200 holds all rows: its product is the gradient
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_float16_gradients_whose_scaled_sum_overflows(chunk_size, compiled):

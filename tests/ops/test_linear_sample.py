@@ -95,6 +95,7 @@ def test_token_frequencies_equal_their_probabilities(columns):
     assert float(((counts - expected) ** 2 / expected).sum()) < critical(columns - 1)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.many_draws
 @pytest.mark.parametrize(
     "options", [{"top_k": 12}, {"top_p": 0.6}, {"min_p": 0.05}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}], ids=str
@@ -155,6 +156,7 @@ def test_supports_by_hand(logits, options, support, backend):
     torch.testing.assert_close(full.top_log_probs[0], x.log_softmax(0)[full.top_ids[0]])
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("truncation", [t for t in TRUNCATIONS if t], ids=str)
 @pytest.mark.parametrize(
     ("columns", "N"), [(70, 3), *(pytest.param(*n, marks=pytest.mark.exhaustive) for n in ((1000, 64), (151_936, 1)))]
@@ -200,6 +202,7 @@ def test_a_peaked_row_and_a_rare_token(backend):
     assert len(got.ids.unique()) > 1
 
 
+@pytest.mark.everyday(1)
 def test_a_row_depends_only_on_its_seed_and_number(backend):
     (h, w, _), seeds = draw()
     options = {"backend": backend, "return_top": 3}
@@ -219,6 +222,7 @@ def test_a_row_depends_only_on_its_seed_and_number(backend):
     assert torch.equal(shared.ids.flatten(), flat.ids)
 
 
+@pytest.mark.everyday(1)
 def test_the_noise_of_a_column_does_not_depend_on_the_number_of_columns(backend):
     """Columns without a probability, such as a padded vocabulary, leave the tokens of numbered rows unchanged."""
     (h, w, b), _ = draw()
@@ -329,6 +333,7 @@ def test_special_rows(truncation, temperature, path):
             assert torch.equal(got.top_ids[0], row.sort(descending=True).indices[:2])
 
 
+@pytest.mark.everyday(1)
 def test_a_skipped_column_is_never_chosen(backend):
     (h, w, _), seeds = draw()
     w[11] = 40 * h[0, 0] + 40  # by far the most likely one
@@ -339,6 +344,7 @@ def test_a_skipped_column_is_never_chosen(backend):
         assert (got.top_log_probs[..., -1] == -INF).all()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_active", [None, 8, 9])
 def test_inactive_rows_cost_nothing(num_active, path):

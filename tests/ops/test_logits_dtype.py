@@ -64,6 +64,7 @@ def test_statistics_are_exact_to_float32(dtype, backend):
     assert all(error > 1e-5 for error in errors[1].values()), errors[1]
 
 
+@pytest.mark.everyday(2)
 @dtypes
 def test_a_divergence_is_exact_to_float32_on_both_sides(dtype, backend):
     hidden, weight, bias, extra, _ = drawn(dtype)

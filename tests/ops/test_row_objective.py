@@ -85,6 +85,7 @@ def hidden_draw(dtype):
     return draw
 
 
+@pytest.mark.everyday(5)
 @objectives
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
@@ -102,6 +103,7 @@ def test_parity_from_logits(fn, dtype, transform, backend):
     assert_parity(ours, oracle, logits_draw(fn, dtype))
 
 
+@pytest.mark.everyday(5)
 @objectives
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)

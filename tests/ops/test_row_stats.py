@@ -105,7 +105,7 @@ def logits_pair(backend, **fixed):
 SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=True)]
 
 
-@pytest.mark.everyday(15)
+@pytest.mark.everyday(5)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "V", "K"), SIZES)
@@ -131,6 +131,7 @@ def test_parity_of_transformed_logits(transform, dtype, path):
     assert_parity(*logits_pair(path, **transform), draw)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", SPREAD)
 def test_parity_of_rows_far_apart(kind, path):
@@ -168,6 +169,7 @@ def test_each_output_alone(requested, dtype, path):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("K", [None, 1, 2, 5])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "scale": 1.5, "skip_id": 1}], ids=str)
@@ -291,6 +293,7 @@ def test_extreme_rows(dtype, path):
     judge_special_rows(extreme_rows(40), dtype, path)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -372,6 +375,7 @@ def test_ids_of_any_integer_dtype(dtype, backend):
     torch.testing.assert_close(got, reference.row_stats(logits, ids).log_probs)
 
 
+@pytest.mark.everyday(1)
 def test_long_bf16_rows(backend):
     """Tiles and blocks have their real sizes. The row length is odd, so that rows begin at any alignment."""
     V = 262_145
@@ -437,7 +441,7 @@ def hidden_pair(backend, transform, **sizes):
     return ours, lambda h, w, b, ids, **arguments: reference.linear_row_stats(h, w, ids, b, **arguments, **transform)
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday(4)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(4, None), (None, None), (3, 9), (50, 8)])

@@ -113,7 +113,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
 def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):

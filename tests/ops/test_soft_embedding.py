@@ -44,6 +44,7 @@ def judge(ours, theirs, dtype, label=""):
     assert_as_good_as_plain(got, exact, largest_error(plain, exact), label, reduction_sizes(draws[0][0]))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
@@ -87,6 +88,7 @@ def test_a_bump_of_any_size(bump, transform, backend):
         torch.testing.assert_close(got[there], e[ids[there]])
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", [{}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 60.0, "scale": 0.9}], ids=str)
 def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
@@ -110,6 +112,7 @@ def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
             torch.testing.assert_close(got.sum(), torch.ones_like(got.sum()), rtol=1e-5, atol=0)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_a_bump_of_the_only_token(softcap, path):
     """The row has no other token, so the token has probability 1 for any bump."""
@@ -151,6 +154,7 @@ def test_any_leading_shape_and_strides(shape, backend):
     torch.testing.assert_close(got, reference.soft_embedding(h, w, e, None, torch.full(shape, 1.5, device=DEVICE), ids))
 
 
+@pytest.mark.everyday(2)
 def test_special_rows(path):
     """Logits are the bias.
 
@@ -172,6 +176,7 @@ def test_special_rows(path):
             torch.testing.assert_close(got, (p @ table).expand(2, E), equal_nan=True)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("num_active", [None, 8, 9])
 def test_inactive_rows_cost_nothing_and_are_zeros(num_active, path):

@@ -54,6 +54,7 @@ def upstream_like(targets):
     return torch.randn(targets.shape, device=DEVICE) * (torch.rand(targets.shape, device=DEVICE) < 0.8)
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "V"), SHAPES)
@@ -66,6 +67,7 @@ def test_parity(shape, V, dtype, path):
     )
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parity_at_the_real_tiles_on_a_row_split_over_programs(dtype, backend):
     shape, V = (2,), 3 * 4 * 8192 // dtype.itemsize + 5
@@ -92,6 +94,7 @@ def test_strides(kind, path):
     assert torch.equal(out.correct, reference.argmax_match(logits.detach(), targets))
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_extreme_rows(dtype, path):
     """Each extreme row lies between ordinary rows, which must not change.
@@ -149,6 +152,7 @@ def test_low_precision_with_infinities(dtype, backend):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("mask", ["bool", "int64", "uint8", "float16", "bfloat16", "float32", "float64"])
 def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
     logits, targets = inputs((2, 5))
@@ -258,6 +262,7 @@ def test_a_uint8_target_of_156_is_not_minus_100(backend):
     assert out.nll.item() == pytest.approx(math.log(200))
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("layout", ["aligned", "8 bytes on", "every second"])
 def test_targets_anywhere_in_their_memory(layout, path):
     logits, targets = inputs()
@@ -275,6 +280,7 @@ def test_targets_anywhere_in_their_memory(layout, path):
     torch.testing.assert_close(token_nll(logits, laid, backend=path).nll, reference.token_nll(logits, targets))
 
 
+@pytest.mark.everyday(7)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_lowest_index_wins_a_tie(dtype, path):
     x = torch.zeros(6, 40, dtype=dtype, device=DEVICE)
@@ -343,6 +349,7 @@ def test_the_one_hot_is_subtracted_before_rounding(path):
     )
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("path", every_time(PATHS[:-1], PATHS), indirect=True)  # which takes as long as all the others
 def test_gradcheck(path):
     logits, targets = inputs((3,), 17, torch.float64)
@@ -393,6 +400,7 @@ def test_active_rows_of_weight_0_stay_out_of_the_sum(path):
     assert logits.grad[[0, 2]].eq(0).all()
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "scale": 0.7}], ids=["plain", "transformed"])
 def test_a_weighted_sum_is_the_product_and_the_sum(transform, path):
     """Its gradient is that of the rows for the weights times the upstream gradient."""
@@ -483,6 +491,7 @@ def test_backward_twice(backend):
     assert torch.equal(first, second)
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 1, 3)])
 def test_inplace_backward_leaves_the_gradient_in_the_logits(shape, path):
     logits, targets = inputs(shape)
@@ -560,6 +569,7 @@ def shares_memory(x):
     return where.unique().numel() < x.numel()
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("B", [1, 2, 3])
 @pytest.mark.parametrize("L", [1, 2, 4])
 def test_inplace_backward_finds_every_overlap_of_rows(B, L):

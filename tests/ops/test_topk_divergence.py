@@ -143,6 +143,7 @@ def test_a_teacher_with_a_billionth_elsewhere(form):
         assert got.value.isfinite().all()
 
 
+@pytest.mark.everyday(4)
 @every_kind
 def test_all_columns_are_the_whole_divergence(kind, backend):
     """With K = V there is no rest, and the divergence is that of ``divergence``, in any order of the ids."""
@@ -199,6 +200,7 @@ def test_the_acceptance_rate_bounds_that_of_the_vocabulary():
     assert torch.equal(coarse.agree, whole.agree)
 
 
+@pytest.mark.everyday(6)
 @tails
 @pytest.mark.parametrize(("trains", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
 def test_the_logits_are_computed_once(trains, products, tail, backend):

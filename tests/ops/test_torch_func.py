@@ -84,6 +84,7 @@ def by_backward(op, args, upstream=None, trained=None, **options):
     return value.detach(), torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], upstream)
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @every_op
@@ -140,6 +141,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.everyday(40)
 @pytest.mark.parametrize("transform", REFUSED)
 @every_op
 def test_every_other_transform_raises_with_advice(op, count, transform):

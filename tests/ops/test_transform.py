@@ -81,7 +81,7 @@ def test_parity_from_logits(steps, dtype, path):
     )
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(3)
 @pytest.mark.covering(2, most=3)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,7 +137,7 @@ def test_gradcheck():
     torch.autograd.gradcheck(lambda h, w: linear_token_nll(h, w, targets, **steps).nll, (h, w))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -243,6 +243,7 @@ def test_the_check_of_targets_finds_a_skipped_one():
         torch.compile(lambda x: token_nll(x, targets, skip_id=9, check_targets=True).nll, backend="eager")(logits)
 
 
+@pytest.mark.everyday(2)
 def test_in_place_backward(path):
     logits, targets, upstream = drawn(STEPS[3])
     expected = value_and_grads(lambda x: token_nll(x, targets, backend=path, **STEPS[3]).nll, [logits], upstream)

@@ -98,6 +98,7 @@ def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform
     assert_parity(ours, plain, drawn(dtype, (*views.scored.shape, V)))
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.covering(2, most=3)
 @pytest.mark.parametrize("scheme", ["full", "coupled", "count", "trace"])
 @pytest.mark.parametrize("level", LEVELS)
@@ -307,7 +308,7 @@ def stale(old, ref):
     return old + off, ref - off
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     "settings",
     [{"dual_clip": 3.0}, {"dual_clip": 3.0, "kl": "k3", "kl_coef": 0.0}, {"kind": "cispo", "kl": "k2", "kl_coef": 0.1},

@@ -54,6 +54,7 @@ def words(seed, num, L):
     return level, coin, fine
 
 
+@pytest.mark.everyday(10)
 @pytest.mark.parametrize("num", [1, 3])
 @pytest.mark.parametrize("scheme", [*SCHEMES, "prompt"])
 def test_views_equal_the_oracle(scheme, num, backend, device):
@@ -185,6 +186,7 @@ IDS_OF_STEPS = torch.zeros(1, 13, dtype=torch.int64)
 # Laws
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize(
     ("scheme", "num", "total"),
     [("full", 2, 1), ("coupled", 1, 1.5), ("coupled", 2, 1.5), ("elbo", 1, 1), ("elbo", 3, 1), ("count", 1, 1),
@@ -415,6 +417,7 @@ def test_one_graph_of_eubo_for_all_sizes_and_eager_weights(dynamic):
             torch.testing.assert_close(compiled(log_probs, views), function(log_probs, views))
 
 
+@pytest.mark.exhaustive
 def test_the_steps_of_a_trace_are_not_known_in_a_graph():
     ids, loss_mask, steps = batch()
     make = lambda steps: policy_views(ids, loss_mask, MASK, "trace", step_map=steps)  # noqa: E731

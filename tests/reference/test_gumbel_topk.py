@@ -109,6 +109,7 @@ def plackett_luce_inclusion(weights, k):
     return inclusion
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("k", [1, 2])
 def test_inclusion_frequencies_equal_plackett_luce(k):
     # Six binomial frequencies in all, each within 5.5 standard deviations: false alarm below 6 * 4e-8 < 1e-6.

@@ -160,6 +160,7 @@ def test_a_candidate_that_raises_does_not_affect_the_others(options, capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("subject", ["token_nll", "linear_nll", "row_stats"])
 def test_a_peer_that_raises_does_not_affect_the_results_of_the_others(subject, tmp_path, monkeypatch, capsys):
     def broken(*_):

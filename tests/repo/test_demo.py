@@ -131,6 +131,7 @@ def test_minutes_determine_the_number_of_steps(mode, tmp_path, cache, monkeypatc
     assert train.steps_within(TASKS[mode](options, corpus), corpus, options) == train.LEAST_STEPS
 
 
+@pytest.mark.exhaustive
 def test_a_short_training_by_minutes(tmp_path, cache, capsys):
     argv = ["--tiny", "--device", "cpu", "--minutes", "0.001", "--out", str(tmp_path), "--cache", str(cache)]
     assert train.main(argv) == 0
@@ -172,7 +173,7 @@ def test_attention_mask_of_the_two_copies():
             assert torch.equal(moved, torch.cat([sees_masked, sees_clean]))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("mode", every_time(["mdlm", "dflash", "hybrid", "mtp"], TASKS))
 def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
     """All losses use one model. Over a training run, the difference grows as rounding errors do in any training."""
@@ -194,6 +195,7 @@ def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
         assert_as_good_as_plain([ours], [plain], 0.0, mode, sizes_of_sums(options))
 
 
+@pytest.mark.exhaustive
 def test_curves_differ_by_rounding_at_the_first_step(tmp_path, cache):
     _, result = run("mdlm", tmp_path, cache, "--steps", "3")
     first = [result["curves"][name]["train"][0] for name in train.NAMES]
@@ -216,6 +218,7 @@ def test_cutting_the_graph_at_the_loss_changes_no_gradient(cache):
         assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.exhaustive
 def test_corpus_holds_whole_files_out_and_comes_from_the_cache(cache):
     first = data.load(512, 200_000, cache)
     again = data.load(512, 200_000, cache)
@@ -363,6 +366,7 @@ def test_a_text_shorter_than_the_windows_is_rejected(tmp_path, cache, capsys):
     assert "argument --corpus-bytes: must give texts longer than --length 32 tokens, got " in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", every_time(["idlm"], TASKS))
 def test_the_smallest_accepted_sizes_run(mode, tmp_path, cache):
     last = mode in ("idlm", "mtp", *train.WITH_TARGET)

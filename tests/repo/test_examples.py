@@ -197,6 +197,7 @@ def test_coupled_grpo():
     assert sum(means[-3:]) > sum(means[:3]) + 0.3
 
 
+@pytest.mark.exhaustive
 def test_espo():
     """Loss and gradient equal those of the formula, in which all views are one batch. The reward increases."""
     example = load("espo")
@@ -253,6 +254,7 @@ def test_trl_diffusion():
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
 
 
+@pytest.mark.exhaustive
 def test_llada2_confidence():
     """The loss and gradient equal those of the formula. The second term lowers the entropy of correct predictions."""
     example = load("llada2_confidence")
@@ -307,6 +309,7 @@ def value_and_gradients(model, loss):
     return [loss, *torch.autograd.grad(loss, model.parameters())]
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("loop", ["llada", "dllm", "dream", "block_diffusion", "of_the_model"])
 def test_fused_head_sft(loop):
     """Each loop has the loss and the gradients of the same loop without the context."""

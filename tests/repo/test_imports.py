@@ -53,6 +53,7 @@ def layer(path):
     return f"{first}/{others[0]}".removesuffix(".py") if first == "_backends" else first.removesuffix(".py")
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("packages", "layers"),
     [
@@ -143,6 +144,7 @@ def test_contributing_names_the_layers_in_their_order():
 ROOMS = ("reference", "dllm_kernels", "benchmarks", "tools", "examples", "tests")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("room", ROOMS[:-2])
 def test_the_package_imports_no_folder_beside_it_and_benchmarks_no_tool(room):
     above = ROOMS[ROOMS.index(room) + 1 :]

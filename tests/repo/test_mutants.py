@@ -89,6 +89,7 @@ def test_code_that_is_not_mutated(source):
     assert not mutated_lines(source)
 
 
+@pytest.mark.exhaustive
 def test_the_choice_is_even_and_deterministic():
     found = {file: mutants.mutants_of(file, (PACKAGE / file).read_bytes()) for file in FILES}
     chosen = mutants.chosen(found, 200, 0)

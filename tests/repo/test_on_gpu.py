@@ -123,6 +123,7 @@ EACH = [
 ]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("place", EACH)
 def test_a_step_past_its_share_is_killed_with_its_children(place, rehearse, monkeypatch):
     seen = []
@@ -219,6 +220,7 @@ def test_parts_of_a_wheel_in_several_folders_are_joined(tmp_path):
     assert {path.name: path.read_bytes() for path in found} == {"big-1.0-py3-none-any.whl": b"ab", "small.whl": b"c"}
 
 
+@pytest.mark.exhaustive
 def test_wheels_that_cannot_be_installed_do_not_stop_the_run(rehearse, tmp_path, capfd):
     wheels = tmp_path / "wheels"
     wheels.mkdir()

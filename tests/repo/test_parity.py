@@ -67,6 +67,7 @@ def judge(dtype, rows=24, sure=False, **how):
     assert_parity(by_hand(targets, **how), lambda h, w: reference.linear_token_nll(h, w, targets).mean(), draw)
 
 
+@pytest.mark.everyday(16)
 @pytest.mark.parametrize("dtype", LOW + WIDE, ids=str)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("shards", [1, 5])
@@ -86,6 +87,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.everyday(11)
 @pytest.mark.parametrize(("bug", "dtype", "how"), [(b, t, how) for b, dtypes, how in BUGS for t in dtypes], ids=str)
 def test_wrong_results_fail(bug, dtype, how):
     judge(dtype, **how)

@@ -174,6 +174,7 @@ def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
     assert [(f.check.split()[0], f.error) for f in failed_quantities] == [("blockwise", 1), ("blockwise", 1)]
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kernel", variants.OF_KERNEL)
 def test_a_variant_of_a_kernel_computes_the_same(kernel):
     argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot"]
