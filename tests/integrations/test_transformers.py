@@ -1512,12 +1512,12 @@ def two_ranks(several_processes):
     return torch.load(folder / "found.pt")
 
 
-def kinds(first, *others):
+def kinds(*names):
     """Return kinds of noise, each of which takes two trainings."""
-    params = every_time([first], [first, *others])
-    return [pytest.param(*p.values, marks=[*p.marks, pytest.mark.ranks("trainer", *p.values)]) for p in params]
+    return [pytest.param(name, marks=pytest.mark.ranks("trainer", name)) for name in names]
 
 
+@pytest.mark.exhaustive  # as all others that start a Trainer on two ranks
 @needs_trainer
 @pytest.mark.parametrize(
     "kind", kinds("drawn by workers", "drawn", "drawn by spawned workers", "seeded", "seeded, by persistent workers")
@@ -1530,6 +1530,7 @@ def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
     assert first == again
 
 
+@pytest.mark.exhaustive
 @needs_trainer
 @pytest.mark.parametrize("kind", kinds("tensor parallel", "tensor parallel, by workers"))
 def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
