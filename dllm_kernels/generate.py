@@ -313,7 +313,7 @@ class _Tokens:
         masked = (self.steps[:, block] < 0) & self.unfinished
         columns = torch.arange(step.start, step.stop, device=masked.device) + (P - self.shift)
         seeds = None if self.seeds is None else self.seeds[:, i + 1]
-        rows = {"seeds": seeds, "active": masked, "num_active": len(masked) * step.masked}
+        rows: dict[str, Any] = {"seeds": seeds, "active": masked, "num_active": len(masked) * step.masked}
 
         def of_block(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
             if hidden.shape[:-1] != self.ids.shape:

@@ -78,7 +78,7 @@ def diffusion_generate(
                     continue
                 z = logits[P + i]
                 kept = truncated(z if temperature == 0 else z / temperature, top_k, top_p, min_p)
-                noise = 0.0
+                noise: float | torch.Tensor = 0.0
                 if temperature != 0 and uniform is not None:
                     noise = torch.log(-torch.log(uniform(step, len(block))[i - start]))
                 token = int((kept - noise).argmax())
