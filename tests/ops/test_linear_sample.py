@@ -118,7 +118,7 @@ def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
     ).log() * -0.75  # the probability of rank r is proportional to r^-1.5
     kept = reference.truncated(2 * x.double(), **options)
     ones, seed = torch.ones(N, 1, device=DEVICE), torch.tensor(20261123, device=DEVICE)
-    got = linear_sample(ones, x[:, None], seeds=seed, temperature=0.5, chunk_size=2000, **options)
+    got = linear_sample(ones, x[:, None], seeds=seed, temperature=0.5, chunk_size=20_000_000 // columns, **options)
     counts = torch.bincount(got.ids, minlength=columns)
     inside = kept > -INF
     assert 1 < inside.sum() < columns
