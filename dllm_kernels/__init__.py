@@ -1,12 +1,13 @@
 """Fused losses and corruption routines for training diffusion language models: drop-in replacements by import."""
 
 # ruff: noqa: F403, F405 -- re-exports the __all__ of each subpackage
-from dllm_kernels import corruption, fused, losses, mtp, ops, policy
+from dllm_kernels import corruption, fused, generate, losses, mtp, ops, policy
 from dllm_kernels._core._run import Run, dtensors_by
 from dllm_kernels._utils._doc import describe_arguments
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import *
 from dllm_kernels.fused import *
+from dllm_kernels.generate import *
 from dllm_kernels.losses import *
 from dllm_kernels.mtp import *
 from dllm_kernels.ops import *
@@ -27,5 +28,6 @@ def _run_of_dtensors() -> Run:
 dtensors_by(_run_of_dtensors)
 
 __all__ = ["DLLMCollator", "__version__"]
-__all__ += corruption.__all__ + fused.__all__ + losses.__all__ + mtp.__all__ + ops.__all__ + policy.__all__
+__all__ += corruption.__all__ + fused.__all__ + generate.__all__ + losses.__all__ + mtp.__all__ + ops.__all__
+__all__ += policy.__all__
 describe_arguments([globals()[name] for name in __all__])

@@ -28,6 +28,7 @@ from reference.dpace_weights import dpace_weights
 from reference.draft_distillation import draft_distillation_loss
 from reference.draft_sampling import block_targets, prefix_probabilities, prefix_weights, sample_anchors
 from reference.encoder_ar import encoder_ar_loss
+from reference.generate import diffusion_generate, num_transfer_tokens
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
 from reference.idlm import IDLMLoss, idlm_loss
@@ -83,6 +84,7 @@ __all__ = [
     "corrupt_uniform_random",
     "decay_weights",
     "dflash_loss",
+    "diffusion_generate",
     "divergence",
     "dpace_weights",
     "draft_accuracy_per_position",
@@ -103,6 +105,7 @@ __all__ = [
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
+    "num_transfer_tokens",
     "policy_loss",
     "policy_objective",
     "policy_views",

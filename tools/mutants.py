@@ -126,6 +126,7 @@ JUDGES = (
         "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
         " -k 'nemo_lora or head or adapter'",
     ),
+    ("fused/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
     ("fused/*", "tests/integrations/test_fused_head.py tests/internals/test_deferred_logits.py"),
     ("integrations/names.py", "tests/integrations/test_names.py"),
     ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),

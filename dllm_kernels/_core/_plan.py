@@ -100,8 +100,9 @@ class Options(NamedTuple):
     @property
     def truncation(self) -> Truncation | None:
         """The truncation of the softmax, or None."""
-        truncation = Truncation(self.top_k, self.top_p, self.min_p)
-        return None if truncation == Truncation() else truncation
+        if self.top_k is None and self.top_p is None and self.min_p is None:
+            return None
+        return Truncation(self.top_k, self.top_p, self.min_p)
 
 
 class Plan(NamedTuple):

@@ -36,10 +36,10 @@ class Noise(NamedTuple):
 
 def high_on_host(noise: Noise, count: int) -> Array:
     """Compute :func:`high` with NumPy, uint16."""
-    skip = noise.first % 16
+    skip, first = noise.first % 16, ZERO + noise.first_counter
     words = np.empty((len(noise.row_numbers), 4 * -(-(skip + count) // 16)), np.uint64)
     for to, seed, number in zip(words, noise.seeds.tolist(), noise.row_numbers.tolist(), strict=True):
-        to[:] = words_from(seed, ZERO + noise.first_counter, HIGH, number=number).random_raw(len(to))
+        to[:] = words_from(seed, first, HIGH, number=number).random_raw(len(to))
     return words.view(np.uint16)[:, skip : skip + count]
 
 

@@ -409,6 +409,8 @@ def check_target_range(
         skip_id: column that is skipped, or None.
     """
     requested = _targets_checked(check_targets)
+    if requested is False:
+        return
     targets, counted = _plain.all_plain(targets, counted)
     readable = _plain.readable_without_sync(targets) and (counted is None or not _plain.is_batched(counted))
     if requested is None and readable:

@@ -18,6 +18,7 @@ from torch import nn
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.fused import _lora
+from dllm_kernels.fused._in_head import head_of
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.fused._state import CallState, Versions
 from dllm_kernels.mtp.head import gathered_once, head_module
@@ -172,16 +173,8 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         RuntimeError: ``on_logits="raise"`` and an operation needs the logits; or hidden states or head were modified in
             place before the logits were used.
     """
-    for name, module in (("model", model), ("head", head)):
-        if not isinstance(module, nn.Module) and (name == "model" or module is not None):
-            raise TypeError(f"{name} must be an nn.Module, got {_checks.type_name(module)}")
+    found = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
-    found = head_module(model) if head is None else head
-    if found is None:
-        raise ValueError(
-            "model must have get_output_embeddings() or a module named lm_head, unless head is given, got "
-            f"{_checks.type_name(model)}"
-        )
     with deferring(found, FusedHead(found, on_logits)) as fused:
         yield fused
 

@@ -55,14 +55,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree
 
 from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
+from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, refuse_output
 from dllm_kernels.integrations import _attention
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
@@ -78,8 +77,6 @@ RETURNED_WEIGHTS = "the weights that loss returns"
 NO_TARGET = 2**TOKEN_BITS - 1 | 0x3F800000 << TOKEN_BITS | PACKED | MASKED  # token 2^31 - 1, masked with p = 1
 SEED_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
-CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
-COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
 Corruption = Callable[..., tuple[Tensor, Tensor, Tensor]]
 RowWeights = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Loss = DiffusionLoss | RowWeights
@@ -504,7 +501,7 @@ def mdlm_loss_func(
             gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
     shift = _checks.checked_bool("shift", shift)
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).from_logits(_logits(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).from_logits(logits_of(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -596,11 +593,6 @@ def _shifts(loss: Loss) -> bool:
     return isinstance(loss, DiffusionLoss) and _checks.checked_bool("shift", loss.shift)
 
 
-def _logits(outputs: Any) -> Tensor:
-    logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
-    return logits
-
-
 @contextlib.contextmanager
 def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FROM_LOGITS) -> Iterator[None]:
     """Make the LM head of the model return ``loss(hidden, weight, bias)`` in place of logits within the context.
@@ -619,59 +611,14 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
         ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
             another ``forward``, such as the forward of another adapter; or has hooks other than sharding hooks.
     """
-    head: Any = head_module(model)
-    check_head(head, advice)
-
-    def forward(hidden: Tensor) -> Tensor:
-        weight, bias, extra = of_rows(head, hidden)
-        return loss(hidden, weight, bias) if extra is None else loss(hidden, weight, bias, extra=extra)
-
-    with replaced_forward(head, forward):
+    with computed_in_head(head_module(model), loss, advice):
         yield
 
 
-class HeadOutput(Tensor):
-    """Tensor that the LM head returned in place of logits, such as the loss.
+class _LossOutput(HeadOutput):
+    """Loss that the LM head returned in place of logits."""
 
-    Casts, and copies and views of the same shape, keep the class. Any other operation that returns or modifies a tensor
-    raises ValueError, because the model would have applied it to its logits. The values are not compared, because they
-    do not show a scale that begins at 1 or a large cap, and because reading them would sync with the GPU. It is a
-    tensor subclass, because wrappers copy the outputs of a model, evaluation has no autograd graph, and
-    ``torch.compile`` traces ``__torch_function__``.
-    """
-
-    advice = FROM_LOGITS  # end of the error message
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", str(func))
-        try:
-            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
-            refuse_output(f"a call of {name} on it", cls.advice)
-        if name == "__get__":  # attribute access
-            return result
-        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        kept = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
-        if result is None or (tensors and not kept):  # None: an assignment or another in-place function
-            refuse_output(f"a call of {name} on it", cls.advice)
-        return result
-
-    def plain(self) -> Tensor:
-        """Return a plain tensor. A copy, because a view of the output of a Function cannot be scaled in place."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.clone()
-
-
-def refuse_output(got: str, advice: str = FROM_LOGITS) -> NoReturn:
-    """Raise ValueError for a model that changes the output of its head; ``got`` names the operation."""
-    raise ValueError(
-        "the model must call its LM head once and return its output unchanged, with no scale, bias or soft cap, got "
-        f"{got}; {advice}"
-    )
+    advice = FROM_LOGITS
 
 
 class MaskedDiffusionTrainerMixin:
@@ -829,7 +776,7 @@ class MaskedDiffusionTrainerMixin:
         made = list[Tensor]()
 
         def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
-            made.append(loss_call.from_hidden(hidden, *head, **extra).as_subclass(HeadOutput))  # type: ignore[arg-type]
+            made.append(loss_call.from_hidden(hidden, *head, **extra).as_subclass(_LossOutput))  # type: ignore[arg-type]
             return made[-1]
 
         unwrapped = self.accelerator.unwrap_model(model)
@@ -864,10 +811,10 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._loss_call(labels, num_items_in_batch).from_logits(_logits(outputs))
-        loss, calls = _logits(outputs), len(self._in_head)
-        if calls != 1 or not isinstance(loss, HeadOutput):
-            refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head")
+            return self._loss_call(labels, num_items_in_batch).from_logits(logits_of(outputs))
+        loss, calls = logits_of(outputs), len(self._in_head)
+        if calls != 1 or not isinstance(loss, _LossOutput):
+            refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head", FROM_LOGITS)
         return loss.plain()
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
@@ -908,7 +855,7 @@ class MaskedDiffusionTrainerMixin:
 
         def keep(given: Tensor, *_: Any, **__: Any) -> Tensor:
             hidden.append(given)
-            return torch.zeros((), dtype=given.dtype, device=given.device).as_subclass(HeadOutput)
+            return torch.zeros((), dtype=given.dtype, device=given.device).as_subclass(_LossOutput)
 
         with loss_in_head(self.accelerator.unwrap_model(model), keep):
             model(**inputs)

@@ -29,27 +29,27 @@ The mixin replaces only the log-probabilities; TRL computes rewards, advantages,
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, SupportsIndex
+from collections.abc import Callable, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
 from dllm_kernels import ops
-from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.fused._lora import dtype_of_logits, in_dtype_of
 from dllm_kernels.fused._state import CallState
+from dllm_kernels.generate import diffusion_generate, schedule
 from dllm_kernels.integrations._hosts import Host, PatchReport
-from dllm_kernels.integrations.transformers import HeadOutput, loss_in_head, refuse_output
 from dllm_kernels.losses._common import next_tokens, shift_left
+from dllm_kernels.mtp.head import head_module
 from dllm_kernels.policy import policy_views
 
 HOST = "trl"
@@ -327,20 +327,7 @@ class _HeadRows(HeadOutput):
 
 def _run(model: Any, unwrapped: nn.Module, rows: Callable[..., Tensor], **inputs: Any) -> tuple[Tensor, Any]:
     """Call the model with a head that computes ``rows(hidden, weight, bias, extra=)``; return rows and output."""
-    calls = 0
-
-    def in_head(*args: Any, **extra: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return rows(*args, **extra).as_subclass(_HeadRows)
-
-    with loss_in_head(unwrapped, in_head, FROM_LOGITS):
-        outputs = model(**inputs)
-    found = outputs.logits
-    if calls != 1 or not isinstance(found, _HeadRows):
-        refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head", FROM_LOGITS)
-    with torch._C.DisableTorchFunctionSubclass():
-        return found.as_subclass(Tensor), outputs
+    return run_in_head(lambda: model(**inputs), head_module(unwrapped), rows, _HeadRows)
 
 
 class DiffusionPolicyMixin:
@@ -560,14 +547,6 @@ def _wrapped(x: int) -> int:
     return (x + 2**63) % 2**64 - 2**63
 
 
-class _Plan(NamedTuple):
-    """Denoising step: decodes ``decoded`` tokens in columns [start, stop) of the completion."""
-
-    start: int
-    stop: int
-    decoded: int
-
-
 def diffusion_rollout(
     mask_token_id: int,
     *,
@@ -581,10 +560,9 @@ def diffusion_rollout(
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
-    A completion begins as MASK tokens. Each step samples every masked token of the current block and keeps the ones
-    with the highest log-probability (low-confidence remasking). Logits exist one chunk at a time, and only for the
-    masked tokens of the block (:func:`dllm_kernels.linear_sample`). The seed of a row is drawn from torch's default
-    generator of the CPU, which the trainer seeds differently on each rank. A completion ends after its first EOS token.
+    It calls :func:`dllm_kernels.diffusion_generate` with low-confidence remasking. The seed of a row is drawn from
+    torch's default generator of the CPU, which the trainer seeds differently on each rank. A completion ends after its
+    first EOS token.
 
     Args:
         mask_token_id: id of the MASK token; never sampled.
@@ -614,101 +592,35 @@ def diffusion_rollout(
     _checks.check_flags(with_logprobs=with_logprobs, shift=shift)
     _checks.check_wide_logits(logits_dtype)
     if length is not None:
-        _plans(length, block_size or length, steps)
+        schedule(length, block_size or length, steps)
 
-    @torch.no_grad()
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
         prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
         if shift and not all(map(len, prompt_ids)):
             raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
         wanted = trainer.args.max_completion_length if length is None else length
-        plans = _plans(wanted, block_size or wanted, steps)
-        T = trainer.temperature if temperature is None else temperature
-        options = {"temperature": T, "skip_id": mask_token_id, "logits_dtype": logits_dtype}
-        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, shift, options)
-        ends = _ends(tokens, trainer.processing_class)
-        cut = [[row[:end] for row, end in zip(rows.tolist(), ends, strict=True)] for rows in (tokens, log_probs)]
+        P, device = max(map(len, prompt_ids), default=0), trainer.accelerator.device
+        pad = trainer.processing_class.pad_token_id or 0
+        ids = [[pad] * (P - len(p)) + list(p) for p in prompt_ids]
+        there = [[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids]
+        tokens, attention = (torch.tensor(t, dtype=torch.int64, device=device).view(len(ids), P) for t in (ids, there))
+        with trainer.accelerator.autocast():
+            out = diffusion_generate(
+                trainer.model, tokens, mask_token_id=mask_token_id, max_new_tokens=wanted, steps=steps,
+                block_size=block_size, temperature=trainer.temperature if temperature is None else temperature,
+                attention_mask=attention, eos_token_id=_eos(trainer.processing_class), shift=shift,
+                seeds=torch.empty(len(ids), dtype=torch.int64, device="cpu").random_().to(device),
+                logits_dtype=logits_dtype,
+            )  # fmt: skip
+        ends = out.generated.sum(-1).tolist()
+        parts = (out.ids, out.log_probs)
+        cut = [[row[P : P + n] for row, n in zip(part.tolist(), ends, strict=True)] for part in parts]
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
 
     return rollout
 
 
-def _plans(length: int, block_size: int, steps: int) -> list[_Plan]:
-    """Split the steps over the blocks, and the tokens of a block over its steps."""
-    starts = range(0, length, block_size)
-    if not len(starts) <= steps <= length:
-        raise ValueError(
-            f"steps must lie between the number of blocks and that of tokens, {len(starts)} and {length}, got {steps}"
-        )
-    plans = []
-    for i, start in enumerate(starts):
-        width = min(block_size, length - start)
-        n = min(steps * (i + 1) // len(starts) - steps * i // len(starts), width)
-        plans += [_Plan(start, start + width, width * (j + 1) // n - width * j // n) for j in range(n)]
-    return plans
-
-
-def _denoised(
-    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], shift: bool,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return completions ``[B, length]``, and the log-probability of each token when it was decoded."""
-    model, device, B = trainer.model, trainer.accelerator.device, len(prompt_ids)
-    longest = max(map(len, prompt_ids), default=0)
-    pad = trainer.processing_class.pad_token_id or 0
-    ids = torch.tensor([[pad] * (longest - len(p)) + p + [mask_id] * length for p in prompt_ids], device=device)
-    attention = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + length) for p in prompt_ids], device=device)
-    seeds = torch.empty(B, dtype=torch.int64, device="cpu").random_().to(device)
-    of_steps = _philox.child_seeds(seeds, len(plans))
-    log_probs = torch.zeros(B, length, device=device)
-    with _evaluating(model):
-        for step, plan in enumerate(plans):
-            block = slice(longest + plan.start, longest + plan.stop)
-            masked = torch.zeros_like(ids, dtype=torch.bool)
-            masked[:, block] = torch.eq(ids[:, block], mask_id)
-            rows = shift_left(masked, False) if shift else masked
-            sampled = functools.partial(_sampled, active=rows, seeds=of_steps[:, step], **options)
-            with trainer.accelerator.autocast():
-                found, _ = _run(model, model, sampled, input_ids=ids, attention_mask=attention)
-            found = found.roll(1, 1) if shift else found
-            new, confidence = found[:, block].unbind(-1)
-            ranked = confidence.masked_fill(~masked[:, block], -torch.inf).sort(dim=-1, descending=True, stable=True)
-            kept = ranked.indices[:, : plan.decoded]
-            ids[:, block] = ids[:, block].scatter(-1, kept, new.gather(-1, kept).long())
-            of_block = log_probs[:, plan.start : plan.stop]
-            of_block.scatter_(-1, kept, confidence.gather(-1, kept).to(of_block.dtype))
-    return ids[:, longest:], log_probs
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode within the context, then restore the mode of every module."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-def _sampled(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None, *,
-    logits_dtype: torch.dtype | None, **options: Any,
-) -> Tensor:  # fmt: skip
-    """Sample tokens; return ids and log-probabilities ``[B, L, 2]``, float64, which represents every id exactly."""
-    weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-    options["logits_dtype"] = dtype_of_logits(hidden, logits_dtype)
-    out = ops.linear_sample(hidden, weight, bias=bias, extra=extra, **options)
-    return torch.stack([out.ids.double(), out.log_probs.double()], -1)
-
-
-def _ends(tokens: Tensor, processing_class: Any) -> list[int]:
-    """Return the length of each completion, up to and including its first EOS token."""
-    eos = getattr(getattr(processing_class, "tokenizer", processing_class), "eos_token_id", None)
-    if eos is None:
-        return [tokens.shape[1]] * len(tokens)
-    is_eos = tokens == eos
-    before = (is_eos.cumsum(-1) - is_eos.long() == 0).sum(-1)
-    return before.tolist()  # type: ignore[no-any-return]
+def _eos(processing_class: Any) -> Any:
+    """Return the id, or the ids, of the EOS token; None without one."""
+    return getattr(getattr(processing_class, "tokenizer", processing_class), "eos_token_id", None)

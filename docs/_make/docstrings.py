@@ -19,6 +19,7 @@ PAGES = {
     "collate": "dllm_kernels.collate",
     "mtp": "dllm_kernels.mtp",
     "policy": "dllm_kernels.policy",
+    "generate": "dllm_kernels.generate",
     "fused": "dllm_kernels.fused",
     "distributed": "dllm_kernels.distributed",
     "nemo_automodel": "dllm_kernels.integrations.nemo_automodel",

@@ -217,6 +217,35 @@ def bias() -> plt.Figure:
     return figure
 
 
+def generation() -> plt.Figure:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.places = torch.nn.Embedding(V, 16), torch.randn(28, 16)
+            self.lm_head = torch.nn.Linear(16, V)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids) + self.places
+            return self.lm_head(3 * torch.tanh(x + x.roll(1, 1) + x.roll(-1, 1)))
+
+    N, steps, model = 24, 12, Model()
+    options = {"confidence": {}, "random": {"remasking": "random"}, "confidence, block_size=8": {"block_size": 8}}
+    names = {"decoded": "#cbd5e1", "decoded in this step": "#0d9488", "MASK": "#64748b"}
+    figure, axes = plt.subplots(1, 3, figsize=(9, 2.6))
+    for place, (title, chosen) in zip(axes, options.items(), strict=True):
+        out = ours.diffusion_generate(
+            model, torch.zeros(1, 4, dtype=torch.long), mask_token_id=MASK, max_new_tokens=N, steps=steps,
+            seeds=torch.tensor([1]), **chosen,
+        )  # fmt: skip
+        decoded, step = out.step_map[:, 4:], torch.arange(steps)[:, None]
+        picture(place, (decoded >= step).int() + (decoded > step).int(), list(names.values()))
+        place.set(title=title, xlabel="new token")
+    axes[0].set_ylabel("step")
+    patches = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in names.values()]
+    figure.legend(patches, names, ncols=3, loc="outside lower center")
+    return figure
+
+
 CELLS = ["#cbd5e1", "#64748b", "#0d9488", "#ea580c"]
 
 
@@ -274,5 +303,5 @@ PICTURES = {
     "divergence": divergence,
     "mdlm": mdlm, "block-diffusion": block_diffusion, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash,
     "encoder-ar": encoder_ar, "mtp": mtp, "corruption": corruption, "bias": bias, "levels": levels,
-    "collator": collator,
+    "collator": collator, "generation": generation,
 }  # fmt: skip

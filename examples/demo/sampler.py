@@ -6,16 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from dllm_kernels import linear_sample
+from dllm_kernels import diffusion_generate, linear_sample
 
 Hidden = Callable[[torch.Tensor], torch.Tensor]
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
-@torch.no_grad()
 def denoise(
-    hidden_of: Hidden,
-    head: torch.Tensor,
+    model: torch.nn.Module,
     prompt: torch.Tensor,
     new_tokens: int,
     mask_id: int,
@@ -25,15 +23,10 @@ def denoise(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """Continue a prompt with a masked diffusion model, block after block.
-
-    Every step predicts all masked positions of the current block, keeps the predictions with the highest
-    probability (at the temperature) and remasks the others. A block is complete after ``steps`` steps. Logits exist
-    for the masked positions only, one chunk at a time.
+    """Continue a prompt with a masked diffusion model, block after block, with low-confidence remasking.
 
     Args:
-        hidden_of: ids ``[1, L]`` -> input of the head ``[1, L, D]``.
-        head: LM head ``[V, D]``.
+        model: maps ids ``[1, L]`` to logits ``[1, L, V]``; its head never computes them.
         prompt: ids ``[P]``.
         new_tokens: number of tokens to add, a multiple of ``block_size``.
         mask_id: the mask token, which is never predicted.
@@ -44,24 +37,19 @@ def denoise(
 
     Returns:
         The ids after each step; in the first entry, all new tokens are masked.
-
-    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, algorithm 5, semi-autoregressive over blocks.
     """
-    ids = torch.cat([prompt, prompt.new_full((new_tokens,), mask_id)])
-    trace = [ids.tolist()]
-    for start in range(len(prompt), len(ids), block_size):
-        block = torch.arange(start, start + block_size, device=ids.device)
-        for left in range(steps, 0, -1):
-            masked = block[ids[block] == mask_id]
-            if not len(masked):
-                break
-            found = linear_sample(
-                hidden_of(ids[None])[0, masked], head, temperature=temperature, generator=generator, skip_id=mask_id
-            )
-            kept = found.log_probs.topk(-(-len(masked) // left)).indices
-            ids[masked[kept]] = found.ids[kept]
-            trace.append(ids.tolist())
-    return trace
+    made = diffusion_generate(
+        model,
+        prompt[None],
+        mask_token_id=mask_id,
+        max_new_tokens=new_tokens,
+        steps=steps * (new_tokens // block_size),
+        block_size=block_size,
+        temperature=temperature,
+        generator=generator,
+    )
+    (ids,), (decoded,) = made.ids, made.step_map
+    return [ids.masked_fill(decoded >= step, mask_id).tolist() for step in range(int(decoded.max()) + 2)]
 
 
 @torch.no_grad()

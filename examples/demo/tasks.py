@@ -193,8 +193,7 @@ class Diffusion(Task):
     def sample(self, model: Any, text: torch.Tensor) -> Sample:
         prompt, truth = self._split(text)
         trace = sampler.denoise(
-            model.hidden,
-            model.lm_head.weight,
+            model,
             prompt,
             len(truth),
             self.corpus.mask_id,

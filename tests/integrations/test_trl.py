@@ -772,7 +772,7 @@ def by_hand(model, prompt, length, blocks):
     [
         ({"steps": 6}, [[1] * 6]),
         ({"steps": 1}, [[6]]),
-        ({"steps": 4}, [[1, 2, 1, 2]]),
+        ({"steps": 4}, [[2, 2, 1, 1]]),
         ({"steps": 4, "block_size": 4}, [[2, 2], [1, 1]]),
     ],
 )

@@ -240,6 +240,18 @@ def test_default_vocabulary_and_corpus_are_real():
     assert options.corpus_bytes >= 1_000_000
 
 
+class WithLogits(torch.nn.Module):
+    """A model with these logits."""
+
+    def __init__(self, logits_of, V):
+        super().__init__()
+        self.logits_of, self.lm_head = logits_of, torch.nn.Linear(V, V, bias=False)
+        torch.nn.init.eye_(self.lm_head.weight)
+
+    def forward(self, ids):
+        return self.lm_head(self.logits_of(ids))
+
+
 def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
     V, mask = 5, 4
 
@@ -248,7 +260,7 @@ def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
         sure = 1.0 + (i % 3).float()
         return (torch.nn.functional.one_hot(i % 4, V) * sure[:, None])[None]
 
-    trace = sampler.denoise(logits_of, torch.eye(V), torch.tensor([0, 1, 2]), 6, mask, block_size=3, steps=3)
+    trace = sampler.denoise(WithLogits(logits_of, V), torch.tensor([0, 1, 2]), 6, mask, block_size=3, steps=3)
     assert trace[0] == [0, 1, 2, 4, 4, 4, 4, 4, 4]
     assert trace[1] == [0, 1, 2, 4, 4, 1, 4, 4, 4]
     assert trace[2] == [0, 1, 2, 4, 0, 1, 4, 4, 4]
@@ -262,7 +274,7 @@ def test_denoising_in_fewer_steps_fills_several_a_step_and_never_writes_the_mask
         logits[..., 2] = 9.0  # the mask is the most likely token
         return logits
 
-    trace = sampler.denoise(logits_of, torch.eye(3), torch.tensor([0]), 4, 2, block_size=4, steps=2)
+    trace = sampler.denoise(WithLogits(logits_of, 3), torch.tensor([0]), 4, 2, block_size=4, steps=2)
     assert [ids.count(2) for ids in trace] == [4, 2, 0]
 
 

@@ -406,6 +406,23 @@ def ops_sampling(n):
     assert torch.equal(n["noisy"] == 99, n["masked"] & ~n["shown"])
 
 
+@page("generation.md")
+def generation(n):
+    """The model in float64, row by row: the steps keep the most confident tokens, and each has its log-probability."""
+    out, model, P = n["out"], n["model"].double().eval(), 3
+    whole = out.generated[:, P:].all(1).nonzero()[:, 0].tolist()  # after an EOS, the model also saw dropped tokens
+    assert whole
+    for row, on in ((i, n["prompts"][i] != n["PAD"]) for i in whole):
+        decoded = out.step_map[row]
+        for step in range(8):
+            seen = out.ids[row].masked_fill(decoded >= step, n["MASK"])
+            z = model(seen[None], F.pad(on, (0, 16), value=True)[None])[0]
+            z[:, n["MASK"]] = -math.inf
+            log_p = torch.log_softmax(reference.truncated(z / 0.7, top_p=0.95), -1)
+            at = (decoded == step).nonzero()[:, 0]
+            same(out.log_probs[row, at], log_p[at, out.ids[row, at]])
+
+
 @page("ops/transforms.md")
 def ops_transforms(n):
     x = leaf(n["logits"])

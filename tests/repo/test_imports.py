@@ -107,6 +107,7 @@ LAYERS = (
     ("mtp", "corruption", "collate"),
     ("policy",),
     ("fused",),
+    ("generate",),
     ("__init__",),
     ("integrations", "report"),
 )

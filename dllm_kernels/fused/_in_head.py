@@ -1,0 +1,138 @@
+"""Computations inside the forward of an LM head, which returns their result in place of logits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from dllm_kernels._utils._checks import type_name
+from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
+from dllm_kernels.mtp.head import head_module
+
+CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
+COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
+
+
+class HeadOutput(Tensor):
+    """Tensor that the LM head returned in place of logits, such as the loss.
+
+    Casts, and copies and views of the same shape, keep the class. Any other operation that returns or modifies a tensor
+    raises ValueError, because the model would have applied it to its logits. The values are not compared, because they
+    do not show a scale that begins at 1 or a large cap, and because reading them would sync with the GPU. It is a
+    tensor subclass, because wrappers copy the outputs of a model, evaluation has no autograd graph, and
+    ``torch.compile`` traces ``__torch_function__``.
+    """
+
+    advice = ""  # end of the error message, set by each derived class
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        try:
+            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
+            refuse_output(f"a call of {name} on it", cls.advice)
+        if name == "__get__":  # attribute access
+            return result
+        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        kept = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
+        if result is None or (tensors and not kept):  # None: an assignment or another in-place function
+            refuse_output(f"a call of {name} on it", cls.advice)
+        return result
+
+    def plain(self) -> Tensor:
+        """Return a plain tensor. A copy, because a view of the output of a Function cannot be scaled in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.clone()
+
+
+def refuse_output(got: str, advice: str) -> NoReturn:
+    """Raise ValueError for a model that changes the output of its head; ``got`` names the operation."""
+    raise ValueError(
+        "the model must call its LM head once and return its output unchanged, with no scale, bias or soft cap, got "
+        f"{got}; {advice}"
+    )
+
+
+@contextlib.contextmanager
+def computed_in_head(head: Any, compute: Callable[..., Tensor], advice: str) -> Iterator[None]:
+    """Make the LM head return ``compute(hidden, weight, bias)`` in place of logits within the context.
+
+    The caller checks that the model returns the output of its head unchanged.
+
+    Args:
+        head: the LM head, or None if the model has none, an error.
+        compute: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None. It also takes
+            ``extra=(u, U)``, the low-rank part of the head, if LoRA adapters are active on it.
+        advice: end of the error message.
+
+    Raises:
+        ValueError: :func:`check_head` does not accept the head.
+    """
+    check_head(head, advice)
+
+    def forward(hidden: Tensor) -> Tensor:
+        weight, bias, extra = of_rows(head, hidden)
+        return compute(hidden, weight, bias) if extra is None else compute(hidden, weight, bias, extra=extra)
+
+    with replaced_forward(head, forward):
+        yield
+
+
+def run_in_head(
+    call: Callable[[], Any], head: Any, rows: Callable[..., Tensor], output: type[HeadOutput]
+) -> tuple[Tensor, Any]:
+    """Call a model whose head computes ``rows(hidden, weight, bias, extra=)``; return rows and the model's output.
+
+    ``output`` is the class in which the rows pass through the model.
+    """
+    calls = 0
+
+    def in_head(*args: Any, **extra: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return rows(*args, **extra).as_subclass(output)
+
+    with computed_in_head(head, in_head, output.advice):
+        outputs = call()
+    found = logits_of(outputs)
+    if calls != 1 or not isinstance(found, output):
+        refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head", output.advice)
+    with torch._C.DisableTorchFunctionSubclass():
+        return found.as_subclass(Tensor), outputs
+
+
+def logits_of(outputs: Any) -> Any:
+    """Return the logits of a model's output: itself, its entry or attribute ``logits``, or its first element."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping):
+        return outputs["logits"]
+    return outputs.logits if hasattr(outputs, "logits") else outputs[0]
+
+
+def head_of(model: nn.Module, head: nn.Module | None) -> nn.Module:
+    """Return the given head, or else the LM head of the model.
+
+    Raises:
+        TypeError: ``model`` or ``head`` is not a module.
+        ValueError: the model has no LM head.
+    """
+    for name, module in (("model", model), ("head", head)):
+        if not isinstance(module, nn.Module) and (name == "model" or module is not None):
+            raise TypeError(f"{name} must be an nn.Module, got {type_name(module)}")
+    found = head_module(model) if head is None else head
+    if found is None:
+        raise ValueError(
+            "model must have get_output_embeddings() or a module named lm_head, unless head is given, got "
+            f"{type_name(model)}"
+        )
+    return found

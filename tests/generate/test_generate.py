@@ -1,0 +1,457 @@
+"""Generation: the oracle's tokens and steps, dependence on seeds only, EOS, products, heads, modes, bad input."""
+
+import contextlib
+import copy
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels import DiffusionGeneration, diffusion_generate, policy_views
+from tests.conftest import DEVICE, every_time
+from tests.support.uniforms import uniforms
+
+D, V, MASK, N = 8, 21, 20, 6
+PROMPTS = ([1, 2, 3], [4], [5, 6])
+SEEDS = torch.tensor([3, -7, 2**61], device=DEVICE)
+
+
+class Encoder(nn.Module):
+    """A model of each token, its position from the end, and the mean of all tokens that are not padding."""
+
+    def __init__(self, shift=0, width=D, vocabulary=V):
+        super().__init__()
+        self.embedding, self.lm_head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.places, self.shift = nn.Parameter(torch.randn(N, width)), shift
+        self.seen = []
+
+    def forward(self, ids, attention_mask=None):
+        self.seen.append((ids.clone(), attention_mask))
+        x = self.embedding(ids)
+        x = torch.cat([x[:, :-N], x[:, -N:] + self.places], 1)
+        on = torch.ones_like(ids) if attention_mask is None else attention_mask
+        mean = (x * (on[..., None] != 0)).sum(1, keepdim=True) / on.sum(1)[:, None, None]
+        return self.lm_head(torch.tanh(x + 2 * mean).roll(-self.shift, 1))
+
+
+def model_of(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return Encoder(**sizes).to(DEVICE, torch.float64)
+
+
+def padded(prompts=PROMPTS, before=0):
+    """Return left-padded prompts with their mask."""
+    P = before + max(map(len, prompts))
+    ids = [[0] * (P - len(p)) + p for p in prompts]
+    on = [[0] * (P - len(p)) + [1] * len(p) for p in prompts]
+    return [torch.tensor(t, dtype=torch.int64, device=DEVICE).view(len(prompts), P) for t in (ids, on)]
+
+
+def generate(model, ids, on=None, **options):
+    options = {"mask_token_id": MASK, "max_new_tokens": N, "steps": 4, "attention_mask": on, **options}
+    return diffusion_generate(model, ids, **options)
+
+
+def children(seed, count):
+    """Return the child seeds of a seed, words of NumPy's stream under the key (seed, 1)."""
+    return np.random.Philox(key=seed % 2**64 + (1 << 64)).random_raw(count).view(np.int64)
+
+
+def noise_of(seed, steps):
+    """Return the oracle's uniforms of each step, and the scores of random remasking, of one row."""
+    order, *of_steps = children(seed, 1 + steps).tolist()
+
+    def uniform(step, width):
+        return uniforms(torch.full((width,), of_steps[step]), torch.arange(width), V)
+
+    raw = np.random.Philox(key=order % 2**64, counter=2**32 - 1).random_raw(8)
+    return {"uniform": uniform, "order": torch.from_numpy(raw.view("<u4").astype(np.float64))}
+
+
+def expected(model, prompt, seed, **options):
+    options = {"mask_token_id": MASK, "max_new_tokens": N, "steps": 4, **options}
+    return reference.diffusion_generate(
+        lambda ids: model(ids[None].to(DEVICE))[0].cpu(), torch.tensor(prompt, dtype=torch.int64), **options,
+        **noise_of(seed, options["steps"]),
+    )  # fmt: skip
+
+
+TEMPERATURES = (0, 1.0, 0.6)
+TRUNCATIONS = ({}, {"top_k": 4}, {"top_p": 0.83, "min_p": 0.03})
+PLANS = ({"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1})
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("remasking", ["confidence", "random"])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("shift", [False, True])
+@torch.no_grad()
+def test_parity(shift, plan, truncation, temperature, remasking, backend):
+    """Each row of a batch with left padding has the tokens, log-probabilities and steps of the row alone."""
+    model, (ids, on) = model_of(), padded(before=1)
+    options = {"temperature": temperature, "remasking": remasking, **truncation, **plan}
+    plain, model.shift = copy.deepcopy(model), int(shift)
+    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options)
+    P = ids.shape[1]
+    assert torch.equal(out.ids[:, :P], ids)
+    assert torch.equal(out.generated, (torch.arange(P + N, device=DEVICE) >= P).expand(3, -1))
+    assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float32, torch.int64]
+    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS.tolist(), strict=True)):
+        tokens, log_probs, steps = expected(plain, prompt, seed, **options)
+        assert out.ids[row, P:].tolist() == tokens
+        assert out.step_map[row].tolist() == [-1] * P + steps
+        exact = torch.tensor([0.0] * P + log_probs, device=DEVICE)
+        torch.testing.assert_close(out.log_probs[row], exact)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("remasking", ["confidence", "random"])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 30, "top_p": 0.9}], ids=str)
+def test_both_backends_generate_equal_ids(truncation, remasking):
+    pytest.importorskip("triton")
+    model, (ids, on) = model_of(width=16, vocabulary=300).float(), padded()
+    options = {"seeds": SEEDS, "temperature": 0.8, "remasking": remasking, "block_size": 3, **truncation}
+    ours, other = (generate(model, ids, on, backend=backend, **options) for backend in ("torch", "triton"))
+    assert torch.equal(ours.ids, other.ids)
+    assert torch.equal(ours.step_map, other.step_map)
+    torch.testing.assert_close(ours.log_probs, other.log_probs)
+
+
+@pytest.mark.parametrize("masked", every_time([5], range(1, 8)))
+def test_the_tokens_of_a_step_are_those_of_llada(masked):
+    """``get_num_transfer_tokens`` of LLaDA's sampler, written as there."""
+    model, ids = model_of(), padded(before=N)[0][:1]
+    for steps in range(1, masked + 1):
+        mask_num = torch.tensor([[masked]])
+        base, remainder = mask_num // steps, mask_num % steps
+        num_transfer_tokens = torch.zeros(1, steps, dtype=torch.int64) + base
+        num_transfer_tokens[0, : remainder[0]] += 1
+        assert reference.num_transfer_tokens(masked, steps) == num_transfer_tokens[0].tolist()
+        for blocks in (1, 2):
+            size = masked if blocks == 2 else None
+            out = generate(model, ids, max_new_tokens=blocks * masked, steps=blocks * steps, block_size=size)
+            counts = torch.bincount(out.step_map[0, ids.shape[1] :].cpu(), minlength=blocks * steps)
+            assert counts.tolist() == num_transfer_tokens[0].tolist() * blocks
+
+
+def test_a_row_depends_only_on_its_seed_and_prompt():
+    model, (ids, on) = model_of(), padded()
+    options = {"temperature": 0.9, "remasking": "random", "block_size": 4}
+    whole = generate(model, ids, on, seeds=SEEDS, **options)
+    for row, prompt in enumerate(PROMPTS):
+        alone = generate(model, torch.tensor([prompt], device=DEVICE), seeds=SEEDS[row, None], **options)
+        assert torch.equal(alone.ids[0], whole.ids[row, -alone.ids.shape[1] :])
+        assert torch.equal(alone.step_map[0], whole.step_map[row, -alone.ids.shape[1] :])
+    other = generate(model, ids, on, seeds=SEEDS + 1, **options)
+    assert not torch.equal(other.ids, whole.ids)
+    assert not torch.equal(other.step_map, whole.step_map)
+
+
+def test_the_generator_decides_without_seeds():
+    """Row b has child b of one drawn seed. If nothing is drawn, the generator stays as it is."""
+    model, (ids, on) = model_of(), padded()
+    generator = torch.Generator().manual_seed(1)
+    drawn = [generate(model, ids, on, temperature=1.0, generator=generator) for _ in range(2)]
+    assert not torch.equal(drawn[0].ids, drawn[1].ids)
+    generator = torch.Generator().manual_seed(1)
+    call = torch.empty((), dtype=torch.int64).random_(-(2**63), 2**63 - 1, generator=generator)
+    rows = torch.from_numpy(children(call.item(), 3)).to(DEVICE)
+    assert torch.equal(drawn[0].ids, generate(model, ids, on, temperature=1.0, seeds=rows).ids)
+    state = generator.get_state()
+    generate(model, ids, on, generator=generator)
+    assert torch.equal(generator.get_state(), state)
+    generate(model, ids, on, generator=generator, remasking="random")
+    assert not torch.equal(generator.get_state(), state)
+
+
+def test_random_remasking_is_uniform():
+    """Each token is as likely in every step: 1,000 rows, within 4 standard errors."""
+    B, ids = 1000, torch.ones(1000, 1, dtype=torch.int64, device=DEVICE)
+    out = generate(model_of(), ids, remasking="random", steps=N, seeds=torch.arange(B, device=DEVICE))
+    of_steps = torch.stack([(out.step_map[:, 1:] == s).double().mean(0) for s in range(N)])
+    p = 1 / N
+    assert (of_steps - p).abs().max() < 4 * (p * (1 - p) / B) ** 0.5
+    pairs = (out.step_map[:, 1] + N * out.step_map[:, 2]).unique(return_counts=True)[1]
+    assert len(pairs) == N * (N - 1)
+    p = 1 / (N * (N - 1))
+    assert (pairs / B - p).abs().max() < 4 * (p * (1 - p) / B) ** 0.5
+
+
+@pytest.mark.parametrize("block_size", [None, 2])
+def test_the_step_map_gives_the_views_of_the_trace(block_size):
+    """View s of scheme "trace" is what the model has seen in step s, up to the tokens of later blocks."""
+    model, (ids, on) = model_of(), padded()
+    out = generate(model, ids, on, temperature=1.0, seeds=SEEDS, steps=5, block_size=block_size)
+    views = policy_views(out.ids, out.generated, MASK, "trace", step_map=out.step_map)
+    assert len(model.seen) == len(views.noisy) == 5
+    for (seen, mask), noisy, scored in zip(model.seen, views.noisy, views.scored, strict=True):
+        assert torch.equal(seen, noisy)
+        assert torch.equal(mask, torch.cat([on, torch.ones_like(mask[:, -N:])], 1))
+        assert scored.any(1).all()
+    assert torch.equal(views.scored.sum(0).bool(), out.generated)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@torch.no_grad()
+def test_a_row_ends_after_its_first_eos(several):
+    model, (ids, on) = model_of(3), padded()
+    options = {"temperature": 1.0, "block_size": 2, "steps": 6}
+    whole = generate(model, ids, on, seeds=SEEDS, **options)
+    P = ids.shape[1]
+    eos = [int(whole.ids[0, P + 1]), int(whole.ids[1, P + 2])] if several else [int(whole.ids[0, P + 1])]
+    model.seen.clear()
+    given = {"eos_token_id": eos, "pad_token_id": 0} if several else {"eos_token_id": eos[0]}
+    pad = 0 if several else eos[0]
+    out = generate(model, ids, on, seeds=SEEDS, **options, **given)
+    ended = []
+    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS.tolist(), strict=True)):
+        tokens, _, steps = expected(model, prompt, seed, eos_token_ids=eos, pad_token_id=pad, **options)
+        assert out.ids[row, P:].tolist() == tokens
+        assert out.step_map[row, P:].tolist() == steps
+        assert torch.equal(out.generated[row], out.step_map[row] >= 0)
+        assert not out.log_probs[row][~out.generated[row]].any()
+        ended.append(int(out.generated[row].sum()))
+    assert ended[0] == 2
+    assert max(ended) > 2
+    model.seen.clear()
+    generate(model, ids[:1], on[:1], seeds=SEEDS[:1], **options, **given)
+    assert len(model.seen) == 2  # the steps of the first block
+
+
+@pytest.mark.parametrize(
+    ("options", "products"),
+    [({}, 1), ({"temperature": 1.0}, 1), ({"temperature": 0.5}, 2), ({"top_k": 3}, 2),
+     ({"temperature": 0.5, "remasking": "random"}, 1)],
+    ids=str,
+)  # fmt: skip
+def test_only_masked_tokens_of_the_block_are_projected(options, products):
+    """No other product has the size of the vocabulary."""
+    model, (ids, on) = model_of(), padded()
+    with FlopCounterMode(display=False) as counter:
+        generate(model, ids, on, seeds=SEEDS, steps=4, block_size=3, **options)
+    masked = 2 * (3 + 1)  # of two blocks of three tokens; the first step of each decodes two
+    assert counter.get_total_flops() == products * 2 * 3 * masked * V * D
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_in_evaluation_mode_and_each_mode_is_restored(fails):
+    model, (ids, on) = model_of().train(), padded()
+    model.frozen = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)).eval()
+    model.frozen[1].train()
+    modes, during = [module.training for module in model.modules()], []
+
+    def hook(*_):
+        during.append((torch.is_grad_enabled(), any(module.training for module in model.modules())))
+        return 1 / 0 if fails else None
+
+    model.embedding.register_forward_hook(hook)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        out = generate(model, ids, on)
+        assert not any(t.requires_grad for t in out)
+    assert set(during) == {(False, False)}
+    assert [module.training for module in model.modules()] == modes
+    assert "forward" not in vars(model.lm_head)
+    assert torch.is_grad_enabled()
+
+
+class Returning(nn.Module):
+    """A model with another output."""
+
+    def __init__(self, model, change):
+        super().__init__()
+        self.body, self.change = model, change
+
+    def forward(self, ids, **inputs):
+        return self.change(self.body(ids, **inputs))
+
+
+class Flat(nn.Module):
+    """A model whose head receives the tokens of all rows in one dimension."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.embedding, self.lm_head = model.embedding, model.lm_head
+
+    def forward(self, ids):
+        return self.lm_head(self.embedding(ids).flatten(0, 1))
+
+
+OUTPUTS = {
+    "attribute": lambda z: SimpleNamespace(logits=z),
+    "mapping": lambda z: {"loss": None, "logits": z.float()},
+    "tuple": lambda z: (z.contiguous(), None),
+}
+
+
+@pytest.mark.parametrize("change", OUTPUTS.values(), ids=OUTPUTS)
+def test_models_with_other_outputs(change):
+    ids, on = padded()
+    expected = generate(model_of(), ids, on)
+    found = generate(Returning(model_of(), change), ids, on)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert type(found.ids) is torch.Tensor
+
+
+def test_a_head_that_is_not_found_by_its_name():
+    ids, on = padded()
+    model = model_of()
+    expected = generate(model, ids, on)
+    vocabulary = model.lm_head
+    del model.lm_head
+    model.vocabulary = vocabulary
+    model.__dict__["lm_head"] = vocabulary.__call__
+    with pytest.raises(
+        ValueError, match=r"^model must have get_output_embeddings\(\) or a module named lm_head, unless"
+    ):
+        generate(model, ids, on)
+    assert torch.equal(generate(model, ids, on, head=vocabulary).ids, expected.ids)
+
+
+@torch.no_grad()
+def test_a_lora_head():
+    peft = pytest.importorskip("peft")
+    model, (ids, on) = model_of().float(), padded()
+    config = peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
+    adapted = peft.inject_adapter_in_model(config, copy.deepcopy(model))
+    merged, layer = copy.deepcopy(model), adapted.lm_head
+    merged.lm_head.weight += layer.get_delta_weight("default")
+    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3}
+    found, same, plain = (generate(m, ids, on, **options) for m in (adapted, merged, model))
+    assert torch.equal(found.ids, same.ids)
+    assert not torch.equal(found.ids, plain.ids)
+    torch.testing.assert_close(found.log_probs, same.log_probs)
+
+
+@torch.no_grad()
+def test_float32_logits_of_16_bit_operands():
+    model, (ids, on) = model_of().bfloat16(), padded()
+    narrow, wide = (generate(model, ids, on, steps=1, logits_dtype=dtype) for dtype in (None, torch.float32))
+    head = copy.deepcopy(model.lm_head).float()
+    hidden = []
+    model.lm_head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    model(torch.cat([ids, torch.full_like(ids[:, :1], MASK).expand(-1, N)], 1), torch.cat([on, on.new_ones(3, N)], 1))
+    log_p = head(hidden[0].float())[..., :MASK].log_softmax(-1).amax(-1)[:, -N:]
+    torch.testing.assert_close(wide.log_probs[:, -N:], log_p, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(narrow.log_probs, wide.log_probs)
+
+
+def test_no_prompt_no_row_and_masks_of_other_dtypes():
+    model = model_of()
+    none = torch.empty(2, 0, dtype=torch.int64, device=DEVICE)
+    out = generate(model, none)
+    assert torch.equal(out.ids[0], out.ids[1])
+    assert out.ids.shape == (2, N)
+    assert (out.ids != MASK).all()
+    assert [t.shape for t in generate(model, none[:0], eos_token_id=1)] == [(0, N)] * 4
+    ids, on = padded()
+    expected = generate(model, ids, on)
+    model.seen.clear()
+    for dtype in (torch.bool, torch.float32):
+        assert torch.equal(generate(model, ids.int(), on.to(dtype)).ids, expected.ids)
+        assert model.seen[-1][1].dtype == dtype
+    given = {"attention_mask": torch.cat([on, on.new_ones(3, N)], 1)}
+    assert torch.equal(generate(model, ids, model_kwargs=given).ids, expected.ids)
+
+
+def test_mask_tokens_of_the_prompt_stay():
+    model, ids = model_of(), torch.tensor([[1, MASK, 2]], device=DEVICE)
+    out = generate(model, ids, temperature=1.0, seeds=SEEDS[:1])
+    assert out.ids[0, :3].tolist() == [1, MASK, 2]
+    assert (out.ids[0, 3:] != MASK).all()
+
+
+@pytest.mark.exhaustive
+def test_a_compiled_model():
+    model, (ids, on) = model_of(), padded()
+    model.seen = SimpleNamespace(append=lambda _: None)
+    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3}
+    expected = generate(model, ids, on, **options)
+    compiled = torch.compile(model, backend="aot_eager")
+    found = generate(compiled, ids, on, **options)
+    assert torch.equal(found.ids, expected.ids)
+    torch.compiler.reset()
+
+
+def test_bad_input():
+    model, (ids, on) = model_of(), padded()
+    cpu_ids, cpu_on = ids.cpu(), on.cpu()
+    model = model.cpu()
+
+    def raises(error, message, model=model, ids=cpu_ids, **options):
+        model.seen.clear() if isinstance(model, Encoder) else None
+        with pytest.raises(error, match="^" + re.escape(message)):
+            generate(model, ids, **options)
+        assert not isinstance(model, Encoder) or not model.seen  # before the model runs
+
+    raises(TypeError, "model must be an nn.Module, got function", model=lambda ids: ids)
+    raises(TypeError, "head must be an nn.Module, got torch.Tensor", head=torch.ones(2))
+    raises(
+        ValueError, "the LM head must be an nn.Linear for the loss to run inside it, got torch.nn.modules.sparse.Embed",
+        head=model.embedding,
+    )  # fmt: skip
+    raises(TypeError, "prompt_ids must be a torch.Tensor, got list", ids=[[1]])
+    raises(ValueError, "prompt_ids must have dtype int64, int32, ", ids=cpu_ids.float())
+    raises(ValueError, "prompt_ids must have shape [B, P], got (3,)", ids=cpu_ids[0])
+    raises(TypeError, "mask_token_id must be an int, got NoneType", mask_token_id=None)
+    raises(ValueError, "mask_token_id must not be negative, got -1", mask_token_id=-1)
+    raises(ValueError, "mask_token_id must lie in [0, 21), got 21", mask_token_id=V)
+    for name in ("max_new_tokens", "steps", "block_size"):
+        raises(TypeError, f"{name} must be an int, got float", **{name: 1.0})
+        raises(ValueError, f"{name} must be at least 1, got 0", **{name: 0})
+    between = "steps must lie between the number of blocks and that of tokens, "
+    raises(ValueError, between + "1 and 6, got 7", steps=7)
+    raises(ValueError, between + "3 and 6, got 2", steps=2, block_size=2)
+    raises(ValueError, "remasking must be one of confidence, random, got 'low'", remasking="low")
+    raises(TypeError, "temperature must be a number, got NoneType", temperature=None)
+    raises(ValueError, "temperature must be 0, or positive", temperature=-1.0)
+    raises(ValueError, "top_k must lie in [1, 21], the size of the vocabulary, or be None, got 0", top_k=0)
+    raises(ValueError, "top_p must lie in (0, 1], or be None, got 2", top_p=2)
+    raises(ValueError, "min_p must lie in [0, 1], or be None, got -1", min_p=-1)
+    raises(TypeError, "attention_mask must be a torch.Tensor, got list", attention_mask=[1])
+    raises(ValueError, "attention_mask must have shape (3, 3) (that of prompt_ids)", attention_mask=cpu_on[:, 1:])
+    raises(ValueError, "attention_mask must hold no negative number", attention_mask=-cpu_on)
+    raises(
+        ValueError, "attention_mask must be 1 in the last column of a prompt, got 0 in row 1; pad on the left",
+        attention_mask=cpu_on.flip(1),
+    )  # fmt: skip
+    raises(TypeError, "model_kwargs must be a mapping or None, got list", model_kwargs=[])
+    raises(
+        ValueError, "attention_mask must be given once, got it in model_kwargs, too",
+        attention_mask=cpu_on, model_kwargs={"attention_mask": cpu_on},
+    )  # fmt: skip
+    raises(TypeError, "eos_token_id must be an int, got str", eos_token_id="</s>")
+    raises(ValueError, "eos_token_id must be at least 0, got -1", eos_token_id=[1, -1])
+    raises(TypeError, "pad_token_id must be an int, got float", pad_token_id=0.0)
+    raises(TypeError, "shift must be a bool, got str", shift="no")
+    empty = "prompt_ids must have a token in every row for shift=True, got none in row "
+    raises(ValueError, empty + "0", ids=cpu_ids[:, :0], shift=True)
+    raises(ValueError, empty + "1", attention_mask=cpu_on * torch.tensor([[1], [0], [1]]), shift=True)
+    raises(ValueError, "seeds must have shape (3,), one per row, got (2,)", seeds=SEEDS[:2].cpu())
+    raises(ValueError, "generator and seeds exclude each other", seeds=SEEDS.cpu(), generator=torch.Generator())
+    raises(TypeError, "generator must be a torch.Generator or None, got int", generator=1)
+    raises(ValueError, "logits_dtype must be torch.float32 or None", logits_dtype=torch.float16)
+    raises(ValueError, "chunk_size must be at least 1, got 0", chunk_size=0)
+    raises(ValueError, "backend must be one of", backend="cuda")
+    changed = (
+        "the model must call its LM head once and return its output unchanged, with no scale, bias or soft cap, got "
+    )
+    raises(ValueError, changed + "a call of ", model=Returning(model, lambda z: 2 * z))
+    raises(ValueError, changed + "another tensor; diffusion_generate", model=Returning(model, lambda z: torch.ones(1)))
+    raises(
+        ValueError, "the LM head must receive hidden states of shape (3, 9, 'D'), one row per token, got (27, 8); ",
+        model=Flat(model),
+    )  # fmt: skip
+
+
+def test_the_result_cannot_be_changed():
+    out = generate(model_of(), padded()[0])
+    assert isinstance(out, DiffusionGeneration)
+    with pytest.raises(AttributeError):
+        out.ids = None
