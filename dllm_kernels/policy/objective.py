@@ -268,7 +268,8 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
         return loss
 
     if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
-        return -torch.func.grad(checked)(log_probs.detach()).detach()
+        found: Tensor = torch.func.grad(checked)(log_probs.detach())
+        return -found.detach()
     with own_graph(), torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         loss = checked(leaf)
