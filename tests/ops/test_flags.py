@@ -21,6 +21,15 @@ LOG_Q = torch.full((3, 1), -1.0)
 VIEWS = dllm_kernels.policy_views(LABELS, ON, 6, "full")
 OBJECTIVE = dllm_kernels.PolicyObjective("reinforce")
 OF_POLICY = LABELS, VIEWS, None, torch.ones(1)
+
+
+def model():
+    made = torch.nn.Module()
+    made.body, made.lm_head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
+    made.forward = lambda input_ids, **_: made.lm_head(made.body(input_ids))
+    return made
+
+
 # Calls of everything public that takes a flag. The name of a class stands for its constructor.
 CALLS = {
     "token_nll": lambda **o: ops.token_nll(X, IDS, **o),
@@ -63,6 +72,9 @@ CALLS = {
     "corrupt_uniform": lambda **o: corruption.corrupt_uniform(LABELS, ON, 6, **o),
     "corrupt_mix": lambda **o: corruption.corrupt_mix(
         LABELS, ON, 6, 7, mask_prob=torch.ones(1) / 2, uniform_prob=torch.ones(1) / 2, **o
+    ),
+    "diffusion_generate": lambda **o: dllm_kernels.diffusion_generate(
+        model(), LABELS, mask_token_id=6, max_new_tokens=2, steps=1, **o
     ),
     "nemo_automodel.patch": nemo_automodel.patch,
     "speculators.patch": speculators.patch,
