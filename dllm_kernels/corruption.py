@@ -206,8 +206,7 @@ def corrupt_uniform(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
-    if not isinstance(exact, bool):
-        raise TypeError(f"exact must be a bool, got {type_name(exact)}")
+    _checks.check_flags(exact=exact)
     if exact and not (block_size is None and segment_ids is None):
         raise ValueError("exact must be False with block_size or segment_ids, got True")
     if block_size is not None and segment_ids is not None:
@@ -428,8 +427,7 @@ def corrupt_mix(
         )
     p = _checked_of_row("mask_prob", mask_prob, input_ids)
     q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
-    if not isinstance(check, bool):
-        raise TypeError(f"check must be a bool, got {type_name(check)}")
+    check = _checks.checked_bool("check", check)
     start = checked_start(start, input_ids)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     mix = Mix(mask_id, vocab_size, check)

@@ -53,7 +53,8 @@ def topk_divergence(
         ``Divergence``, in float32 (float64 for float64 logits), in nats. The acceptance rate is that of the buckets;
         ``agree`` is True if the student's argmax is the first of the teacher's most likely ids.
 
-    Source: the definition; the last bucket of the teacher has the mass ``1 - sum exp(top_log_probs)``.
+    Source: the definition; the last bucket of the teacher has the mass ``1 - sum exp(top_log_probs)``, or 0 if that is
+    less than the rounding of ``top_log_probs``, or negative.
     """
     V, ids = logits.shape[-1], top_ids.long()
     missing = ids == IGNORE_INDEX
@@ -73,7 +74,10 @@ def topk_divergence(
         empty = (others == -math.inf).all(-1, keepdim=True)
         rest = torch.logsumexp(torch.where(empty, 0.0, others), -1, keepdim=True)
         picked = torch.cat([picked, torch.where(empty, -math.inf, rest)], -1)
-        mass = torch.log1p(-q.exp().sum(-1, keepdim=True).clamp(max=1)).clamp(min=math.log(2.0**-126))
+        total, rounding = q.exp().sum(-1, keepdim=True), torch.special.entr(q.exp()).sum(-1, keepdim=True)
+        unit = torch.finfo(torch.promote_types(top_log_probs.dtype, torch.float32)).eps / 2
+        known = 1 - total > unit * rounding + torch.finfo(torch.float64).eps
+        mass = torch.log1p(-torch.where(known, total, 1.0))
         q = torch.cat([q, torch.where(empty, -math.inf, mass)], -1)
     else:
         picked, q = picked - torch.logsumexp(picked, -1, keepdim=True), torch.log_softmax(q, -1)

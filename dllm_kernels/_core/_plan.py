@@ -77,10 +77,7 @@ class Options(NamedTuple):
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
-        _checks.check_flags(
-            with_lse=self.with_lse, with_correct=self.with_correct, entropy=self.entropy, round_nll=self.round_nll,
-            inplace_backward=self.inplace_backward, untruncated_log_probs=self.untruncated_log_probs,
-        )  # fmt: skip
+        flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
         _checks.check_int("ignore_index", self.ignore_index)
         _checks.check_logits_dtype(self.logits_dtype)
         for name, k in (("return_top", self.return_top), ("top_k", self.top_k)):
@@ -90,6 +87,7 @@ class Options(NamedTuple):
                     raise ValueError(f"{name} must lie in [1, {V}], the size of the vocabulary, or be None, got {k}")
         return replaced(
             self,
+            **flags,
             top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
             min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
             transform=_checks.checked_transform(V, *self.transform),
@@ -103,6 +101,9 @@ class Options(NamedTuple):
         if self.top_k is None and self.top_p is None and self.min_p is None:
             return None
         return Truncation(self.top_k, self.top_p, self.min_p)
+
+
+FLAGS = tuple(name for name, default in Options._field_defaults.items() if default is False)
 
 
 class Plan(NamedTuple):

@@ -95,7 +95,10 @@ def check_ids(name: str, value: Any) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise a TypeError unless every argument is a bool."""
+    """Raise a TypeError unless every argument is a bool of Python or NumPy.
+
+    0 and 1 are rejected, too: where a flag is expected, an int is more often a misplaced argument.
+    """
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} must be a bool, got {type_name(value)}")
@@ -217,9 +220,8 @@ def is_int(value: object) -> bool:
 
 
 def checked_bool(name: str, value: object) -> bool:
-    """Convert a bool, 0 or 1 to bool and reject everything else (bool("no") is True)."""
-    if not isinstance(value, (bool, np.bool_)) and not (is_int(value) and value in (0, 1)):
-        raise TypeError(f"{name} must be a bool, got {type_name(value)}")
+    """Convert a value that passes :func:`check_flags` to a Python bool."""
+    check_flags(**{name: value})
     return bool(value)
 
 

@@ -83,9 +83,9 @@ SHARED = {
         "float16 and bfloat16, rounding moves small masses into or out of the last bucket."
     ),
     "topk_tail": (
-        "True: all other columns are one more bucket. The teacher's mass of it is at least 1.2e-38, also if rounded "
-        "probabilities sum to more than 1. False: both distributions are renormalised over the K ids, and "
-        "``top_log_probs`` may be logits."
+        "True: all other columns are one more bucket. The teacher's mass of it is 0 if the probabilities sum to 1, up "
+        "to the rounding of ``top_log_probs``, or to more; ``rkl`` is then infinite. False: both distributions are "
+        "renormalised over the K ids, and ``top_log_probs`` may be logits."
     ),
     "topk_temperature": (
         "T > 0. The student's logits are divided by T, and value and loss are multiplied by T squared. "

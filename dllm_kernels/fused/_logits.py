@@ -19,9 +19,10 @@ from torch.utils import _pytree
 from dllm_kernels import ops
 from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
+from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._moves import MOVES, Call, Move
-from dllm_kernels.fused._nll import NO_INDEX, DeferredNLL, dtype_after
+from dllm_kernels.fused._nll import NEW, NO_INDEX, DeferredNLL, dtype_after, new_tensor
 from dllm_kernels.fused._object import TorchObject, arguments
 from dllm_kernels.fused._state import CallState, Versions
 
@@ -146,12 +147,12 @@ class _Logits(TorchObject, DeferredRows):
             if step is None:
                 self.check_unchanged()
                 self.head.report(use, self.shape)
-                with self.state.restored(self.hidden):
+                with self.state.restored(self.hidden), own_graph():  # once, also in a function that is run again
                     hidden, u = self._classes_last()
                     self._logits = self.head.logits(self.parts, hidden, u).movedim(-1, self.axis)
             else:
                 made = [source.materialize(use) for source in sources]
-                with self.state.restored(self.hidden):
+                with self.state.restored(self.hidden), own_graph():
                     self._logits = step(*made)
         return self._logits
 
@@ -344,6 +345,9 @@ def _detached(x: DeferredLogits, call: Call) -> Any:
     low_rank = None if x.low_rank is None else x.low_rank.detach()
     state = x.state._replace(grad=False)
     return x.but([x], Tensor.detach, hidden=x.hidden.detach(), low_rank=low_rank, state=state)
+
+
+rule(*NEW)(new_tensor)
 
 
 def _number(value: Any) -> Fraction | None:

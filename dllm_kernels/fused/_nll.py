@@ -16,6 +16,7 @@ import torch
 
 from dllm_kernels import ops
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels.fused._moves import Call, Move
 from dllm_kernels.fused._object import TorchObject, arguments
@@ -78,7 +79,7 @@ class DeferredNLL(TorchObject):
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values of the rows, differentiable with any gradient per row."""
         if self._values is None:
-            with self.logits.state.restored(self.logits.hidden):
+            with self.logits.state.restored(self.logits.hidden), own_graph():
                 self._values = self.values()
         return self._values
 
@@ -129,6 +130,8 @@ class DeferredNLL(TorchObject):
         return self.moved(lambda t: t.unsqueeze(dim), lambda t: t.unsqueeze(dim))
 
 
+# Methods that make a tensor of the dtype and on the device of another.
+NEW = "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"
 RULES: dict[str, Callable[[DeferredNLL, Call], Any]] = {}
 DeferredNLL.rules = RULES
 
@@ -144,6 +147,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
         return function
 
     return register
+
+
+@rule(*NEW)
+def new_tensor(x: Any, call: Call) -> Tensor:
+    """Make a new tensor, which takes only dtype and device of the deferred one."""
+    return call.on(torch.empty(0, dtype=x.dtype, device=x.device))  # type: ignore[no-any-return]
 
 
 @rule("mul", "div")

@@ -80,8 +80,8 @@ STEPS = {
 }
 LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds and corrupts each of them
 # -100 marks ignored labels for every loss, so both defaults mean the ignore index of the loss. The number of rows of a
-# chunk does not change a loss; None chooses it.
-SAME_DEFAULTS = {"ignore_index": (None, -100), "chunk_size": (1024, None)}
+# chunk does not change a loss; None chooses it. Without a loss_type the weights are those of "dflash".
+SAME_DEFAULTS = {"ignore_index": (None, -100), "chunk_size": (1024, None), "loss_type": ("dflash", None)}
 HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)

@@ -48,6 +48,7 @@ import inspect
 import multiprocessing.context
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -332,8 +333,10 @@ class MaskedDiffusionCollator:
         Raises:
             TypeError: a seed is not an int.
             ValueError: a sample lacks a field, a seed has more than 64 bits, or ``corrupt`` did not return three
-                values.
+                values. Also if the caller is a ``Trainer`` that passes labels to its model, unless it loads them in
+                workers.
         """
+        _check_trainer()
         for field in ("loss_mask", *filter(None, [self.seed_field])):
             if any(field not in sample for sample in samples):
                 raise ValueError(
@@ -413,6 +416,34 @@ class MaskedDiffusionCollator:
         vars(other).update(changes)
         other.set_epoch(0)
         return other
+
+
+def _check_trainer() -> None:
+    """Raise ValueError if a ``Trainer`` loads the batch that would pass the packed labels to its model.
+
+    The call stack is the only place where a collator can see its Trainer. That of a worker does not show it.
+    """
+    module: Any = sys.modules.get("transformers.trainer")
+    frame = None if module is None else sys._getframe(1)
+    while frame is not None:
+        trainer = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
+        if isinstance(trainer, module.Trainer):
+            if _takes_labels_for_tokens(trainer, module.Trainer):
+                raise ValueError(
+                    f"the Trainer must read packed labels, got {type(trainer).__name__}, whose model would take them "
+                    "for token ids; put MaskedDiffusionTrainerMixin before Trainer among the bases, or pass "
+                    "compute_loss_func=mdlm_loss_func"
+                )
+            return
+        frame = frame.f_back
+
+
+def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
+    """Return True if ``Trainer`` itself passes labels to a model of transformers; other code may unpack them."""
+    if type(trainer).compute_loss is not host.compute_loss or trainer.compute_loss_func is not None:
+        return False
+    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of PEFT
+    return type(base).__module__.startswith("transformers.")
 
 
 def _check_corrupt(corrupt: Corruption) -> None:

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import ops
-from dllm_kernels._utils import _checks
+from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.fused._lora import dtype_of_logits, in_dtype_of
@@ -146,8 +146,9 @@ class ChunkedLogProbs:
             hidden: ``[N, H]``.
             weight: ``[V, H]``, cast to the dtype of ``hidden`` (or of autocast), as TRL does.
             bias: ``[V]`` or None.
-            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL, but is never the most
-                likely token. TRL's ``is_top1`` is True for such a target if no logit exceeds 0.
+            targets: ``[N]``. A target outside ``[0, V)`` is treated as a logit of 0, as in TRL. On a CPU it is the most
+                likely token if no logit exceeds 0, as in TRL. On a GPU ``is_top1`` is False for it, because looking for
+                such targets would be a host sync; TRL removes them before the call.
             temperature: T.
             chunk_size: vocabulary columns per chunk in TRL's function; not used otherwise.
             final_logit_softcapping: the cap c, or None.
@@ -176,6 +177,8 @@ class ChunkedLogProbs:
             entropy="entropy" in outputs, with_correct="is_top1" in outputs, scale=scale, softcap=softcap,
             logits_dtype=self.logits_dtype,
         )  # fmt: skip
+        if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
+            is_top1 = is_top1 | _outside_is_top1(hidden, weight, bias, targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
         return log_probs, entropy, None, mean, is_top1
 
@@ -186,6 +189,20 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: flo
     with torch.autocast(hidden.device.type, enabled=False):
         mean = torch.mv(hidden.to(dtype), weight.mean(0, dtype=dtype))
     return (mean if bias is None else mean + bias.mean(dtype=dtype)) * scale
+
+
+@torch.no_grad()
+def _outside_is_top1(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, outside: Tensor) -> Tensor:
+    """Return True for targets outside the vocabulary whose logit of 0 is the first maximum of the row.
+
+    A negative target is before all columns, any other behind them. Cap and scale keep the sign of the largest logit.
+    """
+    head = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
+    best = ops.linear_sample(hidden, head[0], bias=head[1], temperature=0, active=outside).ids.clamp(min=0)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    largest = (hidden.to(dtype) * weight[best].to(dtype)).sum(-1)
+    largest = largest if bias is None else largest + bias[best].to(dtype)
+    return outside & ((largest < 0) | ((largest == 0) & (targets < 0)))
 
 
 # Log-probabilities of rows --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels._utils._plain import all_plain, readable_without_sync
+from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, divide, sum_of_rows
@@ -20,6 +23,9 @@ from dllm_kernels.ops.dpace_weights import VARIANTS, weights_of_blocks
 
 PAPER_GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}  # block size: gamma, the DFlash paper, appendix A.1
 POSITION_WEIGHTS = ("decay", *VARIANTS)
+# A loss of the same settings under the names of SpecForge and NeMo AutoModel: loss_type -> position_weights.
+LOSS_TYPES = {"dflash": "decay", **{name: name for name in VARIANTS}}
+MEAN_EPS = 1e-6  # added to the sum of the weights that divides a mean
 NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
 
 
@@ -33,6 +39,10 @@ class Counts(NamedTuple):
     blocks: Count
     sequences: Count
     weight: float | Tensor | None = None
+
+    def as_batch(self) -> Counts:
+        """Return the counts of packed rows as those of a batch of one sequence."""
+        return replaced(self, blocks=_common.as_batch(self.blocks, 0))
 
 
 def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> int:
@@ -82,11 +92,49 @@ def _check_gamma(loss_gamma: Any) -> None:
         _checks.check_number("loss_gamma", loss_gamma, "a number or None")
 
 
+class _Weighting(str):
+    """Name of position weights, which computes the weights when it is called."""
+
+    compute: Callable[..., Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.compute(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return str, (str(self),)
+
+
+class _WeightingSetting:
+    """Attribute for the name of the position weights, and method that computes them, under one name.
+
+    The name is stored in ``_weighting``, which the code of the losses reads.
+    """
+
+    def __init__(self, compute: Callable[..., Tensor]) -> None:
+        self.compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __get__(self, loss: Any, owner: type | None = None) -> Any:
+        if loss is None:
+            return self.compute
+        name = loss._weighting
+        if not isinstance(name, str):
+            return name
+        weighting = _Weighting(name)
+        weighting.compute = self.compute.__get__(loss)
+        return weighting
+
+    def __set__(self, loss: Any, name: Any) -> None:
+        loss._weighting = str(name) if isinstance(name, str) else name
+
+
 class DraftLoss(TransformedLoss):
     """Loss of blocks of drafted tokens ``[B, T]``, weighted by position decay or by D-PACE.
 
     Arguments are documented on the subclasses; ``common`` are the arguments of :class:`TransformedLoss`.
     """
+
+    _weighting: str
 
     def __init__(
         self, loss_gamma: float | str | None, chunk_size: int | None, normalize: str, position_weights: str,
@@ -107,7 +155,7 @@ class DraftLoss(TransformedLoss):
         """Validate the settings, on every call because attributes may have been reassigned."""
         _check_gamma(self.loss_gamma)
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
-        _checks.check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
+        _checks.check_choice("position_weights", self._weighting, POSITION_WEIGHTS)
         _checks.check_probability("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         _checks.check_int("decay_from", self.decay_from, 0)
@@ -115,6 +163,63 @@ class DraftLoss(TransformedLoss):
         gamma = self.loss_gamma
         if gamma is not None and not isinstance(gamma, str) and (gamma == 0 or math.isnan(gamma)):
             raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
+
+    @_WeightingSetting
+    def position_weights(
+        self, block_mask: Tensor, block_size: int | None = None, token_nll: Tensor | None = None, *,
+        prefix: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the weights ``w m`` of the rows, before any denominator.
+
+        The attribute of this name is the name of the weighting, a str that can be called: ``loss.position_weights`` is
+        equal to "decay", and ``loss.position_weights(block_mask)`` are its weights. NeMo AutoModel has announced a
+        method of this name, and not released it. The arguments may differ from those of its release.
+
+        Args:
+            block_mask: ``[B, T]``, 0 for rows that predict nothing. Fractions are weights.
+            block_size: positions of a block, the anchor included; None: each sequence is one block.
+            token_nll: ``[B, T]``, the NLL of each target, from which D-PACE computes its weights, as a constant. Not
+                used with the decay.
+            prefix: ``[B, blocks]``, as in the call of :class:`DFlashDecayLoss`, or None.
+
+        Returns:
+            ``[B, T]``, float32 (float64 for a float64 ``token_nll``), detached; 0 where ``block_mask`` is 0.
+
+        Raises:
+            TypeError: an argument that should be a tensor is not.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or D-PACE gets no
+                ``token_nll``.
+        """
+        self._check_settings()
+        _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
+        _checks.check_ndim("block_mask", block_mask, 2, "[B, T]")
+        if block_size is not None:
+            _checks.check_positive_int("block_size", block_size)
+        q = None
+        if self._weighting != "decay":
+            if token_nll is None:
+                raise ValueError(f"token_nll must be given for position_weights={self._weighting!r}, got None")
+            _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, token_nll=token_nll)
+            q = torch.exp(-token_nll.detach().to(accum_dtype(token_nll.dtype)))
+        block_mask, prefix = all_plain(block_mask, prefix)
+        if prefix is not None:
+            prefix = self._checked_prefix(prefix, block_mask, block_size)
+            block_mask = predicted_mask(block_mask, prefix, int(block_size or 0), self.anchor_row)
+        mask = block_mask.detach().to(torch.float32 if q is None else q.dtype)
+        return self._row_weights(mask, block_size, q, prefix)
+
+    def _checked_prefix(self, prefix: Tensor, block_mask: Tensor, block_size: int | None) -> Tensor:
+        """Check the prefix against the blocks of the mask; return it as a plain tensor."""
+        if block_size is None or self._weighting != "decay":
+            raise ValueError("prefix must be None without a block_size, or with position_weights other than 'decay'")
+        (B, T), rows = block_mask.shape, rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
+        _checks.check_ids("prefix", prefix)
+        _checks.check_shape("prefix", prefix, (B, T // rows), "an entry for each block")
+        _checks.check_same_device("block_mask", block_mask, prefix=prefix)
+        (prefix,) = all_plain(prefix)
+        if readable_without_sync(prefix) and (where := first_true((prefix < 1) | (prefix > rows))) is not None:
+            raise ValueError(f"prefix must lie in [1, {rows}], got {int(prefix[where])} at position {where}")
+        return prefix
 
     def _gamma(self, block_size: int | None) -> float | None:
         """Return gamma of blocks of this size.
@@ -161,7 +266,7 @@ class DraftLoss(TransformedLoss):
         The decay needs no confidence ``q``, and D-PACE takes no ``prefix``.
         """
         T = mask.shape[1]
-        decays = self.position_weights == "decay"
+        decays = self._weighting == "decay"
         if decays and prefix is not None:
             return self._decay_weights(T, block_size, mask.device, mask.dtype, prefix=prefix) * mask
         gamma = self._gamma(block_size) if decays else None
@@ -173,7 +278,7 @@ class DraftLoss(TransformedLoss):
             return (self._decay_of_block(gamma, rows, mask.device, mask.dtype) * valid).flatten(1)
         assert q is not None
         q = in_blocks(q.detach(), rows)
-        variant = VARIANTS[self.position_weights]
+        variant = VARIANTS[self._weighting]
         return weights_of_blocks(q, valid, self.dpace_alpha, variant, self.anchor_row).reshape(mask.shape)
 
     def _normalized(self, weights: Tensor, mask: Tensor, block_size: int | None, counts: Counts) -> Tensor:
@@ -182,7 +287,9 @@ class DraftLoss(TransformedLoss):
         A block or a sequence counts if its mask is not all 0. T must be a whole number of blocks only if they count.
         """
         if self.normalize == "mean":
-            return weights / (weights.sum() + 1e-6) if counts.weight is None else _over_total(weights, counts.weight)
+            return (
+                weights / (weights.sum() + MEAN_EPS) if counts.weight is None else _over_total(weights, counts.weight)
+            )
         if self.normalize == "rows":
             return divide(weights, counts.tokens, mask)
         if self.normalize == "tokens":
@@ -265,7 +372,7 @@ class DraftCall:
     def cross_entropy(self, summed: bool, coefficient: float = 1.0) -> DraftResult:
         """Compute the cross-entropy as a weighted sum, or per row if the weights depend on the target probabilities."""
         assert self.target_ids is not None
-        if summed and self.loss.position_weights == "decay":
+        if summed and self.loss._weighting == "decay":
             weights, divided = self.weights()
             scaled = divided if coefficient == 1 else coefficient * divided
             out = self.rows.weighted(self.target_ids, scaled, active=self.block_mask, with_correct=True)
@@ -286,7 +393,7 @@ class DraftCall:
     def output(self, found: DraftResult) -> DLLMLossOutput:
         """Build the output with the draft accuracy and acceptance rates, both without rows before ``decay_from``."""
         loss, mask, correct, a = self.loss, self.block_mask, found.correct, found.a
-        if loss.position_weights == "decay" and loss.decay_from:
+        if loss._weighting == "decay" and loss.decay_from:
             T = mask.shape[1]
             row = torch.arange(T, device=mask.device) % rows_of_block(T, self.block_size, loss.anchor_row)
             mask = torch.where(row >= loss.decay_from, mask, 0)

@@ -61,10 +61,7 @@ class ModelOutput(NamedTuple):
 
     def as_batch(self) -> ModelOutput:
         """Return packed rows as a batch of one sequence."""
-        extra: Any = self.extra
-        if isinstance(extra, (tuple, list)) and len(extra) == 2:
-            extra = (_common.as_batch(extra[0], 2), extra[1])
-        return replaced(self, x=self.x.unsqueeze(0), extra=extra)
+        return replaced(self, x=self.x.unsqueeze(0), extra=_common.extra_as_batch(self.extra))
 
     def stack(self, other: ModelOutput) -> ModelOutput:
         """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
@@ -98,11 +95,6 @@ class ModelOutput(NamedTuple):
         """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
         names, x = self.names, self.x
         _checks.check_rows(names, x, target_ids, self.weight, self.bias)
-        if self.packed(target_ids):  # a loss that takes packed rows has added the dimension
-            raise ValueError(
-                f"{names.rows} must have shape [B, L, {'V' if self.weight is None else 'D'}], got {tuple(x.shape)}; "
-                "pass packed rows as a batch of one sequence, every tensor with unsqueeze(0)"
-            )
         _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.weight is None else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
         B, L = target_ids.shape

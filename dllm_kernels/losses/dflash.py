@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,9 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.losses._common import DLLMLossOutput, single_loss, sum_of_rows
-from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, predicted_mask, rows_of_block
+from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
+from dllm_kernels.losses._draft import LOSS_TYPES, MEAN_EPS, Counts, DraftCall, DraftLoss, predicted_mask
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
@@ -64,6 +65,9 @@ class DFlashDecayLoss(DraftLoss):
             The total is divided by the number of sequences with a valid row.
         position_weights: {position_weights}
         dpace_alpha: {dpace_alpha}
+        loss_type: name of the position weights in SpecForge and in NeMo AutoModel's next release, instead of
+            ``position_weights``: "dflash" is "decay", and the others have equal names. None: ``position_weights``. The
+            attribute of this name follows ``position_weights``.
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token
             after it. The k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1``
             rows.
@@ -90,6 +94,7 @@ class DFlashDecayLoss(DraftLoss):
         *,
         position_weights: str = "decay",
         dpace_alpha: float = 0.5,
+        loss_type: str | None = None,
         anchor_row: bool = False,
         softcap: float | None = None,
         scale: float | None = None,
@@ -98,11 +103,26 @@ class DFlashDecayLoss(DraftLoss):
         backend: str = "auto",
     ) -> None:
         """Initialize; the arguments are documented on the class."""
+        if loss_type is not None:
+            _checks.check_choice("loss_type", loss_type, LOSS_TYPES)
+            if position_weights not in ("decay", LOSS_TYPES[loss_type]):
+                raise ValueError(f"position_weights must agree with loss_type={loss_type!r}, got {position_weights!r}")
+            position_weights = LOSS_TYPES[loss_type]
         super().__init__(
             loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row,
             softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
         )  # fmt: skip
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
+
+    @property
+    def loss_type(self) -> str:
+        """Name of ``position_weights`` in SpecForge and NeMo AutoModel."""
+        return "dflash" if self._weighting == "decay" else self._weighting
+
+    @loss_type.setter
+    def loss_type(self, name: str) -> None:
+        _checks.check_choice("loss_type", name, LOSS_TYPES)
+        self.position_weights = LOSS_TYPES[name]
 
     @from_hidden_states("forward_fused")
     def forward(
@@ -120,7 +140,8 @@ class DFlashDecayLoss(DraftLoss):
         """Compute the loss and the draft accuracy from logits.
 
         If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss
-        of the whole step.
+        of the whole step. Packed input without a batch dimension, ``[T, V]`` with targets and mask ``[T]`` and a prefix
+        ``[blocks]``, is a batch of one sequence.
 
         Args:
             logits: ``[B, T, V]`` of the predicted positions. T is blocks * (block_size - 1), or blocks * block_size
@@ -175,7 +196,8 @@ class DFlashDecayLoss(DraftLoss):
 
         The gradient is computed in the forward pass, for the rows that are not masked. A frozen head takes two matrix
         products. A trainable head takes three with the decay, and four with other weights, because the logits are then
-        recomputed. A frozen head with a trainable ``extra[1]`` takes two and three.
+        recomputed. A frozen head with a trainable ``extra[1]`` takes two and three. Packed input without a batch
+        dimension is a batch of one sequence, as in :meth:`forward`.
 
         Args:
             hidden: ``[B, T, D]`` of the predicted positions.
@@ -202,10 +224,106 @@ class DFlashDecayLoss(DraftLoss):
         counts = Counts(num_tokens, num_blocks, num_sequences)
         return self._loss(rows, target_ids, block_mask, block_size, counts, prefix)
 
+    @from_hidden_states("_fused_with_token_nll")
+    def forward_with_token_nll(
+        self,
+        logits: Tensor,
+        target_ids: Tensor,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None = None,
+        block_size: int | None = None,
+        *,
+        num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
+        prefix: Tensor | None = None,
+    ) -> tuple[DLLMLossOutput, Tensor]:
+        """Compute the loss as :meth:`forward`, and the NLL of each row.
+
+        NeMo AutoModel has announced a method of this name, and not released it. Its results may differ.
+
+        Args:
+            logits, target_ids, block_mask, num_tokens, block_size, num_blocks, num_sequences, prefix: as in
+                :meth:`forward`.
+
+        Returns:
+            (output, token_nll): the output of :meth:`forward`, and ``[B, T]``, the NLL without weights, 0 for rows that
+            are not read. Both are differentiable, also together, with any gradient per row.
+
+        Raises:
+            TypeError: as in :meth:`forward`.
+            ValueError: as in :meth:`forward`.
+        """
+        rows, counts = ModelOutput(LOGITS, self._options(), logits), Counts(num_tokens, num_blocks, num_sequences)
+        return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, prefix)
+
+    def _fused_with_token_nll(
+        self,
+        hidden: Tensor,
+        lm_head_weight: Tensor,
+        target_ids: Tensor,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None = None,
+        block_size: int | None = None,
+        lm_head_bias: Tensor | None = None,
+        extra: _checks.Extra | None = None,
+        logits_dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> tuple[DLLMLossOutput, Tensor]:
+        """Compute :meth:`forward_with_token_nll` of deferred logits."""
+        options = self._options(chunk_size=self.chunk_size, logits_dtype=logits_dtype)
+        rows, prefix = (
+            ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra),
+            others.pop("prefix", None),
+        )
+        counts = Counts(num_tokens, others.get("num_blocks"), others.get("num_sequences"))
+        return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, prefix)
+
+    def weighted_mean(self, token_nll: Tensor, weights: Tensor) -> Tensor:
+        """Compute ``sum(weights * token_nll) / (sum(weights) + 1e-6)``, as ``normalize="mean"`` does.
+
+        NeMo AutoModel has announced a method of this name, and not released it. Its arguments may differ.
+
+        Args:
+            token_nll: ``[B, T]``, the NLL of each row, differentiable.
+            weights: ``[B, T]``, constants, such as those of :meth:`position_weights`. Rows of weight 0 are not read.
+
+        Returns:
+            0-d, float32 (float64 for float64 ``token_nll``).
+
+        Raises:
+            TypeError: an argument is not a tensor.
+            ValueError: shapes, dtypes or devices do not match, or ``weights`` requires a gradient.
+        """
+        _checks.check_float("token_nll", token_nll)
+        _checks.check_weights("weights", weights, token_nll.shape, "that of token_nll")
+        _checks.check_same_device("token_nll", token_nll, weights=weights)
+        _checks.check_constant("weights", weights)
+        token_nll, weights = all_plain(token_nll, weights)
+        dtype = accum_dtype(token_nll.dtype)
+        token_nll, weights = token_nll.to(dtype), weights.to(dtype)
+        return sum_of_rows(torch.where(weights != 0, token_nll, 0.0), weights / (weights.sum() + MEAN_EPS))
+
     def _loss(
         self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
         prefix: Tensor | None,
     ) -> DLLMLossOutput:  # fmt: skip
+        call = self._call(rows, target_ids, block_mask, block_size, counts, prefix)
+        return call.output(call.cross_entropy(summed=not self._returns_rows()))
+
+    def _with_token_nll(self, *args: Any) -> tuple[DLLMLossOutput, Tensor]:
+        call = self._call(*args)
+        found = call.cross_entropy(summed=False)
+        assert found.value is not None
+        return call.output(found), found.value
+
+    def _call(
+        self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
+        prefix: Tensor | None,
+    ) -> DraftCall:  # fmt: skip
+        """Check the arguments of a call."""
+        if rows.packed(target_ids):
+            rows, counts = rows.as_batch(), counts.as_batch()
+            target_ids, block_mask, prefix = map(as_batch, (target_ids, block_mask, prefix))
         rows.check(target_ids)
         self._check_settings()
         target_ids, block_mask = all_plain(target_ids, block_mask)
@@ -216,21 +334,7 @@ class DFlashDecayLoss(DraftLoss):
         if prefix is not None:
             prefix = self._checked_prefix(prefix, block_mask, block_size)
             block_mask = predicted_mask(block_mask, prefix, int(block_size or 0), self.anchor_row)
-        call = DraftCall(self, rows, target_ids, block_mask, block_size, counts, prefix=prefix)
-        return call.output(call.cross_entropy(summed=not self._returns_rows()))
-
-    def _checked_prefix(self, prefix: Tensor, block_mask: Tensor, block_size: int | None) -> Tensor:
-        """Check the prefix against the blocks of the mask; return it as a plain tensor."""
-        if block_size is None or self.position_weights != "decay":
-            raise ValueError("prefix must be None without a block_size, or with position_weights other than 'decay'")
-        (B, T), rows = block_mask.shape, rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
-        _checks.check_ids("prefix", prefix)
-        _checks.check_shape("prefix", prefix, (B, T // rows), "an entry for each block")
-        _checks.check_same_device("block_mask", block_mask, prefix=prefix)
-        (prefix,) = all_plain(prefix)
-        if readable_without_sync(prefix) and (where := first_true((prefix < 1) | (prefix > rows))) is not None:
-            raise ValueError(f"prefix must lie in [1, {rows}], got {int(prefix[where])} at position {where}")
-        return prefix
+        return DraftCall(self, rows, target_ids, block_mask, block_size, counts, prefix=prefix)
 
     def _reduce(
         self,

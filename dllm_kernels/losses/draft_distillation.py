@@ -18,7 +18,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses._common import DLLMLossOutput, sum_of_rows
+from dllm_kernels.losses._common import DLLMLossOutput, as_batch, extra_as_batch, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
@@ -55,6 +55,14 @@ class _Teacher(NamedTuple):
         if x is None and given:
             raise ValueError(f"{name} must be given with {', '.join(given)}, got None")
         return cls(name, x, given)
+
+    def as_batch(self) -> _Teacher:
+        """Return the teacher of packed rows with a batch dimension."""
+        options = dict(self.options)
+        for name, change in (("teacher_rows", as_batch), ("teacher_extra", extra_as_batch)):
+            if name in options:
+                options[name] = change(options[name])
+        return replaced(self, x=as_batch(self.x, 2), options=options)
 
     def check(self, rows: ModelOutput, targets: Tensor) -> None:
         """Check the teacher's hidden states against a shared head; the op checks the rest."""
@@ -235,7 +243,8 @@ class DraftDistillationLoss(DraftLoss):
         """Compute the loss, the acceptance rates and the draft accuracy from logits.
 
         If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss
-        of the whole step.
+        of the whole step. Packed input without a batch dimension, ``[T, V]`` of both models with every other tensor per
+        row ``[T]``, is a batch of one sequence.
 
         Args:
             logits: the draft's ``[B, T, V]``. T is blocks * (block_size - 1), or blocks * block_size with
@@ -308,6 +317,7 @@ class DraftDistillationLoss(DraftLoss):
 
         The gradient is computed in the forward pass, for the rows that are not masked: three matrix products with a
         frozen head, four with a trainable one. Some settings of ``confidence``, ``alpha`` and ``reduction`` take more.
+        Packed input without a batch dimension is a batch of one sequence, as in :meth:`forward`.
 
         Args:
             hidden: the draft's ``[B, T, D]``.
@@ -354,6 +364,9 @@ class DraftDistillationLoss(DraftLoss):
     ) -> DLLMLossOutput:  # fmt: skip
         self._check_settings()
         spec = self._checked_spec()
+        if rows.packed(block_mask if target_ids is None else target_ids):
+            rows, teacher, counts = rows.as_batch(), teacher.as_batch(), counts.as_batch()
+            target_ids, block_mask, confidence_logits = map(as_batch, (target_ids, block_mask, confidence_logits))
         if target_ids is None:  # the mask gives the row shape
             rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
@@ -384,7 +397,7 @@ class DraftDistillationLoss(DraftLoss):
         self, spec: DivergenceSpec, teacher: _Teacher, target_ids: Tensor | None, confidence_logits: Tensor | None
     ) -> None:
         """Raise ValueError if targets or a teacher are required by the settings and not given."""
-        confidence = None if self.position_weights == "decay" else self.confidence
+        confidence = None if self._weighting == "decay" else self.confidence
         needs_targets = [f"kind={self.kind!r}"] if spec.wants_targets else []
         needs_targets += [f"confidence={confidence!r}"] if confidence == "target" else []
         if target_ids is None and needs_targets:
@@ -426,7 +439,7 @@ class _Call(DraftCall):
     @property
     def confidence(self) -> str | None:
         """Kind of confidence for D-PACE, or None with the decay."""
-        return None if self.loss.position_weights == "decay" else self.loss.confidence
+        return None if self.loss._weighting == "decay" else self.loss.confidence
 
     def found(self, summed: bool) -> DraftResult:
         """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""

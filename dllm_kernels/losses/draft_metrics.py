@@ -8,7 +8,7 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses._common import DLLMLossOutput
+from dllm_kernels.losses._common import DLLMLossOutput, as_batch
 from dllm_kernels.losses._draft import in_blocks, rows_of_block
 from dllm_kernels.ops.dpace_weights import accepted_prefix, rows_of_accepted_prefix
 
@@ -64,6 +64,7 @@ def acceptance_length(
         output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, nonzero if
             the drafted token is the target model's token; with ``sampling``, the acceptance rates in [0, 1].
         mask: ``[B, T]``, the ``block_mask`` of the loss call: 0 for rows that predict nothing. Fractions are weights.
+            ``[T]``, with an ``output`` of packed rows or a tensor ``[T]``, is a batch of one sequence.
         block_size: ``block_size`` of the loss call: positions of a block, including the anchor. A block has
             ``block_size - 1`` rows.
         anchor_row: ``anchor_row`` of the loss: a block has ``block_size`` rows, the first of which is the anchor's. If
@@ -81,7 +82,8 @@ def acceptance_length(
         ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``output`` comes from
             another loss.
     """
-    total, count = _summed(_stats(output, mask, block_size, anchor_row, bonus, sampling), group)
+    stats = acceptance_stats(output, mask, block_size, anchor_row=anchor_row, bonus=bonus, sampling=sampling)
+    total, count = _summed(torch.stack(stats), group)
     return total / count.clamp(min=1)
 
 
@@ -115,16 +117,11 @@ def acceptance_stats(
 
     Source: as in :func:`acceptance_length`.
     """
-    total, count = _stats(output, mask, block_size, anchor_row, bonus, sampling).unbind()
-    return total, count
-
-
-def _stats(output: Any, mask: Any, block_size: Any, anchor_row: Any, bonus: Any, sampling: Any) -> torch.Tensor:
-    """Validate the arguments of :func:`acceptance_stats` and return its results, ``[2]``."""
-    sampling = _checks.checked_bool("sampling", sampling)
+    _checks.check_flags(anchor_row=anchor_row, bonus=bonus, sampling=sampling)
     correct = _rates_of(output) if sampling else _correct_of(output)
     _checks.check_positive_int("block_size", block_size)
-    anchor_row, bonus = _checks.checked_bool("anchor_row", anchor_row), _checks.checked_bool("bonus", bonus)
+    if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == correct.numel():
+        correct, mask = as_batch(correct), as_batch(mask)  # a loss of packed rows returns a batch of one sequence
     _checks.check_masks_like("correct", correct, mask=mask)
     _checks.check_ndim("correct", correct, 2, "[B, T]")
     correct, mask = all_plain(correct, mask)
@@ -133,7 +130,7 @@ def _stats(output: Any, mask: Any, block_size: Any, anchor_row: Any, bonus: Any,
     rates = in_blocks((correct.detach() if sampling else correct != 0).to(torch.float32), rows)
     count = rows_of_accepted_prefix(valid, anchor_row).any(-1).sum().to(torch.float32)
     total = (accepted_prefix(rates, valid, anchor_row) * valid).sum()
-    return torch.stack([total + count if bonus else total, count])
+    return total + count if bonus else total, count
 
 
 def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:

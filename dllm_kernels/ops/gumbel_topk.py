@@ -66,7 +66,7 @@ def gumbel_topk_mask(
         _checks.check_dtype("uniform", uniform, (torch.float32, torch.float64))
         _checks.check_shape("uniform", uniform, log_w.shape, "that of log_w")
         _checks.check_same_device("log_w", log_w, uniform=uniform)
-    k = k if isinstance(k, torch.Tensor) else operator.index(k)
+    k = k if isinstance(k, torch.Tensor | int) else operator.index(k)  # an int may be a symbol of a graph
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     if start is not None:

@@ -65,7 +65,8 @@ def row_objective(
             others ``[R]``) and the matching R rows of each ``aux`` tensor. It returns ``[R]``, computed by torch
             operations. It may be called several times, each time with a subset of the rows. The subset may include
             inactive rows, whose results are dropped. Tensors that ``fn`` closes over receive gradients if they require
-            them. ``fn`` must not modify ``aux``, which are the caller's tensors.
+            them. ``fn`` must not modify ``aux``, which are the caller's tensors. It must bound differences before their
+            exponential: if ``exp`` overflows, a ``minimum``, ``clamp`` or ``where`` behind it has a NaN gradient.
         aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
         entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
         active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum. None: all rows.
@@ -124,10 +125,11 @@ def linear_row_objective(
 
     Examples:
         >>> def clipped(stats, old, ref, advantages):  # the clipped policy ratio with a k3 penalty of GRPO
-        ...     ratio = (stats.log_probs - old).exp()
-        ...     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-        ...     away = ref - stats.log_probs
-        ...     return 0.04 * (away.exp() - away - 1) - gain
+        ...     log_ratio = stats.log_probs - old  # bounded before the exponential, see the notes on fn
+        ...     above, below = log_ratio.clamp(max=math.log(1.2)), log_ratio.clamp(math.log(0.8), math.log(3))
+        ...     ratio = torch.where(advantages > 0, above, below).exp()
+        ...     away = (ref - stats.log_probs).clamp(-20, 20)
+        ...     return 0.04 * (away.exp() - away - 1) - ratio * advantages
         >>> hidden, weight = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8)
         >>> tokens = torch.tensor([[3, 1, 4]])
         >>> old, mask, advantages = torch.full((1, 3), -math.log(10)), torch.tensor([[1, 1, 0]]), torch.ones(1, 3)

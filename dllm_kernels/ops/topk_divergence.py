@@ -40,7 +40,7 @@ LOGITS = _checks.Names("logits", "top_ids")
 LINEAR = _checks.Names("hidden", "top_ids", "weight", "bias")
 # Largest sum of K probabilities: the logarithms of a distribution, rounded to bfloat16, sum to less.
 MOST_MASS = 1.05
-LEAST_MASS = torch.finfo(torch.float32).tiny
+EPS = torch.finfo(torch.float64).eps
 
 
 @from_hidden_states("linear_topk_divergence")
@@ -67,8 +67,10 @@ def topk_divergence(
 
     p and q are distributions over K + 1 buckets: the K ids, and all other columns together. The teacher's mass of the
     last bucket is ``1 - sum(exp(top_log_probs))``, the student's is summed over the other columns, and both are
-    accurate however small they are. With ``tail=False`` both are renormalised over the K ids instead. By the
-    data-processing inequality, D over buckets is at most D over the vocabulary.
+    accurate however small they are. A teacher whose K probabilities sum to 1, within the rounding of their logarithms,
+    has no mass there, so ``rkl`` is infinite unless the student has none, either. With ``tail=False`` both are
+    renormalised over the K ids instead. By the data-processing inequality, D over buckets is at most D over the
+    vocabulary.
 
     ====== =====================================================================================
     kind   D
@@ -327,6 +329,7 @@ def _checked(
     weights = torch.where(active, weights.detach(), 0).to(accum_dtype(x.dtype))
     inputs, options = checked(names, replaced(inputs, ids=ids, active=active), options, extra=extra, several=True)
     repeated = _repeated(ids, missing)
+    unit = torch.finfo(accum_dtype(log_q.dtype)).eps / 2
     log_q = torch.where(missing, -math.inf, log_q.detach().to(torch.float64))
     total = log_q.exp().sum(-1)
     if readable_without_sync(ids) and readable_without_sync(log_q):
@@ -335,8 +338,10 @@ def _checked(
     order = _best_first(log_q)
     ids, missing, log_q = (t.gather(-1, order) for t in (ids, missing, log_q))
     if tail:
-        rest = (1 - log_q.exp().sum(-1, keepdim=True)).clamp(min=LEAST_MASS)
-        log_q = torch.cat([log_q, rest.log()], -1)
+        q = log_q.exp()
+        rest = 1 - q.sum(-1, keepdim=True)
+        rounding = unit * torch.special.entr(q).sum(-1, keepdim=True) + EPS  # of log_q in its own dtype, and of the sum
+        log_q = torch.cat([log_q, rest.masked_fill(rest <= rounding, 0.0).log()], -1)
     else:
         log_q = log_q - torch.logsumexp(log_q, -1, keepdim=True)
     return replaced(inputs, ids=ids), options, _Teacher(log_q, missing, weights)

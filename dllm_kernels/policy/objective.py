@@ -240,7 +240,8 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
         torch.Size([2, 1, 2])
 
     Args:
-        objective: function of log-probabilities of the shape of ``log_probs`` that returns a 0-d loss.
+        objective: function of log-probabilities of the shape of ``log_probs`` that returns a 0-d loss. Numbers that it
+            closes over are constants of a compiled graph; tensors may change from step to step.
         log_probs: log-probabilities at which to differentiate, ``[K, B, L]`` or any other shape, floating. Detached and
             copied.
 
@@ -250,20 +251,28 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
     Raises:
         TypeError: ``objective`` is not callable or does not return a tensor, or ``log_probs`` is not a tensor.
         ValueError: ``log_probs`` is not floating, or the result of ``objective`` is not 0-d or does not depend on
-            ``log_probs``.
+            ``log_probs``. Under ``torch.compile`` the weights of such a result are 0 instead.
 
     Source: the chain rule.
     """
     if not callable(objective):
         raise TypeError(f"objective must be a function of the log-probabilities, got {_checks.type_name(objective)}")
     _checks.check_float("log_probs", log_probs)
-    with own_graph(), torch.enable_grad():
-        leaf = log_probs.detach().clone().requires_grad_()
-        loss = objective(leaf)
+
+    def checked(x: Tensor) -> Tensor:
+        loss = objective(x)
         if not isinstance(loss, Tensor):
             raise TypeError(f"objective must return a torch.Tensor, got {_checks.type_name(loss)}")
         if loss.dim() != 0:
             raise ValueError(f"objective must return a 0-d loss, got shape {tuple(loss.shape)}")
+        return loss
+
+    if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
+        found: Tensor = torch.func.grad(checked)(log_probs.detach())
+        return -found.detach()
+    with own_graph(), torch.enable_grad():
+        leaf = log_probs.detach().clone().requires_grad_()
+        loss = checked(leaf)
         grad = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
     if grad is None:
         raise ValueError("objective must depend on log_probs, got a loss that does not; does it detach them?")

@@ -367,11 +367,18 @@ METADATA = {
     "torch.numel": torch.numel, "len": len, "requires_grad": lambda z: z.requires_grad, "is_cuda": lambda z: z.is_cuda,
     "is_floating_point": torch.is_floating_point, "is_contiguous": lambda z: z.is_contiguous(),
     "float": lambda z: z.double().dtype, "moved": lambda z: z.transpose(1, 2)[:, :, 1:].mT.unsqueeze(0).shape,
-    "like": lambda z: z.view_as(torch.zeros(B * L, V)).shape, "bool index": lambda z: z[z.new_ones(B, L).bool()].shape
-    if isinstance(z, torch.Tensor) else z[torch.ones(B, L, dtype=torch.bool, device=z.device)].shape,
+    "like": lambda z: z.view_as(torch.zeros(B * L, V)).shape, "bool index": lambda z: z[z.new_ones(B, L).bool()].shape,
     "no row": lambda z: z[:0].view(-1, V).shape, "none": lambda z: z[None, ..., None, 0, :].shape,
     "a list": lambda z: z[[1, 0]][:, [0, 2, 1]].shape, "separate": lambda z: z[:, None, [0, 1]].shape,
     "type": lambda z: z.type(torch.bfloat16).dtype,
+    "new": lambda z: [
+        (t.dtype, t.device, t.shape)
+        for rows in (z, F.cross_entropy(z.flatten(0, 1), z.new_zeros(B * L, dtype=torch.long), reduction="none"))
+        for t in (
+            rows.new_zeros(2), rows.new_ones(()), rows.new_full((1, 2), 3.0), rows.new_empty(0, 2),
+            rows.new_tensor([1.0]), rows.new_zeros((2,), dtype=torch.int32),
+        )
+    ],
     "type_as": lambda z: z.type_as(torch.ones((), device=z.device).half()).dtype,
 }  # fmt: skip
 
@@ -382,6 +389,35 @@ def test_deferred_logits_have_the_shape_dtype_and_device_of_logits(name):
     expected = METADATA[name](model(x.noisy))
     with fused_head(model, on_logits="raise"):
         assert METADATA[name](model(x.noisy)) == expected
+
+
+INSIDE = {
+    "logits": lambda z, ids: z.softmax(-1).square().sum(),
+    "a slice": lambda z, ids: z[:, 1:].float().softmax(-1).square().sum(),
+    "NLL": lambda z, ids: F.cross_entropy(z.flatten(0, 1), ids.flatten(), reduction="none").exp().sum(),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_checkpointed_function_of_deferred_logits(name):
+    """The function runs twice, and materializes the logits, or the NLL, in its first run only."""
+    model, x = Model(), Batch()
+
+    def run():
+        model.zero_grad()
+        z = model(x.noisy)
+        nll = F.cross_entropy(z.flatten(0, 1), x.ids.flatten(), reduction="none")
+
+        def body(z, nll):
+            return INSIDE[name](z, x.ids) + nll.square().sum()
+
+        loss = checkpoint(body, z, nll, use_reentrant=False)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    plain = run()
+    with fused_head(model, on_logits="allow"):
+        torch.testing.assert_close(run(), plain)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

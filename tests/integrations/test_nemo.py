@@ -625,12 +625,12 @@ def test_a_later_version_is_patched_where_it_fits(strategy, monkeypatch):
     monkeypatch.setitem(sys.modules, collate, None)
     with monkeypatch.context() as m:
         m.setattr(importlib, "import_module", functools.partial(imported_except, collate))
-        with pytest.warns(UserWarning, match=r"DFlashDecayLoss\.position_weights: not offered here"):
+        with pytest.warns(UserWarning, match=r"DFlashDecayLoss\.position_weights: takes T, which ours does not"):
             report = integration.patch()
     kept = {"DFlashDecayLoss", "FusedLinearCrossEntropy", "DLLMCollator"}
     assert {name for _, name in report.replaced} == {*NAMES} - kept
     reasons = dict(report.kept)
-    assert reasons["DFlashDecayLoss"].startswith("DFlashDecayLoss: takes loss_type, which ours does not; ")
+    assert reasons["DFlashDecayLoss"].startswith("DFlashDecayLoss: loss_type is argument 4, ours is keyword-only; ")
     assert reasons["FusedLinearCrossEntropy"] == "FusedLinearCrossEntropy: is no class, unlike ours"
     assert reasons["DLLMCollator"] == "nemo_automodel has no module components.datasets.dllm.collate"
     assert loss.DFlashDecayLoss().position_weights(4) == "the host's"

@@ -1242,6 +1242,29 @@ def test_a_second_loss_function_is_rejected(ranks, tmp_path):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
 
 
+@needs_trainer
+@pytest.mark.parametrize("call", ["train", "evaluate"])
+def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_path, call):
+    from transformers import Trainer
+
+    class Own(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **_):
+            outputs = model(inputs["input_ids"])
+            loss = mdlm_loss_func(outputs, inputs["labels"])
+            return (loss, outputs) if return_outputs else loss
+
+    def run(**options):
+        created = ranks.trainer(ranks.model(), tmp_path, 4, 1, steps=1, eval_dataset=ranks.samples(), **options)
+        return getattr(created, call)()
+
+    message = "the Trainer must read packed labels, got Trainer, whose model would take them for token ids; put "
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run(kind=Trainer)
+    run(kind=Own)
+    run(kind=Trainer, compute_loss_func=mdlm_loss_func)
+    run()
+
+
 class Bare:
     """The parts of a Trainer that the mixin needs, so that a test can set the output of its model."""
 

@@ -229,15 +229,16 @@ def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
             for ours, other in zip(found[0], theirs[0], strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
             assert torch.equal(found[1], theirs[1])
-    # TRL counts a target outside as the most likely token where no logit exceeds 0; ours never does.
-    negative = torch.zeros(V, H), -torch.rand(V) - 1, torch.tensor([-100, 3, V, -1])
-    tops = [
-        f.apply(hidden, *negative, 1.0, 8, None, 1.0, outputs)[-1]
-        for f in (host.utils._ChunkedLogProbFunction, host.original)
-    ]
-    assert not tops[0][[0, 2, 3]].any()
-    assert tops[1][[0, 2, 3]].all()
-    assert tops[0][1] == tops[1][1]
+    # A target outside is the most likely token if no logit exceeds 0.
+    for most in (-1.0, 0.0, 1.0):
+        largest = torch.zeros(V, H), most - torch.rand(V).index_fill(0, torch.tensor([2]), 0.0)
+        targets = torch.tensor([-100, 3, V, -1])
+        for one in ((1.0, 8, None, 1.0, outputs), (0.5, 8, 2.0, 3.0, outputs)):
+            tops = [
+                f.apply(hidden.requires_grad_(frozen), *largest, targets, *one)[-1]
+                for f in (host.utils._ChunkedLogProbFunction, host.original)
+            ]
+            assert tops[0].tolist() == tops[1].tolist() == [most <= 0, False, most < 0, most <= 0]
     same = torch.zeros(V, H)
     for f in (host.utils._ChunkedLogProbFunction, host.original):
         top = f.apply(

@@ -1,7 +1,10 @@
 """Every loss in both forms against the oracle, and the contract of each loss."""
 
+import contextlib
+import copy
 import itertools
 import math
+import pickle
 import re
 from dataclasses import replace
 
@@ -24,8 +27,10 @@ from dllm_kernels import (
     acceptance_length,
     acceptance_stats,
     compute_per_token_nll,
+    dpace_weights,
     draft_accuracy,
     encoder_ar_loss,
+    fused_head,
     scdd_schedule,
 )
 from tests.conftest import DEVICE
@@ -48,6 +53,11 @@ forms = pytest.mark.parametrize("form", ["logits", "hidden"])
 
 def cases(selection=CASES):
     return pytest.mark.parametrize("case", selection, ids=lambda case: case.name)
+
+
+def raises(error, message, function, *args, **options):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        function(*args, **options)
 
 
 def exhaustive_only(case, dtype):
@@ -824,6 +834,98 @@ def test_parts_of_a_step_add_up(form):
         torch.testing.assert_close(sum(part.total_loss for part in parts), whole)
 
 
+SETTINGS_OF_DRAFTS = {
+    "decay": {"loss_gamma": 3.0}, "no decay": {"loss_gamma": None}, "dpace": {"position_weights": "dpace"},
+    "prefix": {"position_weights": "prefix", "dpace_alpha": 0.2}, "anchor": {"anchor_row": True, "loss_gamma": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["logits", "deferred"])
+@pytest.mark.parametrize("settings", SETTINGS_OF_DRAFTS)
+def test_dflash_methods_of_the_next_release(settings, form):
+    """Weights, NLL and weighted mean are the parts of the loss with ``normalize="mean"``."""
+    d = draw(BY_NAME["dflash"], 2, 12) | {"num_tokens": None}
+    d["block_mask"][1, 3:8] = 0
+    model = torch.nn.Linear(D, V, bias=False, device=DEVICE)
+    size = 4 if SETTINGS_OF_DRAFTS[settings].get("anchor_row") else BLOCK
+    loss = DFlashDecayLoss(normalize="mean", **SETTINGS_OF_DRAFTS[settings])
+    h = torch.randn(2, 12, D, device=DEVICE, requires_grad=True)
+    expected = loss(F.linear(h, model.weight), **d, block_size=size)
+    with fused_head(model, on_logits="raise", head=model) if form == "deferred" else contextlib.nullcontext():
+        out, nll = loss.forward_with_token_nll(model(h), **d, block_size=size)
+    for found, wanted in zip(out, expected, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted)
+    plain = F.cross_entropy(F.linear(h, model.weight).transpose(1, 2), d["target_ids"].long(), reduction="none")
+    read = d["block_mask"] != 0
+    torch.testing.assert_close(nll, torch.where(read, plain, 0.0))
+    weights = loss.position_weights(d["block_mask"], size, nll)
+    assert not weights.requires_grad
+    rows = size if loss.anchor_row else size - 1
+    k = torch.arange(12, device=DEVICE) % rows
+    if loss.position_weights == "decay":
+        decay = torch.ones(12, device=DEVICE) if loss.loss_gamma is None else torch.exp(-k / loss.loss_gamma)
+        assert torch.equal(weights, loss.position_weights(d["block_mask"], size))
+        torch.testing.assert_close(weights, decay * d["block_mask"])
+    else:
+        q, blocks = torch.exp(-nll.detach()).view(-1, rows), d["block_mask"].view(-1, rows)
+        want = reference.dpace_weights(q, blocks, alpha=loss.dpace_alpha, variant=loss.position_weights)
+        torch.testing.assert_close(weights, want.view(2, 12))
+    mean = loss.weighted_mean(nll, weights)
+    torch.testing.assert_close(mean, (nll * weights).sum() / (weights.sum() + 1e-6))
+    torch.testing.assert_close(mean, expected.total_loss)
+    upstream = torch.randn(2, 12, device=DEVICE)
+    grads = [
+        torch.autograd.grad(a + (upstream * b).sum(), [h, model.weight], retain_graph=True)
+        for a, b in ((out.total_loss, nll), (expected.total_loss, torch.where(read, plain, 0.0)))
+    ]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_position_weights_is_a_name_and_a_method():
+    loss, mask = DFlashDecayLoss(2.0), torch.tensor([[1.0, 1.0, 0.5, 0.0]])
+    assert loss.position_weights == "decay"
+    assert isinstance(loss.position_weights, str)
+    assert f"{loss.position_weights}" == "decay"
+    decay = torch.exp(-torch.arange(4) / 2)
+    torch.testing.assert_close(loss.position_weights(mask), decay * mask)
+    twice = torch.tensor([1.0, decay[1]]).repeat(2)
+    torch.testing.assert_close(loss.position_weights(mask, 3), twice * mask)
+    prefix = torch.tensor([[2, 1]])
+    given = loss.position_weights(mask, 3, prefix=prefix)
+    torch.testing.assert_close(given, torch.tensor([[0.0, 1.0, 0.5, 0.0]]))
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        other.loss_gamma = None
+        assert torch.equal(other.position_weights(mask), mask)
+    assert pickle.loads(pickle.dumps(loss.position_weights)) == "decay"
+    torch.testing.assert_close(loss.position_weights(mask), decay * mask)
+    loss.position_weights = "dpace"
+    assert loss.position_weights == loss.loss_type == "dpace"
+    raises(ValueError, "token_nll must be given for position_weights='dpace', got None", loss.position_weights, mask)
+    q = torch.tensor([[0.5, 0.25, 0.1, 0.9]])
+    want = dpace_weights(q, mask, alpha=0.5)
+    torch.testing.assert_close(loss.position_weights(mask, token_nll=-q.log()), want)
+    raises(ValueError, "prefix must be None ", loss.position_weights, mask, 3, -q.log(), prefix=prefix)
+    raises(ValueError, "block_mask must have shape ", loss.position_weights, mask[0])
+    raises(ValueError, "weights must have shape ", loss.weighted_mean, q, mask[0])
+    assert loss.weighted_mean(torch.tensor([[1.0, math.nan]]), torch.tensor([[1, 0]])).item() == pytest.approx(1)
+    assert loss.weighted_mean(torch.ones(1, 2), torch.zeros(1, 2)) == 0
+
+
+def test_loss_type_is_another_name_of_the_weights():
+    assert DFlashDecayLoss().loss_type == "dflash"
+    assert DFlashDecayLoss(loss_type="dflash").position_weights == "decay"
+    for name in ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only"):
+        loss = DFlashDecayLoss(loss_type=name, dpace_alpha=0.2)
+        assert loss.position_weights == loss.loss_type == name
+    loss.loss_type = "dflash"
+    assert loss.position_weights == "decay"
+    raises(ValueError, "loss_type must be one of dflash, dpace, ", DFlashDecayLoss, loss_type="decay")
+    raises(ValueError, "loss_type must be one of dflash, dpace, ", setattr, loss, "loss_type", None)
+    message = "position_weights must agree with loss_type='dflash', got 'dpace'"
+    raises(ValueError, message, DFlashDecayLoss, loss_type="dflash", position_weights="dpace")
+
+
 def test_dflash_methods_of_the_original():
     d, x = draw(BY_NAME["dflash"]), torch.randn(2, 6, V, device=DEVICE, requires_grad=True)
     h, w = torch.randn(6, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
@@ -866,7 +968,7 @@ def test_dflash_reduce_takes_one_nll_and_one_mask_entry_per_position(nll, mask, 
 
 
 def test_dflash_attributes():
-    loss = DFlashDecayLoss(loss_gamma=5, use_fused_linear_ce=1, chunk_size=64, normalize="mean")
+    loss = DFlashDecayLoss(loss_gamma=5, use_fused_linear_ce=True, chunk_size=64, normalize="mean")
     assert (loss.loss_gamma, loss.use_fused_linear_ce, loss.chunk_size, loss.normalize) == (5.0, True, 64, "mean")
     assert isinstance(loss.loss_gamma, float)
     assert DFlashDecayLoss(None).loss_gamma is None

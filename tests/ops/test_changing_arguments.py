@@ -115,7 +115,6 @@ def token_log_probs(hidden, ids, **options):
     return ours.token_log_probs(hidden, ids, **options)
 
 
-# k of top-k as a Python int is a constant of a graph, so it does not change here.
 # function, the arguments of a step, and the public names that it stands for beside its own
 CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     "token_nll": (ours.token_nll, lambda s: {"logits": s.leaf(V), "targets": s.ids(), "scale": s.factor}),
@@ -210,6 +209,12 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     "PipelineCausalLMLoss": (
         pipeline, lambda s: {"depths": [s.leaf(D), s.leaf(D)], "labels": s.ids(), "count": s.count},
     ),
+    "nll_weights": (
+        lambda log_probs, old, advantages, beta: ours.nll_weights(
+            lambda x: beta * ours.PolicyObjective()(x, old, advantages).sum(), log_probs
+        ),
+        lambda s: {"log_probs": s.leaf(), "old": s.floats(), "advantages": s.floats(), "beta": torch.tensor(s.factor)},
+    ),
     "mtp_labels": (lambda labels: ours.mtp_labels(labels, 1), lambda s: {"labels": s.ids()}),
     "corrupt_uniform": (
         lambda ids, mask, eps, seeds: ours.corrupt_uniform(ids, mask, MASK, eps, seeds=seeds),
@@ -240,14 +245,14 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     ),
     "gumbel_topk": (
         lambda log_w, k, u: ours.gumbel_topk(log_w, k, uniform=u),
-        lambda s: {"log_w": s.floats()[0], "k": 2, "u": torch.rand(s.L, device=DEVICE) * 0.9 + 0.05},
+        lambda s: {"log_w": s.floats()[0], "k": 2 + s.k, "u": torch.rand(s.L, device=DEVICE) * 0.9 + 0.05},
     ),
     "batched_gumbel_topk": (
         ours.batched_gumbel_topk,
         lambda s: {"log_w": s.floats(), "k": torch.full((s.B,), 2 + s.k, device=DEVICE), "seeds": s.seeds()},
     ),
     "gumbel_topk_mask": (
-        ours.gumbel_topk_mask, lambda s: {"log_w": s.floats(), "k": 2, "seeds": s.seeds()},
+        ours.gumbel_topk_mask, lambda s: {"log_w": s.floats(), "k": 2 + s.k, "seeds": s.seeds()},
     ),
 }  # fmt: skip
 # Names that no entry of CALLS is called after.
@@ -263,7 +268,7 @@ NOT_IN_A_GRAPH = {
     "mtp_loss_scaling_factor": "reads an attribute of a model",
 }
 OF_BLOCKS = dict.fromkeys(("sample_anchors", "block_targets", "sample_prefix"), "tests/losses/test_draft_sampling.py")
-ELSEWHERE = dict.fromkeys(ours.policy.__all__, "tests/policy") | OF_BLOCKS
+ELSEWHERE = dict.fromkeys(set(ours.policy.__all__) - {"nll_weights"}, "tests/policy") | OF_BLOCKS
 
 
 def test_every_public_function_has_a_case():

@@ -582,7 +582,7 @@ def test_idlm_settings():
         torch.nn.Parameter(torch.ones(())),
     )
     raises(ValueError, "clean_loss_weight must be finite, got nan", IDLMLoss, float("nan"))
-    loss = IDLMLoss(np.float32(0.5), 1)
+    loss = IDLMLoss(np.float32(0.5), np.bool_(True))
     assert loss.auto_balance is True
     assert IDLMLoss(Fraction(1, 2))(X.repeat(1, 2, 1), Y, ON, ON, seq_len=L).total_loss.isfinite()
     loss.clean_loss_weight = float("inf")
@@ -708,7 +708,7 @@ def test_the_blocks_of_each_sequence(form):
 def test_acceptance_length_arguments():
     correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
     raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
-    raises(ValueError, "correct must have shape [B, T], got (6,)", acceptance_length, correct[0], on[0], 4)
+    raises(ValueError, "correct must have shape [B, T], got (1, 2, 6)", acceptance_length, correct[None], on[None], 4)
     raises(
         ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
     )

@@ -1,76 +1,166 @@
 """Bool options reject other values, and constants reject tensors that require a gradient."""
 
+import inspect
 import re
+from dataclasses import is_dataclass
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import dllm_kernels
 from dllm_kernels import corruption, ops
-from dllm_kernels.integrations import nemo_automodel
+from dllm_kernels.integrations import names, nemo_automodel, speculators, transformers, trl
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, scdd_schedule
 
 X, W, IDS = torch.randn(3, 7), torch.randn(7, 7), torch.tensor([0, 1, 2])
+LABELS, ON = torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3)
+INTEGRATIONS = names, nemo_automodel, speculators, transformers, trl
+LOG_Q = torch.full((3, 1), -1.0)
+VIEWS = dllm_kernels.policy_views(LABELS, ON, 6, "full")
+OBJECTIVE = dllm_kernels.PolicyObjective("reinforce")
+OF_POLICY = LABELS, VIEWS, None, torch.ones(1)
+
+
+def model():
+    made = torch.nn.Module()
+    made.body, made.lm_head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7)
+    made.forward = lambda input_ids, **_: made.lm_head(made.body(input_ids))
+    return made
+
+
+# Calls of everything public that takes a flag. The name of a class stands for its constructor.
+CALLS = {
+    "token_nll": lambda **o: ops.token_nll(X, IDS, **o),
+    "weighted_nll": lambda **o: ops.weighted_nll(X, IDS, IDS, **o),
+    "linear_token_nll": lambda **o: ops.linear_token_nll(X, W, IDS, **o),
+    "weighted_linear_nll": lambda **o: ops.weighted_linear_nll(X, W, IDS, IDS, **o),
+    "row_stats": lambda **o: ops.row_stats(X, IDS, **o),
+    "linear_row_stats": lambda **o: ops.linear_row_stats(X, W, IDS, **o),
+    "row_objective": lambda **o: ops.row_objective(X, IDS, lambda stats: stats.lse, **o),
+    "linear_row_objective": lambda **o: ops.linear_row_objective(X, W, IDS, lambda stats: stats.lse, **o),
+    "token_log_probs": lambda **o: ops.token_log_probs(X, IDS, **o),
+    "divergence": lambda **o: ops.divergence(X, X, kind={"ce": 1.0}, targets=IDS, **o),
+    "linear_divergence": lambda **o: ops.linear_divergence(X, W, X, kind={"ce": 1.0}, targets=IDS, **o),
+    "topk_divergence": lambda **o: ops.topk_divergence(X, IDS[:, None], LOG_Q, **o),
+    "linear_topk_divergence": lambda **o: ops.linear_topk_divergence(X, W, IDS[:, None], LOG_Q, **o),
+    "linear_sample": lambda **o: ops.linear_sample(X, W, **o),
+    "soft_embedding": lambda **o: ops.soft_embedding(X, W, W, bump=X[:, 0], bump_ids=IDS, **o),
+    "dpace_weights": lambda **o: ops.dpace_weights(ON, ON, **o),
+    "MDLMCrossEntropyLoss": dllm_kernels.MDLMCrossEntropyLoss,
+    "BlockDiffusionCrossEntropyLoss": dllm_kernels.BlockDiffusionCrossEntropyLoss,
+    "HybridDiffusionLLMLoss": dllm_kernels.HybridDiffusionLLMLoss,
+    "SCDDLoss": lambda **o: dllm_kernels.SCDDLoss(6, **o),
+    "IDLMLoss": dllm_kernels.IDLMLoss,
+    "DFlashDecayLoss": dllm_kernels.DFlashDecayLoss,
+    "DraftDistillationLoss": dllm_kernels.DraftDistillationLoss,
+    "MaskedCrossEntropy": dllm_kernels.MaskedCrossEntropy,
+    "acceptance_length": lambda **o: dllm_kernels.acceptance_length(ON.repeat(1, 4), ON.repeat(1, 4), 4, **o),
+    "acceptance_stats": lambda **o: dllm_kernels.acceptance_stats(ON.repeat(1, 4), ON.repeat(1, 4), 4, **o),
+    "sample_anchors": lambda **o: dllm_kernels.sample_anchors(ON, 1, 2, **o),
+    "calculate_mtp_loss": lambda **o: dllm_kernels.calculate_mtp_loss(
+        dllm_kernels.MaskedCrossEntropy(), mtp_per_depth_logits=[X[None]], labels=LABELS, model=None, **o
+    ),
+    "PolicyViews.sequence_scores": lambda **o: VIEWS.sequence_scores(VIEWS.weights, **o),
+    "PolicyLoss": lambda **o: dllm_kernels.PolicyLoss(OBJECTIVE, **o),
+    "PolicyLoss.forward": lambda **o: dllm_kernels.PolicyLoss(OBJECTIVE)(X[None, None], *OF_POLICY, **o),
+    "PolicyLoss.forward_fused": lambda **o: dllm_kernels.PolicyLoss(OBJECTIVE).forward_fused(
+        X[None, None], W, *OF_POLICY, **o
+    ),
+    "DLLMCollator": dllm_kernels.DLLMCollator,
+    "corrupt_uniform": lambda **o: corruption.corrupt_uniform(LABELS, ON, 6, **o),
+    "corrupt_mix": lambda **o: corruption.corrupt_mix(
+        LABELS, ON, 6, 7, mask_prob=torch.ones(1) / 2, uniform_prob=torch.ones(1) / 2, **o
+    ),
+    "diffusion_generate": lambda **o: dllm_kernels.diffusion_generate(
+        model(), LABELS, mask_token_id=6, max_new_tokens=2, steps=1, **o
+    ),
+    "nemo_automodel.patch": nemo_automodel.patch,
+    "speculators.patch": speculators.patch,
+    "speculators.speculators_metrics": lambda **o: speculators.speculators_metrics(
+        X[None], W, X[None], ON, confidence_logits=None, **o
+    ),
+    "transformers.MaskedDiffusionCollator": lambda **o: transformers.MaskedDiffusionCollator(6, **o),
+    "transformers.mdlm_loss_func": lambda **o: transformers.mdlm_loss_func((X[None],), LABELS - 100, **o),
+    "transformers.MaskedDiffusionTrainerMixin": transformers.MaskedDiffusionTrainerMixin,
+    "trl.patch": trl.patch,
+    "trl.DiffusionPolicyMixin": lambda **o: trl.DiffusionPolicyMixin(mask_token_id=6, **o),
+    "trl.diffusion_rollout": lambda **o: trl.diffusion_rollout(6, steps=1, **o),
+}
+# Need a framework for a flag that is accepted.
+WITH_HOST = {name for name in CALLS if name.endswith((".patch", "Mixin"))}
+# Methods that frameworks call.
+OF_HOST = [f"transformers.MaskedDiffusionTrainerMixin.{name}" for name in ("compute_loss", "prediction_step")]
+
+
+def public_functions():
+    """Yield (name, function) of everything public; the name of a class is that of its constructor."""
+    for module in (dllm_kernels, *INTEGRATIONS):
+        prefix = "" if module is dllm_kernels else module.__name__.rpartition(".")[2] + "."
+        own = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
+        for name in getattr(module, "__all__", list(own)):
+            value = getattr(module, name)
+            if name.startswith("_") or not callable(value):
+                continue
+            yield prefix + name, value
+            for method, function in inspect.getmembers(value, inspect.isfunction) if inspect.isclass(value) else ():
+                if function.__module__.startswith("dllm_kernels.") and not method.startswith("_"):
+                    yield f"{prefix}{name}.{method}", function
+
+
+def flags_of(function):
+    record = inspect.isclass(function) and (issubclass(function, tuple | torch.Tensor) or is_dataclass(function))
+    parameters = {} if record else inspect.signature(function).parameters
+    return {name: "None" in p.annotation for name, p in parameters.items() if p.annotation in ("bool", "bool | None")}
+
+
 FLAGS = [
-    *((ops.token_nll, (X, IDS), flag) for flag in ("with_lse", "with_correct", "inplace_backward")),
-    *((ops.weighted_nll, (X, IDS, IDS), f) for f in ("with_lse", "with_correct", "inplace_backward", "round_nll")),
-    *((ops.weighted_linear_nll, (X, W, IDS, IDS), f) for f in ("with_lse", "with_correct", "round_nll")),
-    *((ops.linear_token_nll, (X, W, IDS), flag) for flag in ("with_lse", "with_correct")),
-    *((ops.row_stats, (X, IDS), flag) for flag in ("entropy", "with_correct")),
-    *((ops.linear_row_stats, (X, W, IDS), flag) for flag in ("entropy", "with_correct")),
-    (ops.token_log_probs, (X, IDS), "with_entropy"),
+    (name, flag, optional)
+    for name, function in public_functions()
+    if name not in OF_HOST
+    for flag, optional in flags_of(function).items()
 ]
+of_every_flag = pytest.mark.parametrize(("name", "flag", "optional"), FLAGS)
 
 
-@pytest.mark.parametrize("value", ["yes", 1, None], ids=str)
-@pytest.mark.parametrize(
-    ("op", "arguments", "flag"), FLAGS, ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else "")
-)
-def test_a_bool_option_rejects_other_values(op, arguments, flag, value):
-    with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
-        op(*arguments, **{flag: value})
+def test_every_function_with_a_flag_has_a_call():
+    assert {name for name, *_ in FLAGS} == CALLS.keys()
 
 
-LABELS = torch.zeros(1, 3, dtype=torch.long)
-SETTINGS = [
-    *((loss, (), "fp32_upcast") for loss in (
-        dllm_kernels.MDLMCrossEntropyLoss,
-        dllm_kernels.BlockDiffusionCrossEntropyLoss,
-        dllm_kernels.HybridDiffusionLLMLoss,
-        dllm_kernels.MaskedCrossEntropy,
-    )),
-    (dllm_kernels.DFlashDecayLoss, (), "use_fused_linear_ce"),
-    (dllm_kernels.IDLMLoss, (), "auto_balance"),
-    *((dllm_kernels.DLLMCollator, (), flag) for flag in ("supervise_padding", "response_window", "pin_memory")),
-    (nemo_automodel.patch, (), "fuse_head"),
-    (ops.token_nll, (X, IDS), "check_targets"),
-    (ops.linear_token_nll, (X, W, IDS), "check_targets"),
-]  # fmt: skip
+@of_every_flag
+def test_a_flag_is_a_bool(name, flag, optional):
+    for value in ("no", 0, 1, 1.0, np.int64(1), torch.tensor(True), [], *([] if optional else [None])):
+        kind = type(value).__qualname__ if isinstance(value, str | int | float | list) else r"[a-zA-Z]+\.\w+"
+        with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {'NoneType' if value is None else kind}$"):
+            called(name, flag, value)
 
 
-@pytest.mark.parametrize("value", ["no", 2, 1.0], ids=str)
-@pytest.mark.parametrize(("make", "arguments", "flag"), SETTINGS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_bool_setting_rejects_other_values(make, arguments, flag, value):
-    with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
-        make(*arguments, **{flag: value})
+@of_every_flag
+def test_a_flag_may_be_a_bool_of_numpy(name, flag, optional):
+    if name in WITH_HOST:
+        return
+    for value in (True, False):
+        found, expected = (tree_leaves(seeded(name, flag, cast(value))) for cast in (np.bool_, bool))
+        for a, b in zip(found, expected, strict=True):
+            if isinstance(a, torch.Tensor):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_settings_of_0_and_1_are_bools():
-    assert dllm_kernels.DFlashDecayLoss(use_fused_linear_ce=1).use_fused_linear_ce is True
+def called(name, flag, value):
+    made = CALLS[name](**{flag: value})
+    # A loss checks the settings of a constructor, which may be assigned later, in each call.
+    return made(X[None, None], *OF_POLICY) if isinstance(made, dllm_kernels.PolicyLoss) else made
+
+
+def seeded(name, flag, value):
+    torch.manual_seed(0)
+    return called(name, flag, value)
+
+
+def test_flags_that_are_stored_are_bools():
+    assert dllm_kernels.DFlashDecayLoss(use_fused_linear_ce=np.bool_(True)).use_fused_linear_ce is True
     assert dllm_kernels.DLLMCollator(response_window=np.bool_(False)).response_window is False
-    assert dllm_kernels.MDLMCrossEntropyLoss(fp32_upcast=0).fp32_upcast is False
-
-
-def test_return_per_depth_is_a_bool():
-    with pytest.raises(TypeError, match=r"^return_per_depth must be a bool, got str$"):
-        dllm_kernels.calculate_mtp_loss(
-            dllm_kernels.MaskedCrossEntropy(),
-            mtp_per_depth_logits=[X[None]],
-            labels=LABELS,
-            model=None,
-            return_per_depth="no",
-        )
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -182,14 +272,6 @@ def test_a_mask_that_only_switches_rows_on_may_require_a_gradient(name):
     loss(x, IDS[None], ones, ones, mask.clone().requires_grad_()).total_loss.backward()
     loss(y, IDS[None], ones, ones, mask).total_loss.backward()
     assert torch.equal(x.grad, y.grad)
-
-
-@pytest.mark.parametrize(
-    "op", [lambda **o: ops.token_nll(X, IDS, **o), lambda **o: ops.linear_row_stats(X, W, IDS, **o)]
-)
-def test_check_targets_is_a_bool(op):
-    with pytest.raises(TypeError, match=r"^check_targets must be a bool, got str$"):
-        op(check_targets="no")
 
 
 @pytest.mark.parametrize("place", [0, 1])

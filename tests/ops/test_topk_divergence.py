@@ -140,7 +140,47 @@ def test_a_teacher_with_a_billionth_elsewhere(form):
         else:
             got = linear_topk_divergence(z, eye, ids, log_q, kind=kind)
         torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
-        assert got.value.isfinite().all()
+
+
+SHARES = {  # probabilities whose logarithms, in each dtype, sum to 1 up to their rounding, or to more
+    "one id": [1.0], "halves": [0.5, 0.5], "thirds": [1 / 3] * 3, "tenths": [0.1] * 10, "above 1": [0.7, 0.31],
+    "a share of 0": [0.6, 0.4, 0.0],
+}  # fmt: skip
+
+
+@every_kind
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("shares", SHARES)
+def test_a_teacher_without_mass_elsewhere(shares, dtype, form, kind, backend):
+    """Its bucket of the rest has the mass 0, not what rounding leaves of it; the reverse KL is then infinite."""
+    torch.manual_seed(0)
+    q = torch.tensor(SHARES[shares], dtype=torch.float64, device=DEVICE)
+    K = len(q)
+    log_q = torch.stack([q.log(), (q / 2).log(), q.log()]).to(dtype)  # the second row has mass elsewhere
+    ids, z = torch.arange(K, device=DEVICE).expand(3, K), torch.randn(3, V, dtype=dtype, device=DEVICE)
+    z[2, K:] = -INF  # the student has none, either
+    infinite = torch.tensor([kind in ("rkl", "jsd of 1"), False, False], device=DEVICE)
+    if shares == "a share of 0":
+        infinite = torch.full_like(infinite, bool(infinite[0]))
+    want = reference.topk_divergence(z.double(), ids, log_q, **KINDS[kind])
+    assert torch.equal(want.value.isinf(), infinite)
+    if form == "logits":
+        x = z.clone().requires_grad_()
+        got = topk_divergence(x, ids, log_q, backend=backend, **KINDS[kind])
+    else:  # a head makes no -inf of finite hidden states
+        x, eye = z.clamp(min=-200.0).requires_grad_(), torch.eye(V, dtype=dtype, device=DEVICE)
+        infinite[2] |= infinite[0]
+        got = linear_topk_divergence(x, eye, ids, log_q, backend=backend, **KINDS[kind])
+    assert torch.equal(got.value.isinf(), infinite)
+    finite = ~infinite
+    torch.testing.assert_close(got.value[finite].double(), want.value[finite], rtol=1e-5, atol=1e-6)
+    (grad,) = torch.autograd.grad(got.loss, x)
+    exact = z.double().requires_grad_()
+    exact_loss = reference.topk_divergence(exact, ids, log_q, **KINDS[kind]).value[finite].sum()
+    (exact_grad,) = torch.autograd.grad(exact_loss, exact)
+    torch.testing.assert_close(grad[finite].double(), exact_grad[finite], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.everyday(4)

@@ -15,21 +15,31 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-SPECFORGE, SPECULATORS = "specforge==0.2.0", "speculators==0.9.0"
+SPECFORGE, SPECULATORS, AUTOMODEL = "specforge==0.2.0", "speculators==0.9.0", "nemo_automodel==0.7.0"
 # Packages whose own __init__ is not run, and modules of which only the name is needed.
 BARE = {
     "specforge": ("", ".algorithms", ".algorithms.common", ".core", ".modeling", ".modeling.draft"),
-    "speculators": ("", ".models", ".models.dflash", ".models.dspark", ".utils"),
+    "speculators": ("", ".models", ".models.dflash", ".models.dspark", ".models.eagle3", ".utils"),
+    "nemo_automodel": (
+        "",
+        ".components",
+        ".components.attention",
+        ".components.loss",
+        ".components.speculative",
+        ".components.speculative.dflash",
+        ".components.speculative.dspark",
+    ),
 }
 STAND_INS = {
     "specforge": {".modeling.draft.dflash": {"DFlashDraftModel": torch.nn.Module}},
+    "nemo_automodel": {".components.speculative.dflash.draft_qwen3": {"Qwen3DFlashDraftModel": torch.nn.Module}},
     "speculators": {".utils.util": {"is_npu_available": lambda: False}},
 }
 
 
 @contextlib.contextmanager
 def loaded(trainer, *names):
-    """Return the modules of a trainer (``SPECFORGE`` or ``SPECULATORS``); skip the test if it is not installed."""
+    """Return modules of ``SPECFORGE``, ``SPECULATORS`` or ``AUTOMODEL``; skip the test if it is not installed."""
     package, version = trainer.split("==")
     spec = importlib.util.find_spec(package)
     if spec is None or importlib.metadata.version(package) != version:
