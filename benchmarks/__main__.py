@@ -27,7 +27,7 @@ class Subject:
         smoke: arguments of CI's quick runs.
         needs: modules that must be installed, besides those of the package.
         extra: the extra of pyproject.toml that installs them.
-        time: duration with the default options, as measured on two CPU cores, or as limited on a GPU.
+        minutes: duration with the default options on a GPU, estimated as in ``on_gpu``. None: no estimate.
     """
 
     module: str
@@ -35,7 +35,12 @@ class Subject:
     smoke: tuple[tuple[str, ...], ...] = TOY
     needs: tuple[str, ...] = ("tqdm",)
     extra: str = "bench"
-    time: str = ""
+    minutes: float | None = None
+
+    @property
+    def estimate(self) -> str:
+        """Description of the duration, or an empty string."""
+        return "" if self.minutes is None else f"estimated {self.minutes:g} minutes on an H200"
 
     def missing(self) -> list[str]:
         """Return the modules that the subject needs and that are not installed."""
@@ -53,26 +58,32 @@ SUBJECTS = {
     "peers": Subject(
         "benchmarks.peers", "list the peers that can be imported, and the reason for the others", ((),), needs=()
     ),
-    "verify": Subject("benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes"),
+    "verify": Subject(
+        "benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes", minutes=1.5
+    ),
     "headline": Subject(
-        "benchmarks.headline", "ours alone at the headline shapes, with a copy and the bare matrix products"
+        "benchmarks.headline",
+        "ours alone at the headline shapes, with a copy and the bare matrix products",
+        minutes=1.5,
     ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "fused_head": Subject("benchmarks.fused_head", "training loops from logits, with and without fused_head"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
-    "linear_sample": Subject("benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers"),
+    "linear_sample": Subject(
+        "benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers", minutes=0.6
+    ),
     "head_options": Subject("benchmarks.head_options", "float32 logits and LoRA in the NLL from hidden states"),
     "policy": Subject("benchmarks.policy", "one update of coupled-GRPO and of diffu-GRPO: three policies, backward"),
     "divergence": Subject(
         "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
     ),
-    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
+    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k", minutes=0.7),
     "collate": Subject("benchmarks.collate", "the collator"),
     "calls": Subject(
         "benchmarks.calls", "calls with visible overhead, such as small calls, compared with plain PyTorch"
     ),
-    "losses": Subject("benchmarks.losses", "every loss class, compared with the plain loss"),
+    "losses": Subject("benchmarks.losses", "every loss class, compared with the plain loss", minutes=4.0),
     "memory": Subject("benchmarks.memory", "peak memory along the vocabulary, without time", needs=()),
     "plots": Subject("benchmarks.plots", "the pictures of README and the site, from committed results", (), needs=()),
     "inspect": Subject(
@@ -88,6 +99,7 @@ SUBJECTS = {
         "benchmarks.on_gpu",
         "the tests, measurements and sanitizer runs that need a GPU",
         (("--rehearse", "--steps", "gpu_tests", "corruption"),),
+        minutes=9.0,
     ),
     "all": Subject(
         "benchmarks.suite",
@@ -103,7 +115,7 @@ def usage() -> str:
     lines = ["usage: python -m benchmarks SUBJECT [options]   (SUBJECT --help lists its options)"]
     lines += ["run it in the root of a clone: the wheel contains no benchmarks", ""]
     lines += [
-        f"  {name:<12} {subject.help}" + (f" ({subject.time})" if subject.time else "")
+        f"  {name:<12} {subject.help}" + (f" ({subject.estimate})" if subject.estimate else "")
         for name, subject in SUBJECTS.items()
     ]
     lines += [f"  {'smoke':<12} every subject at toy size, as CI runs it"]
@@ -178,8 +190,8 @@ def main(argv: list[str]) -> int:
         return 2
     if refuse([name]):
         return 2
-    if SUBJECTS[name].time:
-        print(f"{name}: {SUBJECTS[name].time}", file=sys.stderr, flush=True)
+    if SUBJECTS[name].estimate:
+        print(f"{name}: {SUBJECTS[name].estimate}", file=sys.stderr, flush=True)
     return run(name, rest)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import __main__ as command
-from benchmarks import measure, peers, policy, record, suite
+from benchmarks import measure, on_gpu, peers, policy, record, suite
 from benchmarks.result import PEERS
 from benchmarks.shapes import Shape
 from dllm_kernels import ops
@@ -460,3 +460,15 @@ def test_all_reports_a_failure_of_every_subject(tmp_path, monkeypatch, capsys):
 def test_a_case_is_announced_with_its_duration(options, capsys):
     measure.compare("test", {"N": 1}, "forward", {"ours": lambda _: None}, options)
     assert re.search(r"^test forward N=1: 1 candidates, [\d.]+ s$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_durations_are_those_of_the_steps_on_a_gpu(capsys):
+    """A subject whose step adds options, such as one shape, has no estimate of its own."""
+    steps = {step.name: step.minutes for step in on_gpu.steps(Path("work")) if len(step.command) <= 7}
+    steps["on_gpu"] = on_gpu._parser().get_default("minutes")
+    stated = {name: subject.minutes for name, subject in command.SUBJECTS.items() if subject.minutes is not None}
+    assert stated.keys() >= {"headline", "verify", "corruption", "losses", "on_gpu"}
+    assert stated == {name: steps[name] for name in stated}
+    assert command.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"headline .*\(estimated 1.5 minutes on an H200\)$", printed, re.MULTILINE)
