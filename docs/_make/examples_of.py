@@ -44,7 +44,7 @@ def pages() -> Iterator[tuple[str, str]]:
         first = (ast.get_docstring(ast.parse(source)) or "").split("\n")[0].split(": python ")[0].rstrip(".")
         lines = ["---", "hide: [toc]", "---", "", f"# {name}", "", f"{first}.", "", "```sh", shown(name), "```", ""]
         if (output := OUTPUTS / f"{name}.txt").exists():
-            lines += ["```text", output.read_text().rstrip(), "```", ""]
+            lines += ['<div class="output" markdown>', "```text", output.read_text().rstrip(), "```", "</div>", ""]
         lines += [f"`examples/{name}.py`:", "", '<div class="source" markdown>', "```python", source.rstrip(), "```"]
         yield name, "\n".join([*lines, "</div>", ""])
 
