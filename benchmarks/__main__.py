@@ -190,8 +190,6 @@ def main(argv: list[str]) -> int:
         return 2
     if refuse([name]):
         return 2
-    if SUBJECTS[name].estimate:
-        print(f"{name}: {SUBJECTS[name].estimate}", file=sys.stderr, flush=True)
     return run(name, rest)
 
 

@@ -120,7 +120,7 @@ def listed() -> list[str]:
     there = {name: all(importlib.util.find_spec(root) is not None for root in found) for name, found in roots.items()}
     lines = {"peers installed": True, "peers not installed": False}
     return [
-        f"{line}: {', '.join(n for n, on in there.items() if on == which) or 'none'}" for line, which in lines.items()
+        f"{line}: {'; '.join(n for n, on in there.items() if on == which) or 'none'}" for line, which in lines.items()
     ]
 
 
