@@ -17,7 +17,8 @@ CALLS = (
     ("My loss is a function of log p or entropy of each row", "linear_row_objective"),
     ("My loss compares with a teacher", "linear_divergence"),
     ("I train a policy on rewards or preferences", "policy_views, PolicyLoss"),
-    ("I need tokens, log p or confidences, no gradient", "linear_sample"),
+    ("I decode completions", "diffusion_generate"),
+    ("I write a sampler: tokens, log p, confidences", "linear_sample"),
 )
 STEPS = (
     ("gather", "hidden states of C active rows", "[C, D]"),

@@ -721,7 +721,7 @@ def test_pictures_have_the_colours_of_the_theme():
 
 
 # They need packages that `make test` does not install, or minutes on the machine that recorded the others.
-WITHOUT_OUTPUT = {"generate", "llada_sft", "speculators_patch", "trl_diffusion"}
+WITHOUT_OUTPUT = {"llada_sft", "speculators_patch", "trl_diffusion"}
 
 
 def test_every_example_has_a_page_with_its_output():
