@@ -33,9 +33,11 @@ help:
 	@echo "                      detected  (ARGS='--only collate.py')"
 	@echo "make clean            delete $(VENV) and all generated files"
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	for host in $(HOSTS); do \
 		$(PIP) install --quiet --no-compile --no-deps $$host || echo "$$host could not be installed: its tests will be skipped"; \
@@ -71,7 +73,8 @@ bench-smoke: $(STAMP)
 	$(BIN)/python -m benchmarks smoke
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
-$(DOCS_STAMP): $(STAMP)
+# The site needs the package and its own extra, not the requirements of the tests.
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
@@ -88,7 +91,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 # Each of these needs one core, so two run at a time. Their packages are installed before the first one starts.
-checks: $(DOCS_STAMP)
+checks: $(STAMP) $(DOCS_STAMP)
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) bench-smoke types docs lint
 
 ci: test test-variation checks

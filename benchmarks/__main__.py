@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +19,32 @@ MODES = ("mdlm", "block", "hybrid", "scdd", "idlm", "dflash", "distill", "mtp")
 
 @dataclass(frozen=True)
 class Subject:
-    """A subject of the command line: the module with ``main(argv) -> int``, and the arguments of CI's quick run."""
+    """A subject of the command line.
+
+    Attributes:
+        module: the module with ``main(argv) -> int``.
+        help: description in the list of subjects.
+        smoke: arguments of CI's quick runs.
+        needs: modules that must be installed, besides those of the package.
+        extra: the extra of pyproject.toml that installs them.
+        minutes: duration with the default options on a GPU, estimated as in ``on_gpu``. None: no estimate.
+    """
 
     module: str
     help: str
     smoke: tuple[tuple[str, ...], ...] = TOY
+    needs: tuple[str, ...] = ("tqdm",)
+    extra: str = "bench"
+    minutes: float | None = None
+
+    @property
+    def estimate(self) -> str:
+        """Description of the duration, or an empty string."""
+        return "" if self.minutes is None else f"estimated {self.minutes:g} minutes on an H200"
+
+    def missing(self) -> list[str]:
+        """Return the modules that the subject needs and that are not installed."""
+        return [name for name in ("torch", *self.needs) if importlib.util.find_spec(name) is None]
 
 
 SUBJECTS = {
@@ -29,32 +52,45 @@ SUBJECTS = {
         "examples.demo.train",
         "train a small diffusion LM on real text, with the reference loss and with ours",
         tuple(("--mode", mode, "--tiny", "--steps", "2", "--threads", "1") for mode in MODES),
+        needs=("matplotlib", "tokenizers", "tqdm"),
+        extra="demo",
     ),
-    "peers": Subject("benchmarks.peers", "list the peers that can be imported, and the reason for the others", ((),)),
-    "verify": Subject("benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes"),
+    "peers": Subject(
+        "benchmarks.peers", "list the peers that can be imported, and the reason for the others", ((),), needs=()
+    ),
+    "verify": Subject(
+        "benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes", minutes=1.5
+    ),
     "headline": Subject(
-        "benchmarks.headline", "ours alone at the headline shapes, with a copy and the bare matrix products"
+        "benchmarks.headline",
+        "ours alone at the headline shapes, with a copy and the bare matrix products",
+        minutes=1.5,
     ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "fused_head": Subject("benchmarks.fused_head", "training loops from logits, with and without fused_head"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
-    "linear_sample": Subject("benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers"),
+    "linear_sample": Subject(
+        "benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers", minutes=0.6
+    ),
     "head_options": Subject("benchmarks.head_options", "float32 logits and LoRA in the NLL from hidden states"),
     "policy": Subject("benchmarks.policy", "one update of coupled-GRPO and of diffu-GRPO: three policies, backward"),
     "divergence": Subject(
         "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
     ),
-    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
+    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k", minutes=0.7),
     "collate": Subject("benchmarks.collate", "the collator"),
     "calls": Subject(
         "benchmarks.calls", "calls with visible overhead, such as small calls, compared with plain PyTorch"
     ),
-    "losses": Subject("benchmarks.losses", "every loss class, compared with the plain loss"),
+    "losses": Subject("benchmarks.losses", "every loss class, compared with the plain loss", minutes=4.0),
+    "memory": Subject("benchmarks.memory", "peak memory along the vocabulary, without time", needs=()),
+    "plots": Subject("benchmarks.plots", "the pictures of README and the site, from committed results", (), needs=()),
     "inspect": Subject(
         "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "bf16"),),
+        needs=("triton",),
     ),
     "predicted": Subject("tools.predicted", "the row kernels, compared with the prediction of the static roofline"),
     "variants": Subject("benchmarks.variants", "alternatives to the package's chunk sizes, cache hint and prefetching"),
@@ -63,19 +99,40 @@ SUBJECTS = {
         "benchmarks.on_gpu",
         "the tests, measurements and sanitizer runs that need a GPU",
         (("--rehearse", "--steps", "gpu_tests", "corruption"),),
+        minutes=9.0,
     ),
     "all": Subject(
-        "benchmarks.suite", "every measurement with JSON, tables and plots", ((*TOY[0], "--subject", "collate"),)
+        "benchmarks.suite",
+        "every measurement with JSON, tables and plots",
+        ((*TOY[0], "--subject", "collate"),),
+        needs=("matplotlib", "tqdm"),
     ),
 }
 
 
 def usage() -> str:
     """Return the usage text: the list of subjects, one per line."""
-    lines = ["usage: python -m benchmarks SUBJECT [options]   (SUBJECT --help lists its options)", ""]
-    lines += [f"  {name:<12} {subject.help}" for name, subject in SUBJECTS.items()]
+    lines = ["usage: python -m benchmarks SUBJECT [options]   (SUBJECT --help lists its options)"]
+    lines += ["run it in the root of a clone: the wheel contains no benchmarks", ""]
+    lines += [
+        f"  {name:<12} {subject.help}" + (f" ({subject.estimate})" if subject.estimate else "")
+        for name, subject in SUBJECTS.items()
+    ]
     lines += [f"  {'smoke':<12} every subject at toy size, as CI runs it"]
+    for extra in dict.fromkeys(subject.extra for subject in SUBJECTS.values()):
+        names = {name for subject in SUBJECTS.values() if subject.extra == extra for name in subject.missing()}
+        if names:
+            lines += ["", f"not installed: {', '.join(sorted(names))}; run: pip install '.[{extra}]'"]
     return "\n".join(lines)
+
+
+def refuse(names: Iterable[str]) -> bool:
+    """Print what the subjects need and what is not installed; return False if nothing is missing."""
+    missing = {name: found for name in names if (found := SUBJECTS[name].missing())}
+    for name, found in missing.items():
+        where = f"run: pip install '.[{SUBJECTS[name].extra}]'"
+        print(f"{name} needs {', '.join(found)}, not installed; {where}", file=sys.stderr)
+    return bool(missing)
 
 
 def run(name: str, argv: list[str]) -> int:
@@ -104,6 +161,8 @@ def smoke(argv: list[str]) -> int:
     if unknown := [name for name in argv if name not in SUBJECTS]:
         print(f"unknown subjects {', '.join(map(repr, unknown))}\n\n{usage()}", file=sys.stderr)
         return 2
+    if refuse(argv or SUBJECTS):
+        return 2
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in argv or SUBJECTS:
@@ -128,6 +187,8 @@ def main(argv: list[str]) -> int:
         return smoke(rest)
     if name not in SUBJECTS:
         print(f"unknown subject {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    if refuse([name]):
         return 2
     return run(name, rest)
 

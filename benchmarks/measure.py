@@ -445,6 +445,7 @@ def compare(
         One ``Result`` per candidate, in the order given.
     """
     label = " ".join([subject, phase, *(f"{key}={value}" for key, value in case.items())])
+    start = time.perf_counter()
     results = {name: Result(subject, dict(case), phase, name, options.cache) for name in candidates}
     fitting = {}
     for name, candidate in candidates.items():
@@ -474,6 +475,7 @@ def compare(
         results[name].timing = timing
     for name, reason in failed.items():
         results[name].extra["failed"] = reason
+    print(f"{label}: {len(results)} candidates, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     if options.live:
         _show(list(results.values()), options)
     return list(results.values())

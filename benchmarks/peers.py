@@ -114,6 +114,16 @@ def refusals() -> dict[str, str | None]:
     return {name: None if module(name) is not None else _refused[name] for names in MODULES.values() for name in names}
 
 
+def listed() -> list[str]:
+    """Return two lines: the peers that are installed, and those that are not. Nothing is imported."""
+    roots = {name: {module.split(".")[0] for module in modules} for name, modules in MODULES.items()}
+    there = {name: all(importlib.util.find_spec(root) is not None for root in found) for name, found in roots.items()}
+    lines = {"peers installed": True, "peers not installed": False}
+    return [
+        f"{line}: {'; '.join(n for n, on in there.items() if on == which) or 'none'}" for line, which in lines.items()
+    ]
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the peers that can be imported, and the reason for the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=main.__doc__)

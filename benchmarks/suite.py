@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import linear_nll, measure, record, shapes, token_nll
+from benchmarks import linear_nll, measure, peers, record, shapes, token_nll
 from benchmarks.shapes import Shape
 
 Record = dict[str, Any]
@@ -28,6 +28,8 @@ STEMS = (
     "losses", "corruption", "collate",
 )  # fmt: skip
 SHARES = (1.0, 0.5, 0.15)
+#: Candidates that compute less than the loss: lower bounds, not implementations.
+BOUNDS = (linear_nll.BARE, "products", "product")
 #: The base case of the sweeps, by size: large enough to fill the device, small enough for the plain code.
 CENTRES = {
     "toy": Shape("sweep", 1, 64, 257, 32, block_size=16, chunk=16),
@@ -175,21 +177,34 @@ def draw_all(entries: Sequence[Record], device: str, folder: Path) -> list[Path]
     return pictures
 
 
-def lost_cases(records: Mapping[str, Record]) -> list[str]:
-    """Return every case in which the median of another candidate was below ours, next to the cases won."""
-    found = []
+def compared(records: Mapping[str, Record]) -> dict[str, dict[str, float]]:
+    """Return case -> median of each candidate in it, for the cases in which ours and another candidate were timed."""
+    found: dict[str, dict[str, float]] = {}
     for subject, written in records.items():
-        groups: dict[str, list[Record]] = {}
         for entry in written["results"]:
-            if entry["timing"] is not None:
-                groups.setdefault(json.dumps([entry["case"], entry["phase"], entry["cache"]]), []).append(entry)
-        for key, entries in groups.items():
-            medians = {entry["name"]: entry["timing"]["q50_s"] for entry in entries}
-            faster = {name: s for name, s in medians.items() if s < medians.get("ours", 0.0)}
-            if faster:
-                name = min(faster, key=lambda who: faster[who])
-                found.append(f"{subject} {key}: {name} takes {faster[name] / medians['ours']:.2f} of our time")
+            if entry["timing"] is not None and entry["name"] not in BOUNDS:
+                case = f"{subject} {json.dumps([entry['case'], entry['phase'], entry['cache']])}"
+                found.setdefault(case, {})[entry["name"]] = entry["timing"]["q50_s"]
+    return {case: medians for case, medians in found.items() if "ours" in medians and len(medians) > 1}
+
+
+def lost_cases(medians_of: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Describe every compared case in which the median of another candidate was below ours."""
+    found = []
+    for case, medians in medians_of.items():
+        name = min(medians, key=lambda who: medians[who])
+        if medians[name] < medians["ours"]:
+            found.append(f"{case}: {name} takes {medians[name] / medians['ours']:.2f} of our time")
     return found
+
+
+def verdict(medians_of: Mapping[str, Mapping[str, float]], folder: Path) -> str:
+    """Write the lost cases to ``lost.md`` and summarise; without a compared case, say that nothing was compared."""
+    if not medians_of:
+        return "nothing was compared: no case has a time of ours and of another candidate"
+    lost = lost_cases(medians_of)
+    (folder / "lost.md").write_text("".join(f"- {line}\n" for line in lost), encoding="utf-8")
+    return f"another candidate was faster in {len(lost)} of {len(medians_of)} cases: {folder / 'lost.md'}"
 
 
 def main(argv: list[str]) -> int:
@@ -203,13 +218,22 @@ def main(argv: list[str]) -> int:
     options.out = options.out or Path("benchmarks/results") / device.lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
     commands = {name: words for name, words in subject_commands(options).items() if name in (options.subject or STEMS)}
-    failed = [name for name, command in commands.items() if not run_subject(command, options.out)]
+    print(
+        f"subjects on {device}: {', '.join(commands)}; each prints its cases when they are measured, and its duration"
+    )
+    print("\n".join(peers.listed()), flush=True)
+    start, failed = time.time(), []
+    for number, (name, command) in enumerate(commands.items(), start=1):
+        print(f"[{number}/{len(commands)}] ", end="")
+        if not run_subject(command, options.out):
+            failed.append(name)
+    paths = {name: options.out / f"{name}.json" for name in commands}
     written = {
-        name: json.loads(path.read_text()) for name in commands if (path := options.out / f"{name}.json").exists()
+        name: json.loads(path.read_text())
+        for name, path in paths.items()
+        if path.exists() and path.stat().st_mtime >= start  # not the result of an earlier run
     }
-    lost = lost_cases(written)
-    (options.out / "lost.md").write_text("\n".join(f"- {line}" for line in lost) + "\n", encoding="utf-8")
-    print(f"{len(lost)} cases in which another candidate was faster: {options.out / 'lost.md'}")
+    print(verdict(compared(written), options.out), flush=True)
     if not options.no_sweeps:
         torch.manual_seed(options.seed)
         for path in draw_all(sweep(options, options.out), device, options.out):

@@ -1,8 +1,9 @@
-"""The pictures of the pages, drawn from results of the package, each for a light and for a dark page."""
+"""The pictures of the pages, drawn from results of the package, in the ink of the page around them."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 
 import matplotlib
@@ -14,29 +15,36 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.colors import ListedColormap
 
-INK = {"light": "#333333", "dark": "#dddddd"}
+INK = "#010203"  # drawn as ``currentColor``
 COLOURS = ["#0d9488", "#ea580c", "#6366f1", "#ca8a04", "#94a3b8"]
 CLEAN, PROMPT, MASKED, REPLACED = range(4)
 V, MASK = 12, 11
 
 
-def all_of_them() -> Iterator[tuple[str, bytes]]:
-    """Return (file name, SVG) of each picture in each theme."""
+def all_of_them() -> Iterator[tuple[str, str]]:
+    """Return (file name, SVG) of each picture."""
     torch.manual_seed(0)
-    for theme, ink in INK.items():
-        style = {
-            "svg.fonttype": "none", "svg.hashsalt": "dllm_kernels", "font.family": "sans-serif", "font.size": 10,
-            "text.color": ink, "axes.labelcolor": ink, "axes.edgecolor": ink, "xtick.color": ink, "ytick.color": ink,
-            "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-            "axes.prop_cycle": plt.cycler(color=COLOURS), "figure.constrained_layout.use": True,
-        }  # fmt: skip
-        for name, draw in PICTURES.items():
-            with plt.rc_context(style):
-                figure = draw()
-                out = io.BytesIO()
-                figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-                plt.close(figure)
-                yield f"{name}-{theme}.svg", out.getvalue()
+    style = {
+        "svg.fonttype": "none", "svg.hashsalt": "dllm_kernels", "font.family": "sans-serif", "font.size": 10,
+        "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.titlesize": 10, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
+        "axes.prop_cycle": plt.cycler(color=COLOURS), "figure.constrained_layout.use": True,
+    }  # fmt: skip
+    for name, draw in PICTURES.items():
+        with plt.rc_context(style):
+            figure = draw()
+            out = io.StringIO()
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+            plt.close(figure)
+            yield f"{name}.svg", inline(out.getvalue(), name)
+
+
+def inline(svg: str, name: str) -> str:
+    """Return the SVG element alone, in the colour of the text around it; no other picture of a page has its ids."""
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    return svg.replace("<svg ", '<svg class="figure" role="img" ', 1)
 
 
 def weights_of(loss: Callable[[torch.Tensor], torch.Tensor], rows: tuple[int, ...], ids: torch.Tensor) -> torch.Tensor:
@@ -299,7 +307,36 @@ def divergence() -> plt.Figure:
     return figure
 
 
+def views() -> plt.Figure:
+    L, prompt = 24, 6
+    ids, loss_mask = torch.zeros(1, L, dtype=torch.long), torch.ones(1, L)
+    loss_mask[:, :prompt] = 0
+    steps = torch.full((1, L), -1)
+    steps[:, prompt:] = torch.arange(L - prompt) // 6
+    schemes = {
+        '"full", prompt_prob=0.15': {"scheme": "full", "num": 2, "prompt_prob": 0.15},
+        '"coupled"': {"scheme": "coupled"},
+        '"elbo", num=3': {"scheme": "elbo", "num": 3},
+        '"count"': {"scheme": "count"},
+        '"quadrature", num=3': {"scheme": "quadrature", "num": 3},
+        '"trace", 3 steps': {"scheme": "trace", "step_map": steps},
+    }  # fmt: skip
+    figure, axes = plt.subplots(3, 2, figsize=(9, 4.4))
+    for place, (name, options) in zip(axes.flat, schemes.items(), strict=True):
+        found = ours.policy_views(ids, loss_mask, MASK, seeds=torch.tensor([5]), **options)
+        masked, scored = found.noisy[:, 0] == MASK, found.scored[:, 0]
+        kind = torch.where(scored, MASKED, torch.where(masked, REPLACED, CLEAN))
+        kind[:, :prompt] = torch.where(masked[:, :prompt], REPLACED, PROMPT)
+        picture(place, kind)
+        place.set(title=name, ylabel="views")
+    key = {"visible": CLEAN, "prompt": PROMPT, "masked and scored": MASKED, "masked, not scored": REPLACED}
+    patches = [plt.Rectangle((0, 0), 1, 1, color=CELLS[k]) for k in key.values()]
+    figure.legend(patches, key, ncols=4, loc="outside lower center")
+    return figure
+
+
 PICTURES = {
+    "views": views,
     "divergence": divergence,
     "mdlm": mdlm, "block-diffusion": block_diffusion, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash,
     "encoder-ar": encoder_ar, "mtp": mtp, "corruption": corruption, "bias": bias, "levels": levels,

@@ -3,9 +3,11 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import __main__ as command
-from benchmarks import measure, peers, policy, record
+from benchmarks import measure, on_gpu, peers, policy, record, suite
 from benchmarks.result import PEERS
 from benchmarks.shapes import Shape
 from dllm_kernels import ops
@@ -394,3 +396,79 @@ def test_smoke_names_unknown_subjects(capsys):
     assert "unknown subjects 'inspekt'" in capsys.readouterr().err
     assert command.main(["smoke", "--help"]) == 0
     assert "SUBJECT" in capsys.readouterr().out
+
+
+def test_a_missing_requirement_is_named_before_anything_runs(monkeypatch, capsys):
+    """The command that installs it is named, too, and the overview lists all missing modules."""
+    found = importlib.util.find_spec
+    gone = {"tqdm", "tokenizers"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in gone else found(name, *more))
+    monkeypatch.setattr(command, "run", lambda *_: pytest.fail("it ran"))
+    assert command.main(["all", "--no-sweeps"]) == 2
+    assert "all needs tqdm, not installed; run: pip install '.[bench]'" in capsys.readouterr().err
+    assert command.main(["train"]) == 2
+    assert "train needs tokenizers, tqdm, not installed; run: pip install '.[demo]'" in capsys.readouterr().err
+    assert command.main(["smoke", "collate"]) == 2
+    assert "collate needs tqdm" in capsys.readouterr().err
+    assert command.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "not installed: tqdm; run: pip install '.[bench]'" in printed
+    assert "in the root of a clone" in printed
+
+
+def test_the_extras_install_the_needs_of_every_subject():
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11
+    project = tomllib.loads((Path(command.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    always = project["dependencies"]
+    for name, subject in command.SUBJECTS.items():
+        given = {re.match(r"[\w-]+", r)[0] for r in (*always, *project["optional-dependencies"][subject.extra])}
+        assert set(subject.needs) <= given, name
+
+
+def timed(name, seconds, case="a"):
+    return {"name": name, "case": {"N": case}, "phase": "both", "cache": "hot", "timing": {"q50_s": seconds}}
+
+
+def test_the_summary_never_says_that_nothing_was_faster_when_nothing_was_compared(tmp_path):
+    alone = {"token_nll": {"results": [timed("ours", 1.0), timed("plain", 2.0, "b"), timed("bare products", 0.1)]}}
+    for records in (
+        {},
+        alone,
+        {"token_nll": {"results": [timed("ours", 1.0), timed("plain", 1.0) | {"timing": None}]}},
+    ):
+        assert suite.verdict(suite.compared(records), tmp_path).startswith("nothing was compared")
+    both = [timed("ours", 1.0), timed("plain", 2.0), timed("ours", 1.0, "b"), timed("plain", 0.5, "b")]
+    said = suite.verdict(suite.compared({"token_nll": {"results": both}}), tmp_path)
+    assert said == f"another candidate was faster in 1 of 2 cases: {tmp_path / 'lost.md'}"
+    assert "plain takes 0.50 of our time" in (tmp_path / "lost.md").read_text()
+
+
+def test_all_reports_a_failure_of_every_subject(tmp_path, monkeypatch, capsys):
+    """Results of an earlier run in the same folder are not reported as those of this run."""
+    old = tmp_path / "collate.json"
+    old.write_text(json.dumps({"results": [timed("ours", 1.0), timed("plain", 2.0)]}))
+    os.utime(old, (0, 0))
+    monkeypatch.setattr(suite, "run_subject", lambda *_: False)
+    argv = ["--size", "toy", "--device", "cpu", "--subject", "collate", "--no-sweeps", "--out", str(tmp_path)]
+    assert suite.main(argv) == 1
+    printed = capsys.readouterr().out
+    assert "nothing was compared" in printed
+    assert "FAILED: collate" in printed
+    assert re.search(r"^peers installed: .*\npeers not installed: ", printed, re.MULTILINE)
+
+
+def test_a_case_is_announced_with_its_duration(options, capsys):
+    measure.compare("test", {"N": 1}, "forward", {"ours": lambda _: None}, options)
+    assert re.search(r"^test forward N=1: 1 candidates, [\d.]+ s$", capsys.readouterr().err, re.MULTILINE)
+
+
+def test_durations_are_those_of_the_steps_on_a_gpu(capsys):
+    """A subject whose step adds options, such as one shape, has no estimate of its own."""
+    steps = {step.name: step.minutes for step in on_gpu.steps(Path("work")) if len(step.command) <= 7}
+    steps["on_gpu"] = on_gpu._parser().get_default("minutes")
+    stated = {name: subject.minutes for name, subject in command.SUBJECTS.items() if subject.minutes is not None}
+    assert stated.keys() >= {"headline", "verify", "corruption", "losses", "on_gpu"}
+    assert stated == {name: steps[name] for name in stated}
+    assert command.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"headline .*\(estimated 1.5 minutes on an H200\)$", printed, re.MULTILINE)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import dllm_kernels as ours
 import reference
+from benchmarks.svg import COLOURS
 from dllm_kernels.integrations import speculators, trl
 from dllm_kernels.ops import RowStats
 from tests.support import trainers
@@ -80,6 +81,34 @@ def decoder(code):
     same(n["out"].total_loss, (nll * n["noise_mask"] / n["p_mask"]).sum() / n["loss_mask"].sum())
     assert model.lm_head.weight.grad[V:].abs().max() == 0
     assert n["MASK"] >= V
+    return n
+
+
+def padded(code):
+    """A bias of -inf equals the head without its last rows, in the gradient, too."""
+    n = decoder(python(PAGES["decoder.md"])[0])
+    before = n["model"].lm_head.weight.grad.clone()
+    n["model"].zero_grad()
+    run(code, n)
+    n["with_bias"].total_loss.backward()
+    torch.testing.assert_close(n["model"].lm_head.weight.grad, before)
+
+
+def facts(code):
+    """The vocabulary and the head of the table are those of the configuration."""
+    pytest.importorskip("transformers")
+    n = {}
+    run(code, n)
+    assert n["facts"] == (151_936, False, None)
+    table = PAGES["models.md"]
+    assert "| 151,936; the tokenizer has fewer tokens |" in table
+    from transformers.models.diffusion_gemma import configuration_diffusion_gemma as gemma
+
+    text = gemma.DiffusionGemmaTextConfig()
+    assert (f"{text.vocab_size:,}", text.tie_word_embeddings) == ("262,144", True)
+    assert "| 262,144 | tied |" in table
+    sources = set(re.findall(r"\[(\d)\] \|", table))
+    assert sources == set(re.findall(r"^(\d)\. ", table, re.MULTILINE))
 
 
 def patched_speculators(code):
@@ -146,7 +175,8 @@ def names_of_others(code):
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 FENCE_CHECKS = {
-    "decoder.md": (decoder,),
+    "decoder.md": (decoder, padded),
+    "models.md": (facts,),
     "frameworks.md": (
         framework,
         trainer,
@@ -185,8 +215,42 @@ def mdlm_sum(logits, n):
     return (nll * (n["noise_mask"] & (n["loss_mask"] != 0)) / n["p_mask"].double()).sum()
 
 
+def loop_of_the_first_screen():
+    """Return the names that the first fence of README and of the front page takes from the reader's program."""
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 8))
+    model.add_module("lm_head", torch.nn.Linear(8, 50))
+    ids, masked = torch.randint(0, 50, (2, 12)), torch.rand(2, 12) < 0.5
+    given = {"model": model, "noisy": ids.masked_fill(masked, 49), "ids": ids, "masked": masked}
+    return given | {"p": torch.full((2, 12), 0.5), "F": F}
+
+
+def check_the_loop_of_the_first_screen(n):
+    """The gradient of the loop is that of the logits."""
+    model, found = n["model"], [p.grad.clone() for p in n["model"].parameters()]
+    model.zero_grad()
+    (plain_nll(model(n["noisy"]), n["ids"]) * n["masked"] / n["p"]).sum().backward()
+    for grad, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+
+
+@page("gpu.md")
+def on_your_gpu(n):
+    logits = (n["hidden"] @ n["lm_head"].weight.T.to(n["hidden"].dtype)).float()
+    found, exact = n["out"].total_loss.float(), mdlm_sum(logits, n) / n["ids"].numel()
+    torch.testing.assert_close(found.cpu(), exact.float().cpu(), rtol=2**-7, atol=0)
+    assert all(p.grad is not None for p in n["model"].parameters())
+
+
+@page("masks.md")
+def masks(n):
+    assert not (n["noise_mask"] & (n["labels"] == -100)).any()
+    nll = plain_nll(n["logits"], n["input_ids"])
+    same(n["out"].total_loss, (nll * n["noise_mask"] / n["p_mask"]).sum() / n["count"])
+
+
 @page("index.md")
 def start(n):
+    check_the_loop_of_the_first_screen(n["first_screen"])
     x, h, w = leaf(n["logits"]), leaf(n["hidden"]), leaf(n["head"])
     assert 0 < n["noise_mask"].sum() < n["ids"].numel()
     (mdlm_sum(x, n) / n["ids"].numel()).backward()
@@ -538,8 +602,8 @@ def asserts_by_itself(n):
     """The page's own code compares the results."""
 
 
-for name in ("migrate/cut-cross-entropy.md", "migrate/torch.md"):
-    page(name)(asserts_by_itself)
+for name in ("bd3lm", "cut-cross-entropy", "d1", "dllm", "dream", "llada", "torch"):
+    page(f"migrate/{name}.md")(asserts_by_itself)
 
 
 @page("any-loop.md")
@@ -570,8 +634,11 @@ def test_the_code_runs_as_printed(name):
     if name == "migrate/torch.md" and not hasattr(F, "linear_cross_entropy"):
         pytest.skip("this torch has no linear_cross_entropy")
     torch.manual_seed(0)
-    names = {}
-    for code in python(PAGES[name]):
+    names, codes = {}, python(PAGES[name])
+    if name == "index.md":
+        names["first_screen"] = loop_of_the_first_screen()
+        run(codes.pop(0), names["first_screen"])
+    for code in codes:
         run(code, names)
     if CHECK[name] is asserts_by_itself:
         assert sum(code.count("torch.testing.assert_close(") for code in python(PAGES[name])) >= 1
@@ -633,7 +700,38 @@ def test_commands_exist():
         elif command in ("python", "torchrun"):
             assert any((ROOT / word).is_file() for word in rest), line
         else:
-            assert line.startswith("pip install "), line
+            assert line.startswith(("pip install ", "pip download ")), line
+
+
+def test_code_fits_beside_both_menus():
+    """At 1280 pixels, 85 columns of code are visible."""
+    long = [
+        (name, line) for name, text in PAGES.items() for _, code in blocks(text) for line in code.splitlines()
+        if len(line) > 85
+    ]  # fmt: skip
+    assert long == []
+
+
+def test_pictures_have_the_colours_of_the_theme():
+    """The style sheet of the site repeats the colours of ``benchmarks/svg.py``, except for the panel behind them."""
+    rules = (DOCS / "extra.css").read_text()
+    for scheme, dark in (("default", False), ("slate", True)):
+        wanted = " ".join(f"--{name}: {values[dark]};" for name, values in COLOURS.items() if name != "panel")
+        assert f'[data-md-color-scheme="{scheme}"] svg.figure {{ {wanted} }}' in rules
+
+
+# They need packages that `make test` does not install, or minutes on the machine that recorded the others.
+WITHOUT_OUTPUT = {"llada_sft", "speculators_patch", "trl_diffusion"}
+
+
+def test_every_example_has_a_page_with_its_output():
+    """The navigation lists the page. The output is that of ``docs/_make/examples_of.py``, where it could run."""
+    names = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"}
+    recorded = {path.stem for path in (DOCS / "_make" / "outputs").glob("*.txt") if path.read_text().strip()}
+    assert recorded <= names
+    assert names - recorded <= WITHOUT_OUTPUT
+    assert set(re.findall(r"examples/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())) == names
+    assert set(re.findall(r"\]\(examples/(\w+)\.md\)", PAGES["examples.md"])) == names
 
 
 BUILT = {"site/"}  # by ``make docs``

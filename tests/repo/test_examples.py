@@ -344,3 +344,16 @@ def test_fused_head_rl_draft():
     before, after = example.main()
     assert after[0] < before[0]
     assert after[1] < before[1]
+
+
+def test_tour(capsys):
+    """All forms have the loss and the gradient of the plain loop, and ours need less memory."""
+    found = load("tour").main(vocabulary=8000, length=64, width=16, repeats=1)
+    (loss, grad, peak, _), *others = found.values()
+    assert len(others) == 2
+    for its_loss, its_grad, its_peak, seconds in others:
+        assert its_loss == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(its_grad, grad)
+        assert its_peak < 0.7 * peak
+        assert seconds > 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "MiB" in line]) == 3

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from benchmarks import plots
 from examples.demo import train
 from tests.support.readme import DOCS, README, ROOT
 
@@ -149,20 +150,19 @@ def test_the_demo_equals_the_results():
     plain, ours = found["table"]
     assert ours["heldout_last"] < found["frequency_guess"]
     memory, time = ours["peak_bytes"] / plain["peak_bytes"], ours["step_seconds"] / plain["step_seconds"]
-    text = " ".join(README.read_text().split())
+    text = " ".join((DOCS / "examples.md").read_text().split())
     (shown,) = re.findall(r"the step takes ([\d.]+)x the memory and ([\d.]+)x the time", text)
     assert agree(shown[0], memory)
     assert agree(shown[1], time)
     (shown,) = re.findall(r"held-out text ends at ([\d.]+) nats, .* alone gives ([\d.]+):", text)
     assert agree(shown[0], ours["heldout_last"])
     assert agree(shown[1], found["frequency_guess"])
-    for page in (text, " ".join((DOCS / "examples.md").read_text().split())):
-        shown = f"{found['options']['steps']} steps on two cores of an {found['environment']['cpu']['model']}"
-        assert f"The figure shows {shown}" in page
+    shown = f"{found['options']['steps']} steps on two cores of an {found['environment']['cpu']['model']}"
+    assert f"The figure shows {shown}" in text
     assert f"a vocabulary of {found['options']['vocab']:,}" in text
     (shown,) = re.findall(r"in (\d+) s of processor time", text)
     assert agree(shown, found["processor_seconds"])
-    assert found["processor_seconds"] < 150  # two idle cores then need less, whatever part runs on one of them alone
+    assert found["processor_seconds"] < 120  # README: under two minutes, also if all of it ran on one core
 
 
 def test_results_are_of_one_commit():
@@ -170,3 +170,23 @@ def test_results_are_of_one_commit():
     found = [results(MEASURED / f"{file}.json")["environment"] for file in {row[0] for row in ROWS.values()}]
     assert not any(environment["modified"] for environment in found)
     assert len({environment["commit"] for environment in found}) == 1
+
+
+def test_the_pictures_equal_the_results():
+    """``python -m benchmarks plots`` has drawn them from the committed results."""
+    for name, text in plots.drawn(MEASURED).items():
+        assert (DOCS / name).read_text(encoding="utf-8") == text, name
+    assert not results(MEASURED / "memory.json")["environment"]["modified"]
+
+
+def test_the_first_screen_states_the_times_of_the_table():
+    """The smallest and the largest share of the baseline's time, over the losses of the table."""
+    rows = [row for row in table(README) if "forward + backward" in row[0] or "DFlash" in row[0]]
+    shares = []
+    for label, *_ in rows:
+        (name,) = (name for name in ROWS if re.match(re.escape(name) + r"(\W|$)", label))
+        file, phase, other, cases = ROWS[name]
+        shares.append(1 / ratios(results(MEASURED / f"{file}.json")["results"], phase, other, cases[0])[0])
+    (shown,) = re.findall(r"losses take ([\d.]+) to ([\d.]+) of the time", " ".join(README.read_text().split()))
+    assert agree(shown[0], min(shares))
+    assert agree(shown[1], max(shares))

@@ -4,11 +4,15 @@
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import dllm_kernels
+from benchmarks import on_gpu
+from tests.repo.test_docs import check_the_loop_of_the_first_screen, loop_of_the_first_screen
 from tests.support.readme import DOCS, README, blocks, fences, python, run
 
 ROOT = README.parent
@@ -19,53 +23,42 @@ def test_the_code_runs_as_printed():
 
     Fences that patch a framework run in ``test_docs.py``.
     """
-    from_logits, from_hidden, own, corruption, framework = python(README.read_text())
+    loop, on_gpu, more, framework = python(README.read_text())
     assert framework in python((DOCS / "frameworks.md").read_text())
     torch.manual_seed(0)
+    first = loop_of_the_first_screen()
+    run(loop, first)
+    check_the_loop_of_the_first_screen(first)
     n = {}
-    run(from_logits, n)
-    token_loss = F.cross_entropy(n["model"](n["noisy"]).transpose(1, 2), n["ids"], reduction="none")
-    torch.testing.assert_close(n["loss"], (token_loss * n["noise_mask"] / n["p_mask"]).sum() / n["ids"].numel())
-    x = n["logits"].detach().double().requires_grad_()
+    run(on_gpu, n)
     ids, noise_mask, p_mask = n["ids"], n["noise_mask"], n["p_mask"].double()
     assert 0 < noise_mask.sum() < ids.numel()
 
     def nll(logits):
         return F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
 
-    def mdlm(logits):
-        return (nll(logits) * noise_mask / p_mask).sum() / ids.numel()
-
-    expected = mdlm(x)
-    expected.backward()
-    torch.testing.assert_close(n["out"].total_loss, expected.float())
-    torch.testing.assert_close(n["logits"].grad, x.grad.float())
-
-    run(from_hidden, n)
     h, w = (n[name].detach().double().requires_grad_() for name in ("hidden", "head"))
-    expected = mdlm(h @ w.T)
+    expected = (nll(h @ w.T) * noise_mask / p_mask).sum() / ids.numel()
     expected.backward()
     torch.testing.assert_close(n["out"].total_loss, expected.float())
     for name, leaf in (("hidden", h), ("head", w)):
         torch.testing.assert_close(n[name].grad, leaf.grad.float())
 
-    torch.manual_seed(1)
-    run(own, n)
-    torch.manual_seed(1)
-    torch.testing.assert_close(n["loss"], (nll(h @ w.T) * torch.rand(ids.shape)).sum().float())
-
-    run(corruption, n)
-    blockwise = n["noise_mask"].sum(1)
-    assert torch.equal(n["p_mask"][:, 0], n["level"])
-    assert torch.equal(blockwise, (n["level"] * 64).round().clamp(min=1).long())
-    again = n["noisy"]
-    run(corruption.replace('sample_level(B, method="stratified")', "level"), n)
-    assert torch.equal(n["noisy"], again)  # the same seeds
+    run(more, n)
+    expected = (nll(n["logits"].double()) * noise_mask / p_mask).sum() / ids.numel()
+    torch.testing.assert_close(n["from_logits"].total_loss, expected.float())
+    assert n["own"].shape == ()
+    assert torch.equal(n["m"][:, 0], n["level"])
+    assert torch.equal(n["block_mask"].sum(1), (n["level"] * 64).round().clamp(min=1).long())
+    again = n["blocks"]
+    run(more.replace('sample_level(B, method="stratified")', "level"), n)
+    assert torch.equal(n["blocks"], again)  # the same seeds
 
 
 def test_the_two_commands():
     """They do not run here: ``make test`` is this suite, and ``test_demo.py`` runs the program of ``make demo``."""
-    commands = [line.split("#")[0].strip() for line in blocks(README.read_text())[0][1].splitlines()]
+    shell = [code for language, code in blocks(README.read_text()) if language == "sh"]
+    commands = [line.split("#")[0].strip() for line in shell[0].splitlines()]
     assert commands == ["make test", "make demo"]
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
@@ -80,9 +73,9 @@ def test_no_fence_goes_without_a_test():
     assert len(blocks(text)) == text.count("```") / 2
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_it_is_short(name):
-    assert len((ROOT / name).read_text().splitlines()) <= 150
+@pytest.mark.parametrize(("name", "most"), [("README.md", 140), ("CONTRIBUTING.md", 150)])
+def test_it_is_short(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most
 
 
 def anchors(text):
@@ -112,3 +105,27 @@ def test_the_first_claim_names_its_limitation():
     first = README.read_text().split("\n\n")[1]
     assert "Triton kernels" in first
     assert "have not been run on a GPU yet" in " ".join(first.split())
+    assert f"Version {dllm_kernels.__version__}, alpha:" in first
+    assert "Development Status :: 3 - Alpha" in (ROOT / "pyproject.toml").read_text()
+    assert f"Version {dllm_kernels.__version__}, alpha: the Triton kernels have not been run on a GPU yet" in " ".join(
+        (DOCS / "index.md").read_text().split()
+    )
+
+
+def test_the_first_screen_is_that_of_the_site():
+    """The same picture, and the same loop."""
+    front, readme = (DOCS / "index.md").read_text(), README.read_text()
+    assert "](docs/memory.svg)" in readme
+    assert "](memory.svg)" in front
+    assert python(front)[0] == python(readme)[0]
+
+
+def test_the_commands_on_a_gpu_state_their_durations():
+    """The durations are those of ``on_gpu``."""
+    limits = {step.name: step.minutes for step in on_gpu.steps(Path("work"))}
+    text = README.read_text()
+    assert f"python -m benchmarks headline       # the main losses beside a copy and the bare products: estimated " \
+        f"{limits['headline']:g} minutes" in text  # fmt: skip
+    assert f"`on_gpu` ends it after {limits['headline']:g} minutes" in (DOCS / "gpu.md").read_text()
+    assert on_gpu._parser().get_default("minutes") == 9
+    assert "takes nine minutes a call" in " ".join(text.split())

@@ -4,6 +4,7 @@ The expected counts, losses and gradients are computed here without code of the 
 """
 
 import importlib.util
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,40 @@ def sharded(parameter, in_forward):
         same_gradients(model, grads)
 
 
+class HuggingFaceModel(nn.Module):
+    """Modules and results of a ``...ForCausalLM``: ``model`` with ``layers``, and ``lm_head``."""
+
+    def __init__(self):
+        super().__init__()
+        parts = Model()
+        self.model, self.lm_head = nn.Module(), parts.lm_head
+        self.model.embed_tokens, self.model.layers = parts.layers[0], parts.layers[1:]
+        self.model.forward = self._hidden
+
+    def _hidden(self, input_ids):
+        (layer,) = self.model.layers
+        return SimpleNamespace(last_hidden_state=layer(self.model.embed_tokens(input_ids)).tanh())
+
+
+def hugging_face(code):
+    """The head has no bias here. The ranks' losses add up, and every parameter has the gradient of the whole batch."""
+    whole, b = ModelWithLogits(), batch()
+    whole.lm_head.bias.data.zero_()
+    nll = F.cross_entropy(whole(b["noisy"]).transpose(1, 2), b["ids"], reduction="none")
+    supervised = b["loss_mask"] != 0
+    loss = (nll * (b["noise_mask"] & supervised) / b["p_mask"]).sum() / supervised.sum()
+    loss.backward()
+    m = HuggingFaceModel()
+    m.lm_head.bias = None
+    found = names(None, my_rows()) | {"m": m}
+    run(code, found)
+    close(summed_over(found["out"].total_loss), loss.detach())
+    where = {"model.embed_tokens.weight": "layers.0.weight", "model.layers.0.weight": "layers.1.weight"}
+    where |= {"model.layers.0.bias": "layers.1.bias", "lm_head.weight": "lm_head.weight"}
+    grads = gradients(whole)
+    same_gradients(m, {name: grads[other] for name, other in where.items()})
+
+
 def split_vocabulary(from_logits, from_head):
     """Every rank has the loss of the whole batch."""
     loss, grads = whole_batch()
@@ -125,6 +160,7 @@ def pipelined(code):
 # First words of a paragraph -> the function that runs all of its fences; its parameters are the fences.
 SCENARIOS = {
     "FSDP2": sharded,
+    "A Hugging Face model": hugging_face,
     "Tensor parallelism": split_vocabulary,
     "Data parallelism, accumulation": accumulated,
     "Pipeline": pipelined,
