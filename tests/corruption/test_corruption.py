@@ -112,7 +112,7 @@ def same(a, b):
     return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @every_routine
 @pytest.mark.parametrize("L", [1, 70])

@@ -24,6 +24,7 @@ def same(a, b):
 # The caller's level
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 @pytest.mark.parametrize("routine", ["uniform", "exact", "blockwise", "blocks"])
@@ -112,6 +113,7 @@ def test_exact_on_rows_longer_than_the_registers(device):
 
 
 # (supervised, level, masked): rounded half to even, at least 1; 0 if nothing is supervised or the level is 0
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(
     ("supervised", "level", "masked"),
     [(10, 0.25, 2), (10, 0.35, 4), (6, 0.75, 4), (10, 0.01, 1), (1, 0.3, 1), (0, 1.0, 0), (7, 0.0, 0), (9, 1.0, 9)],

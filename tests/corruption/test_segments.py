@@ -31,6 +31,7 @@ def test_one_segment_is_a_row_and_equal_segments_are_blocks(backend, device):
     assert same(run(block_size=50), run())
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
 def test_backends_agree_on_segments(dtype, device):
     ids, loss_mask, seeds = batch(3, 70, device)
@@ -125,7 +126,7 @@ def test_levels_of_blocks_and_segments_are_independent(source):
         assert abs(float(rows)) < 4 / (8 * B) ** 0.5
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("eps", [1.0, 1])
 def test_an_eps_of_1_masks_everything(eps, backend, device):
     ids, loss_mask, seeds = batch(3, 40, device)

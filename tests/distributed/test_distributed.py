@@ -46,7 +46,7 @@ def checks(world):
     return [pytest.param(name, marks=[ranks(name), *exhaustive.get(name, [])]) for name in CHECKS[world]]
 
 
-@pytest.mark.everyday(24)
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("name", checks(2))
 def test_in_two_processes(several_processes, name):
     judge(several_processes / "2", 2, name)
@@ -57,6 +57,7 @@ def test_in_four_processes(several_processes, name):
     judge(several_processes / "4", 4, name)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", [pytest.param(h, marks=pytest.mark.ranks("lost", h)) for h in ("killed", "missing")])
 def test_a_lost_peer_ends_in_an_error_within_the_timeout(several_processes, how):
     """The last rank exits, or sleeps for a minute; the error of rank 0 is checked. The timeout of the group is 5 s."""
@@ -89,6 +90,7 @@ def within(seconds, condition):
     return condition()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_when_their_parent_is_killed(tmp_path, sent):

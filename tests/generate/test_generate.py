@@ -86,6 +86,7 @@ TRUNCATIONS = ({}, {"top_k": 4}, {"top_p": 0.83, "min_p": 0.03})
 PLANS = ({"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1})
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("remasking", ["confidence", "random"])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -111,6 +112,7 @@ def test_parity(shift, plan, truncation, temperature, remasking, backend):
         torch.testing.assert_close(out.log_probs[row], exact)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("remasking", ["confidence", "random"])
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 30, "top_p": 0.9}], ids=str)
@@ -314,6 +316,7 @@ def test_a_head_that_is_not_found_by_its_name():
     assert torch.equal(generate(model, ids, on, head=vocabulary).ids, expected.ids)
 
 
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_lora_head():
     peft = pytest.importorskip("peft")

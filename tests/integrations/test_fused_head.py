@@ -209,6 +209,7 @@ def test_a_loop_has_the_value_and_the_gradients_of_the_plain_loop(name, kind):
     assert_parity(lambda *leaves: run(True, *leaves), lambda *leaves: run(False, *leaves), draw, [B * L])
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.skipif(DEVICE != "cpu", reason="chunks of a GPU have more rows than the test")
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("name", LOOPS)

@@ -327,7 +327,7 @@ ASKED_ONCE = [
 ]
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("way", "loss"),
     [
@@ -450,6 +450,7 @@ def test_every_shape_of_the_schedule(strategy, gamma_shape):
     torch.testing.assert_close(*(out.total_loss for out in losses), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("max_ratio", [0.0, 0.1, 0.6])
 @pytest.mark.parametrize("chunk_size", [1024, 5, None])
 def test_scdd_equals_the_host(strategy, max_ratio, chunk_size):

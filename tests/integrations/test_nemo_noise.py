@@ -107,7 +107,7 @@ def direct(mode, ids, loss_mask, seeds):
     return dllm_kernels.corrupt_uniform_random(ids, loss_mask, V, eps=EPS, seeds=seeds)
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("B", [1, 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_takes_one_call_with_a_seed_for_each_row(module, mode, B):
@@ -162,7 +162,7 @@ def test_noise_does_not_depend_on_the_number_of_ranks(module, mode, monkeypatch)
             assert torch.equal(one, all_rows[rank::3])
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", MODES)
 def test_noise_has_the_distribution_of_the_host(module, mode):
     """Means over 1,500 rows of what each row has: its level, its noise, their products, and the noise by position."""

@@ -188,6 +188,7 @@ def test_eta_of_lk(host):
         torch.testing.assert_close(call(host.eager.lk_hybrid_loss), call(original))
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("eta", [0, 1e4, 1e6, 1e30, math.inf, -1.5, np.float32(2e4)], ids=str)
 def test_every_eta_of_the_host(host, eta, dtype):

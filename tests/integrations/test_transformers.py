@@ -482,7 +482,7 @@ def loaded(collator, samples, **options):
     return seen
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("collator", [DRAWING, SEEDED])
 def test_workers_and_epochs_differ_reproducibly(collator, persistent):
@@ -1242,6 +1242,7 @@ def test_a_second_loss_function_is_rejected(ranks, tmp_path):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
 
 
+@pytest.mark.everyday(1)
 @needs_trainer
 @pytest.mark.parametrize("call", ["train", "evaluate"])
 def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_path, call):
@@ -1417,6 +1418,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.everyday(12)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(("name", "after"), CHANGES.values(), ids=CHANGES)
 def test_a_model_that_changes_its_logits_is_detected_for_any_values(name, after, training):

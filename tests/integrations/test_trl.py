@@ -173,7 +173,7 @@ def results(apply, tensors, frozen, upstream, *options_of_call):
     return [*(f.detach() for f in floats), *grads], top
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(2)
 @needs_trl
 @pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("outputs", OUTPUTS, ids="+".join)
@@ -254,6 +254,7 @@ def in_place_product(_, a, b, **__):
     return 2 * a[0] * a[1] * b[1]
 
 
+@pytest.mark.everyday(4)
 @needs_trl
 @pytest.mark.parametrize("outputs", [OUTPUTS[1], OUTPUTS[4]], ids="+".join)
 @pytest.mark.parametrize(

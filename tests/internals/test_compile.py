@@ -243,7 +243,7 @@ def assert_few_graphs_for_case(case, form, lengths, count=None):
     assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -319,7 +319,7 @@ CHANGES = [
 EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
 def test_a_factor_that_changes_from_step_to_step(name, first):
     """One graph serves the first value, and a second one serves all others."""
@@ -736,6 +736,7 @@ def test_opcheck_linear_row_stats(dtype, needs, num_active):
     opcheck(ROW_STATS, linear(leaves, **make_statistics(5, 2, mix=True)), plan, tests)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)

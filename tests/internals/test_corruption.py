@@ -104,6 +104,7 @@ def test_the_requested_backend_runs(routine, monkeypatch, device):
         routine(ids, loss_mask, seeds=seeds, backend="triton")
 
 
+@pytest.mark.everyday(24)
 @every_routine
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])
 @pytest.mark.parametrize("padded", [False, True])
@@ -196,6 +197,7 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
     assert out.tolist() == expected
 
 
+@pytest.mark.everyday(1)
 @some_routines
 def test_kernel_programs_run_in_any_order(routine, reverse_program_order, monkeypatch):
     tiles = kernels._tiles
@@ -206,6 +208,7 @@ def test_kernel_programs_run_in_any_order(routine, reverse_program_order, monkey
     assert same(routine(ids, loss_mask, seeds=seeds, backend="triton"), expected)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_short_last_block_that_exceeds_the_registers(exact, monkeypatch, device):
     """The keys of the kernels are in memory, and the last block ends at the end of the row."""

@@ -21,6 +21,7 @@ def drawn(seeds, L, blocks, whole_words=False):
 LEVELS = [(routine, shape) for routine in ("blockwise", "random") for shape in ((4,), (4, 1), (4, 7))]
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize(("routine", "shape"), [("uniform", (4,)), ("uniform", (4, 1)), *LEVELS], ids=str)
 def test_a_given_level_equals_the_reference(routine, shape, backend, device):
     L, block_size = 50, 8
@@ -45,6 +46,7 @@ def test_a_given_level_equals_the_reference(routine, shape, backend, device):
     assert same(got, expected)
 
 
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (2, 129)])
 @pytest.mark.parametrize("with_level", [False, True])
 def test_exact_equals_the_reference(B, L, with_level, backend, device):
@@ -75,6 +77,7 @@ def test_equal_draws_go_to_the_lower_index():
 METHODS = ["uniform", "antithetic", "stratified"]
 
 
+@pytest.mark.everyday(20)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("B", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.2, 0.7)])

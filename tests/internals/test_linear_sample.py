@@ -59,6 +59,7 @@ def test_the_kernel_finds_the_same_scores():
     assert torch.equal(score, every.amax(1))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
 @pytest.mark.parametrize("return_top", [None, 4])
 def test_two_chunks_of_logits_at_most(return_top, monkeypatch):

@@ -142,6 +142,7 @@ def test_the_chunks_of_scdd(monkeypatch):
     torch.testing.assert_close(a, c)
 
 
+@pytest.mark.everyday(48)
 @pytest.mark.covering(2)
 @forms
 @cases()

@@ -22,6 +22,7 @@ def test_a_slice_of_a_batch_is_not_copied(backend):
         assert as_blv(view).data_ptr() == view.data_ptr()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -43,7 +43,7 @@ class LargeOperations(TorchDispatchMode):
         return out
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_the_callers_thread_starts_no_operation_that_waits_for_all_cores(share, dtype):

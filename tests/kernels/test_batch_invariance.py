@@ -137,6 +137,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
 @pytest.mark.parametrize("blocks", ["many rows", "one row"])

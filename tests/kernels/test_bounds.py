@@ -222,7 +222,7 @@ def guarded(request, monkeypatch):
     return found
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(1)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_beside_a_tensor_is_touched(name, guarded, monkeypatch):

@@ -124,7 +124,7 @@ def test_every_kernel_leaves_the_same_bits(monkeypatch):
     assert launched == kernels_in_sources()
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_program_touches_what_another_one_writes(name, monkeypatch):
     with interpreter.programs_apart() as separate:

@@ -29,7 +29,7 @@ FOLDERS = files_by_folder()
 
 
 def test_the_folders_with_code_for_a_device_are_found():
-    assert {"corruption", "integrations", "internals", "losses", "mtp", "ops", "policy"} == set(FOLDERS)
+    assert {"corruption", "generate", "integrations", "internals", "losses", "mtp", "ops", "policy"} == set(FOLDERS)
 
 
 @pytest.mark.exhaustive

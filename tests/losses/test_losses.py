@@ -99,7 +99,7 @@ def logits_of(case, B=2, L=6, dtype=torch.float32, device=DEVICE):
     return (3 * torch.randn(B, L * case.width, V, device=device)).to(dtype)
 
 
-@pytest.mark.everyday(24)
+@pytest.mark.everyday(8)
 @parity_of_every_path
 def test_parity_of_the_logits_form(case, dtype, backend):
     inputs = draw(case)
@@ -110,7 +110,7 @@ def test_parity_of_the_logits_form(case, dtype, backend):
     )
 
 
-@pytest.mark.everyday(24)
+@pytest.mark.everyday(8)
 @parity_of_every_path
 def test_parity_of_the_hidden_form(case, dtype, backend):
     inputs = draw(case)
@@ -152,6 +152,7 @@ def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, d
     assert_as_good_as_plain([rounded], [oracle.double()], 0.0, sizes=(x[..., 0].numel(),))
 
 
+@pytest.mark.everyday(33)
 @pytest.mark.covering(2)
 @cases(SUMS)
 @forms
@@ -293,6 +294,7 @@ def test_loss_denominator_and_weight_sum_are_consistent(case, form):
     torch.testing.assert_close(out.total_loss * sum_denominator(case, out), out.weight_sum * math.log(V))
 
 
+@pytest.mark.everyday(21)
 @forms
 @cases(CLASSES)
 def test_the_weight_sum_is_additive_and_independent_of_counts(case, form):
@@ -342,6 +344,7 @@ def loss_with_count(case, form, count):
     return output if isinstance(output, torch.Tensor) else output.total_loss
 
 
+@pytest.mark.everyday(49)
 @pytest.mark.covering(2)
 @forms
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
@@ -359,6 +362,7 @@ def test_a_count_below_one_divides_by_one(case, count):
     torch.testing.assert_close(loss_with_count(case, "logits", count), loss_with_count(case, "logits", 1))
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16], ids=str)
 def test_masks_of_any_dtype_are_equivalent(kind, backend):
     i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
@@ -453,6 +457,7 @@ def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
     assert out.dllm_loss == 0
 
 
+@pytest.mark.everyday(2)
 @forms
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_equals_two_calls_of_cross_entropy(form, auto_balance, backend):
@@ -552,6 +557,7 @@ def test_scdd_without_uniform_noise_equals_mdlm(form, dtype):
     assert_equal_but_for_contraction(scdd(x, **i).total_loss, mean)  # supervised tokens, masked or not
 
 
+@pytest.mark.everyday(1)
 def test_the_first_and_the_last_moment_of_scdd(backend):
     """If a mass is 0, the loss and its gradient are finite, also for tokens that cannot occur at that time."""
     i = draw(BY_NAME["scdd"], 4)
@@ -593,6 +599,7 @@ def test_scdd_with_any_token_as_mask(backend):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.usefixtures("unchecked")
 def test_scdd_is_finite_for_a_clean_mask_and_nan_for_a_bad_token(backend):
     """A clean MASK cannot be predicted; a token outside the vocabulary is an error in the data."""

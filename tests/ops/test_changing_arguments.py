@@ -263,6 +263,7 @@ COVERED = {
     **{case.loss.__name__: case.name for case in FIRSTS if isinstance(case.loss, type)},
 }
 NOT_IN_A_GRAPH = {
+    "diffusion_generate": "calls a model in a loop, with its head replaced in eager mode",
     "DLLMCollator": "runs on the host",
     "fused_head": "replaces the head of a model in eager mode",
     "mtp_loss_scaling_factor": "reads an attribute of a model",

@@ -201,6 +201,7 @@ def test_the_same_bits_from_however_many_blocks(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
 
 
+@pytest.mark.everyday(1)
 def test_identical_rows(backend):
     """kl and related kinds are exactly 0 in torch. Sums, and kernels that contract products, leave rounding errors."""
     torch.manual_seed(0)
@@ -233,6 +234,7 @@ def test_rows_without_a_column_in_common(kind, backend):
         torch.testing.assert_close(grad, torch.zeros_like(grad), atol=1e-7, rtol=0)
 
 
+@pytest.mark.everyday(1)
 def test_ties_of_p_and_q_count_as_below(backend):
     """p and q differ only in the rounding of their sums.
 
@@ -269,6 +271,7 @@ def test_rows_of_weight_0_and_nan(backend):
         assert torch.autograd.grad(out.loss.sum(), leaves[0])[0][4:].isnan().all()
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("kind", ["kl", "l1"])
 def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
     """The gradient has separate memory.
@@ -440,7 +443,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columns", [False, True])
 def test_layouts(layout, columns, backend):
@@ -589,7 +592,7 @@ def test_one_graph_of_a_smaller_vocabulary(form, teacher):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(

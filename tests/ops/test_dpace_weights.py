@@ -137,6 +137,7 @@ def test_no_gradient_goes_through_the_weights():
     assert not weights.requires_grad
 
 
+@pytest.mark.everyday(1)
 @variants
 def test_compiled(variant):
     q, mask = draw((2, 3, 5))

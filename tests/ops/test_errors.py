@@ -339,6 +339,7 @@ def invalid_values(role, name, good, call):
     return wrong
 
 
+@pytest.mark.everyday(24)
 @every_loss
 def test_invalid_arguments(case, form):
     call = Call(case, form)
@@ -410,6 +411,7 @@ def test_an_invalid_head(case):
         raises(ValueError, f"{weight} must have {of}", call, **{name: h.bfloat16()})
 
 
+@pytest.mark.everyday(23)
 @losses_alone
 def test_unused_arguments_have_no_effect(case, form):
     """Match the original, which does not read the unused argument; None is accepted, too."""
@@ -468,6 +470,7 @@ def all_on(call):
     return masks | {name: ON / 2 for name, _ in call.of("probability")}
 
 
+@pytest.mark.everyday(24)
 @every_loss
 def test_bad_targets_are_named(case, form, monkeypatch):
     """The error gives the position in the caller's tensor.
@@ -523,6 +526,7 @@ def test_swapped_masks_of_a_loss_that_uses_neither():
     assert call(noise_mask=ON, p_mask=ON * 7) == call()
 
 
+@pytest.mark.everyday(23)
 @pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf"), 2])
 @losses_with_roles("probability")
 def test_probabilities_lie_between_0_and_1_where_they_are_used(case, form, bad):

@@ -62,6 +62,7 @@ def draw(case, dtype):
     return lambda seed: (draw_leaves(seed, dtype, case.width), upstream_for(case, B, L).to(DEVICE))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100, None])
@@ -245,7 +246,7 @@ def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
     assert 64 * N + 2 * many * 8 < chunk * many * dtype.itemsize  # so an additional chunk would exceed the bound
 
 
-@pytest.mark.everyday(6)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("num_active", [None, 9])
 @pytest.mark.parametrize("name", OPS)
 def test_a_row_of_weight_0_is_inert_even_if_its_second_part_is_nan(name, num_active, backend):

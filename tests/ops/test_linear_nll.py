@@ -52,7 +52,7 @@ def token_oracle(targets, active=None):
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@pytest.mark.everyday(7)
+@pytest.mark.everyday(2)
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -218,6 +218,7 @@ def test_work_independent_of_the_number_of_active_rows_runs_before_the_sync():
     assert ("ones", (N,)) not in after
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])
 def test_num_active_as_an_upper_bound(extra, path):
     leaves, targets, weights = inputs()
@@ -658,6 +659,7 @@ def test_no_host_sync_when_the_number_of_active_rows_is_given():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("layout", ["every second", "expanded"])
 def test_weights_of_any_stride(layout, path):
     """With all rows active, nothing is compacted, so the weights reach the kernel without a copy."""

@@ -54,6 +54,7 @@ def uniforms_for(seeds, columns=V):
     return uniforms(seeds[:, None].expand(B, L), rows, columns).to(DEVICE)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
@@ -281,7 +282,7 @@ def test_the_generator_decides_without_seeds():
     assert torch.equal(a, linear_sample(h, w).ids)
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 33, 600])
 def test_any_vocabulary(columns, backend):
     (h, w, b), seeds = draw(columns=columns)
@@ -291,6 +292,7 @@ def test_any_vocabulary(columns, backend):
     assert torch.equal(got.top_ids, exact[3])
 
 
+@pytest.mark.everyday(1)
 def test_log_probs_are_those_of_token_log_probs(backend):
     (h, w, b), seeds = draw(torch.bfloat16)
     options = {"bias": b, "temperature": 0.7, "skip_id": 3, "softcap": 5.0, "backend": backend}
@@ -300,6 +302,7 @@ def test_log_probs_are_those_of_token_log_probs(backend):
     assert_equal_but_for_contraction(got.entropy, expected.entropy, backend)
 
 
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3), (0,), (2, 0)])
 def test_any_leading_shape_and_strides(shape, backend):
     (_, w, _), _ = draw()
@@ -313,7 +316,7 @@ def test_any_leading_shape_and_strides(shape, backend):
     assert (got.ids.shape, got.top_ids.shape) == (shape, (*shape, 2))
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("truncation", [{}, {"top_k": V}, {"top_p": 0.99999}, {"min_p": 1e-9}], ids=str)
 def test_special_rows(truncation, temperature, path):
@@ -372,6 +375,7 @@ def test_inactive_rows_cost_nothing(num_active, path):
     assert ((lost.ids == 0) | ~active).all()
 
 
+@pytest.mark.everyday(1)
 def test_there_is_no_gradient_and_inputs_are_not_modified(backend):
     tensors, seeds = draw()
     before = [t.clone() for t in (*tensors, seeds)]
@@ -389,6 +393,7 @@ def test_a_second_part_of_the_head(backend):
     assert torch.equal(got.ids, reference.linear_sample(h, w, uniforms_for(seeds), bias=b, extra=extra)[0])
 
 
+@pytest.mark.everyday(1)
 def test_float32_logits_of_16_bit_operands(backend):
     """Rounding to bfloat16 makes different logits equal. In float32, the token is that of the exact logits."""
     (h, _, _), seeds = draw()

@@ -64,7 +64,7 @@ def test_statistics_are_exact_to_float32(dtype, backend):
     assert all(error > 1e-5 for error in errors[1].values()), errors[1]
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @dtypes
 def test_a_divergence_is_exact_to_float32_on_both_sides(dtype, backend):
     hidden, weight, bias, extra, _ = drawn(dtype)
@@ -81,6 +81,7 @@ def test_a_divergence_is_exact_to_float32_on_both_sides(dtype, backend):
     assert torch.equal(found.agree, p.argmax(-1) == q.argmax(-1))
 
 
+@pytest.mark.everyday(2)
 @dtypes
 @pytest.mark.parametrize("trains", ["head", "rows"])
 def test_the_gradient_is_rounded_once(dtype, backend, trains):
@@ -104,7 +105,7 @@ def test_the_gradient_is_rounded_once(dtype, backend, trains):
         assert ((got.double() - value).abs() <= bound).all()
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @dtypes
 @pytest.mark.parametrize("bumped", [False, True])
 def test_a_mean_embedding_is_of_exact_probabilities(dtype, backend, bumped):
@@ -188,7 +189,7 @@ def test_at_most_one_chunk_is_in_float32():
     assert largest.elements <= max(64 * vocabulary, weight.numel())
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @dtypes
 def test_one_graph_under_compile(dtype):
     hidden, weight, bias, extra, ids = drawn(dtype)

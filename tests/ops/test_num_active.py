@@ -198,7 +198,7 @@ def test_a_bound_that_is_exact_changes_nothing(op, trained):
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize(
     "op", every_time(["weighted_linear_nll", "linear_row_stats"], [name for name in OPS if "some" not in name])

@@ -85,7 +85,7 @@ def hidden_draw(dtype):
     return draw
 
 
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(1)
 @objectives
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
@@ -230,7 +230,7 @@ def test_inactive_rows_have_no_effect():
     assert linear_row_objective(h, w, ids, log_of_nll, active=active & False).loss == 0
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_one_graph_under_compile(form):
     ids, aux, active = draw_inputs(clipped, torch.float32, 2, 5)

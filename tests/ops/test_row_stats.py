@@ -287,7 +287,7 @@ def judge_special_rows(rows, dtype, path, **steps):
                 assert_as_good_as_plain([o[row]], [e[row]], error, label, sizes={logits.shape[1]})
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_extreme_rows(dtype, path):
     judge_special_rows(extreme_rows(40), dtype, path)
@@ -347,6 +347,7 @@ def test_a_row_without_an_upstream_gradient_is_inert(path):
     assert grad[[0, 2]].isfinite().all()
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_strides(kind, path):
@@ -394,6 +395,7 @@ def test_long_bf16_rows(backend):
         assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{place}", reduction_sizes([x]))
 
 
+@pytest.mark.everyday(1)
 def test_bitwise_the_same_twice(path):
     logits = torch.randn(6, 53, device=DEVICE)
     ids, arguments = options((6,), 53, 2)
@@ -409,6 +411,7 @@ def test_backward_twice(backend):
     assert torch.equal(first, torch.autograd.grad(out, logits, upstream(out))[0])
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_the_logits_are_freed(with_grad, backend):
     gc.collect()
@@ -455,6 +458,7 @@ def test_parity_of_hidden_states(dtype, chunk_size, num_active, transform, path)
     assert_parity(*hidden_pair(path, transform, **sizes), linear_draw(dtype, skip_id=transform.get("skip_id")))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1)])
 def test_only_leaves_that_require_it_receive_a_gradient(trains, path):
@@ -468,6 +472,7 @@ def test_only_leaves_that_require_it_receive_a_gradient(trains, path):
         torch.testing.assert_close(g, w)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize(("trains", "forward", "both"), [((), 1, 1), ((0,), 1, 3), ((0, 1), 1, 4), ((1,), 1, 3)])
 def test_products(trains, forward, both, backend):
     """One product of the active rows computes the logits.
@@ -498,6 +503,7 @@ def test_rows_without_a_gradient_are_not_projected_again(backend):
     assert counter.get_total_flops() == 2 * 2 * weight.numel()
 
 
+@pytest.mark.everyday(1)
 def test_a_nan_in_an_inactive_row_reaches_no_gradient(path):
     (hidden, weight, bias), arguments = linear_draw(torch.float32)(0)
     hidden[~arguments["active"]] = NAN

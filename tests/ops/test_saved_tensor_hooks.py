@@ -44,6 +44,7 @@ def of_rows(h, w, ids):
     return linear_token_nll(h, w, ids, chunk_size=2).nll.square().sum()
 
 
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("hooks", ["checkpoint", "selective", "save_on_cpu"])
 @pytest.mark.parametrize("loss", [objective, weighted_by_policy, of_rows])

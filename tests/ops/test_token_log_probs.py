@@ -29,6 +29,7 @@ def plain(logits, ids, temperature=1.0):
     )
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2])
 def test_both_forms_equal_plain_code(temperature, backend):
     (hidden, weight, bias), ids = draw()

@@ -129,6 +129,7 @@ def test_parity_of_rows_far_apart(kind, path):
     )
 
 
+@pytest.mark.everyday(5)
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 def test_gradients_stay_exact_under_a_large_shift(shift, path):
     """A float32 log-sum-exp at 1e4 is off by 5e-4, and so is every probability computed from it."""
@@ -469,6 +470,7 @@ def test_without_grad_nothing_is_saved(backend):
         )
 
 
+@pytest.mark.everyday(1)
 def test_two_readers_of_the_same_logits(path):
     logits, targets = inputs()
     other = targets.roll(1)
@@ -605,6 +607,7 @@ def test_without_inplace_backward_the_logits_are_unchanged(path):
     assert torch.equal(logits, before)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
     logits, targets = inputs()

@@ -60,6 +60,7 @@ def hidden_draw(dtype, reduction):
     return draw
 
 
+@pytest.mark.everyday(1)
 @three_kinds
 @tails
 @pytest.mark.covering(1, most=2)
@@ -80,6 +81,7 @@ def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend)
     assert_parity(ours, oracle, logits_draw(dtype, reduction), {V, K})
 
 
+@pytest.mark.everyday(1)
 @three_kinds
 @tails
 @pytest.mark.covering(1, most=2)
@@ -148,6 +150,7 @@ SHARES = {  # probabilities whose logarithms, in each dtype, sum to 1 up to thei
 }  # fmt: skip
 
 
+@pytest.mark.everyday(10)
 @every_kind
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -204,7 +207,7 @@ def test_all_columns_are_the_whole_divergence(kind, backend):
         torch.testing.assert_close(got, results[2], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.everyday(4)
+@pytest.mark.everyday(1)
 @three_kinds
 @tails
 def test_outputs_beside_the_loss(kind, tail, backend):

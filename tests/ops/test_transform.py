@@ -69,6 +69,7 @@ def names(value):
     return " ".join(value) if isinstance(value, dict) else str(value)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", STEPS, ids=names)
@@ -170,6 +171,7 @@ def test_special_rows(steps, dtype, path):
         assert grad[:, 17].eq(0).all()
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("skip_id", [0, 1, 15, 16, 31, V - 2, V - 1])
 @pytest.mark.parametrize("offset", [0, 3])
@@ -192,6 +194,7 @@ def test_the_skipped_column_anywhere_in_a_row_that_begins_anywhere(skip_id, offs
     torch.testing.assert_close(grad, plain[1])
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_small_logits_under_a_large_cap_keep_their_precision(dtype, path):
     """Computing tanh as 1 - 2 / (exp(2u) + 1) would be off by the rounding of the cap."""
@@ -216,6 +219,7 @@ def test_a_slope_far_beyond_the_cap_keeps_its_precision():
     torch.testing.assert_close(ours[1].double(), exact[1], rtol=1e-5, atol=0)
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.usefixtures("unchecked")
 def test_a_skipped_target_affects_only_its_own_row(path):
     logits, targets, weights = drawn({"skip_id": 9})

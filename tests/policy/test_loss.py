@@ -501,7 +501,7 @@ def test_advantages_per_sequence_apply_to_each_token():
         assert one is other is None or torch.equal(one, other)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scheme", "level", "shift"),
     [

@@ -426,7 +426,7 @@ def test_the_steps_of_a_trace_are_not_known_in_a_graph():
     assert all(torch.equal(a, b) for a, b in zip(with_breaks, make(steps), strict=True))
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_no_value_is_read_back_from_the_device(scheme):
     """Reading a value of a meta tensor raises. The steps of a trace are known from ``num``."""
@@ -525,6 +525,7 @@ def test_scores_and_eubo_of_sixteen_bits_are_computed_in_float32(dtype):
         assert torch.equal(leaves[0].grad, leaves[1].grad.to(dtype))
 
 
+@pytest.mark.everyday(1)
 @pytest.mark.parametrize(("scheme", "num"), [("full", 2), ("elbo", 3)])
 def test_eubo_equals_the_oracle(scheme, num):
     ids, loss_mask, _ = batch()

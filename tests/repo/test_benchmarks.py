@@ -258,6 +258,7 @@ def broken_peers(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.exhaustive
 def test_the_report_of_peers_and_their_import_errors(broken_peers, tmp_path, capsys):
     assert peers.main(["--out", str(tmp_path / "peers.json")]) == 0
     printed = capsys.readouterr().out

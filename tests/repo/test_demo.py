@@ -206,6 +206,7 @@ def test_curves_differ_by_rounding_at_the_first_step(tmp_path, cache):
     )
 
 
+@pytest.mark.exhaustive
 def test_cutting_the_graph_at_the_loss_changes_no_gradient(cache):
     options = train.options_from(["--tiny", "--device", "cpu", "--corruption", "reference"])
     corpus = data.load(options.vocab, options.corpus_bytes, cache)
@@ -389,6 +390,7 @@ def test_the_smallest_accepted_sizes_run(mode, tmp_path, cache):
     assert len(result["curves"]["ours"]["train"]) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_diverges_is_still_reported(tmp_path, cache, capsys):
     status, result = run("mdlm", tmp_path, cache, "--lr", "1e30", "--steps", "12")
     assert status == 1

@@ -628,7 +628,7 @@ def liger(n):
     same(n["with_z"], each[on].mean())
 
 
-@pytest.mark.everyday(9)
+@pytest.mark.everyday(3)
 @pytest.mark.parametrize("name", sorted(CHECK))
 def test_the_code_runs_as_printed(name):
     if name == "migrate/torch.md" and not hasattr(F, "linear_cross_entropy"):

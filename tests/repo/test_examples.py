@@ -48,6 +48,7 @@ def test_huggingface_encoder():
     assert after < 0.8 * before < torch.inf
 
 
+@pytest.mark.exhaustive
 def test_llada_sft():
     """The loss equals that of LLaDA's guidelines, line by line, and a trained model answers."""
     example = load("llada_sft")

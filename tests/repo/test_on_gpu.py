@@ -240,6 +240,7 @@ t.on_gpu.main(["--out", sys.argv[1], "--rehearse"])
 """
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_keeps_its_measurements(tmp_path):
     """Measurements of the running step are included."""
     process = subprocess.Popen(
