@@ -3,6 +3,7 @@
 import fcntl
 import functools
 import gc
+import heapq
 import importlib.util
 import inspect
 import itertools
@@ -91,13 +92,21 @@ def covering(items, strength, chosen=()):
         values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
         return set(itertools.combinations(values, min(strength, len(values))))
 
-    left = [(item, combinations(item)) for item in items]
-    wanted = set().union(*(c for _, c in left)).difference(*map(combinations, chosen))
+    each = [combinations(item) for item in items]
+    wanted = set().union(*each).difference(*map(combinations, chosen))
+    # The number of combinations that a case adds only decreases, so a heap of earlier numbers has the largest one on
+    # top as soon as its number is current. The first one of ties is chosen.
+    heap = [(-len(c), i) for i, c in enumerate(each)]
+    heapq.heapify(heap)
     more = []
     while wanted:
-        item, best = max(left, key=lambda pair: len(pair[1] & wanted))  # the first one of ties
-        more.append(item)
-        wanted -= best
+        before, i = heap[0]
+        added = each[i] & wanted
+        if len(added) < -before:
+            heapq.heapreplace(heap, (-len(added), i))
+            continue
+        more.append(items[i])
+        wanted -= added
     return more
 
 
