@@ -83,7 +83,7 @@ def steps(once):
 RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mode", "variant"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
 )
