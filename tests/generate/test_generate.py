@@ -173,6 +173,7 @@ def test_the_generator_decides_without_seeds():
     assert not torch.equal(generator.get_state(), state)
 
 
+@pytest.mark.many_draws
 def test_random_remasking_is_uniform():
     """Each token is as likely in every step: 1,000 rows, within 4 standard errors."""
     B, ids = 1000, torch.ones(1000, 1, dtype=torch.int64, device=DEVICE)
