@@ -78,7 +78,7 @@ def of_automodel(module, name, **options):
     head, embedding = frozen_head(1), nn.Embedding(V, D, device=DEVICE).requires_grad_(False)
     trainer = getattr(module, name)(
         Draft(), head, embedding, V - 1, block_size=BLOCK, attention_backend="sdpa", num_anchors=ANCHORS, **options
-    )
+    ).to(DEVICE)
     return trainer, head
 
 

@@ -74,10 +74,13 @@ def test_a_divergence_is_exact_to_float32_on_both_sides(dtype, backend):
     )
     q = F.linear(teacher.double(), weight.double(), bias.double()).log_softmax(-1)
     p = exact_logits(hidden, weight, bias, extra).log_softmax(-1)
-    torch.testing.assert_close(found.value.double(), (q.exp() * (q - p)).sum(-1), rtol=2e-6, atol=0)
-    torch.testing.assert_close(
-        found.acceptance_rate.double(), torch.minimum(p.exp(), q.exp()).sum(-1), rtol=2e-6, atol=0
-    )
+    # Logits rounded to float32 change a probability by a few rounding steps of the largest logit; 16 bits, by thousands.
+    logits = exact_logits(hidden, weight, bias, extra)
+    rtol = 4 * torch.finfo(torch.float32).eps * logits.abs().max().item()
+    terms = q.exp() * (q - p)  # of both signs
+    assert ((found.value.double() - terms.sum(-1)).abs() <= rtol * terms.abs().sum(-1)).all()
+    accepted = torch.minimum(p.exp(), q.exp()).sum(-1)
+    torch.testing.assert_close(found.acceptance_rate.double(), accepted, rtol=rtol, atol=0)
     assert torch.equal(found.agree, p.argmax(-1) == q.argmax(-1))
 
 
