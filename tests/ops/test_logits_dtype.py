@@ -74,7 +74,7 @@ def test_a_divergence_is_exact_to_float32_on_both_sides(dtype, backend):
     )
     q = F.linear(teacher.double(), weight.double(), bias.double()).log_softmax(-1)
     p = exact_logits(hidden, weight, bias, extra).log_softmax(-1)
-    # Logits rounded to float32 change a probability by a few rounding steps of the largest logit; 16 bits, by thousands.
+    # Logits rounded to float32 change a probability by a few rounding steps of the largest one, 16 bits by thousands.
     logits = exact_logits(hidden, weight, bias, extra)
     rtol = 4 * torch.finfo(torch.float32).eps * logits.abs().max().item()
     terms = q.exp() * (q - p)  # of both signs
