@@ -254,6 +254,40 @@ def generation() -> plt.Figure:
     return figure
 
 
+def truncation() -> plt.Figure:
+    """Draw the distribution of one row, as the sampler returns it for each truncation."""
+    columns = 16
+    logits = -0.35 * torch.arange(columns, dtype=torch.float32)
+    hidden, head = torch.ones(1, 1), logits[:, None]
+    options = {"": {}, "top_k=6": {"top_k": 6}, "top_p=0.8": {"top_p": 0.8}, "min_p=0.1": {"min_p": 0.1}}
+    figure, axes = plt.subplots(1, len(options), figsize=(9, 2.2), sharey=True)
+    for place, (title, chosen) in zip(axes, options.items(), strict=True):
+        out = ours.linear_sample(hidden, head, seeds=torch.tensor([1]), return_top=columns, **chosen)
+        place.bar(out.top_ids[0], out.top_log_probs[0].exp())
+        place.set(title=title or "no truncation", xlabel="token, by probability")
+    axes[0].set_ylabel("probability")
+    return figure
+
+
+def sparse_teacher() -> plt.Figure:
+    """Draw teacher and student over the K ids and the bucket for the rest, and without the bucket."""
+    K, teacher = 5, (-0.5 * torch.arange(V, dtype=torch.float32)).log_softmax(0)
+    student = (-0.25 * torch.arange(V, dtype=torch.float32)).log_softmax(0)
+    figure, axes = plt.subplots(1, 2, figsize=(8, 2.4), sharey=True)
+    for place, tail in zip(axes, (True, False), strict=True):
+        for shift, (name, log_p) in zip((-0.2, 0.2), {"teacher": teacher, "student": student}.items(), strict=True):
+            p = log_p[:K].exp()
+            p = torch.cat([p, 1 - p.sum(0, keepdim=True)]) if tail else p / p.sum()
+            place.bar(torch.arange(len(p)) + shift, p, 0.4, label=name)
+        value = ours.topk_divergence(student[None], torch.arange(K)[None], teacher[None, :K], tail=tail).value.item()
+        place.set(title=f"tail={tail}: KL = {value:.3f}", xticks=range(K + tail))
+        place.set_xticklabels([*map(str, range(K)), *(["others"] if tail else [])])
+        place.set_xlabel("token")
+    axes[0].set_ylabel("probability")
+    axes[0].legend()
+    return figure
+
+
 CELLS = ["#cbd5e1", "#64748b", "#0d9488", "#ea580c"]
 
 
@@ -340,5 +374,5 @@ PICTURES = {
     "divergence": divergence,
     "mdlm": mdlm, "block-diffusion": block_diffusion, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash,
     "encoder-ar": encoder_ar, "mtp": mtp, "corruption": corruption, "bias": bias, "levels": levels,
-    "collator": collator, "generation": generation,
+    "collator": collator, "generation": generation, "truncation": truncation, "sparse-teacher": sparse_teacher,
 }  # fmt: skip
