@@ -522,6 +522,13 @@ def check_factor(name: str, value: Any, allowed: str = "positive") -> None:
         raise ValueError(f"{name} must be {allowed}, from {least} to {most}, got {_changing.printable(float(value))}")
 
 
+def is_per_row(reduction: Any) -> bool:
+    """Return False for a sum over the rows, True for a loss of each row."""
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"reduction must be sum or none, got {reduction!r}")
+    return bool(reduction == "none")
+
+
 def checked_temperature(temperature: Any, allowed: str = "positive") -> float:
     """Validate a divisor of the logits. ``allowed`` is the condition in the message."""
     check_number("temperature", temperature)

@@ -271,12 +271,9 @@ class DFlashDecayLoss(DraftLoss):
     ) -> tuple[DLLMLossOutput, Tensor]:
         """Compute :meth:`forward_with_token_nll` of deferred logits."""
         options = self._options(chunk_size=self.chunk_size, logits_dtype=logits_dtype)
-        rows, prefix = (
-            ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra),
-            others.pop("prefix", None),
-        )
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         counts = Counts(num_tokens, others.get("num_blocks"), others.get("num_sequences"))
-        return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, prefix)
+        return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, others.get("prefix"))
 
     def weighted_mean(self, token_nll: Tensor, weights: Tensor) -> Tensor:
         """Compute ``sum(weights * token_nll) / (sum(weights) + 1e-6)``, as ``normalize="mean"`` does.

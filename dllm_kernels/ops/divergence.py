@@ -311,13 +311,12 @@ def _run_divergence(
         inverse = _inverse(columns, teacher_vocab_size)
         _check_distinct(columns, inverse)
         inputs = replaced(inputs, teacher_inverse=inverse)
-    if reduction not in ("sum", "none"):
-        raise ValueError(f"reduction must be sum or none, got {reduction!r}")
+    per_row = _checks.is_per_row(reduction)
     T = _checks.checked_temperature(temperature)
     own = "scale" if teacher_transform is None else "teacher_transform['scale']"
     transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T, own)
     options = replaced(options, transform=_tempered(options.transform, T, "scale"))
-    config = DivergencePlan(spec, transform, T * T, reduction == "none")
+    config = DivergencePlan(spec, transform, T * T, per_row)
     inputs = replaced(inputs, active=inputs.weights)
     return run(DIVERGENCE, inputs, options, divergence=config)  # type: ignore[no-any-return]
 

@@ -126,7 +126,7 @@ def topk_divergence(
     fn = _Rows.checked(kind, beta, tail, temperature)
     options = replaced(options, rest=fn.tail)
     inputs, options, teacher = _checked(LOGITS, RowInputs(logits, top_ids), options, top_log_probs, fn.tail, weights)
-    return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, _per_row(reduction))
+    return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, _checks.is_per_row(reduction))
 
 
 def linear_topk_divergence(
@@ -201,7 +201,7 @@ def linear_topk_divergence(
     inputs, options, teacher = _checked(
         LINEAR, RowInputs(hidden, top_ids, weight, bias), options, top_log_probs, fn.tail, weights, extra
     )
-    per_row = _per_row(reduction)
+    per_row = _checks.is_per_row(reduction)
     if per_row or torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
         return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, per_row)
     objective: Callable[..., Tensor] = partial(_weighted, fn)
@@ -292,12 +292,6 @@ def _of_statistics(fn: _Rows, stats: Any, teacher: _Teacher, per_row: bool) -> D
 
 def _tempered(scale: Any, temperature: Any) -> Any:
     return _checks.tempered_scale(scale, _checks.checked_temperature(temperature))
-
-
-def _per_row(reduction: Any) -> bool:
-    if reduction not in ("sum", "none"):
-        raise ValueError(f"reduction must be sum or none, got {reduction!r}")
-    return bool(reduction == "none")
 
 
 def _checked(
