@@ -298,7 +298,7 @@ class DFlashDecayLoss(DraftLoss):
         token_nll, weights = all_plain(token_nll, weights)
         dtype = accum_dtype(token_nll.dtype)
         token_nll, weights = token_nll.to(dtype), weights.to(dtype)
-        return sum_of_rows(torch.where(weights != 0, token_nll, 0.0), weights / (weights.sum() + MEAN_EPS))
+        return sum_of_rows(token_nll, weights / (weights.sum() + MEAN_EPS))
 
     def _loss(
         self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
