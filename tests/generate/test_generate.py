@@ -86,7 +86,7 @@ TRUNCATIONS = ({}, {"top_k": 4}, {"top_p": 0.83, "min_p": 0.03})
 PLANS = ({"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1})
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("remasking", ["confidence", "random"])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
