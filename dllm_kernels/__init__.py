@@ -20,7 +20,7 @@ _compute_per_token_nll = compute_per_token_nll
 
 
 def _run_of_dtensors() -> Run:
-    from dllm_kernels.distributed.run import run
+    from dllm_kernels.distributed._old_run import run
 
     return run
 

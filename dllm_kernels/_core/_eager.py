@@ -22,18 +22,15 @@ from torch import Tensor
 from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
 from dllm_kernels._core._op import Outputs, RowOp
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._utils._plain import refuse_forward_mode, refuse_vmap, transforms_active
 
 Tensors = tuple[Tensor | None, ...]
 
 
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
     """Run the op over N rows and return its outputs, including the gradients that the plan needs."""
-    transformed = transforms_active()
-    if not any(plan.needs) and not transformed:
+    if not any(plan.needs):
         return op.forward(inputs, plan)
-    function = _TransformedRows if transformed else _Rows
-    return _by_name(op, function.apply(op, plan, inputs, *inputs.grad_inputs))  # type: ignore[no-untyped-call]
+    return _by_name(op, _Rows.apply(op, plan, inputs, *inputs.grad_inputs))  # type: ignore[no-untyped-call]
 
 
 def _by_name(op: RowOp, output: Sequence[Tensor | None]) -> Outputs:
@@ -78,24 +75,12 @@ def first_order(make: Callable[..., Tensors], tensors: Sequence[Tensor | None], 
             gradient: a :func:`link_to`, or the only such input.
         instead: function with a second derivative, for the error message.
     """
-    if not torch.is_grad_enabled() and not transforms_active():
+    if not torch.is_grad_enabled():
         return make(*tensors)
     return _Gradients.apply(make, instead, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class FirstOrder:
-    """Base of autograd Functions: raises for each transform of ``torch.func`` that needs more than a gradient."""
-
-    @staticmethod
-    def vmap(*_: Any) -> Any:
-        refuse_vmap()
-
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        refuse_forward_mode()
-
-
-class _Gradients(FirstOrder, torch.autograd.Function):
+class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(make: Callable[..., Tensors], _: str, *tensors: Tensor | None) -> Tensors:
         return make(*tensors)
@@ -135,17 +120,6 @@ class _Rows(torch.autograd.Function):
             return tuple(in_dtypes(op.backward(*restored(op, plan, tensors[:n]), given, plan), dtypes_))
 
         return None, None, None, *first_order(gradients, (*saved, *upstream.values(), link), ctx.instead)
-
-
-class _TransformedRows(FirstOrder, _Rows):
-    """:class:`_Rows` in the form that the transforms of ``torch.func`` require.
-
-    A transform calls ``forward`` with plain tensors, and ``setup_context`` with its wrappers of these. Other calls use
-    :class:`_Rows`, because torch inspects the signature of this form's ``forward`` at every call.
-    """
-
-    forward = staticmethod(_forward)  # type: ignore[assignment]
-    setup_context = staticmethod(_setup)
 
 
 def restored(op: RowOp, plan: Plan, saved: Sequence[Any]) -> tuple[RowInputs, Outputs]:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._utils._plain import levels, transforms_active
 
 Tensor = torch.Tensor
 
@@ -43,8 +42,6 @@ class NeedsGrad(NamedTuple):
         """
         if not torch.is_grad_enabled():
             return NO_GRADIENTS
-        if not torch.compiler.is_compiling() and transforms_active():
-            return cls(*[t is not None and any(each.requires_grad for each in levels(t)) for t in inputs])
         return cls(*[t is not None and t.requires_grad for t in inputs])
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels._core._old_chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import TokenNLL, WeightedNLL

@@ -15,7 +15,6 @@ import torch
 
 from dllm_kernels._core._inputs import OF_ROWS, Gradients, RowInputs
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._utils._plain import levels
 
 Tensor = torch.Tensor
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -140,7 +139,7 @@ class SingleUseBackward:
         self.name, self.instead, self.consumed = name, instead, False
         needed = zip(Gradients._fields, inputs.grad_inputs, plan.needs, strict=True)
         head = [t for field, t, needs in needed if needs and t is not None and field not in OF_ROWS]
-        self.head = [weakref.ref([*levels(t)][-1]) for t in head]
+        self.head = [weakref.ref(t) for t in head]
 
     def __call__(self) -> None:
         if self.consumed:

@@ -23,7 +23,7 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE, RowPrimitives
-from dllm_kernels._core._chunks import aligned_rows
+from dllm_kernels._core._old_chunks import aligned_rows
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import transformed, with_slope
 

@@ -30,7 +30,6 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimitives
-from dllm_kernels._core._plan import Plan
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, transformed
@@ -41,9 +40,8 @@ from dllm_kernels.distributed._layout import VocabShard
 Tensor = torch.Tensor
 
 
-def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
-    """Build the row primitives for rows that are split over the shard's group, from those of the plan's backend."""
-    local = plan.primitives()
+def shard_primitives(shard: VocabShard, local: RowPrimitives) -> RowPrimitives:
+    """Build the row primitives for rows that are split over the shard's group, from those of whole rows."""
     forward, mix, backward = (functools.partial(f, shard, local.stats) for f in (_forward, _mix, _backward))
     stats = StatsPrimitives(forward, mix, local.stats.coefficients, backward)  # type: ignore[arg-type]
     nll, weighted_nll, nll_grad = nll_of_stats(stats, shard.total)

@@ -20,7 +20,7 @@ from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import has_values, plain, transforms_active
+from dllm_kernels._utils._plain import has_values, plain
 from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.ops.row_stats import Mix
@@ -85,9 +85,9 @@ class ModelOutput(NamedTuple):
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.
 
-        None if kernels cannot read it: it is traced, has no values, or is in a transform of ``torch.func``.
+        None if kernels cannot read it: it is traced, or has no values.
         """
-        if torch.compiler.is_compiling() or transforms_active() or not has_values(like):
+        if torch.compiler.is_compiling() or not has_values(like):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 

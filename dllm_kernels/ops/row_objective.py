@@ -23,7 +23,7 @@ from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective, check
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, plain, transforms_active
+from dllm_kernels._utils._plain import all_plain, has_values, plain
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS, row_stats
 
@@ -180,7 +180,7 @@ def linear_row_objective(
     inputs, options = checked(
         LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
     )
-    if torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
+    if torch.compiler.is_compiling() or not has_values(hidden):
         return _objective_of(fn, aux, run(ROW_STATS, inputs, options), inputs.active, options.num_active)
     objective = Objective(fn, several=inputs.ids.dim() == hidden.dim())
     return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]

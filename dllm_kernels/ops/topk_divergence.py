@@ -30,7 +30,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync, transforms_active
+from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels._utils._transform import Transform
 
@@ -202,7 +202,7 @@ def linear_topk_divergence(
         LINEAR, RowInputs(hidden, top_ids, weight, bias), options, top_log_probs, fn.tail, weights, extra
     )
     per_row = _checks.is_per_row(reduction)
-    if per_row or torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
+    if per_row or torch.compiler.is_compiling() or not has_values(hidden):
         return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, per_row)
     objective: Callable[..., Tensor] = partial(_weighted, fn)
     out = run(ROW_OBJECTIVE, replaced(inputs, aux=tuple(teacher)), options, objective=Objective(objective, True))

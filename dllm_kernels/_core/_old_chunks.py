@@ -1,0 +1,273 @@
+"""Chunk loop over rows of hidden states. Logits are materialised only here, in one buffer that all chunks reuse.
+
+Forward and backward, eager and compiled, use this loop on flattened inputs and their plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from dllm_kernels._backends._rows import IGNORE
+from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
+from dllm_kernels._core._inputs import OF_ROWS, Gradients, NeedsGrad, RowInputs
+from dllm_kernels._core._plan import Plan
+
+# Columns of a low-precision chunk that are cast to float32 at a time, on devices whose matmul cannot add to a float32
+# output (CPU, ROCm).
+SLAB = 4096
+
+
+class Factors(NamedTuple):
+    """Per-row factors ``[N]`` applied to gradients after the matrix products; None for 1."""
+
+    hidden: Tensor | None = None
+    head: Tensor | None = None
+
+
+NO_FACTORS = Factors()
+
+
+def unit_scale(scale: Tensor, plan: Plan) -> tuple[Tensor, Factors, Tensor | None]:
+    """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
+
+    Per-row loss scaling is for float16 only. There w / N times a probability would underflow, so the gradient of the
+    logits is computed at scale 1. After the matmul each row of the gradient of the hidden states is multiplied by its
+    scale. The loss scale is the largest scale. For the gradient of the head each row is multiplied by its scale over
+    the loss scale, and the float32 sum by the loss scale. In every other dtype the scales are used unchanged.
+    """
+    if not plan.needs_loss_scaling:
+        return scale, NO_FACTORS, None
+    largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
+    largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
+    return (scale != 0).to(scale.dtype), Factors(scale, scale / largest), largest
+
+
+def no_autocast(inputs: RowInputs) -> contextlib.AbstractContextManager[Any]:
+    """Disable autocast on the device of the inputs."""
+    return torch.autocast(inputs.x.device.type, enabled=False)
+
+
+class Chunks:
+    """Iterates over chunks of logits and accumulates the gradients.
+
+    An optional low-rank term, ``extra_x extra_weight^T``, is accumulated into the chunk's logits in place. Both terms
+    share the gradient with respect to the logits.
+
+    ``targets`` restricts the active rows to those that it does not mark as ``IGNORE``; None: those of the inputs.
+    """
+
+    def __init__(
+        self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS, *,
+        targets: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.inputs, self.plan, self.needs, self.factors = inputs, plan, needs, factors
+        self.weight = inputs.head.to(plan.dtype)
+        others = (inputs.bias, inputs.extra_weight)
+        self.bias, self.extra_weight = (None if t is None else t.to(plan.dtype) for t in others)
+        self.primitives = plan.primitives()
+        (V, D), device = inputs.head.shape, inputs.x.device
+        sms = multiprocessors(device)
+        self.grads: dict[str, Tensor] = {}
+        if needs.bias:
+            self.grads["bias"] = torch.zeros(V, dtype=plan.accum_dtype, device=device)
+        # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
+        listed, counted = (inputs.targets, None) if targets is None else (targets, inputs.targets)
+        self.rows = ActiveRows(listed, plan.options.num_active, counted)
+        if needs.bias:
+            self.rows.checked_(self.grads["bias"])
+        widest = V if inputs.teacher_weight is None else max(V, len(inputs.teacher_weight))
+        size = plan.options.chunk_size or choose_chunk(self.rows.count, widest, D, plan.needs.weight, sms)
+        self.size = max(1, min(size, self.rows.count))
+        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.logits_dtype, device=device)
+        for field in OF_ROWS:
+            if getattr(needs, field):
+                t = getattr(inputs, field)
+                self.grads[field] = self.rows.empty(t.shape[1], dtype=t.dtype, device=device)
+
+    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""
+        for start in range(0, self.rows.count, self.size):
+            chunk = slice(start, min(start + self.size, self.rows.count))
+            h = self.rows.take(self.inputs.x, chunk).to(self.plan.dtype)
+            logits = self.logits[: h.shape[0]]
+            extra_h = None if self.extra_weight is None else self._extra_rows(chunk)
+            head_product(h, self.weight, self.bias, extra_h, self.extra_weight, logits)
+            yield chunk, h, self.rows.take_targets(chunk), logits
+
+    def _extra_rows(self, chunk: slice) -> Tensor:
+        return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
+
+    def run(self, scale: Tensor | None, *, with_stats: bool) -> list[Any]:
+        """Return (nll, row_max, log_sum, correct) from one pass over the chunks; accumulate gradients for ``scale``.
+
+        ``scale [N]`` is the factor of each row's gradient. With None only the logits and the statistics are computed.
+        Without ``with_stats``, row_max and log_sum are None.
+        """
+        rows, acc, options, device = self.rows, self.plan.accum_dtype, self.plan.nll_options, self.logits.device
+        correct = rows.empty(dtype=torch.bool, device=device) if options["with_correct"] else None
+        out = [*(rows.empty(dtype=acc, device=device) if w else None for w in (True, with_stats, with_stats)), correct]
+        for chunk, h, y, logits in self:
+            if scale is None:
+                stats = self.primitives.nll(logits[None], y, **options)
+            else:
+                s = rows.take(scale, chunk)
+                stats = self.primitives.nll_and_grad_(logits, y, s, **options)
+                self.add_gradients(chunk, h, y, logits, s)
+            rows.put_each(out, chunk, stats)
+        return rows.finished(out)
+
+    def add_gradients(
+        self, chunk: slice, h: Tensor, y: Tensor, grad_logits: Tensor, scale: Tensor, factors: Factors | None = None
+    ) -> None:
+        """Accumulate the hidden, weight and bias gradients from ``grad_logits``, which has overwritten the logits.
+
+        Per-row factors, given for the chunk or else those of the call, are applied after the matmuls. The gradient of
+        float32 logits is first rounded, once, to the dtype of the matmuls.
+        """
+        grad_logits = grad_logits.to(self.plan.dtype)
+        take = self.rows.take
+        factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
+        of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
+        for field, weight in zip(OF_ROWS, (self.weight, self.extra_weight), strict=True):
+            if weight is not None and field in self.grads:
+                rows = torch.mm(grad_logits, weight)
+                rows = self.rows.checked_(rows if of_hidden is None else rows * of_hidden)
+                self.rows.put(self.grads[field], chunk, rows)
+        if self.needs.weight or self.needs.extra_weight:
+            # Zero the rows without a gradient, because 0 * NaN would spread to the whole gradient of the head.
+            idle = ((scale == 0) | (y == IGNORE)).unsqueeze(1)
+            for field in ("weight", "extra_weight"):
+                if getattr(self.needs, field):
+                    rows = h if field == "weight" else self._extra_rows(chunk)
+                    rows = self.rows.checked_((rows if of_head is None else rows * of_head).masked_fill(idle, 0))
+                    dtype = getattr(self.inputs, field).dtype
+                    self.grads[field] = self._accumulate_product(self.grads.get(field), rows, grad_logits, dtype)
+        if self.needs.bias:
+            _add_column_sums(self.grads["bias"], grad_logits, of_head)
+
+    def raise_loss_scale(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+        """Raise the loss scale to the largest of ``size``; return it and the per-row factors of the chunk.
+
+        The head gradients accumulated so far are rescaled.
+        """
+        largest = torch.maximum(loss_scale, size.amax())
+        for field, grad in self.grads.items():
+            if field not in OF_ROWS:
+                grad *= loss_scale / largest
+        return largest, size / largest
+
+    def _accumulate_product(self, total: Tensor | None, h: Tensor, grad_logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """Accumulate ``grad_logits^T h`` into ``total`` in float32.
+
+        With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to
+        ``dtype``.
+        """
+        a, acc = grad_logits.t(), self.plan.accum_dtype
+        if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU casts both to float32 anyway
+            h = h.to(a.dtype)
+        single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.needs_loss_scaling
+        if a.dtype == acc or single:
+            if total is not None:
+                return total.addmm_(a, h)
+            if self.size >= self.rows.count:
+                return torch.mm(a, h)
+            # A selective activation checkpoint may keep the result of mm, and raises if it is written to later.
+            return torch.mm(a, h, out=a.new_empty(a.shape[0], h.shape[1]))
+        if a.is_cuda and torch.version.hip is None:
+            if total is None:
+                return torch.mm(a, h, out_dtype=acc)
+            return _add_product(total, a, h)
+        if total is None:
+            total = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
+        if a.is_cuda:  # torch has no low-precision matmul into a float32 output with rocBLAS
+            return total.add_(torch.mm(a, h))
+        _add_product_by_slabs(total, a, h)
+        return total
+
+    def gradients(self, loss_scale: Tensor | None = None, *, wide: bool = False) -> Gradients:
+        """Return the gradients in the dtypes of the inputs; multiply the head's by ``loss_scale``.
+
+        With ``wide`` the gradients of the head are in the accumulation dtype.
+        """
+        acc, out = self.plan.accum_dtype, dict[str, Tensor]()
+        for field, t, needed in zip(Gradients._fields, self.inputs.grad_inputs, self.needs, strict=True):
+            if t is None or not needed:
+                continue
+            grad = self.grads.get(field)
+            if grad is None:  # no chunk was processed
+                grad = self.rows.zeros(*t.shape, dtype=acc, device=t.device)
+            if field in OF_ROWS:
+                out[field] = self.rows.whole(grad)
+            else:
+                grad = grad if loss_scale is None else grad.to(acc) * loss_scale
+                out[field] = grad.to(acc if wide else t.dtype)
+        return Gradients(**out)
+
+
+def head_product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, extra_h: Tensor | None, extra_weight: Tensor | None, out: Tensor
+) -> None:
+    """Write ``h weight^T + bias + extra_h extra_weight^T`` to ``out``, omitting terms that are None."""
+    if out.dtype != h.dtype:
+        _wide_product(h, weight, out)
+        if bias is not None:
+            out += bias
+        if extra_weight is not None and extra_h is not None:
+            _wide_product(extra_h, extra_weight, out, add=True)
+        return
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+    if extra_weight is not None and extra_h is not None:
+        out.addmm_(extra_h, extra_weight.t())
+
+
+def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Write, or add, the product ``a b^T`` of 16-bit operands to a float32 ``out`` without intermediate rounding.
+
+    On devices whose matmul cannot do so (CPU, ROCm) ``a`` is cast to float32 at once, and ``b`` in slabs of rows.
+    """
+    if not a.is_cuda or torch.version.hip is not None:
+        _add_product_by_slabs(out.t(), b, a.t(), beta=int(add))
+    elif add:
+        _add_product(out, a, b.t())
+    elif is_in_torch_dispatch_mode():  # see _add_product
+        out.copy_(torch.mm(a, b.t(), out_dtype=out.dtype))
+    else:
+        torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add the product of 16-bit operands to a float32 ``total``, on a device whose matmul supports that output."""
+    if is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for overloads with out_dtype and out=
+        return total.add_(torch.mm(a, b, out_dtype=total.dtype))
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate ``[rows, V]``; on a GPU rows begin at multiples of 64 elements, for aligned matmuls and kernels."""
+    columns = -(-V // 64) * 64 if device.type == "cuda" else V
+    return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]
+
+
+def _add_product_by_slabs(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
+    """Write ``a b + beta out`` to ``out`` in its dtype; cast ``a`` slab by slab, to avoid a copy of the whole."""
+    wide = b.to(out.dtype)
+    for v in range(0, a.shape[0], SLAB):
+        out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide, beta=beta)
+
+
+def _add_column_sums(out: Tensor, a: Tensor, factor: Tensor | None) -> None:
+    """Add the column sums of ``a``, its rows times ``factor``, to ``out`` in its dtype; in slabs if ``a`` is copied."""
+    whole = factor is None and (a.is_cuda or a.dtype == out.dtype)
+    slab = max(a.shape[1], 1) if whole else SLAB  # a rank may hold no columns
+    for v in range(0, a.shape[1], slab):
+        part = a[:, v : v + slab]
+        out[v : v + slab] += (part if factor is None else part * factor).sum(0, dtype=out.dtype)
