@@ -19,7 +19,6 @@ from torch import Tensor
 from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._fused import Spec, opaque
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import LinearSample
 from dllm_kernels._core._rows import checked, flat_index, row_marks
@@ -28,6 +27,7 @@ from dllm_kernels._random._noise import Noise
 from dllm_kernels._random._philox import check_sources, resolve_seed
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._changing import packed, unpacked
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor, plain
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels._utils._truncation import Truncation

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from dllm_kernels._core import _custom_ops
+from dllm_kernels._utils import _custom_ops
 from dllm_kernels.ops import (
     divergence,
     linear_divergence,
