@@ -18,7 +18,7 @@ from dllm_kernels._utils._opaque import DEFINED, Opaque
 
 TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "SymInt", int | None: "SymInt?", float: "float",
-    str: "str",
+    str: "str", Tensor | int: "Tensor",
 }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from dllm_kernels._core._results import LinearSample
 from dllm_kernels._core._rows import checked, flat_index, row_marks
 from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
 from dllm_kernels._random._noise import Noise
-from dllm_kernels._random._philox import check_sources, resolve_seed
+from dllm_kernels._random._seeds import check_sources, resolve_seed
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._changing import packed, unpacked
 from dllm_kernels._utils._opaque import Spec, opaque
