@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream, coefficients
+from dllm_kernels._backends._chain_rule import coefficients
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels._backends._rows import IGNORE, StatsPrimitives, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._old_chunks import Chunks, Factors, no_autocast, unit_scale
@@ -128,7 +129,9 @@ def _coefficients(
 def _over(c: Coefficients, grad_rest: Tensor | None, size: Tensor) -> tuple[Coefficients, Tensor | None]:
     """Divide all terms of a row by its entry of ``size``, if it is not 0."""
     size = torch.where(size == 0, 1.0, size)
-    return c.over(size), None if grad_rest is None else grad_rest / size
+    grad_ids, *others = (*c, grad_rest)
+    *of_rows, grad_rest = (None if t is None else t / size for t in others)
+    return Coefficients(grad_ids / size.unsqueeze(1), *of_rows), grad_rest
 
 
 def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) -> StatsRequest:

@@ -250,5 +250,5 @@ def _coefficients(request: StatsRequest, result: StatsResult, bumped: Tensor | N
     bumped = bumped - result.row_max.unsqueeze(1)
     log_z = torch.logaddexp(others, bumped)
     share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
-    of_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
-    return Coefficients(of_ids, torch.where(in_range, share, 1.0).squeeze(1), None, None)
+    grad_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    return Coefficients(grad_ids, torch.where(in_range, share, 1.0).squeeze(1), None, None)
