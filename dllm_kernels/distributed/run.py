@@ -128,9 +128,7 @@ def _local_logits(logits: Tensor) -> tuple[Tensor, Rows, VocabShard | None]:
     return _layout.local_piece(logits, logits.placements), rows, shard
 
 
-def _local_hidden(
-    x: Tensor, head: Head, embedding: Tensor | None
-) -> tuple[Tensor, Head, Any, Rows, VocabShard | None]:
+def _local_hidden(x: Tensor, head: Head, embedding: Tensor | None) -> tuple[Tensor, Head, Any, Rows, VocabShard | None]:
     """Return this rank's (hidden states, head, embedding, rows), and its columns of the head if they are split."""
     tied = embedding is head.weight
     given = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else embedding}
