@@ -46,7 +46,8 @@ def _combined(request: StatsRequest, result: StatsResult, upstream: Upstream) ->
         p_coef -= _times(upstream.entropy, result.entropy)
     if upstream.mix is not None:
         p_coef -= _times(upstream.mix, result.mix_weight)
-    return Coefficients(grad_ids, p_coef, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
+    p_logp_coef = None if upstream.entropy is None else -upstream.entropy
+    return Coefficients(grad_ids, p_coef, p_logp_coef, upstream.mix, upstream.rest)
 
 
 def _times(grad: Tensor, value: Any) -> Tensor:
@@ -89,7 +90,7 @@ def nll_of_stats(
             scale = torch.where(scale != 0, scale * factor, 0.0)  # rows of scale 0 stay inactive if the factor is NaN
         out_of_range = None if V is None else column_of(targets, V)[1]
         p_coef = scale if out_of_range is None else scale.masked_fill(out_of_range, math.nan)
-        c = Coefficients(-p_coef.unsqueeze(1), p_coef, None, None)
+        c = Coefficients(-p_coef.unsqueeze(1), p_coef)
         request = requested(targets, scale, transform=transform)
         stats.backward(logits, request, c, row_max, log_sum, out)
 

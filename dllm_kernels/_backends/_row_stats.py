@@ -94,6 +94,12 @@ class StatsResult(NamedTuple):
     rest_max: Any = None
     rest_sum: Any = None
 
+    # Arguments of a custom op, one for each field.
+    SCHEMA = (
+        "Tensor log_probs, Tensor? row_max, Tensor? log_sum, Tensor? entropy, Tensor? mix, Tensor? mix_weight, "
+        "Tensor? correct, Tensor? rest, Tensor? rest_max, Tensor? rest_sum"
+    )
+
 
 class Upstream(NamedTuple):
     """Upstream gradients of the differentiable outputs, ``[N, K]`` and ``[N]``; None for outputs without a gradient."""
@@ -104,11 +110,17 @@ class Upstream(NamedTuple):
     mix: Tensor | None
     rest: Tensor | None = None
 
+    SCHEMA = "Tensor? grad_log_probs, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_mix, Tensor? grad_rest"
+
 
 class Coefficients(NamedTuple):
-    """Per-row terms of the gradient, g_k, A, B and g_F above: ``grad_ids [N, K]``, all others ``[N]``."""
+    """Per-row terms of the gradient, g_k, A, B and g_F above: ``grad_ids [N, K]``, all others ``[N]``.
+
+    ``rest_coef`` is the upstream gradient of log r. Only ``_core/_rest.py`` reads it.
+    """
 
     grad_ids: Tensor
     p_coef: Tensor
-    p_logp_coef: Tensor | None
-    mix_coef: Tensor | None
+    p_logp_coef: Tensor | None = None
+    mix_coef: Tensor | None = None
+    rest_coef: Tensor | None = None

@@ -23,7 +23,7 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE, RowPrimitives
-from dllm_kernels._core._old_chunks import aligned_rows
+from dllm_kernels._core._chunks import aligned_rows
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import transformed, with_slope
 
@@ -64,19 +64,19 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
 
 
 def rest_backward(
-    primitives: RowPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, grad_rest: Tensor,
-    result: StatsResult, out: Tensor,
-) -> None:  # fmt: skip
+    primitives: RowPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, result: StatsResult, out: Tensor
+) -> None:
     """Write the gradient with respect to the logits ``[B, L, V]`` to ``out``, which may be the logits themselves.
 
-    ``c`` holds the terms of all outputs but log r; none of them may be the entropy or a mixture.
+    Not for the entropy or a mixture.
     """
     assert c.p_logp_coef is None
     assert c.mix_coef is None
+    assert c.rest_coef is not None
     assert result.rest is not None
     rest, V, ids = result.rest, logits.shape[-1], local_ids(primitives, request.ids)
-    A, empty = c.p_coef - grad_rest, rest == -math.inf
-    others = torch.where(empty, 0.0, A * rest.exp() + grad_rest)
+    A, empty = c.p_coef - c.rest_coef, rest == -math.inf
+    others = torch.where(empty, 0.0, A * rest.exp() + c.rest_coef)
     row_max = torch.where(empty, result.row_max, result.rest_max)
     log_sum = torch.where(empty, result.log_sum, result.rest_sum)
     held = (ids >= 0) & (ids < V)
@@ -87,7 +87,7 @@ def rest_backward(
     grad_ids = _of_ids(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
-    coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others, None, None)
+    coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others)
     primitives.stats.backward(logits, no_ids, coefficients, row_max, log_sum, out)
     if grad_ids is None:
         return
