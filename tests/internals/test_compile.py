@@ -14,9 +14,8 @@ import dllm_kernels
 from dllm_kernels._core._divergence import DIVERGENCE
 from dllm_kernels._core._divergence_spec import DivergencePlan, checked_spec
 from dllm_kernels._core._inputs import NeedsGrad, RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels._core._old_nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._plan import Options, Plan
-from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _compiled_checks
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
@@ -32,15 +31,17 @@ from dllm_kernels.ops import (
     linear_divergence,
     linear_row_stats,
     linear_token_nll,
+    linear_topk_divergence,
     row_stats,
     token_log_probs,
     token_nll,
+    topk_divergence,
     weighted_linear_nll,
     weighted_nll,
 )
 from tests.conftest import DEVICE, every_time
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
-from tests.support.opcheck import TESTS, opcheck
+from tests.support.opcheck import TESTS, checked_ops, opcheck
 
 V, D = 19, 8
 # One case with counts for each loss; its other cases run the same code.
@@ -703,12 +704,18 @@ def test_opcheck_with_a_given_number_of_active_rows():
     opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, targets.unsqueeze(1), targets, weights=weights), plan, TESTS[:3])
 
 
-def make_statistics(N, K, mix):
-    ids = torch.randint(0, V, (N, K), device=DEVICE)
+def statistics_of(op, leaves, K=2, **options):
+    """Compute statistics of five rows, and differentiate them if an input requires a gradient."""
+    ids = torch.randint(0, V, (5, K), device=DEVICE)
     ids[0, 0] = -100
-    marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
-    a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
-    return {"ids": ids, "targets": marks, "mix_a": a, "mix_b": b}
+    out = op(*leaves, ids, active=torch.tensor([1, 0, 1, 1, 1], device=DEVICE), **options)
+    differentiable = [t for t in out[:4] if t is not None and t.requires_grad]
+    if differentiable:
+        torch.autograd.backward(differentiable, [torch.randn_like(t) for t in differentiable])
+
+
+def mixture():
+    return torch.rand(5, device=DEVICE), torch.rand(5, device=DEVICE)
 
 
 @pytest.mark.everyday(1)
@@ -716,12 +723,11 @@ def make_statistics(N, K, mix):
 @pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
 def test_opcheck_row_stats(entropy, mix, correct, backend):
     logits, _, _ = rows(torch.float32)
+    options = {"entropy": entropy, "mix": mixture() if mix else None, "with_correct": correct, "backend": backend}
     for x in (logits, logits.clone().requires_grad_()):
-        needs = NeedsGrad(x.requires_grad)
-        plan = Plan(
-            torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs, with_mix=mix
-        )
-        opcheck(ROW_STATS, RowInputs(x, **make_statistics(5, 2, mix)), plan)
+        with checked_ops() as names:
+            statistics_of(row_stats, [x], **options)
+        assert names == ["row_stats", "row_stats_grad"][: 1 + x.requires_grad]
 
 
 @pytest.mark.everyday(1)
@@ -730,10 +736,26 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_active", [None, 4])
 def test_opcheck_linear_row_stats(dtype, needs, num_active):
-    leaves, _, _ = linear_inputs(dtype, needs)
-    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)._replace(with_mix=True)
-    tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(ROW_STATS, linear(leaves, **make_statistics(5, 2, mix=True)), plan, tests)
+    (hidden, weight, bias), _, _ = linear_inputs(dtype, needs)
+    options = {"num_active": num_active, "chunk_size": 2, "entropy": True, "mix": mixture(), "with_correct": True}
+    with checked_ops() as names:
+        statistics_of(linear_row_stats, [hidden, weight], bias=bias, softcap=3.0, skip_id=1, **options)
+    assert names == ["linear_row_stats", "linear_row_stats_grad"][: 1 + any(needs)]
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_opcheck_of_the_mass_outside_the_ids(form):
+    """Only the divergence to a teacher known at K ids wants it."""
+    (hidden, weight, _), _, _ = linear_inputs(torch.float32, (True, True, True))
+    ids, log_q = torch.tensor([[0, 3]] * 5, device=DEVICE), torch.full((5, 2), -2.0, device=DEVICE)
+    with checked_ops() as names:
+        if form == "logits":
+            out = topk_divergence(F.linear(hidden, weight), ids, log_q)
+        else:
+            out = linear_topk_divergence(hidden, weight, ids, log_q, reduction="none")
+        out.loss.sum().backward()
+    name = "row_stats" if form == "logits" else "linear_row_stats"
+    assert names == [name, f"{name}_grad"]
 
 
 @pytest.mark.everyday(1)
