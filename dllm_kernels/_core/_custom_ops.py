@@ -48,7 +48,8 @@ class _CustomOp:
     """The custom op of an opaque function: tensors first, then all else by keyword."""
 
     def __init__(self, defined: Opaque) -> None:
-        self.specs, function = defined.specs, defined.function
+        self.specs, self.function = defined.specs, defined.function
+        function = self.function
         hints = get_type_hints(function)
         self.parameters = [_Parameter(name, hints[name]) for name in inspect.signature(function).parameters]
         arguments = [argument for parameter in self.parameters for argument in parameter.schema]
