@@ -16,11 +16,8 @@ from dllm_kernels._core._eager import dtypes, first_order, in_dtypes, link_to, r
 from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
 from dllm_kernels._core._op import Outputs, RowOp
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._core._stats import ROW_STATS
 
-# Ops that can be part of a compiled graph. ROW_OBJECTIVE is not: under torch.compile it is traced as ROW_STATS and the
-# caller's function.
-_ALL = (ROW_STATS, DIVERGENCE)
+_ALL = (DIVERGENCE,)
 ROW_OPS = {op.name: op for op in _ALL}
 
 

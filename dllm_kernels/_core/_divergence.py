@@ -27,10 +27,9 @@ from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels._core._old_chunks import NO_FACTORS, Chunks, aligned_rows, head_product, no_autocast, unit_scale
-from dllm_kernels._core._old_nll import scale_copies, scale_in_place
+from dllm_kernels._core._old_nll import row_ids, scale_copies, scale_in_place
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._stats import row_ids
 
 Tensor = torch.Tensor
 # Largest size in bytes of a copy of the compared teacher columns.

@@ -40,6 +40,17 @@ def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
     return y.unsqueeze(1), y
 
 
+def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Flatten ids to ``[N, K]``; targets ``[N]`` are ``IGNORE`` in inactive rows and 0 in all others."""
+    N = inputs.x.shape[:-1].numel()
+    ids = inputs.ids.detach().reshape(N, inputs.ids.shape[-1] if inputs.ids.dim() == inputs.x.dim() else 1)
+    ids = ids.to(torch.int64).contiguous()
+    if plan.options.transform.skip_id is not None:
+        ids = ids.masked_fill(ids == plan.options.transform.skip_id, -1)
+    zeros = ids.new_zeros(N)
+    return ids, zeros if inputs.active is None else zeros.masked_fill(inputs.active.detach().reshape(-1) == 0, IGNORE)
+
+
 def weighted_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
     """Flatten targets like :func:`row_targets`; rows of weight 0 are inactive too, unless ``active`` is given."""
     return row_targets(inputs if inputs.active is not None else inputs._replace(active=inputs.weights), plan)

@@ -23,7 +23,10 @@ TYPES = {
 
 
 class _Parameter:
-    """One argument of an opaque function, and the arguments of the custom op that make it up."""
+    """One argument of an opaque function, and the arguments of the custom op that make it up.
+
+    A record without the method ``arguments`` has one field for each argument of its SCHEMA.
+    """
 
     def __init__(self, name: str, kind: Any) -> None:
         self.name, self.record = name, kind if hasattr(kind, "SCHEMA") else None
@@ -32,11 +35,19 @@ class _Parameter:
         self.schema = schema.split(", ")
 
     def flattened(self, value: Any) -> dict[str, Any]:
-        return {self.name: value} if self.record is None else value.arguments()  # type: ignore[no-any-return]
+        if self.record is None:
+            return {self.name: value}
+        if hasattr(self.record, "arguments"):
+            return value.arguments()  # type: ignore[no-any-return]
+        return dict(zip(self.arguments, value, strict=True))
 
     def restored(self, given: dict[str, Any]) -> Any:
         values = {name: given[name] for name in self.arguments}
-        return values[self.name] if self.record is None else self.record.from_arguments(**values)
+        if self.record is None:
+            return values[self.name]
+        if hasattr(self.record, "arguments"):
+            return self.record.from_arguments(**values)
+        return self.record(*values.values())
 
 
 class _CustomOp:

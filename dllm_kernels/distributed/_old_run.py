@@ -23,7 +23,7 @@ from dllm_kernels._core._active_rows import choose_chunk, multiprocessors
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._op import RowOp
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._core._results import Divergence, RestObjective, RowObjective, WeightedNLL
+from dllm_kernels._core._results import Divergence, WeightedNLL
 from dllm_kernels._core._run import run_plain
 from dllm_kernels._utils._checks import check_dtypes
 from dllm_kernels._utils._plain import plain
@@ -54,7 +54,7 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     out = run_plain(op, here, plan)
     if not rows.groups:
         return out
-    summed = isinstance(out, (WeightedNLL, RowObjective, RestObjective))
+    summed = isinstance(out, WeightedNLL)
     if summed or (isinstance(out, Divergence) and not out.loss.dim()):
         return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))
     return type(out)(*_whole(rows, out))

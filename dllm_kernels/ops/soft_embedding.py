@@ -241,12 +241,12 @@ def _coefficients(request: StatsRequest, result: StatsResult, bumped: Tensor | N
     """Compute the factor S / Z of the row and, for column b, p'_b minus the S / Z p_0 that the factor gives it."""
     log_p = result.log_probs
     if bumped is None:
-        return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max), None, None)
+        return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max))
     in_range, log_sum = request.ids != IGNORE, result.log_sum.unsqueeze(1)
     of_lowest = torch.exp(log_p.clamp(max=0))
     others = log_sum + torch.log1p(-of_lowest)
     bumped = bumped - result.row_max.unsqueeze(1)
     log_z = torch.logaddexp(others, bumped)
     share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
-    of_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
-    return Coefficients(of_ids, torch.where(in_range, share, 1.0).squeeze(1), None, None)
+    grad_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    return Coefficients(grad_ids, torch.where(in_range, share, 1.0).squeeze(1))

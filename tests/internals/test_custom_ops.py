@@ -12,9 +12,11 @@ from dllm_kernels.ops import (
     linear_row_stats,
     linear_sample,
     linear_token_nll,
+    linear_topk_divergence,
     row_stats,
     soft_embedding,
     token_nll,
+    topk_divergence,
     weighted_linear_nll,
     weighted_nll,
 )
@@ -29,6 +31,7 @@ SEEDS = torch.arange(N, device=DEVICE) % 3
 TRANSFORM = {"softcap": 3.0, "scale": 0.7, "skip_id": 1}
 CHUNKS = [{"chunk_size": 2}, {"chunk_size": 2, "num_active": 5, **TRANSFORM}]
 PAIR = {"kind": {"ce": 0.1, "lk": 0.9}, "alpha": "mean", "targets": IDS, "temperature": 2.0}
+TOP = torch.tensor([[0, 3]] * N, device=DEVICE), torch.full((N, 2), -2.0, device=DEVICE)
 KEPT = torch.tensor([4, 1, 9, 0, 17, 12, 3], device=DEVICE)
 
 
@@ -38,6 +41,7 @@ def of_logits(name, x, o):
         "weighted_nll": lambda: weighted_nll(x, IDS, WEIGHTS, round_nll=True, **o).loss,
         "weighted_nll, active": lambda: weighted_nll(x, IDS, WEIGHTS, active=ACTIVE, **o).loss,
         "row_stats": lambda: sum(t.sum() for t in row_stats(x, IDS, entropy=True, mix=(WEIGHTS, WEIGHTS), **o)[:4]),
+        "row_stats, rest": lambda: topk_divergence(x, *TOP, WEIGHTS, **o).loss,
         "divergence": lambda: divergence(x, x.detach().flip(0), WEIGHTS, **PAIR, **o).loss,
         "divergence, rows": lambda: divergence(x, x.detach().flip(0), WEIGHTS, reduction="none", **o).loss.sum(),
         "divergence, columns": lambda: (
@@ -53,6 +57,12 @@ def of_hidden(name, leaves, o):
         "linear_token_nll": lambda: linear_token_nll(h, w, IDS, with_correct=True, **head).nll.sum(),
         "weighted_linear_nll": lambda: weighted_linear_nll(h, w, IDS, WEIGHTS, with_lse=True, **head).loss,
         "linear_row_stats": lambda: linear_row_stats(h, w, torch.stack([IDS, IDS], 1), entropy=True, **head).lse.sum(),
+        "linear_row_stats, mix": lambda: linear_row_stats(
+            h, w, IDS, mix=(WEIGHTS, WEIGHTS), active=ACTIVE, with_correct=True, **head
+        ).mix.sum(),
+        "linear_row_stats, rest": lambda: linear_topk_divergence(
+            h, w, *TOP, WEIGHTS, reduction="none", **head
+        ).loss.sum(),
         "linear_divergence": lambda: linear_divergence(h, w, h.detach().flip(0), WEIGHTS, **PAIR, **head).loss,
         "linear_divergence, rows": lambda: linear_divergence(
             h, w, h.detach().flip(0), WEIGHTS, reduction="none", **head
@@ -67,12 +77,13 @@ def of_hidden(name, leaves, o):
 
 
 OF_LOGITS = (
-    "token_nll", "weighted_nll", "weighted_nll, active", "row_stats", "divergence", "divergence, rows",
-    "divergence, columns",
+    "token_nll", "weighted_nll", "weighted_nll, active", "row_stats", "row_stats, rest", "divergence",
+    "divergence, rows", "divergence, columns",
 )  # fmt: skip
 OF_HIDDEN = (
-    "linear_token_nll", "weighted_linear_nll", "linear_row_stats", "linear_divergence", "linear_divergence, rows",
-    "linear_sample", "linear_sample, greedy", "soft_embedding", "soft_embedding, table",
+    "linear_token_nll", "weighted_linear_nll", "linear_row_stats", "linear_row_stats, mix",
+    "linear_row_stats, rest", "linear_divergence", "linear_divergence, rows", "linear_sample",
+    "linear_sample, greedy", "soft_embedding", "soft_embedding, table",
 )  # fmt: skip
 
 

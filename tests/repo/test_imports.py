@@ -99,7 +99,7 @@ LAYERS = (
     tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_backend", "__init__")),
     ("_backends/triton",),
     ("_backends/torch",),
-    ("_backends/_primitives",),
+    ("_backends/_chain_rule", "_backends/_primitives"),
     ("_core", "_corruption"),
     ("ops",),
     ("distributed",),
