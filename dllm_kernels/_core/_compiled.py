@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._divergence import DIVERGENCE
 from dllm_kernels._core._eager import dtypes, first_order, in_dtypes, link_to, restored, upstream_of
 from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
@@ -22,7 +21,7 @@ from dllm_kernels._core._stats import ROW_STATS
 # Ops that can be part of a compiled graph. ROW_OBJECTIVE is not: under torch.compile it is traced as ROW_STATS and the
 # caller's function.
 _ALL = (
-    TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE
+    TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS
 )  # fmt: skip
 ROW_OPS = {op.name: op for op in _ALL}
 

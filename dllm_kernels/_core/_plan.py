@@ -13,7 +13,6 @@ import torch
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
 from dllm_kernels._backends._rows import IGNORE, RowPrimitives
-from dllm_kernels._core._divergence_spec import DivergencePlan
 from dllm_kernels._core._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._setup import compute_dtype
@@ -40,7 +39,6 @@ class Plan(NamedTuple):
         with_mix: True if the mixture of the row statistics is requested.
         mask_zero_weight: True if rows of weight 0 may be active, so that their NaN must be masked out of the sum.
         rows: row primitives that replace those of the backend, for a split vocabulary; otherwise None.
-        divergence: the ``DivergencePlan`` of a divergence, or None.
         objective: the ``Objective`` of row statistics, or None; eager only.
     """
 
@@ -53,12 +51,11 @@ class Plan(NamedTuple):
     with_mix: bool = False
     mask_zero_weight: bool = False
     rows: RowPrimitives | None = None
-    divergence: Any = None
     objective: Any = None
 
     @classmethod
     def of(
-        cls, inputs: RowInputs, options: Options, divergence: DivergencePlan | None = None, objective: Any = None
+        cls, inputs: RowInputs, options: Options, objective: Any = None
     ) -> Plan:
         """Make the plan of a call whose inputs and options have been validated."""
         dtype = inputs.x.dtype if inputs.weight is None else compute_dtype(inputs.x, inputs.weight)
@@ -70,7 +67,7 @@ class Plan(NamedTuple):
             dtype, use_triton(options.backend, inputs.x), options, NeedsGrad.of(inputs.grad_inputs),
             from_hidden=inputs.weight is not None, wide_logits=wide and narrow, with_mix=inputs.mix_a is not None,
             mask_zero_weight=inputs.weights is not None and inputs.active is not None,
-            divergence=divergence, objective=objective,
+            objective=objective,
         )  # fmt: skip
 
     @property
@@ -107,13 +104,11 @@ class Plan(NamedTuple):
 
     def pack(self) -> Packed:
         """Encode the plan for the schema of a compiled op: integers, and floats as in :mod:`_changing`."""
-        transform, divergence = self.options.transform, self.divergence
+        transform = self.options.transform
         values = [_checks.FLOAT_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
         shares = [0.0 if share is None else share for share in (self.options.top_p, self.options.min_p)]
         integers, floats = [_integer(value) for value in values], [*transform.factors, *shares]
-        if divergence is not None:
-            integers, floats = [*integers, *divergence.integers], [*floats, *divergence.floats]
         return integers, *_changing.packed(floats)
 
     @classmethod
@@ -124,12 +119,11 @@ class Plan(NamedTuple):
         needs = NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))
         skip_id = next(integers)
         of_plan, of_options = (_fields(kinds, integers) for kinds in (_OF_PLAN, _OF_OPTIONS))
-        rest, floats = list(integers), _changing.unpacked(factors, changing)
+        floats = _changing.unpacked(factors, changing)
         top_p, min_p = (None if share == 0 else share for share in floats[2:4])
         transform = Transform.of(floats[:2], None if skip_id == _NONE else skip_id)
         options = Options(transform, top_p=top_p, min_p=min_p, **of_options)
-        divergence = DivergencePlan.unpacked(rest, floats[4:]) if rest else None
-        return cls(dtype, options=options, needs=needs, divergence=divergence, **of_plan)
+        return cls(dtype, options=options, needs=needs, **of_plan)
 
 
 _NONE = -(1 << 62)

@@ -17,7 +17,6 @@ import torch
 
 from dllm_kernels._backends._rows import as_blv
 from dllm_kernels._core import _eager
-from dllm_kernels._core._divergence_spec import DivergencePlan
 from dllm_kernels._core._inputs import PER_ROW, RowInputs, flattened
 from dllm_kernels._core._op import Output, RowOp
 from dllm_kernels._core._plan import Options, Plan
@@ -102,11 +101,11 @@ def _check_ids_shape(names: _checks.Names, x: torch.Tensor, ids: torch.Tensor, s
 
 
 def run(
-    op: RowOp, inputs: RowInputs, options: Options, divergence: DivergencePlan | None = None, objective: Any = None
+    op: RowOp, inputs: RowInputs, options: Options, objective: Any = None
 ) -> Any:
     """Run an op whose inputs and options have been validated; return its result in the shape of the caller's rows."""
     check_no_tangent(*inputs.grad_inputs)
-    plan = Plan.of(inputs, options, divergence, objective)
+    plan = Plan.of(inputs, options, objective)
     if not any_dtensor(*inputs.tensors):
         return run_plain(op, inputs, plan)
     (load,) = _dtensor_loaders

@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from dllm_kernels._core._active_rows import choose_chunk, multiprocessors
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._op import RowOp
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._core._results import Divergence, RestObjective, RowObjective, WeightedNLL
+from dllm_kernels._core._results import RestObjective, RowObjective, WeightedNLL
 from dllm_kernels._core._run import run_plain
 from dllm_kernels._utils._checks import check_dtypes
-from dllm_kernels._utils._plain import plain
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import Groups, Rows, VocabShard, check_local_shape, layout, shard_dim, sum_over
 from dllm_kernels.distributed.fsdp import gather_head
@@ -48,14 +47,10 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     here, rows, shard = (_local_hidden if plan.from_hidden else _local_logits)(inputs)
     if shard is not None:
         plan = _sharded_plan(inputs, here.x, plan, shard)
-    if plan.divergence is not None:
-        here = here._replace(**_local_teacher(inputs, plan.from_hidden, rows, shard))
-        plan = plan._replace(divergence=plan.divergence._replace(all_reduce=lambda t: sum_over(t, rows.groups)))
     out = run_plain(op, here, plan)
     if not rows.groups:
         return out
-    summed = isinstance(out, (WeightedNLL, RowObjective, RestObjective))
-    if summed or (isinstance(out, Divergence) and not out.loss.dim()):
+    if isinstance(out, (WeightedNLL, RowObjective, RestObjective)):
         return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))
     return type(out)(*_whole(rows, out))
 
@@ -93,8 +88,7 @@ def _sharded_plan(inputs: RowInputs, x: Tensor, plan: Plan, shard: VocabShard) -
         return plan
     ranks = dist.get_world_size(shard.group)
     rows, sms = -(-x.shape[:-1].numel() // ranks), multiprocessors(x.device)
-    V = shard.step * ranks if inputs.teacher_weight is None else max(shard.step * ranks, inputs.teacher_weight.shape[0])
-    chunk_size = ranks * choose_chunk(rows, V, x.shape[-1], plan.needs.weight, sms)
+    chunk_size = ranks * choose_chunk(rows, shard.step * ranks, x.shape[-1], plan.needs.weight, sms)
     return plan._replace(options=plan.options._replace(chunk_size=chunk_size))
 
 
@@ -218,69 +212,3 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
     check_local_shape(name, t, (*rows.local_shape, t.shape[-1]))
     local = _layout.local_piece(t, grad_placements)
     return _layout.sum_gradient_over(local, groups) if groups and not any(vocab) else local, rows
-
-
-def _local_teacher(inputs: RowInputs, from_hidden: bool, rows: Rows, shard: VocabShard | None) -> dict[str, Any]:
-    """Return this rank's part of the teacher: the rows and columns of its student logits.
-
-    The teacher may have any layout. A plain tensor must be whole, and equal on every rank. A DTensor is redistributed.
-    With ``teacher_rows`` every rank needs all rows of the teacher, and with ``teacher_columns`` all columns.
-    """
-    x, index, columns, u = inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns, inputs.teacher_extra_x
-    assert x is not None
-    part, picked = shard if columns is None else None, index is not None
-    if columns is not None and shard is not None:
-        columns = columns.narrow(0, shard.start, shard.size)
-    heads = ("teacher_weight", "teacher_bias", "teacher_extra_weight")
-    return {
-        "teacher_x": _teacher_rows(x, inputs.x, rows, None if from_hidden else part, picked=picked),
-        "teacher_extra_x": None if u is None else _teacher_rows(u, inputs.x, rows, None, picked=picked),
-        "teacher_rows": None if index is None else rows.local(index),
-        "teacher_columns": columns,
-        **{name: _teacher_head(t, x, part) for name in heads if (t := getattr(inputs, name)) is not None},
-    }
-
-
-def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:
-    """Return the teacher's rows ``[..., C]`` for the student's rows, or all if picked; only the columns of ``part``.
-
-    The decision to communicate depends on layouts only, because all ranks must decide alike.
-    """
-    if isinstance(t, DTensor) and isinstance(x, DTensor) and x.device_mesh == t.device_mesh:
-        t = t.redistribute(placements=_student_placements(t, x, rows, columns=part is not None, picked=picked))
-        shape = tuple(t.shape[:-1]) if picked else rows.local_shape
-        check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
-        return t.to_local()
-    t = plain(t) if picked else rows.local(plain(t))
-    return t if part is None else t.narrow(-1, part.start, part.size)
-
-
-def _student_placements(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
-    """Return placements for ``t`` that split its rows, and columns if requested, as those of ``x``; else Replicate."""
-    kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
-    placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]
-    for i, p in enumerate(x.placements):
-        if columns and shard_dim(p) == x.dim() - 1:
-            placements[i] = Shard(t.dim() - 1)
-    return placements
-
-
-def _teacher_head(t: Tensor, x: Tensor, part: VocabShard | None) -> Tensor:
-    """Return a parameter of the teacher's head, restricted to the columns of ``part`` if given."""
-    name = "the teacher's head"
-    t = gather_head(t, x, name)
-    if isinstance(t, DTensor) and part is not None and _is_split_like(t, part):
-        check_local_shape(name, t, (part.size, *t.shape[1:]))
-        return t.to_local()
-    whole: Tensor = plain(t)
-    return whole if part is None else whole.narrow(0, part.start, part.size)
-
-
-def _is_split_like(t: DTensor, part: VocabShard) -> bool:
-    """Return True if only the first dimension of ``t`` is split, over the ranks of ``part`` into the same pieces."""
-    split = [(i, p) for i, p in enumerate(t.placements) if not p.is_replicate()]
-    if len(split) != 1 or t.shape[0] != part.total:
-        return False
-    ((i, p),) = split
-    ranks, expected = map(dist.get_process_group_ranks, (t.device_mesh.get_group(i), part.group))
-    return shard_dim(p) == 0 and not _layout.is_strided(p) and ranks == expected

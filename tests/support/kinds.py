@@ -1,7 +1,6 @@
 """The names of the divergences, and non-default options for them."""
 
-from dllm_kernels._backends.torch._divergence import KINDS
-from dllm_kernels._core._divergence_spec import ALIASES, NAMES
+from dllm_kernels._backends._kinds import ALIASES, KINDS, NAMES
 
 __all__ = ["ALIASES", "HALVES", "NAMES"]
 
