@@ -79,7 +79,7 @@ class Chunks:
         self.weight = head.weight.to(setup.dtype)
         self.bias, self.U = (None if t is None else t.to(setup.dtype) for t in (head.bias, head.U))
         self.primitives = setup.primitives()
-        (V, D), device = head.weight.shape, hidden.device
+        V, device = len(head.weight), hidden.device
         sms = multiprocessors(device)
         self.grads: dict[str, Tensor] = {}
         if needs.bias:

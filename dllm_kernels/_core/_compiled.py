@@ -13,16 +13,13 @@ from torch import Tensor
 
 from dllm_kernels._core._eager import dtypes, first_order, in_dtypes, link_to, restored, upstream_of
 from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._op import Outputs, RowOp
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._stats import ROW_STATS
 
 # Ops that can be part of a compiled graph. ROW_OBJECTIVE is not: under torch.compile it is traced as ROW_STATS and the
 # caller's function.
-_ALL = (
-    TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS
-)  # fmt: skip
+_ALL = (ROW_STATS,)
 ROW_OPS = {op.name: op for op in _ALL}
 
 

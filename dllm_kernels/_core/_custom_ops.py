@@ -62,7 +62,7 @@ class _CustomOp:
         """Rebuild the arguments of the function from those of the op."""
         arguments = dict(zip(self.tensors, given, strict=True)) | keywords
         if fake:
-            arguments.update(dict.fromkeys((name for name in arguments if name.startswith("changing"))))
+            arguments.update(dict.fromkeys(name for name in arguments if name.startswith("changing")))
         return [parameter.restored(arguments) for parameter in self.parameters]
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-
 Tensor = torch.Tensor
 
 

@@ -12,16 +12,13 @@ import torch
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
-from dllm_kernels._backends._rows import IGNORE, RowPrimitives
+from dllm_kernels._backends._rows import RowPrimitives
 from dllm_kernels._core._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._setup import compute_dtype
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import autocasts
-from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
-from dllm_kernels._utils._truncation import Truncation
+from dllm_kernels._utils._transform import Transform
 
 Packed = tuple[list[int], list[float], torch.Tensor | None]
 

@@ -168,7 +168,8 @@ class Setup(NamedTuple):
             raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {options.logits_dtype}")
         return cls(
             options.transform, use_triton(options.backend, x), dtype, torch.float32 if wide and narrow else dtype,
-            NeedsGrad.of(x, head), options.chunk_size, options.num_active, options.with_lse, options.with_correct, split,
+            NeedsGrad.of(x, head), options.chunk_size, options.num_active, options.with_lse, options.with_correct,
+            split,
         )  # fmt: skip
 
     @property

@@ -15,9 +15,9 @@ import torch
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream, coefficients
 from dllm_kernels._backends._rows import IGNORE, StatsPrimitives, as_blv
 from dllm_kernels._core import _op
-from dllm_kernels._core._old_chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
-from dllm_kernels._core._nll import SCALES, STATS_OUTPUTS, scale_in_place, scales_loss
+from dllm_kernels._core._old_chunks import Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels._core._old_nll import SCALES, STATS_OUTPUTS, scale_in_place, scales_loss
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._rest import rest_backward, with_rest
 from dllm_kernels._core._results import RestObjective, RestStats, RowObjective, RowStats

@@ -11,19 +11,21 @@ from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
 from dllm_kernels._backends._rows import RowPrimitives
 from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._op import RowOp
-from dllm_kernels._core._plan import Options, compute_dtype
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels._core._run import run
+from dllm_kernels._core._setup import Head, compute_dtype
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import has_values, plain
+from dllm_kernels._utils._plain import all_plain, has_values, plain
 from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
+from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked, weighted_linear_nll_unchecked
 from dllm_kernels.ops.row_stats import Mix
+from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -122,13 +124,21 @@ class ModelOutput(NamedTuple):
     ) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
-        op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
-        return self._run(op, targets, overrides, active=active, weights=weights)  # type: ignore[no-any-return]
+        targets, weights, active = all_plain(targets, weights, active)
+        arguments: dict[str, Any] = {"targets": targets, "weights": weights, "active": active}
+        arguments["options"] = self._checked_options(overrides)
+        if self.weight is None:
+            return weighted_nll_unchecked(self.x, **arguments)
+        return weighted_linear_nll_unchecked(self.x, self.head, **arguments)
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **overrides: Any) -> TokenNLL:
         """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
-        op = TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL
-        rows: TokenNLL = self._run(op, targets, overrides, active=active)
+        targets, active = all_plain(targets, active)
+        options = self._checked_options(overrides)
+        if self.weight is None:
+            rows = token_nll_unchecked(self.x, targets=targets, active=active, options=options)
+        else:
+            rows = linear_token_nll_unchecked(self.x, self.head, targets=targets, active=active, options=options)
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
@@ -161,8 +171,17 @@ class ModelOutput(NamedTuple):
         extra_x, extra_weight = (None, None) if self.extra is None else self.extra
         tensors: dict[str, Any] = {name: plain(t) for name, t in per_row.items()}
         inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **tensors)
+        return run(op, inputs, self._checked_options(overrides))
+
+    @property
+    def head(self) -> Head:
+        """The LM head, which must be present."""
+        assert self.weight is not None
+        return Head(self.weight, self.bias, *(self.extra or (None, None)))
+
+    def _checked_options(self, overrides: dict[str, Any]) -> Options:
         options = replaced(self.options, **overrides) if overrides else self.options
-        return run(op, inputs, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
+        return options.checked(self.vocabulary, self.x.shape[:-1].numel())
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import call
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._rows import checked
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -19,6 +17,7 @@ from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, MEAN_EPS, Counts, DraftCall, DraftLoss, predicted_mask
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked
 
 
 class DFlashDecayLoss(DraftLoss):
@@ -366,7 +365,8 @@ class DFlashDecayLoss(DraftLoss):
     ) -> tuple[Tensor, Tensor]:
         """Return NLL and argmax match ``[chunk]`` of rows ``[chunk, D]``; the NLL is differentiable per row."""
         names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
-        inputs = RowInputs(hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)
-        rows = call(LINEAR_TOKEN_NLL, names, inputs, Options(with_correct=True))
+        head = lm_head_weight, lm_head_bias, None
+        call = checked(names, hidden_chunk, target_chunk, Options(with_correct=True), head)
+        rows = linear_token_nll_unchecked(hidden_chunk, call.head, targets=call.ids, active=None, options=call.options)
         assert rows.correct is not None
         return rows.nll, rows.correct

@@ -41,13 +41,13 @@ from dllm_kernels._backends._divergence import (
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._core._fused import Fused, Once, Spec, first_order, link_to, opaque, outputs, traced
+from dllm_kernels._core._fused import Fused, Spec, first_order, opaque, outputs
+from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
 from dllm_kernels._core._setup import (
     NO_GRADIENTS,
-    PER_ROW_GRADS,
     Gradients,
     Head,
     NeedsGrad,
@@ -480,10 +480,8 @@ class _Divergence(Fused):
 class _LinearDivergence(Fused):
     """Weighted sum of divergences, or divergences of rows with a frozen head, from hidden states.
 
-    Forward computes the gradients; nothing else is saved. Backward scales them: those of the sum in place, once. With
-    loss scaling (float16), the gradient of a row is ``row_size`` times the saved one, and that of the head, saved in
-    the accumulation dtype, ``loss_scale`` times. With a loss per row the saved gradients are for weights of 1, and
-    ``row_size`` is the weight.
+    Forward computes the gradients, and backward scales them. With a loss per row they are those for weights of 1, and
+    the row sizes are the weights.
     """
 
     @staticmethod
@@ -491,30 +489,19 @@ class _LinearDivergence(Fused):
         ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
-        made = _of_hidden(hidden, Head(*head), teacher, ids, weights, comparison, setup)
-        loss, value, acceptance_rate, agree, _, *saved = made
-        link = link_to(hidden)  # leads to all inputs, of which none is saved
-        ctx.save_for_backward(*saved, link)
-        ctx.setup, ctx.dtypes = setup, [None if t is None else t.dtype for t in (hidden, *head)]
-        ctx.once = None
-        if not comparison.per_row and not traced(hidden):
-            ctx.once = Once("linear_divergence", 'reduction="none"', Head(*head), setup.needs)
-        return outputs(ctx, [loss], [value, acceptance_rate, agree], link)
+        parts = Head(*head)
+        loss, *of_rows, _, x, weight, bias, u, U, loss_scale, row_size = _of_hidden(
+            hidden, parts, teacher, ids, weights, comparison, setup
+        )
+        once = None if comparison.per_row else ("linear_divergence", 'reduction="none"')
+        made = Gradients(x, weight, bias, u, U), loss_scale, row_size
+        return outputs(ctx, [loss], of_rows, keep_gradients(ctx, hidden, parts, made, setup, once))
 
     @staticmethod
     @first_order(SOFTMAX_OF_HEAD)
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
-        if ctx.once is not None:
-            ctx.once()
-        *grads, loss_scale, row_size, _link = ctx.saved_tensors
-        if ctx.once is not None and row_size is None:
-            for grad in grads:
-                if grad is not None:
-                    ctx.setup.primitives().scale_(grad, grad_loss)
-        else:
-            grads = _scaled_copies(grads, grad_loss, loss_scale, row_size)
-        x, *of_head = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return x, None, None, None, None, None, *of_head
+        grad_hidden, *grad_head = scale_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, None, None, *grad_head
 
 
 class _RecomputedDivergence(Fused):
@@ -528,36 +515,20 @@ class _RecomputedDivergence(Fused):
         ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
-        made = _of_hidden(hidden, Head(*head), teacher, ids, weights, comparison, setup)
-        loss, value, acceptance_rate, agree, mean, *_ = made
+        loss, value, rate, agree, mean, *_ = _of_hidden(hidden, Head(*head), teacher, ids, weights, comparison, setup)
         ctx.save_for_backward(hidden, *head, ids, weights, mean, *teacher)
         ctx.comparison, ctx.setup = comparison, setup
-        return outputs(ctx, [loss], [value, acceptance_rate, agree])
+        return outputs(ctx, [loss], [value, rate, agree])
 
     @staticmethod
     @first_order(SOFTMAX_OF_HEAD)
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
         hidden, weight, bias, u, U, ids, weights, mean, *teacher = ctx.saved_tensors
-        x, *of_head = _grad_of_hidden(
+        grad_hidden, *grad_head = _grad_of_hidden(
             hidden, Head(weight, bias, u, U), Teacher(*teacher), ids, weights, grad_loss.contiguous(), mean,
             ctx.comparison, ctx.setup,
         )  # fmt: skip
-        return x, None, None, None, None, None, *of_head
-
-
-def _scaled_copies(grads: Any, grad_loss: Tensor, loss_scale: Any, row_size: Any) -> list[Tensor | None]:
-    """Scale the gradients of :class:`_LinearDivergence` out of place."""
-    of_head = grad_loss if loss_scale is None else grad_loss * loss_scale
-    out = []
-    for field, grad in zip(Gradients._fields, grads, strict=True):
-        if grad is None:
-            out.append(None)
-        elif field in PER_ROW_GRADS and row_size is not None:
-            factor = (row_size * grad_loss).unsqueeze(1)  # 0 gives 0 even if the row has NaN
-            out.append(torch.where(factor != 0, grad * factor, 0.0).to(grad.dtype))
-        else:  # in the dtype of the factor, because float16 times a 0-d factor would round the factor to float16
-            out.append((grad.to(of_head.dtype) * of_head).to(grad.dtype))
-    return out
+        return grad_hidden, None, None, None, None, None, *grad_head
 
 
 class _Kept(NamedTuple):
@@ -726,21 +697,12 @@ def _computes_gradients(comparison: Comparison, setup: Setup) -> bool:
     return any(setup.needs) and (not comparison.per_row or setup.needs.frozen_head)
 
 
-def _specs_of_gradients(hidden: Tensor, head: Head, needs: NeedsGrad, wide: torch.dtype | None = None) -> list[Spec]:
-    """Return the specs of the gradients that are needed; ``wide``: dtype of those of the head, if not their own."""
-    tensors = zip(Gradients._fields, (hidden, *head), needs, strict=True)
-    return [
-        None if t is None or not needed else (t.shape, t.dtype if field in PER_ROW_GRADS else wide or t.dtype)
-        for field, t, needed in tensors
-    ]
-
-
 def _specs_of_hidden(
     hidden: Tensor, head: Head, _teacher: Teacher, _ids: Any, weights: Tensor, comparison: Comparison, setup: Setup
 ) -> list[Spec]:
     computes, acc = _computes_gradients(comparison, setup), setup.accum_dtype
     scales = computes and setup.needs_loss_scaling and not comparison.per_row
-    grads = _specs_of_gradients(hidden, head, setup.needs if computes else NO_GRADIENTS, acc if scales else None)
+    grads = gradient_specs(hidden, head, setup.needs if computes else NO_GRADIENTS, acc if scales else None)
     row_size = (weights.shape, acc) if scales or (computes and comparison.per_row) else None
     return [*_specs_of_rows(weights, comparison, setup), *grads, ((), acc) if scales else None, row_size]
 
@@ -823,7 +785,7 @@ def _compare_chunks(
         yield chunk, result
 
 
-@opaque("linear_divergence_grad", lambda *args: _specs_of_gradients(*args[:2], args[-1].needs))
+@opaque("linear_divergence_grad", lambda *args: gradient_specs(*args[:2], args[-1].needs))
 def _grad_of_hidden(
     hidden: Tensor, head: Head, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor,
     mean: Tensor | None, comparison: Comparison, setup: Setup,

@@ -160,9 +160,7 @@ def _check_sources(hidden: Tensor, seeds: Any, generator: Any) -> None:
         )
 
 
-def _seeds_and_numbers(
-    hidden: Tensor, seeds: Tensor | None, generator: torch.Generator | None
-) -> dict[str, Tensor]:
+def _seeds_and_numbers(hidden: Tensor, seeds: Tensor | None, generator: torch.Generator | None) -> dict[str, Tensor]:
     """Return the seed of each row, and the index of the row among the rows with that seed."""
     rows = hidden.shape[:-1]
     if seeds is None:

@@ -114,9 +114,7 @@ def soft_embedding(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, logits_dtype=logits_dtype,
     )  # fmt: skip
-    head_, bump_ids, active, _, options = checked(
-        NAMES, hidden, bump_ids, options, (head, bias, extra), active=active
-    )
+    head_, bump_ids, active, _, options = checked(NAMES, hidden, bump_ids, options, (head, bias, extra), active=active)
     _check_embedding(hidden, head, embedding)
     head_ = head_.detached
     table = head_.weight if embedding is head else embedding.detach()  # tied
