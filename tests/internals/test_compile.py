@@ -11,8 +11,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import dllm_kernels
-from dllm_kernels._core._divergence import DIVERGENCE
-from dllm_kernels._core._divergence_spec import DivergencePlan, checked_spec
 from dllm_kernels._core._inputs import NeedsGrad, RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._plan import Options, Plan
@@ -734,28 +732,6 @@ def test_opcheck_linear_row_stats(dtype, needs, num_active):
     plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)._replace(with_mix=True)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
     opcheck(ROW_STATS, linear(leaves, **make_statistics(5, 2, mix=True)), plan, tests)
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_opcheck_divergence(dtype, needs, per_row, form):
-    leaves, targets, weights = linear_inputs(dtype, needs)
-    if form == "logits":
-        leaves = [torch.randn(5, V, device=DEVICE).to(dtype).requires_grad_(needs[0]), None, None]
-    inputs = linear(
-        leaves, targets.unsqueeze(1), targets.masked_fill(weights == 0, -100), weights=weights.float(),
-        teacher_x=torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype),
-        teacher_rows=targets.clamp(0, 3),
-    )  # fmt: skip
-    config = DivergencePlan(checked_spec({"ce": 0.1, "lk": 0.9}, alpha="mean"), Transform(3.0, 0.7, 1), 4.0, per_row)
-    needs = NeedsGrad(*(needs if form == "hidden" else needs[:1]))
-    plan = Plan(dtype, False, Options(chunk_size=2), needs, form == "hidden", divergence=config)
-    tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(DIVERGENCE, inputs, plan, tests)
 
 
 @pytest.mark.exhaustive
