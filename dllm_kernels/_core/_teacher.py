@@ -65,11 +65,9 @@ class Teacher(NamedTuple):
         return Teacher(x, self.weight, self.bias, flat_rows(self.u), self.U, rows, columns, self.inverse)
 
     def converted(self, setup: Setup, *, with_whole: bool) -> Teacher:
-        """Cast a head of its own, or only its compared columns, before :class:`Chunks` syncs."""
-        if self.weight is None:
-            return self
+        """Cast its own part of the head, or only the compared columns, before :class:`Chunks` syncs."""
         head, columns = _Head(self.weight, self.bias, self.U), self.columns
-        if not with_whole:
+        if self.weight is not None and not with_whole:
             head, columns = head.picked(columns), None
         weight, bias, U = (None if t is None else t.to(setup.dtype) for t in head)
         return self._replace(weight=weight, bias=bias, U=U, columns=columns)

@@ -300,11 +300,10 @@ def linear_divergence(
         raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
     u, U = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
     rows, columns = all_plain(teacher_rows, draft_to_target)
-    tensors = [None if t is None else t.detach() for t in (teacher_hidden, teacher_weight, teacher_bias, u, U)]
+    of_head = [None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)]
+    given = Teacher(teacher_hidden.detach(), *of_head, rows=rows, columns=columns)
     V = weight.shape[0]
-    given = _checked_teacher(
-        "hidden", hidden, Teacher(*tensors, rows, columns), (V, its_weight.shape[0]), weights, options
-    )
+    given = _checked_teacher("hidden", hidden, given, (V, its_weight.shape[0]), weights, options)
     comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
     return divergence_unchecked(
         hidden, head_, teacher=given, ids=targets, weights=weights, comparison=comparison, options=options
@@ -785,7 +784,7 @@ def _compare_chunks(
         yield chunk, result
 
 
-@opaque("linear_divergence_grad", lambda *args: gradient_specs(*args[:2], args[-1].needs))
+@opaque("linear_divergence_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
 def _grad_of_hidden(
     hidden: Tensor, head: Head, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor,
     mean: Tensor | None, comparison: Comparison, setup: Setup,
