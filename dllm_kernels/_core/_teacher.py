@@ -43,13 +43,16 @@ class Teacher(NamedTuple):
     columns: Tensor | None = None
     inverse: Tensor | None = None
 
-    SCHEMA = (
-        "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_u, Tensor? teacher_U, "
-        "Tensor? teacher_rows, Tensor? draft_to_target, Tensor? target_to_draft"
-    )
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_u, Tensor? teacher_U, "
+            "Tensor? teacher_rows, Tensor? draft_to_target, Tensor? target_to_draft"
+        )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
+        """Return the arguments of :meth:`schema`."""
         names = [argument.split()[-1] for argument in self.SCHEMA.split(", ")]
         return dict(zip(names, self, strict=True))
 

@@ -120,10 +120,13 @@ class Mix(NamedTuple):
     vocab_size: int
     check: bool
 
-    SCHEMA = "SymInt mask_token_id, SymInt vocab_size, bool check"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "SymInt mask_token_id, SymInt vocab_size, bool check"
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
+        """Return the arguments of :meth:`schema`."""
         return self._asdict()
 
     @classmethod
@@ -154,10 +157,13 @@ class Routine(NamedTuple):
     eps: float = 0.0
     half_life_ratio: float = 1.0
 
-    SCHEMA = "str kind, SymInt token, SymInt? block_size, float eps, float half_life_ratio, Tensor? changing"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "str kind, SymInt token, SymInt? block_size, float eps, float half_life_ratio, Tensor? changing"
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
+        """Return the arguments of :meth:`schema`."""
         (eps, ratio), changing = packed([self.eps, self.half_life_ratio])
         return {**self._asdict(), "eps": eps, "half_life_ratio": ratio, "changing": changing}
 

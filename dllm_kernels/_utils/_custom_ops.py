@@ -29,8 +29,8 @@ class _Parameter:
     """
 
     def __init__(self, name: str, kind: Any) -> None:
-        self.name, self.record = name, kind if hasattr(kind, "SCHEMA") else None
-        schema = f"{TYPES[kind]} {name}" if self.record is None else kind.SCHEMA
+        self.name, self.record = name, kind if hasattr(kind, "schema") else None
+        schema = f"{TYPES[kind]} {name}" if self.record is None else kind.schema()
         self.arguments = [argument.split()[-1] for argument in schema.split(", ")]
         self.schema = schema.split(", ")
 

@@ -26,7 +26,7 @@ class Opaque(NamedTuple):
 
     Attributes:
         name: name of the custom op.
-        function: the implementation; each argument is a tensor, None, a number, or a record with a ``SCHEMA``.
+        function: the implementation; each argument is a tensor, None, a number, or a record with a :meth:`schema`.
         specs: takes the same arguments; returns the :data:`Spec` of each result.
     """
 

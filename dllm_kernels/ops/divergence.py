@@ -41,7 +41,7 @@ from dllm_kernels._backends._divergence import (
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._core._fused import Fused, Spec, first_order, opaque, outputs
+from dllm_kernels._core._fused import Fused, first_order, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence
@@ -60,6 +60,7 @@ from dllm_kernels._core._teacher import Teacher, gather, rows_at
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
@@ -538,10 +539,13 @@ class _Kept(NamedTuple):
     teacher_argmax: Any
     teacher_norms: Any
 
-    SCHEMA = "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
+        """Return the arguments of :meth:`schema`."""
         return self._asdict()
 
     @classmethod

@@ -204,7 +204,10 @@ class Sampling(NamedTuple):
     truncation: Truncation | None = None
     untruncated_log_probs: bool = False
 
-    SCHEMA = "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
 
     @classmethod
     def of(cls, options: Options) -> Sampling:
@@ -212,7 +215,7 @@ class Sampling(NamedTuple):
         return cls(options.return_top, options.truncation, options.untruncated_log_probs)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`; a share of 0 is None."""
+        """Return the arguments of :meth:`schema`; a share of 0 is None."""
         top_k, *shares = self.truncation or (None, None, None)
         (top_p, min_p), changing = packed([0.0 if share is None else share for share in shares])
         return {

@@ -21,7 +21,7 @@ from dllm_kernels._backends._row_stats import StatsResult, Upstream
 from dllm_kernels._backends._rows import as_blv
 from dllm_kernels._core import _stats
 from dllm_kernels._core._chunks import Chunks, no_autocast, unit_scale
-from dllm_kernels._core._fused import Fused, Spec, first_order, opaque, outputs
+from dllm_kernels._core._fused import Fused, first_order, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import RestStats, RowStats
@@ -30,6 +30,7 @@ from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._core._stats import Wanted
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
