@@ -48,15 +48,6 @@ class Head(NamedTuple):
         """The head as constants."""
         return Head(*[None if t is None else t.detach() for t in self])  # type: ignore[arg-type]
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        return {"weight": self.weight, "bias": self.bias, "u": self.u, "U": self.U}
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> Head:
-        """Rebuild from :meth:`arguments`."""
-        return cls(**given)
-
 
 def flat_rows(t: Any) -> Any:
     """Reshape ``[..., C]`` to ``[N, C]``; None stays None."""

@@ -51,16 +51,6 @@ class Teacher(NamedTuple):
             "Tensor? teacher_rows, Tensor? draft_to_target, Tensor? target_to_draft"
         )
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        names = [argument.split()[-1] for argument in self.SCHEMA.split(", ")]
-        return dict(zip(names, self, strict=True))
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> Teacher:
-        """Rebuild from :meth:`arguments`, which are in the order of the fields."""
-        return cls(*given.values())
-
     def flat(self, *, from_hidden: bool) -> Teacher:
         """Return the teacher with flat rows: hidden states ``[R, D']``; logits keep their shape."""
         rows, columns = (None if t is None else flat_index(t) for t in (self.rows, self.columns))

@@ -125,15 +125,6 @@ class Mix(NamedTuple):
         """Return the arguments of a custom op that make up the record."""
         return "SymInt mask_token_id, SymInt vocab_size, bool check"
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        return self._asdict()
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> Mix:
-        """Rebuild from :meth:`arguments`."""
-        return cls(**given)
-
 
 class Routine(NamedTuple):
     """A routine of :mod:`dllm_kernels.corruption` and its parameters.

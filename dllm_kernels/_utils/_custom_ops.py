@@ -25,7 +25,7 @@ TYPES = {
 class _Parameter:
     """One argument of an opaque function, and the arguments of the custom op that make it up.
 
-    A record without the method ``arguments`` has one field for each argument of its SCHEMA.
+    A record without the method ``arguments`` has one field for each argument of its ``schema``.
     """
 
     def __init__(self, name: str, kind: Any) -> None:
@@ -68,7 +68,7 @@ class _CustomOp:
         schema = f"({', '.join([*tensors, '*', *others])}) -> Tensor[]"
 
         def implementation(*given: Any, **keywords: Any) -> list[Tensor]:
-            with torch.cuda.device_of(given[0]):
+            with torch.cuda.device_of(given[0]):  # type: ignore[no-untyped-call]
                 return [t for t in function(*self.restored(given, keywords)) if t is not None]
 
         def fake(*given: Any, **keywords: Any) -> list[Tensor]:

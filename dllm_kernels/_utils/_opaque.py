@@ -53,7 +53,7 @@ def opaque(name: str, specs: Callable[..., Sequence[Spec]]) -> Callable[[Functio
         @functools.wraps(function)
         def wrapped(x: Tensor, *args: Any) -> Any:
             if not traced(x):
-                with torch.cuda.device_of(x):
+                with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
                     return function(x, *args)
             from dllm_kernels._utils import _custom_ops  # imported lazily, because registration is slow
 

@@ -301,8 +301,8 @@ def linear_divergence(
         raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
     u, U = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
     rows, columns = all_plain(teacher_rows, draft_to_target)
-    of_head = [None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)]
-    given = Teacher(teacher_hidden.detach(), *of_head, rows=rows, columns=columns)
+    of_head = *(None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)), rows, columns
+    given = Teacher(teacher_hidden.detach(), *of_head)
     V = weight.shape[0]
     given = _checked_teacher("hidden", hidden, given, (V, its_weight.shape[0]), weights, options)
     comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
@@ -543,15 +543,6 @@ class _Kept(NamedTuple):
     def schema() -> str:
         """Return the arguments of a custom op that make up the record."""
         return "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        return self._asdict()
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> _Kept:
-        """Rebuild from :meth:`arguments`."""
-        return cls(**given)
 
 
 def _specs_of_rows(weights: Tensor, comparison: Comparison, setup: Setup) -> list[Spec]:

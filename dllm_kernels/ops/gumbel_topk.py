@@ -78,7 +78,7 @@ def gumbel_topk_mask(
     of_rows = counts(k, log_w) if traced(log_w) else k
     with torch.no_grad():
         (mask,) = choose(log_w.detach(), of_rows, uniform, seed, start, backend)
-    return mask  # type: ignore[no-any-return]
+    return mask
 
 
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:

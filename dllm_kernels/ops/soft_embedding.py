@@ -173,7 +173,7 @@ def soft_embedding_unchecked(
     values = None if bump is None else flat_values(bump, setup.accum_dtype)
     table = None if embedding is head.weight else embedding
     (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(columns, active), columns, values, setup)
-    return out.view(*rows, out.shape[1])  # type: ignore[no-any-return]
+    return out.view(*rows, out.shape[1])
 
 
 def _specs(
