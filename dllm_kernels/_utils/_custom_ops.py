@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _changing
-from dllm_kernels._utils._opaque import DEFINED, Opaque
+from dllm_kernels._utils._defined import DEFINED, Opaque
 
 TYPES = {
     Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int: "SymInt", int | None: "SymInt?", float: "float",

@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dllm_kernels._utils._defined import DEFINED, Opaque, Spec
 from dllm_kernels._utils._plain import has_values
 
+__all__ = ["Spec", "opaque", "traced"]
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Shape and dtype of a result, or None for a result that is not computed.
-Spec = tuple[Sequence[int], torch.dtype] | None
 
 
 def traced(x: Tensor) -> bool:
     """Return True if there is nothing to compute: while a graph is traced, and for meta and fake tensors."""
     return torch.compiler.is_compiling() or not has_values(x)
-
-
-class Opaque(NamedTuple):
-    """A function that is one node of a compiled graph.
-
-    Attributes:
-        name: name of the custom op.
-        function: the implementation; each argument is a tensor, None, a number, or a record with a :meth:`schema`.
-        specs: takes the same arguments; returns the :data:`Spec` of each result.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    specs: Callable[..., Sequence[Spec]]
-
-
-DEFINED: list[Opaque] = []
 
 
 def opaque(name: str, specs: Callable[..., Sequence[Spec]]) -> Callable[[Function], Function]:

@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
-from dllm_kernels._core import _custom_ops
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
 from dllm_kernels._core._setup import Head, NeedsGrad, Setup
 from dllm_kernels._core._teacher import Teacher
+from dllm_kernels._utils import _custom_ops
 from dllm_kernels._utils._transform import Transform
 from tests.conftest import DEVICE
 from tests.ops.test_divergence import MANY
