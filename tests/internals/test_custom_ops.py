@@ -70,6 +70,18 @@ def of_hidden(name, leaves, o):
         "linear_divergence, rows": lambda: linear_divergence(
             h, w, h.detach().flip(0), WEIGHTS, reduction="none", **head
         ).loss.sum(),
+        "linear_divergence, teacher": lambda: linear_divergence(
+            h,
+            w,
+            h.detach(),
+            WEIGHTS,
+            teacher_weight=torch.cat([w, w]).detach(),
+            teacher="full",
+            teacher_rows=SEEDS,
+            draft_to_target=torch.arange(V, device=DEVICE) * 2,
+            reduction="none",
+            **head,
+        ).loss.sum(),
         "linear_sample": lambda: linear_sample(
             h, w, seeds=SEEDS, return_top=2, top_k=9, top_p=0.8, active=ACTIVE, **head
         ).log_probs.sum(),
@@ -85,7 +97,8 @@ OF_LOGITS = (
 )  # fmt: skip
 OF_HIDDEN = (
     "linear_token_nll", "weighted_linear_nll", "linear_row_stats", "linear_row_stats, mix",
-    "linear_row_stats, rest", "linear_divergence", "linear_divergence, rows", "linear_sample",
+    "linear_row_stats, rest", "linear_divergence", "linear_divergence, rows",
+    "linear_divergence, teacher", "linear_sample",
     "linear_sample, greedy", "soft_embedding", "soft_embedding, table",
 )  # fmt: skip
 
