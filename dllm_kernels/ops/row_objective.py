@@ -355,7 +355,7 @@ def _objective(
     Each chunk of logits is computed once, then its statistics, their objective, and the gradient, which overwrites the
     logits. With loss scaling, each row's gradient lacks its size, and the head's the loss scale.
     """
-    with no_autocast(hidden):
+    with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
         request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup, setup.needs)
         rows, out, primitives = chunks.rows, wanted.empty(chunks.rows, setup), chunks.primitives
         dtype, device, needed = setup.accum_dtype, hidden.device, any(setup.needs)

@@ -1,10 +1,14 @@
-"""Shared code of launchers: device of the tensors, strides, alignment, launch options, arguments to specialise on."""
+"""Shared code of launchers: strides, alignment, launch options, arguments to specialise on.
+
+Triton launches on the current device. Callers make it that of the tensors: ``opaque`` (``_utils/_opaque.py``) does so
+for all launchers below it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
@@ -12,8 +16,6 @@ import triton.language as tl
 
 from dllm_kernels._backends._backend import interpreting
 from dllm_kernels._backends.triton._tiles import Tile
-
-Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
 # Launch option: contract products and sums into fused multiply-adds, which are more exact here. Passed at every launch,
 # because Triton is about to change the default and warns if the option is missing.
@@ -33,20 +35,6 @@ SIZES = [
 ]  # fmt: skip
 # Evaluated at import, like the decision of ``triton.jit``, which is made when it decorates a kernel.
 INTERPRETED = interpreting()
-
-
-def on_its_device(launcher: Launcher) -> Launcher:
-    """Decorate a launcher to run with the device of its first argument as the current one; no effect on a CPU.
-
-    Triton launches on the current device, which may not be the device of the tensors.
-    """
-
-    @functools.wraps(launcher)
-    def launch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device_of(tensor):
-            return launcher(tensor, *args, **kwargs)
-
-    return launch  # type: ignore[return-value]
 
 
 def threads(num_warps: int) -> int:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _philox, _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 from dllm_kernels._random._rules import MOST
 
@@ -352,7 +352,6 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
     return -(-blocks // 8) - (-L // (4 if words else 8))
 
 
-@on_its_device
 def corrupt(
     input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, start: Tensor | None,
     segments: Tensor | None, routine: Any, grid: Any, rate: float | Tensor,
@@ -395,7 +394,6 @@ def corrupt(
     return out
 
 
-@on_its_device
 def mix_tokens(
     input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
     seed: Tensor, start: Tensor | None,
@@ -416,7 +414,6 @@ def mix_tokens(
     return noisy, noise
 
 
-@on_its_device
 def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     """See ``_corrupt.complement``."""
     B, L = noise_mask.shape
@@ -428,7 +425,6 @@ def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     return out
 
 
-@on_its_device
 def sample_level(seed: Tensor, B: int, method: str, low: float, high: float) -> Tensor:
     """See ``_corrupt.sample_level``."""
     out = torch.empty(B, dtype=torch.float32, device=seed.device)

@@ -55,7 +55,7 @@ import triton.language as tl
 from dllm_kernels._backends._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends._kinds import KINDS, OPTIONS, TIE
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
-from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels._backends.triton._transform import number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -649,7 +649,6 @@ def _row_norms(
     tl.store(column_ptr + n, start + tl.minimum(column, V - 1))  # no column if the row has NaN
 
 
-@on_its_device
 def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
     """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
@@ -663,13 +662,11 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     return result
 
 
-@on_its_device
 def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
     """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     _launch_rows(logits, request, kept, out, (None, None, None))
 
 
-@on_its_device
 def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel over the rows; see ``_backends/_divergence.py``."""
     (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
@@ -153,7 +153,6 @@ def _gumbel_topk_long(
         _store(out_ptr, row, d, (N, D), chosen[None, :])
 
 
-@on_its_device
 def gumbel_topk_mask(
     log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, start: Tensor | None
 ) -> Tensor:

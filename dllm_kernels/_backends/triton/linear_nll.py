@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW
 from dllm_kernels._backends.triton._math import IGNORE
 from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -94,17 +94,15 @@ def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.conste
         tl.store(t_ptr + i, (t * factor).to(t_ptr.dtype.element_ty), mask=i < numel)
 
 
-@on_its_device
 def scale_(t: Tensor, factor: Tensor) -> None:
     """Launch ``t *= factor``; every program reads the factor and returns at once if it is 1."""
     if t.numel() == 0:
         return
-    block = 4096
-    acc = _launch.acc(accum_dtype(t.dtype))
-    _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
+    grid, acc = (triton.cdiv(t.numel(), 4096),), _launch.acc(accum_dtype(t.dtype))
+    with torch.cuda.device_of(t):  # called outside of opaque functions
+        _scale_inplace[grid](t, factor, t.numel(), BLOCK=4096, ACC=acc, num_warps=4, **FUSED)
 
 
-@on_its_device
 def nll_and_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:

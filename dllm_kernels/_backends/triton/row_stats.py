@@ -28,7 +28,7 @@ import triton.language as tl
 
 from dllm_kernels._backends._row_stats import Coefficients
 from dllm_kernels._backends.triton import _launch, _math, _tiles
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES
 from dllm_kernels._backends.triton._math import FARTHEST, IGNORE, LOG2E
 from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -391,7 +391,6 @@ def _row_stats_coefficients(
     tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=there)
 
 
-@on_its_device
 def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     """Launch the forward pass."""
     V = logits.shape[2]
@@ -420,7 +419,6 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     return log_probs, row_max, log_sum, entropy, F, W, correct
 
 
-@on_its_device
 def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Launch the pass for F and W."""
     B, L, V = logits.shape
@@ -446,7 +444,6 @@ def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients
     return _coefficients(result.log_probs, request, result, upstream)
 
 
-@on_its_device
 def _coefficients(log_probs: Tensor, request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
     N, K = log_probs.shape
     of_outputs = (upstream.log_probs, upstream.lse, upstream.entropy, upstream.mix)
@@ -464,7 +461,6 @@ def _coefficients(log_probs: Tensor, request: Any, result: Any, upstream: Any) -
     return Coefficients(grad_ids, p_coef, p_logp_coef, given[-1]), size, targets
 
 
-@on_its_device
 def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Tensor, out: Tensor) -> None:
     """Launch the backward pass."""
     V = logits.shape[2]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _tiles
-from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES
 from dllm_kernels._backends.triton._philox import counter_words, halves
 from dllm_kernels._backends.triton._select import score
 from dllm_kernels._backends.triton._transform import arguments, transformed
@@ -103,7 +103,6 @@ def _sample(
     tl.store(column_ptr + at, column)
 
 
-@on_its_device
 def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``_backends/_rows.py``."""
     (C, V), device = logits.shape, logits.device

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E
 from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -192,7 +192,6 @@ def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: An
     return weighted, *nll(logits, targets, weights, weighted, **options)
 
 
-@on_its_device
 def nll(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
     with_correct: bool, transform: Transform = NO_TRANSFORM,
@@ -220,7 +219,6 @@ def nll(
     return out
 
 
-@on_its_device
 def nll_grad(
     logits: Tensor, targets: Tensor, scale: Tensor, row_max: Tensor, log_sum: Tensor, out: Tensor, *,
     factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
