@@ -94,11 +94,13 @@ class StatsResult(NamedTuple):
     rest_max: Any = None
     rest_sum: Any = None
 
-    # Arguments of a custom op, one for each field.
-    SCHEMA = (
-        "Tensor log_probs, Tensor? row_max, Tensor? log_sum, Tensor? entropy, Tensor? mix, Tensor? mix_weight, "
-        "Tensor? correct, Tensor? rest, Tensor? rest_max, Tensor? rest_sum"
-    )
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "Tensor log_probs, Tensor? row_max, Tensor? log_sum, Tensor? entropy, Tensor? mix, Tensor? mix_weight, "
+            "Tensor? correct, Tensor? rest, Tensor? rest_max, Tensor? rest_sum"
+        )
 
 
 class Upstream(NamedTuple):
@@ -110,7 +112,10 @@ class Upstream(NamedTuple):
     mix: Tensor | None
     rest: Tensor | None = None
 
-    SCHEMA = "Tensor? grad_log_probs, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_mix, Tensor? grad_rest"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor? grad_log_probs, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_mix, Tensor? grad_rest"
 
 
 class Coefficients(NamedTuple):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._fused import Once, Spec, link_to, traced
+from dllm_kernels._core._fused import Once, link_to
 from dllm_kernels._core._setup import PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
+from dllm_kernels._utils._opaque import Spec, traced
 
 
 def keep_gradients(
@@ -37,15 +38,15 @@ def keep_gradients(
 
 def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
     """Return the kept gradients for the upstream gradient of the loss, 0-d or ``[N]``, in the dtypes of the inputs."""
+    if ctx.once is not None:
+        ctx.once()  # before saved_tensors, whose error for a second backward is torch's
     *kept, loss_scale, row_size, _link = ctx.saved_tensors
     grads = Gradients(*kept)
-    if ctx.once is not None:
-        ctx.once()
-        if loss_scale is None:
-            for grad in grads:
-                if grad is not None:
-                    ctx.setup.primitives().scale_(grad, grad_loss)
-            return grads
+    if ctx.once is not None and loss_scale is None:
+        for grad in grads:
+            if grad is not None:
+                ctx.setup.primitives().scale_(grad, grad_loss)
+        return grads
     if loss_scale is None and not grad_loss.dim():
         grads = Gradients(*[_times(g, grad_loss) for g in grads])
     else:

@@ -12,12 +12,12 @@ from dllm_kernels._backends import _chain_rule
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels._backends._rows import RowPrimitives
 from dllm_kernels._core._active_rows import ActiveRows
-from dllm_kernels._core._fused import Spec
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._rest import rest_backward, with_rest
 from dllm_kernels._core._results import RestStats, RowStats
 from dllm_kernels._core._rows import flat_ids, flat_values, row_marks
 from dllm_kernels._core._setup import Setup
+from dllm_kernels._utils._opaque import Spec
 
 
 class Wanted(NamedTuple):
@@ -39,7 +39,10 @@ class Wanted(NamedTuple):
     with_entropy: bool
     with_rest: bool
 
-    SCHEMA = "Tensor ids, Tensor marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor ids, Tensor marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
 
     @classmethod
     def of(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dllm_kernels._core._setup import Head, Split
-from dllm_kernels._core._teacher import Teacher, TeacherHead
+from dllm_kernels._core._teacher import Teacher
 from dllm_kernels._utils._checks import check_dtypes
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.distributed import _layout
@@ -233,16 +233,14 @@ def _local_teacher(
     The teacher may have any layout. A plain tensor must be whole, and equal on every rank. A DTensor is redistributed.
     With ``teacher_rows`` every rank needs all rows of the teacher, and with ``teacher_columns`` all columns.
     """
-    x, (weight, bias, u, U), index, columns, inverse = teacher
+    x, weight, bias, u, U, index, columns, inverse = teacher
     part, picked = shard if columns is None else None, index is not None
     if columns is not None and shard is not None:
         columns = columns.narrow(0, shard.start, shard.size)
     weight, bias, U = (None if t is None else _teacher_head(t, x, part) for t in (weight, bias, U))
-    return Teacher(
-        _teacher_rows(x, student, rows, None if from_hidden else part, picked=picked),
-        TeacherHead(weight, bias, None if u is None else _teacher_rows(u, student, rows, None, picked=picked), U),
-        None if index is None else rows.local(index), columns, inverse,
-    )  # fmt: skip
+    x = _teacher_rows(x, student, rows, None if from_hidden else part, picked=picked)
+    u = None if u is None else _teacher_rows(u, student, rows, None, picked=picked)
+    return Teacher(x, weight, bias, u, U, None if index is None else rows.local(index), columns, inverse)
 
 
 def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:

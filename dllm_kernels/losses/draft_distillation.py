@@ -404,7 +404,7 @@ class DraftDistillationLoss(DraftLoss):
             raise ValueError(f"target_ids must be given for {' and '.join(needs_targets)}, got None")
         if teacher.x is not None:
             return
-        needs_teacher = [] if all(part.kind == "ce" for part in spec.parts) else [f"kind={self.kind!r}"]
+        needs_teacher = [] if all(term.kind == "ce" for term in spec.terms) else [f"kind={self.kind!r}"]
         needs_teacher += [f"confidence={confidence!r}"] if confidence in ("teacher", "acceptance") else []
         needs_teacher += [] if confidence_logits is None else ["confidence_logits"]
         needs_teacher += [] if self.temperature == 1 else [f"temperature={self.temperature}"]
@@ -444,7 +444,7 @@ class _Call(DraftCall):
     def found(self, summed: bool) -> DraftResult:
         """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
         if self.teacher.x is None:
-            return self.cross_entropy(summed, sum(part.coefficient for part in self.spec.parts))
+            return self.cross_entropy(summed, sum(term.coefficient for term in self.spec.terms))
         equal = self.loss.alpha == "mean" and self.confidence is not None  # weights of the rows in the mean of a
         if not summed or equal or self.confidence in ("teacher", "acceptance"):
             return self._rows()
@@ -477,14 +477,14 @@ class _Call(DraftCall):
 
     def _confidence(self, each: Divergence) -> Tensor | None:
         """Return a, or the draft's probability of a token, taken from the divergence if it is the NLL of the token."""
-        (part, *others), untempered = self.spec.parts, self.loss.temperature == 1
+        (term, *others), untempered = self.spec.terms, self.loss.temperature == 1
         if self.confidence is None:
             return None
         if self.confidence == "acceptance":
             return each.acceptance_rate.clamp(0, 1)
         of_draft = self.loss.teacher == "draft"
-        if part.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and of_draft:
-            return torch.exp(-each.value / part.coefficient)
+        if term.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and of_draft:
+            return torch.exp(-each.value / term.coefficient)
         if self.confidence == "target":
             return self._target_probabilities()
         overrides = {"kind": "teacher_ce", "teacher": "draft", "temperature": 1.0, **dict.fromkeys(OPTIONS)}

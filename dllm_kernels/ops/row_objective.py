@@ -249,8 +249,8 @@ def linear_row_objective_unchecked(
     loss, *made = _LinearRowObjective.under(setup)(flat_rows(hidden), wanted, objective, setup, *head.flat)
     given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct)
     value, log_probs, *others = _stats.with_nones(made, given)
-    lse, entropy, rest, correct = (None if t is None else t.view(rows) for t in others)
-    value, log_probs = value.view(rows), log_probs.view(ids.shape)
+    of_rows: list[Any] = [None if t is None else t.view(rows) for t in others]
+    value, log_probs, (lse, entropy, rest, correct) = value.view(rows), log_probs.view(ids.shape), of_rows
     if wanted.with_rest:
         return RestObjective(loss, value, log_probs, lse, rest, correct)
     return RowObjective(loss, value, log_probs, lse, entropy, correct)

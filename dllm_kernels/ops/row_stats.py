@@ -21,7 +21,7 @@ from dllm_kernels._backends._row_stats import StatsResult, Upstream
 from dllm_kernels._backends._rows import as_blv
 from dllm_kernels._core import _stats
 from dllm_kernels._core._chunks import Chunks, no_autocast, unit_scale
-from dllm_kernels._core._fused import Fused, Spec, first_order, opaque, outputs
+from dllm_kernels._core._fused import Fused, first_order, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import RestStats, RowStats
@@ -30,6 +30,8 @@ from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._core._stats import Wanted
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
@@ -100,7 +102,8 @@ def row_stats(
         with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     call, mix = checked(LOGITS, logits, ids, options, active=active, several=True), _checked_mix("logits", logits, mix)
-    return row_stats_unchecked(logits, ids=call.ids, active=call.active, mix=mix, options=call.options)
+    out: RowStats = row_stats_unchecked(logits, ids=call.ids, active=call.active, mix=mix, options=call.options)
+    return out
 
 
 def linear_row_stats(
@@ -166,16 +169,17 @@ def linear_row_stats(
     )  # fmt: skip
     call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
     mix = _checked_mix("hidden", hidden, mix)
-    return linear_row_stats_unchecked(
+    out: RowStats = linear_row_stats_unchecked(
         hidden, call.head, ids=call.ids, active=call.active, mix=mix, options=call.options
     )
+    return out
 
 
 def _checked_mix(name: str, x: Tensor, mix: Mix | None) -> Any:
     """Validate the tensors of a mixture; return them with DTensors gathered. ``name``: the caller's name of ``x``."""
     if mix is None:
         return None
-    mix = all_plain(*mix)  # type: ignore[assignment]
+    mix = all_plain(*mix)
     for i, t in enumerate(mix):
         part = f"mix[{i}]"
         _checks.check_float(part, t)
@@ -273,8 +277,9 @@ def _saved(
     """
     ctx.wanted, ctx.setup = wanted[4:], setup
     if any(setup.needs):
-        log_probs, entropy, rest = (None if t is None else t.clone() for t in (result[0], result.entropy, result.rest))
-        kept = result._replace(log_probs=log_probs, entropy=entropy, rest=rest, mix=None, correct=None)
+        entropy, rest = (None if t is None else t.clone() for t in (result.entropy, result.rest))
+        log_probs = result.log_probs.clone()
+        kept = replaced(result, log_probs=log_probs, entropy=entropy, rest=rest, mix=None, correct=None)
         ctx.save_for_backward(*wanted[:4], *kept, *inputs)
     lse = result.row_max + result.log_sum if setup.with_lse else None
     return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct])

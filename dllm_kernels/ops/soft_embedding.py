@@ -27,12 +27,12 @@ from torch import Tensor
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE, RowPrimitives
 from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._fused import Spec, opaque
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
 from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor, plain
 from dllm_kernels._utils._transform import Transform, transformed
 
@@ -173,7 +173,7 @@ def soft_embedding_unchecked(
     values = None if bump is None else flat_values(bump, setup.accum_dtype)
     table = None if embedding is head.weight else embedding
     (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(columns, active), columns, values, setup)
-    return out.view(*rows, out.shape[1])  # type: ignore[no-any-return]
+    return out.view(*rows, out.shape[1])
 
 
 def _specs(

@@ -243,8 +243,8 @@ class _Rows(NamedTuple):
     def checked(cls, kind: Any, beta: Any, tail: Any, temperature: float) -> _Rows:
         """Validate the options of a public function; a "jsd" of beta 0 or 1 becomes "kl" or "rkl"."""
         _checks.check_choice("kind", kind, KINDS)
-        (part,) = checked_spec(kind, beta=beta).parts
-        return cls(part.kind, part.hyper[0], _checks.checked_bool("tail", tail), float(temperature) ** 2)
+        (term,) = checked_spec(kind, beta=beta).terms
+        return cls(term.kind, term.options[0], _checks.checked_bool("tail", tail), float(temperature) ** 2)
 
     def __call__(self, stats: Any, log_q: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
         """Return (divergence, acceptance rate) of each row, in float64."""

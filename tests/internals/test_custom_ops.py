@@ -5,9 +5,12 @@ import inspect
 import pytest
 import torch
 
-from dllm_kernels._core import _custom_ops
+from dllm_kernels import corruption
+from dllm_kernels._random import _philox
+from dllm_kernels._utils import _custom_ops
 from dllm_kernels.ops import (
     divergence,
+    gumbel_topk_mask,
     linear_divergence,
     linear_row_stats,
     linear_sample,
@@ -87,10 +90,33 @@ OF_HIDDEN = (
 )  # fmt: skip
 
 
+TOKENS = torch.arange(2 * 12, device=DEVICE).view(2, 12) % 7
+SUPERVISED = TOKENS % 3 != 0
+OF_ROWS = {"seeds": torch.tensor([5, -8], device=DEVICE), "start": torch.tensor([0, 2], device=DEVICE)}
+HALF = torch.full((2,), 0.5, device=DEVICE)
+OTHERS = {
+    "corrupt": lambda: corruption.corrupt_uniform(TOKENS, SUPERVISED, 7, eps=0.2, **OF_ROWS),
+    "corrupt, blocks": lambda: corruption.corrupt_blockwise(TOKENS, SUPERVISED, 7, block_size=5, **OF_ROWS),
+    "corrupt, tokens": lambda: corruption.corrupt_uniform_random(TOKENS, SUPERVISED, 9, **OF_ROWS),
+    "mix_tokens": lambda: corruption.corrupt_mix(
+        TOKENS, SUPERVISED, 7, 9, mask_prob=HALF, uniform_prob=HALF / 2, seeds=OF_ROWS["seeds"]
+    ),
+    "complement": lambda: corruption.complementary(SUPERVISED, SUPERVISED),
+    "sample_level": lambda: corruption.sample_level(2, low=0.2, high=0.9, seeds=OF_ROWS["seeds"]),
+    "gumbel_topk_mask": lambda: gumbel_topk_mask(torch.zeros(2, 12, device=DEVICE), TOKENS[:, 3], **OF_ROWS),
+    "child_seeds": lambda: _philox.child_seeds(OF_ROWS["seeds"], 3),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_ops_of_random_bits(name, monkeypatch):
+    assert check(OTHERS[name], monkeypatch) == {name.partition(",")[0]}
+
+
 def check(total, monkeypatch):
     def run():
         value = total()
-        if value.requires_grad:
+        if isinstance(value, torch.Tensor) and value.requires_grad:
             value.backward()
 
     return opcheck_calls(run, monkeypatch)
@@ -134,11 +160,13 @@ def test_every_custom_op_is_checked_here(monkeypatch):
     monkeypatch.setattr(torch.library, "opcheck", lambda *_: None)
     totals = [of_logits(name, x, {"backend": "torch"}) for name in OF_LOGITS]
     totals += [of_hidden(name, leaves, {}) for name in OF_HIDDEN]
+    totals += OTHERS.values()
     assert set().union(*(check(total, monkeypatch) for total in totals)) == set(_custom_ops.OPS)
 
 
 def test_arguments_are_typed_and_have_the_names_of_the_function():
-    for name, op in _custom_ops.OPS.items():
+    for name in _custom_ops.OPS.keys() - OTHERS.keys() - {"child_seeds"}:
+        op = _custom_ops.OPS[name]
         arguments = {argument.name: str(argument.type) for argument in op.overload._schema.arguments}
         assert {"softcap": "float", "skip_id": "Optional[int]", "triton": "bool"}.items() <= arguments.items(), name
         own = [p for p in inspect.signature(op.function).parameters if p in arguments]

@@ -10,7 +10,7 @@ import reference
 from benchmarks import measure
 from dllm_kernels.ops import divergence, linear_divergence
 from tests.conftest import DEVICE, every_time
-from tests.support.kinds import ALIASES, HALVES, NAMES
+from tests.support.kinds import ALIASES, HALVES, NAMES, OF_BOTH
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, poison_empty, small_blocks
 
 V, D, R = 23, 6, 7
@@ -206,7 +206,7 @@ def test_identical_rows(backend):
     """kl and related kinds are exactly 0 in torch. Sums, and kernels that contract products, leave rounding errors."""
     torch.manual_seed(0)
     z = 3 * torch.randn(5, V, device=DEVICE)
-    for name in ("kl", "rkl", "soft_ce", "jsd", "tv", "nla", "lk"):
+    for name in OF_BOTH:
         leaf = z.clone().requires_grad_()
         out = divergence(leaf, z.clone(), kind=name, backend=backend)
         (grad,) = torch.autograd.grad(out.loss, leaf)
@@ -216,7 +216,7 @@ def test_identical_rows(backend):
         assert name == "soft_ce" or out.value.abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["tv", "l1", "nla", "lk", "jsd", "kl", "rkl", "soft_ce"])
+@pytest.mark.parametrize("kind", OF_BOTH)
 def test_rows_without_a_column_in_common(kind, backend):
     z = torch.tensor([[2.0, 1.0, -INF, -INF]], device=DEVICE, requires_grad=True)
     t = torch.tensor([[-INF, -INF, 1.0, 1.0]], device=DEVICE)
@@ -397,6 +397,16 @@ def test_memory_of_two_chunks(dtype):
 
     peak, whole = measure.peak_memory(step, torch.device("cpu")), N * V * h.element_size()
     assert 2 * chunk * V * h.element_size() < peak < whole / 4, (peak, whole)
+
+
+def test_autocast_of_a_low_rank_part_on_a_shared_head():
+    """The part is cast like the head."""
+    torch.manual_seed(0)
+    h, t, w, u, U = (torch.randn(shape, device=DEVICE) for shape in ((R, D), (R, D), (V, D), (R, 2), (V, 2)))
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = linear_divergence(h, w, t, teacher_extra=(u, U), backend="torch")
+    h, t, w, u, U = (x.bfloat16() for x in (h, t, w, u, U))
+    torch.testing.assert_close(out.loss, linear_divergence(h, w, t, teacher_extra=(u, U), backend="torch").loss)
 
 
 def test_autocast():

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_kernels._core import _fused
+from dllm_kernels._utils import _opaque
 
 
 class Recorder(TorchDispatchMode):
@@ -24,7 +24,7 @@ def opcheck_calls(run, monkeypatch):
 
     All opaque functions run as custom ops, as in a compiled graph.
     """
-    monkeypatch.setattr(_fused, "traced", lambda x: True)
+    monkeypatch.setattr(_opaque, "traced", lambda x: True)
     with Recorder() as recorder:
         run()
     for func, args, kwargs in recorder.calls:
