@@ -244,7 +244,7 @@ def linear_row_objective_unchecked(
         )
     setup, rows = Setup.of(hidden, head, options, split), hidden.shape[:-1]
     wanted = Wanted.of(hidden, ids, active, None, options, setup)
-    flat_aux = tuple([t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux])
+    flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
     objective = Objective(fn, ids.dim() == hidden.dim(), flat_aux)
     loss, *made = _LinearRowObjective.under(setup)(flat_rows(hidden), wanted, objective, setup, *head.flat)
     given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct)
@@ -254,6 +254,63 @@ def linear_row_objective_unchecked(
     if wanted.with_rest:
         return RestObjective(loss, value, log_probs, lse, rest, correct)
     return RowObjective(loss, value, log_probs, lse, entropy, correct)
+
+
+class _LinearRowObjective(Fused):
+    """Sum of an objective; forward computes the gradients, and backward scales them. Never part of a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, wanted: Wanted, objective: Objective, setup: Setup, *head: Any
+    ) -> tuple[Tensor, ...]:
+        loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
+        link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
+        lse = result.row_max + result.log_sum
+        constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct]
+        return outputs(ctx, [loss], constant, link)
+
+    @staticmethod
+    @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        grad_hidden, *grad_head = scale_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, *grad_head
+
+
+def _objective(
+    hidden: Tensor, head: Head, wanted: Wanted, objective: Objective, setup: Setup
+) -> tuple[Tensor, Tensor, StatsResult, tuple[Gradients, Tensor | None, Tensor | None]]:
+    """Compute the loss, the value and the statistics of each row, and what ``keep_gradients`` saves.
+
+    Each chunk of logits is computed once, then its statistics, their objective, and the gradient, which overwrites the
+    logits. With loss scaling, each row's gradient lacks its size, and the head's the loss scale.
+    """
+    with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
+        request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup, setup.needs)
+        rows, out, primitives = chunks.rows, wanted.empty(chunks.rows, setup), chunks.primitives
+        dtype, device, needed = setup.accum_dtype, hidden.device, any(setup.needs)
+        value, sizes, loss_scale = rows.empty(dtype=dtype, device=device), None, None
+        if needed and setup.needs_loss_scaling:
+            sizes = rows.empty(dtype=dtype, device=device)
+            loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=dtype, device=device)
+        for chunk, h, targets, logits in chunks:
+            here = _stats.of_chunk(request, rows, chunk, targets)
+            result = _stats.statistics(primitives, logits[None], here, rest=wanted.with_rest)
+            part, upstream = objective.of(result, targets, [rows.take(t, chunk) for t in objective.aux], needed)
+            rows.put_each([value, *out], chunk, [part, *result])
+            if needed:
+                c, size, with_gradient = _stats.coefficients(primitives, here, result, upstream)
+                factors = None
+                if sizes is not None and loss_scale is not None:
+                    rows.put(sizes, chunk, size)
+                    c = _stats.divided(c, size)
+                    loss_scale, factor = chunks.raise_loss_scale(loss_scale, size)
+                    factors = Factors(None, factor)
+                here = here._replace(targets=with_gradient)
+                _stats.write_gradient(primitives, logits[None], here, c, result, logits[None])
+                chunks.add_gradients(chunk, h, with_gradient, logits, size, factors)
+        value, row_size, *whole = rows.finished([value, sizes, *out])
+        grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()
+        return value.sum(), value, StatsResult(*whole), (grads, loss_scale, row_size)
 
 
 class Objective(NamedTuple):
@@ -325,60 +382,3 @@ def _leaves_of(t: Tensor) -> Iterator[Tensor]:
         if variable is not None:
             yield variable
         waiting += [following for following, _ in node.next_functions]
-
-
-class _LinearRowObjective(Fused):
-    """Sum of an objective; forward computes the gradients, and backward scales them. Never part of a graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, wanted: Wanted, objective: Objective, setup: Setup, *head: Any
-    ) -> tuple[Tensor, ...]:
-        loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
-        link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
-        lse = result.row_max + result.log_sum
-        constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct]
-        return outputs(ctx, [loss], constant, link)
-
-    @staticmethod
-    @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
-    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
-        grad_hidden, *grad_head = scale_gradients(ctx, grad_loss)
-        return grad_hidden, None, None, None, *grad_head
-
-
-def _objective(
-    hidden: Tensor, head: Head, wanted: Wanted, objective: Objective, setup: Setup
-) -> tuple[Tensor, Tensor, StatsResult, tuple[Gradients, Tensor | None, Tensor | None]]:
-    """Compute the loss, the value and the statistics of each row, and what ``keep_gradients`` saves.
-
-    Each chunk of logits is computed once, then its statistics, their objective, and the gradient, which overwrites the
-    logits. With loss scaling, each row's gradient lacks its size, and the head's the loss scale.
-    """
-    with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
-        request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup, setup.needs)
-        rows, out, primitives = chunks.rows, wanted.empty(chunks.rows, setup), chunks.primitives
-        dtype, device, needed = setup.accum_dtype, hidden.device, any(setup.needs)
-        value, sizes, loss_scale = rows.empty(dtype=dtype, device=device), None, None
-        if needed and setup.needs_loss_scaling:
-            sizes = rows.empty(dtype=dtype, device=device)
-            loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=dtype, device=device)
-        for chunk, h, targets, logits in chunks:
-            here = _stats.of_chunk(request, rows, chunk, targets)
-            result = _stats.statistics(primitives, logits[None], here, rest=wanted.with_rest)
-            part, upstream = objective.of(result, targets, [rows.take(t, chunk) for t in objective.aux], needed)
-            rows.put_each([value, *out], chunk, [part, *result])
-            if needed:
-                c, size, with_gradient = _stats.coefficients(primitives, here, result, upstream)
-                factors = None
-                if sizes is not None and loss_scale is not None:
-                    rows.put(sizes, chunk, size)
-                    c = _stats.divided(c, size)
-                    loss_scale, factor = chunks.raise_loss_scale(loss_scale, size)
-                    factors = Factors(None, factor)
-                here = here._replace(targets=with_gradient)
-                _stats.write_gradient(primitives, logits[None], here, c, result, logits[None])
-                chunks.add_gradients(chunk, h, with_gradient, logits, size, factors)
-        value, row_size, *whole = rows.finished([value, sizes, *out])
-        grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()
-        return value.sum(), value, StatsResult(*whole), (grads, loss_scale, row_size)
