@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dllm_kernels import ops
-from dllm_kernels._random import _philox
+from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels._utils._target_range import first_true
@@ -215,10 +215,10 @@ def diffusion_generate(
     eos = _checked_eos(eos_token_id)
     if pad_token_id is not None:
         _checks.check_int("pad_token_id", pad_token_id, 0)
-    _philox.check_sources(generator, seeds, (len(prompt),), device)
+    _seeds.check_sources(generator, seeds, (len(prompt),), device)
     of_steps = None
     if sampling.draws:
-        call = _philox.resolve_seed(device, len(prompt), generator, seeds)
+        call = _seeds.resolve_seed(device, len(prompt), generator, seeds)
         of_rows = _philox.child_seeds(call.view(1), len(prompt))[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
     tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift)

@@ -209,7 +209,7 @@ JUDGES = (
         " tests/internals/test_row_stats.py -k 'not triton'",
     ),
     (
-        "_backends/_row_stats.py",
+        "_backends/_chain_rule.py",
         "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
         " tests/internals/test_row_stats.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
         " -k 'not triton'",

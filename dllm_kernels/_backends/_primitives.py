@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from dllm_kernels._backends._row_stats import coefficients, nll_of_stats
+from dllm_kernels._backends._chain_rule import coefficients, nll_of_stats
 from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
 
 

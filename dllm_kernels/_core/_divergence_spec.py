@@ -32,14 +32,16 @@ class Comparison(NamedTuple):
     value_scale: float = 1.0
     per_row: bool = False
 
-    # ``numbers``: a coefficient and two values of options for each kind. A softcap or scale of 0 is None.
-    SCHEMA = (
-        "str[] kinds, float[] numbers, float value_scale, float teacher_softcap, float teacher_scale, "
-        "Tensor? changing_numbers, SymInt? teacher_skip_id, bool lam_of_mean, bool full, bool per_row"
-    )
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "str[] kinds, float[] numbers, float value_scale, float teacher_softcap, float teacher_scale, "
+            "Tensor? changing_numbers, SymInt? teacher_skip_id, bool lam_of_mean, bool full, bool per_row"
+        )
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
+        """Return the arguments of :meth:`schema`."""
         terms = self.spec.terms
         of_terms = [number for term in terms for number in (term.coefficient, *term.options)]
         given = [self.value_scale, *self.teacher_transform.factors, *of_terms]

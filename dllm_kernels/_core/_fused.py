@@ -1,7 +1,8 @@
-"""What the autograd Functions of all ops share: when they record a graph, gradients of first order, and custom ops.
+"""What the autograd Functions of all ops share: when they record a graph, and gradients of first order.
 
 An op is a subclass of :class:`Fused` with ``forward`` and ``backward`` as torch documents them. The parts that
-torch.compile must not trace, such as kernels and the chunk loop, are functions decorated with :func:`opaque`.
+torch.compile must not trace, such as kernels and the chunk loop, are functions decorated with ``opaque``
+(``_utils/_opaque.py``).
 """
 
 from __future__ import annotations
@@ -9,17 +10,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dllm_kernels._core._setup import Head, NeedsGrad, Setup
-from dllm_kernels._utils._plain import has_values
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-# Shape and dtype of a result, or None for a result that is not computed.
-Spec = tuple[Sequence[int], torch.dtype] | None
 
 
 class Fused(torch.autograd.Function):
@@ -59,11 +57,6 @@ def outputs(
     ctx.set_materialize_grads(False)
     made = (*[t for t in differentiable if t is not None], *constants)
     return made if link is None else (*made, link)
-
-
-def traced(x: Tensor) -> bool:
-    """Return True if there is nothing to compute: while a graph is traced, and for meta and fake tensors."""
-    return torch.compiler.is_compiling() or not has_values(x)
 
 
 def link_to(like: Tensor) -> Tensor:
@@ -159,44 +152,3 @@ class Once:
                     "fully_shard with reshard_after_forward=False, run the loss inside the head's forward "
                     "(dllm_kernels.distributed.LossHead) where the head is also called by itself in the same step"
                 )
-
-
-class Opaque(NamedTuple):
-    """A function that is one node of a compiled graph.
-
-    Attributes:
-        name: name of the custom op.
-        function: the implementation; each argument is a tensor, None, a number, or a record with a ``SCHEMA``.
-        specs: takes the same arguments; returns the :data:`Spec` of each result.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    specs: Callable[..., Sequence[Spec]]
-
-
-DEFINED: list[Opaque] = []
-
-
-def opaque(name: str, specs: Callable[..., Sequence[Spec]]) -> Callable[[Function], Function]:
-    """Make a function one custom op of compiled graphs, and of calls with meta and fake tensors; else call it directly.
-
-    The schema of the op is that of the function's annotations. ``specs`` and ``name``: see :class:`Opaque`. The
-    function must return as many tensors, or None, as ``specs``, and none of them may be an input.
-    """
-
-    def decorate(function: Function) -> Function:
-        defined = Opaque(name, function, specs)
-        DEFINED.append(defined)
-
-        @functools.wraps(function)
-        def wrapped(x: Tensor, *args: Any) -> Any:
-            if not traced(x):
-                return function(x, *args)
-            from dllm_kernels._core import _custom_ops  # imported lazily, because registration is slow
-
-            return _custom_ops.call(defined, (x, *args))
-
-        return wrapped  # type: ignore[return-value]
-
-    return decorate

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._fused import Once, Spec, link_to, traced
+from dllm_kernels._core._fused import Once, link_to
 from dllm_kernels._core._setup import PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
+from dllm_kernels._utils._opaque import Spec, traced
 
 
 def keep_gradients(

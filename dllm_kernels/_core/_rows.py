@@ -57,9 +57,7 @@ def checked(
     ids, active, weights = all_plain(ids, active, weights)
     weight, bias, extra = head or (None, None, None)
     V, rows = _checks.check_rows(names, x, ids, weight, bias), x.shape[:-1]
-    if head is not None:
-        u, U = _checks.checked_extra(names, x, weight, extra) if extra is not None else (None, None)
-        head = Head(weight, bias, u, U)  # type: ignore[assignment]
+    u, U = (None, None) if weight is None or extra is None else _checks.checked_extra(names, x, weight, extra)
     options = options.checked(V, rows.numel())
     if not several or ids.dim() != x.dim() or ids.shape[:-1] != rows or ids.shape[-1] < 1:
         _check_ids_shape(names, x, ids, several)
@@ -77,7 +75,7 @@ def checked(
         options.check_targets, names.targets, ids, V, options.ignore_index, counted=counted,
         skip_id=options.transform.skip_id,
     )  # fmt: skip
-    return Checked(head, ids, active, weights, options)
+    return Checked(None if weight is None else Head(weight, bias, u, U), ids, active, weights, options)
 
 
 def _check_ids_shape(names: _checks.Names, x: Tensor, ids: Tensor, several: bool) -> None:

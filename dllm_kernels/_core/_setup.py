@@ -33,7 +33,10 @@ class Head(NamedTuple):
     u: Tensor | None = None
     U: Tensor | None = None
 
-    SCHEMA = "Tensor weight, Tensor? bias, Tensor? u, Tensor? U"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor weight, Tensor? bias, Tensor? u, Tensor? U"
 
     @property
     def flat(self) -> Head:
@@ -44,15 +47,6 @@ class Head(NamedTuple):
     def detached(self) -> Head:
         """The head as constants."""
         return Head(*[None if t is None else t.detach() for t in self])  # type: ignore[arg-type]
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
-        return {"weight": self.weight, "bias": self.bias, "u": self.u, "U": self.U}
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> Head:
-        """Rebuild from :meth:`arguments`."""
-        return cls(**given)
 
 
 def flat_rows(t: Any) -> Any:
@@ -144,13 +138,14 @@ class Setup(NamedTuple):
     with_correct: bool = False
     split: Split | None = None
 
-    # Arguments of a custom op that make up a setup. A softcap or scale of 0 is None. One that changes between calls is
-    # in ``changing``, see ``_utils/_changing.py``.
-    SCHEMA = (
-        "float softcap, float logit_scale, Tensor? changing, SymInt? skip_id, bool triton, ScalarType dtype, "
-        "ScalarType logits_dtype, bool[] needs, SymInt? chunk_size, SymInt? num_active, bool with_lse, "
-        "bool with_correct"
-    )
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "float softcap, float logit_scale, Tensor? changing, SymInt? skip_id, bool triton, ScalarType dtype, "
+            "ScalarType logits_dtype, bool[] needs, SymInt? chunk_size, SymInt? num_active, bool with_lse, "
+            "bool with_correct"
+        )
 
     @classmethod
     def of(cls, x: Tensor, head: Head | None, options: Options, split: Split | None = None) -> Setup:
@@ -195,7 +190,7 @@ class Setup(NamedTuple):
         return self.split.primitives(whole)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
+        """Return the arguments of :meth:`schema`."""
         (softcap, scale), changing = _changing.packed(self.transform.factors)
         return {
             "softcap": softcap, "logit_scale": scale, "changing": changing, "skip_id": self.transform.skip_id,

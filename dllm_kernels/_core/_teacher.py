@@ -43,20 +43,13 @@ class Teacher(NamedTuple):
     columns: Tensor | None = None
     inverse: Tensor | None = None
 
-    SCHEMA = (
-        "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_u, Tensor? teacher_U, "
-        "Tensor? teacher_rows, Tensor? draft_to_target, Tensor? target_to_draft"
-    )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
-        names = [argument.split()[-1] for argument in self.SCHEMA.split(", ")]
-        return dict(zip(names, self, strict=True))
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> Teacher:
-        """Rebuild from :meth:`arguments`, which are in the order of the fields."""
-        return cls(*given.values())
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_u, Tensor? teacher_U, "
+            "Tensor? teacher_rows, Tensor? draft_to_target, Tensor? target_to_draft"
+        )
 
     def flat(self, *, from_hidden: bool) -> Teacher:
         """Return the teacher with flat rows: hidden states ``[R, D']``; logits keep their shape."""

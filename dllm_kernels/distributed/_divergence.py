@@ -107,9 +107,7 @@ def _write_gradient(
         return
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
     log_mass = _local.Norms.of(kept.stats).log_mass(pairs.take_whole(request.full)[0])
-    c = program.factors(
-        kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass, kept.stats.dtype)
-    )
+    c = program.factors(kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass, kept.stats.dtype))
     teacher_argmax, y = shard.local_ids(kept.teacher_argmax), None if y is None else shard.local_ids(y)
     per_row = (kept.stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.features))
     pairs.for_each_block(partial(_gradient, program), per_row, out=out)
@@ -188,9 +186,7 @@ def _columns(
     if program.full and log_mass is not None:
         mass, norms = log_mass.exp(), norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     log_p, log_q = _local.logarithms(block, norms, more, None)
-    columns = Columns(
-        torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass
-    )
+    columns = Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass)
     return columns, more[2:]
 
 

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._inputs import PER_ROW, RowInputs
 from dllm_kernels._utils._transform import Transform
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -86,11 +85,6 @@ class Rows(NamedTuple):
             if length != self.shape[d]:
                 t = t.narrow(d, start, length)
         return t
-
-    def local_inputs(self, inputs: RowInputs) -> RowInputs:
-        """Replace each tensor that has one entry per row by this rank's part."""
-        each: dict[str, Any] = {name: self.local(t) for name in PER_ROW if (t := getattr(inputs, name)) is not None}
-        return inputs._replace(**each, aux=tuple(self.local(t) for t in inputs.aux))
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Combine per-row results of this rank to the global shape, equal on every rank, in one all-reduce."""

@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
+from dllm_kernels._backends._chain_rule import nll_of_stats
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimitives
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._dtypes import accum_dtype

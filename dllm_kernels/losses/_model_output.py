@@ -10,21 +10,17 @@ import torch
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
 from dllm_kernels._backends._rows import RowPrimitives
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._op import RowOp
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, WeightedNLL
-from dllm_kernels._core._run import run
 from dllm_kernels._core._setup import Head, compute_dtype
-from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, plain
+from dllm_kernels._utils._plain import all_plain, has_values
 from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked, weighted_linear_nll_unchecked
-from dllm_kernels.ops.row_stats import Mix
+from dllm_kernels.ops.row_stats import Mix, linear_row_stats_unchecked, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 
 LOGITS = _checks.Names("logits", "target_ids")
@@ -147,9 +143,12 @@ class ModelOutput(NamedTuple):
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **overrides: Any) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
-        mix_a, mix_b = (None, None) if mix is None else mix
-        out: RowStats = self._run(ROW_STATS, ids, overrides, active=active, mix_a=mix_a, mix_b=mix_b)
-        return out
+        ids, active = all_plain(ids, active)
+        arguments: dict[str, Any] = {"ids": ids, "active": active, "mix": mix and all_plain(*mix)}
+        arguments["options"] = self._checked_options(overrides)
+        if self.weight is None:
+            return row_stats_unchecked(self.x, **arguments)  # type: ignore[no-any-return]
+        return linear_row_stats_unchecked(self.x, self.head, **arguments)  # type: ignore[no-any-return]
 
     def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, /, **overrides: Any) -> Divergence:
         """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
@@ -166,12 +165,6 @@ class ModelOutput(NamedTuple):
             return keywords
         of_head = {"bias": self.bias, "extra": self.extra, "chunk_size": o.chunk_size, "num_active": o.num_active}
         return {**keywords, **of_head, "logits_dtype": o.logits_dtype}
-
-    def _run(self, op: RowOp, ids: torch.Tensor, overrides: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
-        extra_x, extra_weight = (None, None) if self.extra is None else self.extra
-        tensors: dict[str, Any] = {name: plain(t) for name, t in per_row.items()}
-        inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **tensors)
-        return run(op, inputs, self._checked_options(overrides))
 
     @property
     def head(self) -> Head:

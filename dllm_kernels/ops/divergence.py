@@ -40,7 +40,7 @@ from dllm_kernels._backends._divergence import (
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._core._fused import Fused, Spec, first_order, opaque, outputs
+from dllm_kernels._core._fused import Fused, first_order, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence
@@ -59,6 +59,7 @@ from dllm_kernels._core._teacher import Teacher, gather, rows_at
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
@@ -299,8 +300,8 @@ def linear_divergence(
         raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
     u, U = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
     rows, columns = all_plain(teacher_rows, draft_to_target)
-    of_head = [None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)]
-    given = Teacher(teacher_hidden.detach(), *of_head, rows=rows, columns=columns)
+    of_head = *(None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)), rows, columns
+    given = Teacher(teacher_hidden.detach(), *of_head)
     V = weight.shape[0]
     given = _checked_teacher("hidden", hidden, given, (V, its_weight.shape[0]), weights, options)
     comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
@@ -537,16 +538,10 @@ class _Kept(NamedTuple):
     teacher_argmax: Any
     teacher_norms: Any
 
-    SCHEMA = "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`."""
-        return self._asdict()
-
-    @classmethod
-    def from_arguments(cls, **given: Any) -> _Kept:
-        """Rebuild from :meth:`arguments`."""
-        return cls(**given)
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
 
 
 def _specs_of_rows(weights: Tensor, comparison: Comparison, setup: Setup) -> list[Spec]:

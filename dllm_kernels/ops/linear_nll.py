@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
-from dllm_kernels._core._fused import Fused, Spec, first_order, link_to, opaque, outputs
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels._core._fused import Fused, first_order, link_to, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients, times_rows
 from dllm_kernels._core._nll import in_rows, logsumexp, rounded, weighted_sum
 from dllm_kernels._core._options import Options
@@ -36,6 +36,7 @@ from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
 from dllm_kernels._core._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor
 from dllm_kernels._utils._transform import Transform
 
@@ -310,7 +311,7 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
         if summed and scale is not None:
             unscaled = scale
             scale, factors, loss_scale = unit_scale(scale, setup)
-            factors = factors._replace(hidden=None)  # applied in backward
+            factors = Factors(None, factors.head)  # those of the rows are applied in backward
         needs = NO_GRADIENTS if scale is None else setup.needs
         chunks = Chunks(hidden, head, y, setup, needs, factors)
         rows, device, acc = chunks.rows, hidden.device, setup.accum_dtype

@@ -19,15 +19,15 @@ from torch import Tensor
 from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._fused import Spec, opaque
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import LinearSample
 from dllm_kernels._core._rows import checked, flat_index, row_marks
 from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
 from dllm_kernels._random._noise import Noise
-from dllm_kernels._random._philox import check_sources, resolve_seed
+from dllm_kernels._random._seeds import check_sources, resolve_seed
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._changing import packed, unpacked
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor, plain
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels._utils._truncation import Truncation
@@ -204,7 +204,10 @@ class Sampling(NamedTuple):
     truncation: Truncation | None = None
     untruncated_log_probs: bool = False
 
-    SCHEMA = "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
 
     @classmethod
     def of(cls, options: Options) -> Sampling:
@@ -212,7 +215,7 @@ class Sampling(NamedTuple):
         return cls(options.return_top, options.truncation, options.untruncated_log_probs)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :attr:`SCHEMA`; a share of 0 is None."""
+        """Return the arguments of :meth:`schema`; a share of 0 is None."""
         top_k, *shares = self.truncation or (None, None, None)
         (top_p, min_p), changing = packed([0.0 if share is None else share for share in shares])
         return {

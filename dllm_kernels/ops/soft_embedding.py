@@ -27,12 +27,12 @@ from torch import Tensor
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE, RowPrimitives
 from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._fused import Spec, opaque
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
 from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor, plain
 from dllm_kernels._utils._transform import Transform, transformed
 
@@ -173,7 +173,7 @@ def soft_embedding_unchecked(
     values = None if bump is None else flat_values(bump, setup.accum_dtype)
     table = None if embedding is head.weight else embedding
     (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(columns, active), columns, values, setup)
-    return out.view(*rows, out.shape[1])  # type: ignore[no-any-return]
+    return out.view(*rows, out.shape[1])
 
 
 def _specs(
@@ -241,12 +241,12 @@ def _coefficients(request: StatsRequest, result: StatsResult, bumped: Tensor | N
     """Compute the factor S / Z of the row and, for column b, p'_b minus the S / Z p_0 that the factor gives it."""
     log_p = result.log_probs
     if bumped is None:
-        return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max), None, None)
+        return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max))
     in_range, log_sum = request.ids != IGNORE, result.log_sum.unsqueeze(1)
     of_lowest = torch.exp(log_p.clamp(max=0))
     others = log_sum + torch.log1p(-of_lowest)
     bumped = bumped - result.row_max.unsqueeze(1)
     log_z = torch.logaddexp(others, bumped)
     share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
-    of_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
-    return Coefficients(of_ids, torch.where(in_range, share, 1.0).squeeze(1), None, None)
+    grad_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    return Coefficients(grad_ids, torch.where(in_range, share, 1.0).squeeze(1))

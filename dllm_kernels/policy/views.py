@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._corruption._topk import check_start_range
-from dllm_kernels._random import _philox
+from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
@@ -259,7 +259,7 @@ def policy_views(
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, int(num), scheme)
     draws = scheme not in ("full", "trace") or prob > 0
-    of_draws, of_call = _seeds(ids, int(num), seeds, generator, draws)
+    of_draws, of_call = _seeds_of_views(ids, int(num), seeds, generator, draws)
     rows = _Rows(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map, start)
     made = SCHEMES[scheme](rows)
     weights = torch.where(made.scored, made.weight[..., None], 0.0)
@@ -452,28 +452,20 @@ METHODS = {
 }  # fmt: skip
 
 
-def _seeds(
+def _seeds_of_views(
     ids: Tensor, num: int, seeds: Tensor | None, generator: torch.Generator | None, draws: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the seeds of the draws ``[num, B]``, and the seed of the call ``[1]`` if no ``seeds`` are given."""
-    _philox.check_sources(generator, seeds, ids.shape[:1], ids.device)
+    _seeds.check_sources(generator, seeds, ids.shape[:1], ids.device)
     if not draws and seeds is None:
         return None, None
     B = len(ids)
-    seed = _philox.resolve_seed(ids.device, B, generator, seeds)
+    seed = _seeds.resolve_seed(ids.device, B, generator, seeds)
     call = None
     if seed.dim() == 0:
         call = seed.clone().view(1)
-        seed = _child_seeds(call, B).view(B)
-    return _child_seeds(seed, num).T.contiguous(), call
-
-
-def _child_seeds(seeds: Tensor, count: int) -> Tensor:
-    if torch.compiler.is_compiling():
-        from dllm_kernels._corruption import _compiled
-
-        return _compiled.child_seeds(seeds, count)  # type: ignore[no-any-return]
-    return _philox.child_seeds(seeds, count)
+        seed = _philox.child_seeds(call, B).view(B)
+    return _philox.child_seeds(seed, num).T.contiguous(), call
 
 
 def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:

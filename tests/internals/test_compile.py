@@ -1,7 +1,6 @@
 """torch.compile without graph breaks, and torch's checks of custom ops."""
 
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-import dllm_kernels
-from dllm_kernels._core._inputs import NeedsGrad, RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
-from dllm_kernels._core._plan import Options, Plan
-from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _compiled_checks
-from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import (
@@ -38,7 +31,6 @@ from dllm_kernels.ops import (
 )
 from tests.conftest import DEVICE, every_time
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
-from tests.support.opcheck import TESTS, opcheck
 
 V, D = 19, 8
 # One case with counts for each loss; its other cases run the same code.
@@ -129,13 +121,6 @@ def test_all_outputs_of_a_loss_are_graph_outputs(case):
         )
         assert (type(got), len(got)) == (type(expected), len(expected))
         torch.testing.assert_close(tuple(got), tuple(expected))
-
-
-def test_traced_code_calls_replace_in_one_function_only():
-    package = Path(dllm_kernels.__file__).parent
-    rooms = [path for room in ("losses", "mtp", "ops") for path in (package / room).glob("*.py")]
-    traced = [*rooms, *(package / "_core" / f"_{name}.py" for name in ("inputs", "plan", "run"))]
-    assert not [str(path) for path in traced if "._replace(" in path.read_text()]
 
 
 @pytest.mark.exhaustive
@@ -618,122 +603,6 @@ def test_a_compiled_function_works_with_and_without_grad():
     assert x.grad is not None
 
 
-def rows(dtype, N=5):
-    torch.manual_seed(0)
-    logits = torch.randn(N, V, device=DEVICE).to(dtype)
-    targets = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
-    active = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0], device=DEVICE)
-    return logits, targets, active
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("with_correct", [False, True])
-def test_opcheck_token_nll(dtype, with_correct, backend):
-    logits, targets, _ = rows(dtype)
-    transform = Transform(3.0, 0.7, 1) if with_correct else NO_TRANSFORM
-    for x in (logits, logits.clone().requires_grad_()):
-        needs = NeedsGrad(x.requires_grad)
-        plan = Plan(dtype, backend == "triton", Options(transform, with_correct=with_correct), needs)
-        tests = TESTS if dtype == torch.float32 else TESTS[:3]
-        opcheck(TOKEN_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets), plan, tests)
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("options", "beyond"), [({}, False), ({"round_nll": True}, False), ({"with_correct": True}, True)], ids=str
-)
-def test_opcheck_weighted_nll(dtype, options, beyond, backend):
-    logits, targets, weights = rows(dtype)
-    for x in (logits, logits.clone().requires_grad_()):
-        plan = Plan(dtype, backend == "triton", Options(**options), NeedsGrad(x.requires_grad), mask_zero_weight=beyond)
-        tests = TESTS if dtype == torch.float32 else TESTS[:3]
-        opcheck(WEIGHTED_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets, weights=weights), plan, tests)
-
-
-def linear_inputs(dtype, needs):
-    _, targets, weights = rows(dtype)
-    leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((5, D), (V, D), (V,))]
-    for leaf, need in zip(leaves, needs, strict=True):
-        leaf.requires_grad_(need)
-    return leaves, targets, weights
-
-
-def linear(leaves, ids, targets, **others):
-    """Build inputs of an op from hidden states, weight and bias."""
-    return RowInputs(leaves[0], ids, *leaves[1:], targets=targets, **others)
-
-
-def linear_plan(dtype, needs, **options):
-    return Plan(dtype, False, Options(with_correct=True, **options), NeedsGrad(*needs), from_hidden=True)
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_opcheck_linear(dtype, needs):
-    leaves, targets, weights = linear_inputs(dtype, needs)
-    plan = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
-    # float16 differs because the same gradient is rounded in two ways; another test compares its autograd
-    tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    ids = targets.unsqueeze(1)
-    opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, ids, targets, weights=weights), plan, tests)
-    opcheck(LINEAR_TOKEN_NLL, linear(leaves, ids, targets), plan, tests)
-
-
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
-@pytest.mark.parametrize("N", [0, 5])
-def test_opcheck_of_float16_without_a_row(needs, N):
-    leaves, targets, weights = linear_inputs(torch.float16, needs)
-    leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
-    inputs = linear(leaves, targets[:N].unsqueeze(1), targets[:N], weights=weights[:N])
-    opcheck(WEIGHTED_LINEAR_NLL, inputs, linear_plan(torch.float16, needs), TESTS[:3])
-
-
-def test_opcheck_with_a_given_number_of_active_rows():
-    needs = (True, True, True)
-    leaves, targets, weights = linear_inputs(torch.float32, needs)
-    plan = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
-    opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, targets.unsqueeze(1), targets, weights=weights), plan, TESTS[:3])
-
-
-def make_statistics(N, K, mix):
-    ids = torch.randint(0, V, (N, K), device=DEVICE)
-    ids[0, 0] = -100
-    marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
-    a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
-    return {"ids": ids, "targets": marks, "mix_a": a, "mix_b": b}
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
-def test_opcheck_row_stats(entropy, mix, correct, backend):
-    logits, _, _ = rows(torch.float32)
-    for x in (logits, logits.clone().requires_grad_()):
-        needs = NeedsGrad(x.requires_grad)
-        plan = Plan(
-            torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs, with_mix=mix
-        )
-        opcheck(ROW_STATS, RowInputs(x, **make_statistics(5, 2, mix)), plan)
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("num_active", [None, 4])
-def test_opcheck_linear_row_stats(dtype, needs, num_active):
-    leaves, _, _ = linear_inputs(dtype, needs)
-    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)._replace(with_mix=True)
-    tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(ROW_STATS, linear(leaves, **make_statistics(5, 2, mix=True)), plan, tests)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("trains_head", [False, True])
 def test_row_statistics_are_one_graph(trains_head):
@@ -749,20 +618,6 @@ def test_row_statistics_are_one_graph(trains_head):
         return first.log_probs.square().sum() + first.correct.sum() + (second.entropy * third.log_probs).sum()
 
     assert_compiled_equals_eager(step, leaves, "aot_eager", frozen=() if trains_head else (1,))
-
-
-def test_a_plan_survives_packing():
-    """Two fields are not packed, because only code above the compiled ops uses them.
-
-    They are the requested results, and the target of inactive rows.
-    """
-    plans = [
-        Plan(torch.bfloat16, True, Options(with_correct=True), NeedsGrad(True, False, True)),
-        Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), mask_zero_weight=True),
-        Plan(torch.float32, True, Options(Transform(30.0, 1 / 0.7, 0), 7, with_lse=True)),
-        Plan(torch.float32, True, Options(Transform(scale=0.1), entropy=True, inplace_backward=True)),
-    ]
-    assert [Plan.unpack(*plan.pack()) for plan in plans] == plans
 
 
 @pytest.mark.gpu

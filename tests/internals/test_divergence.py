@@ -1,6 +1,5 @@
 """Names and specs of the divergences, their custom ops, and the conversion of a teacher's head."""
 
-import importlib
 import subprocess
 import sys
 
@@ -9,16 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
-from dllm_kernels._core import _custom_ops
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._core._setup import Head, NeedsGrad, Setup
-from dllm_kernels._core._teacher import Teacher
 from dllm_kernels._utils._transform import Transform
-from tests.conftest import DEVICE
 from tests.ops.test_divergence import MANY
-from tests.support.opcheck import TESTS
-
-OP = importlib.import_module("dllm_kernels.ops.divergence")  # the package exports the function of this name
 
 
 def test_names():
@@ -62,53 +54,6 @@ def test_the_teacher_s_head_is_converted_before_the_host_sync(reduction):
     # Forward casts the whole head, and selects rows for the pass of the mean; backward selects rows, then casts them.
     assert len(casts_of_head) == 2 + 2 * (reduction == "none")
     assert casts_of_head[0] < read_back[0]
-
-
-def opcheck(name, *arguments, tests=TESTS):
-    op, flat = _custom_ops.OPS[name], {}
-    for parameter, value in zip(op.parameters, arguments, strict=True):
-        flat.update(parameter.flattened(value))
-    tensors = tuple(flat.pop(tensor) for tensor in op.tensors)
-    torch.library.opcheck(op.overload, tensors, flat, test_utils=tests)
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("per_row", [False, True])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_opcheck(dtype, needs, per_row, form):
-    """Half of the teacher's columns are compared, and backward is a custom op unless forward computes the gradients."""
-    torch.manual_seed(0)
-    N, V, D = 5, 7, 4
-    sizes = ((N, V),) if form == "logits" else ((N, D), (V, D), (V,))
-    leaves = [torch.randn(shape, device=DEVICE).to(dtype) for shape in sizes]
-    ids, weights = torch.randint(2, V, (N,), device=DEVICE), torch.tensor([0.5, 0, 1, 2, 0], device=DEVICE)
-    columns = torch.randperm(2 * V, device=DEVICE)[:V]
-    of_teacher = (4, 2 * V) if form == "logits" else (4, D)
-    own = None if form == "logits" else torch.randn(2 * V, D, device=DEVICE).to(dtype)
-    teacher = Teacher(
-        torch.randn(of_teacher, device=DEVICE).to(dtype), own, rows=torch.randint(0, 4, (N,), device=DEVICE),
-        columns=columns, inverse=OP._inverse(columns, 2 * V),
-    )  # fmt: skip
-    spec = checked_spec({"ce": 0.1, "lk": 0.9}, alpha="mean", teacher="full")
-    comparison = Comparison(spec, Transform(3.0, 0.7, 1), 4.0, per_row)
-    setup = Setup(dtype=dtype, logits_dtype=dtype, needs=NeedsGrad(*needs[: len(leaves)]), chunk_size=2)
-    tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    x, head = leaves[0], Head(*leaves[1:]) if form == "hidden" else None
-    arguments = teacher, ids, weights
-    upstream = torch.randn((N,) if per_row else (), device=DEVICE)
-    if form == "logits":
-        opcheck("divergence", x, *arguments, comparison, setup, tests=tests)
-        if needs[0]:
-            kept = OP._Kept(*OP._of_logits(x, *arguments, comparison, setup)[4:])
-            opcheck("divergence_grad", x, *arguments, upstream, kept, comparison, setup, tests=tests)
-        return
-    opcheck("linear_divergence", x, head, *arguments, comparison, setup, tests=tests)
-    if per_row and any(needs):
-        mean = torch.rand((), device=DEVICE)
-        opcheck("linear_divergence_grad", x, head, *arguments, upstream, mean, comparison, setup, tests=tests)
 
 
 def test_importing_the_package_loads_no_engine():

@@ -99,10 +99,10 @@ LAYERS = (
     tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_kinds", "_backend", "__init__")),
     ("_backends/triton",),
     ("_backends/torch",),
-    ("_backends/_primitives",),
+    ("_backends/_chain_rule", "_backends/_primitives"),
     ("_core", "_corruption"),
-    ("ops",),
     ("distributed",),
+    ("ops",),
     ("losses",),
     ("mtp", "corruption", "collate"),
     ("policy",),
@@ -164,11 +164,11 @@ def test_row_ops_and_corruption_do_not_import_each_other():
         assert bool(random) == (path.name == "_sample.py"), path  # draws tokens
 
 
-def test_kernels_are_imported_lazily_and_distributed_is_not_mentioned_below_it():
+def test_kernels_and_the_code_of_dtensors_are_imported_lazily():
     folders = ("ops", "_core", "_corruption", "_backends", "_random", "_utils")
     for path in (path for folder in folders for path in files(folder)):
         for module, at_top in imports(path):
-            assert not within(module, "dllm_kernels.distributed"), (path, module)
+            assert not (at_top and within(module, "dllm_kernels.distributed")), (path, module)
             if layer(path) != "_backends/triton":
                 assert not (at_top and within(module, "dllm_kernels._backends.triton")), (path, module)
 

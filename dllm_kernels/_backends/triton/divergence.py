@@ -46,6 +46,7 @@ NaN. Therefore ``poison``, which is NaN if either row has no distribution and ot
 """
 
 from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -65,8 +66,8 @@ Tensor = torch.Tensor
 
 # Factors of the kinds and values of their options, each None if the spec does not need it; arguments of
 # ``_divergence_rows`` with the same names.
-Kinds = namedtuple("Kinds", list(KINDS))
-Options = namedtuple("Options", list(OPTIONS))
+Kinds: Any = namedtuple("Kinds", list(KINDS))  # type: ignore[misc]
+Options: Any = namedtuple("Options", list(OPTIONS))  # type: ignore[misc]
 # Running sums of a row or of a lane; sums that no kind of the spec needs keep their initial value.
 Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix accept")
 # Per-row coefficients of the gradient (:func:`_gradient`).
@@ -509,10 +510,10 @@ def _divergence_rows(
     THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
+    kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)  # type: ignore[call-arg]
     SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
     HAS_KEPT: tl.constexpr = WITH_GRAD and stats_ptr is not None
-    options = Options(beta, floor, eta, kl_scale)
+    options = Options(beta, floor, eta, kl_scale)  # type: ignore[call-arg]
     transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
     n = tl.program_id(0)
     z_ptr = _row_at(logits_ptr, _math.row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
@@ -699,7 +700,7 @@ def _launch_rows(
     rows = (*_launch.strides(logits), 0, 0) if out is None or out is logits else _launch.strides_of_both(logits, out)[0]
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(spec.terms), with_steps=steps != (None,) * 4)
-    given = dict.fromkeys((*Kinds._fields, *Options._fields))
+    given: dict[str, float | None] = dict.fromkeys((*Kinds._fields, *Options._fields))
     for term in spec.terms:
         given |= {term.kind: term.coefficient, **dict(zip(KINDS[term.kind].options, term.options, strict=False))}
     bits = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}

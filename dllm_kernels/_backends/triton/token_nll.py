@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _counts(n, y, weight_ptr):
+def _is_active(n, y, weight_ptr):
     """Return True if row n is active: it has a target, and a nonzero weight if rows have weights."""
     on = y != IGNORE
     if weight_ptr is not None:
@@ -72,7 +72,7 @@ def _token_nll_fwd(
     transform = (gain, rate, skip)
     out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
-    if _counts(n, y, weight_ptr):
+    if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = _math.column_stats(
@@ -94,7 +94,7 @@ def _token_nll_fwd_split(
     k = tl.program_id(0) % SPLITS
     transform = (gain, rate, skip)
     y = tl.load(target_ptr + n)
-    if _counts(n, y, weight_ptr):
+    if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
@@ -119,7 +119,7 @@ def _token_nll_merge(
     n = tl.program_id(0)
     out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
-    if _counts(n, y, weight_ptr):
+    if _is_active(n, y, weight_ptr):
         row_ptr = logits_ptr + _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(row_ptr, y, V, (gain, rate, skip), ACC)
         k = tl.arange(0, BLOCK_K)
