@@ -33,7 +33,6 @@ from torch import Tensor
 from dllm_kernels._backends._divergence import (
     KEPT_STATS,
     DivergenceRequest,
-    DivergenceResult,
     DivergenceSpec,
     Kept,
     Whole,
@@ -720,9 +719,11 @@ def _of_hidden(
         chunks = _chunks(hidden, head, teacher, row_marks(weights, weights), setup, needs, factors)
         mean = None
         if spec.lam_of_mean:
-            rate = _compare_all(chunks, teacher, ids, scale, None, comparison, with_grad=False, with_whole=spec.full)[1]
+            rate = _compare_chunks(
+                chunks, teacher, ids, scale, None, comparison, with_grad=False, with_whole=spec.full
+            )[1]
             mean = _mean_acceptance(rate, weights, setup)
-        value, rate, agree = _compare_all(
+        value, rate, agree = _compare_chunks(
             chunks, teacher, ids, scale, mean, comparison, with_grad=computes, with_whole=True
         )
         loss, value = _weighted(value, weights, comparison)
@@ -742,41 +743,30 @@ def _chunks(
     return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, columns=columns)
 
 
-def _compare_all(
-    chunks: Chunks, teacher: Teacher, ids: Tensor | None, scale: Tensor, mean: Tensor | None, comparison: Comparison, *,
-    with_grad: bool, with_whole: bool,
-) -> list[Any]:  # fmt: skip
-    """Return value, a and argmax match of all rows, from one pass over the chunks."""
-    rows, acc, device = chunks.rows, chunks.setup.accum_dtype, chunks.logits.device
-    out = [rows.empty(dtype=dtype, device=device) for dtype in (acc, acc, torch.bool)]
-    compared = _compare_chunks(
-        chunks, teacher, ids, scale, mean, comparison, with_grad=with_grad, with_whole=with_whole
-    )
-    for chunk, result in compared:
-        rows.put_each(out, chunk, result[:3])
-    return rows.finished(out)
-
-
 def _compare_chunks(
     chunks: Chunks, teacher: Teacher, ids: Tensor | None, scale: Tensor, mean: Tensor | None, comparison: Comparison, *,
-    with_grad: bool, with_whole: bool,
-) -> Iterator[tuple[slice, DivergenceResult]]:  # fmt: skip
-    """Compare chunk after chunk and yield (chunk, results); accumulate the gradients if requested.
+    with_grad: bool, with_whole: bool, with_results: bool = True,
+) -> list[Any]:  # fmt: skip
+    """Return value, a and argmax match of all rows from one pass over the chunks, or None for each.
 
-    ``scale [N]`` is the factor of each row's gradient. ``with_whole``: see :meth:`Teacher.logits_of`.
+    With ``with_grad``, accumulate the gradients for the factors ``scale [N]`` of each row's value. ``with_whole``: see
+    :meth:`Teacher.logits_of`.
     """
-    take, request = chunks.rows.take, _request(comparison, chunks.setup, mean)
+    rows, acc, device = chunks.rows, chunks.setup.accum_dtype, chunks.logits.device
+    dtypes = (acc, acc, torch.bool)
+    out = [rows.empty(dtype=dtype, device=device) if with_results else None for dtype in dtypes]
+    request = _request(comparison, chunks.setup, mean)
     teacher_logits = teacher.logits_of(chunks, comparison.teacher_transform, with_whole=with_whole)
     for chunk, h, marks, logits in chunks:
-        s = take(scale, chunk).masked_fill(marks == IGNORE, 0)
+        s = rows.take(scale, chunk).masked_fill(marks == IGNORE, 0)
         t, whole = teacher_logits(chunk)
-        y = None if ids is None else take(ids, chunk)
-        result = chunks.primitives.divergence(
-            logits[None], request(t[None], s, targets=y, whole=whole), with_grad=with_grad
-        )
+        y = None if ids is None else rows.take(ids, chunk)
+        of_rows = request(t[None], s, targets=y, whole=whole)
+        results = chunks.primitives.divergence(logits[None], of_rows, with_grad=with_grad)
         if with_grad:
             chunks.add_gradients(chunk, h, marks, logits, s)
-        yield chunk, result
+        rows.put_each(out, chunk, results[:3])
+    return rows.finished(out)
 
 
 @opaque("linear_divergence_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
@@ -792,6 +782,7 @@ def _grad_of_hidden(
         teacher = teacher.converted(setup, with_whole=full)
         listed = marks.masked_fill(scale == 0, IGNORE)  # rows without an upstream gradient are not recomputed
         chunks = _chunks(hidden, head, teacher, marks, setup, setup.needs, factors, listed)
-        for _ in _compare_chunks(chunks, teacher, ids, scale, mean, comparison, with_grad=True, with_whole=full):
-            pass
+        _compare_chunks(
+            chunks, teacher, ids, scale, mean, comparison, with_grad=True, with_whole=full, with_results=False
+        )
         return chunks.gradients(loss_scale)
