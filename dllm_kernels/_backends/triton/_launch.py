@@ -31,8 +31,11 @@ PER_ROW = [
 # Arguments that are not specialised on at all, so that another shape or transform does not compile another kernel.
 SIZES = [
     "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
-    "V", "K", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip", "TILES", "SPLITS",
+    "V", "K", "R", "logit_scale", "inv_softcap", "skip_id", "teacher_logit_scale", "teacher_inv_softcap",
+    "teacher_skip_id", "TILES", "SPLITS",
 ]  # fmt: skip
+# The transform of the logits (``_transform.py``) among them.
+TRANSFORM = ["logit_scale", "inv_softcap", "skip_id"]
 # Evaluated at import, like the decision of ``triton.jit``, which is made when it decorates a kernel.
 INTERPRETED = interpreting()
 

@@ -55,7 +55,7 @@ import triton.language as tl
 from dllm_kernels._backends._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept
 from dllm_kernels._backends._kinds import KINDS, OPTIONS, TIE
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
-from dllm_kernels._backends.triton._launch import PER_ROW, SIZES
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, TRANSFORM
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels._backends.triton._transform import number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -427,7 +427,7 @@ def _columns(
             grad = _subtract_one_hot(grad, i, argmax_t, of_argmax, first)
         if of_target is not None:
             grad = _subtract_one_hot(grad, i, target, of_target, first)
-        grad = _transform.through(grad, z, i, slope, ACC, first)
+        grad = _transform.logits_transform_bwd(grad, z, i, slope, ACC, first)
         tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     return sums
 
@@ -504,7 +504,7 @@ def _divergence_rows(
     logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_acceptance_ptr, norms_ptr, best_ptr,
     value_ptr, acceptance_ptr, agree_ptr, stats_ptr, hot_ptr,
     L, stride_b, stride_l, teacher_L, teacher_stride_b, teacher_stride_l, out_stride_b, out_stride_l, V, R,
-    gain, rate, skip, teacher_gain, teacher_rate, teacher_skip,
+    logit_scale, inv_softcap, skip_id, teacher_logit_scale, teacher_inv_softcap, teacher_skip_id,
     kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce, beta, floor, eta, kl_scale,
     FULL: tl.constexpr, WITH_GRAD: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr, ACC: tl.constexpr,
@@ -514,7 +514,8 @@ def _divergence_rows(
     SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
     HAS_KEPT: tl.constexpr = WITH_GRAD and stats_ptr is not None
     options = Options(beta, floor, eta, kl_scale)  # type: ignore[call-arg]
-    transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
+    transform = (logit_scale, inv_softcap, skip_id)
+    teacher_transform = (teacher_logit_scale, teacher_inv_softcap, teacher_skip_id)
     n = tl.program_id(0)
     z_ptr = _row_at(logits_ptr, _math.row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
     grad_ptr = z_ptr
@@ -596,8 +597,8 @@ def _divergence_rows(
             lam = number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
         if WITH_GRAD or not SUMS_FIRST:
             scale, slope = w, transform
-            if rate is None and gain is not None:  # a constant slope is multiplied into the row's scale
-                scale, slope = w * number(gain, ACC), (None, None, skip)
+            if inv_softcap is None and logit_scale is not None:  # a constant slope is multiplied into the row's scale
+                scale, slope = w * number(logit_scale, ACC), (None, None, skip_id)
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
             c = _factors(sums, ratio, lam, has_hot, has_target, kinds, options, ACC)
             c = Factors(scale * c.p_coef, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart)
@@ -627,18 +628,18 @@ def _divergence_rows(
                 tl.store(hot_ptr + n, hot)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride", "V", "start", "gain", "rate"])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride", "V", "start", *TRANSFORM[:2]])
 def _row_norms(
-    logits_ptr, skip_ptr, norms_ptr, column_ptr, stride, V, start, gain, rate,
+    logits_ptr, skip_ptr, norms_ptr, column_ptr, stride, V, start, logit_scale, inv_softcap,
     ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Compute M, log S and the argmax of a row, by the first pass of a row and itself, whose second read is cached."""
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0).to(tl.int64)
     row_ptr = _row_at(logits_ptr, n * stride, WIDE, ALIGNED)
-    transform = (gain, rate, None)
+    transform = (logit_scale, inv_softcap, None)
     if skip_ptr is not None:
-        transform = (gain, rate, tl.load(skip_ptr).to(tl.int32))
+        transform = (logit_scale, inv_softcap, tl.load(skip_ptr).to(tl.int32))
     wide = V // WIDE * WIDE
     v = wide + tl.arange(0, WIDE)
     tail = _math.masked_tile(_tail(row_ptr, wide, V, WIDE), v, v < V, transform, ACC)
@@ -667,15 +668,16 @@ def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out:
     _launch_rows(logits, request, kept, out, (None, None, None))
 
 
-def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel over the rows; see ``_backends/_divergence.py``."""
     (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)
     norms, column = torch.empty(C, 2, dtype=acc, device=device), torch.empty(C, dtype=torch.int64, device=device)
     if C:
         tile = _tiles.divergence_rows(V, logits.element_size(), kinds=1, with_steps=transform[::2] != (None, None))
-        gain, rate, _ = _transform.arguments(transform)
+        logit_scale, inv_softcap, _ = _transform.arguments(transform)
         _row_norms[(C,)](
-            logits, skip, norms, column, logits.stride(0), V, start, gain, rate, ALIGNED=_launch.aligned(logits[None]),
+            logits, skip_id, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
+            ALIGNED=_launch.aligned(logits[None]),
             ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(),
         )  # fmt: skip
     return norms, column

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, TRANSFORM
 from dllm_kernels._backends.triton._math import IGNORE
 from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -41,10 +41,10 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
     _math.zero_columns(logits_ptr + row, v, there)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", *TRANSFORM])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
-    stride_n, V, gain, rate, skip,
+    stride_n, V, logit_scale, inv_softcap, skip_id,
     WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -53,7 +53,7 @@ def _linear_nll_rows(
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     if y != IGNORE:
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = _math.column_stats(

@@ -30,7 +30,7 @@ from dllm_kernels._backends._row_stats import Coefficients
 from dllm_kernels._backends.triton import _launch, _math, _tiles
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES
 from dllm_kernels._backends.triton._math import FARTHEST, IGNORE, LOG2E
-from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
+from dllm_kernels._backends.triton._transform import arguments, logits_transform_bwd, transformed, with_column
 from dllm_kernels._utils._dtypes import accum_dtype
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
@@ -41,13 +41,13 @@ Tensor = torch.Tensor
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_parts(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
-    L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
+    L, stride_b, stride_l, V, K, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     if tl.load(active_ptr + n) != IGNORE:
         row = _math.row_offset(n, L, stride_b, stride_l)
         y = tl.load(ids_ptr + n.to(tl.int64) * K)
@@ -73,7 +73,7 @@ def _row_stats_parts(
 def _row_stats_merge(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
-    L, stride_b, stride_l, V, K, gain, rate, skip, SPLITS,
+    L, stride_b, stride_l, V, K, logit_scale, inv_softcap, skip_id, SPLITS,
     WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -96,12 +96,12 @@ def _row_stats_merge(
         tl.store(log_sum_ptr + n, log_sum)
         if WITH_ENTROPY:
             moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
-            moment = tl.sum(less * _math.moved(moments, sums, step), 0)
+            moment = tl.sum(less * _math.rescale_moment(moments, sums, step), 0)
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
         ids = tl.load(ids_ptr + ids_at, mask=asked, other=IGNORE)
         inside = (ids >= 0) & (ids < V)
         z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
-        x = tl.where(inside, transformed(z, ids, (gain, rate, skip), ACC), float("nan"))
+        x = tl.where(inside, transformed(z, ids, (logit_scale, inv_softcap, skip_id), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
         tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=asked)
         if WITH_CORRECT:
@@ -119,10 +119,10 @@ def _row_stats_merge(
 
 
 @triton.jit
-def _mix_weights(q, lane_weight, v, there, first, skip, WIDE: tl.constexpr):
+def _mix_weights(q, lane_weight, v, there, first, skip_id, WIDE: tl.constexpr):
     """Add the q of one more tile to W of the lanes; the skipped column, and columns masked by ``there``, count as 0."""
-    if skip is not None:
-        q = with_column(q, v, skip, 0.0, first)
+    if skip_id is not None:
+        q = with_column(q, v, skip_id, 0.0, first)
     if there is not None:
         q = tl.where(there, q, 0.0)
     return _math.lane_sum(lane_weight, q, WIDE)
@@ -137,18 +137,18 @@ def _with_mix(
 
     ``first`` as in ``transformed``. ``there``: mask of the columns to count; None: all but the skipped one.
     """
-    gain, rate, skip = transform  # the skipped column need not be -inf, because its terms are set to 0
-    d = transformed(z, v, (gain, rate, None), ACC) - row_max
+    logit_scale, inv_softcap, skip_id = transform  # the skipped column need not be -inf, because its terms are set to 0
+    d = transformed(z, v, (logit_scale, inv_softcap, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
     terms = tl.where(none, d, tl.log(a + ratio * e))
     if there is not None:
         terms = tl.where(there, terms, 0.0)
-    if skip is not None:
-        terms = with_column(terms, v, skip, 0.0, first)
+    if skip_id is not None:
+        terms = with_column(terms, v, skip_id, 0.0, first)
     lane_mix = _math.lane_sum(lane_mix, terms, WIDE)
     if WITH_WEIGHT:
         q = tl.where(none, 1.0, e / (e + a_over_ratio))
-        lane_weight = _mix_weights(q, lane_weight, v, there, first, skip, WIDE)
+        lane_weight = _mix_weights(q, lane_weight, v, there, first, skip_id, WIDE)
     return lane_mix, lane_weight
 
 
@@ -170,29 +170,29 @@ def _with_products(
     WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add an unmasked tile like ``_with_mix``, with one logarithm of the product of four terms, which fits float32."""
-    gain, rate, skip = transform
-    e = tl.exp2((transformed(z, v, (gain, rate, None), ACC) - row_max) * LOG2E)
+    logit_scale, inv_softcap, skip_id = transform
+    e = tl.exp2((transformed(z, v, (logit_scale, inv_softcap, None), ACC) - row_max) * LOG2E)
     LANES: tl.constexpr = lane_mix.shape[0]
     terms = a + ratio * e
-    if skip is not None:
-        terms = with_column(terms, v, skip, 1.0, first)
+    if skip_id is not None:
+        terms = with_column(terms, v, skip_id, 1.0, first)
     products = _products_of_four(tl.reshape(terms, [z.shape[0] // (LANES * WIDE), LANES, WIDE]))
     lane_mix += tl.sum(tl.sum(tl.log(products), 2), 0)
     if WITH_WEIGHT:
-        lane_weight = _mix_weights(e / (e + a_over_ratio), lane_weight, v, None, first, skip, WIDE)
+        lane_weight = _mix_weights(e / (e + a_over_ratio), lane_weight, v, None, first, skip_id, WIDE)
     return lane_mix, lane_weight
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_mix(
     logits_ptr, active_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
-    L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
+    L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     WITH_WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     n = tl.program_id(0) // SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     mix = tl.zeros([], ACC)
     weight = mix
     if tl.load(active_ptr + n) != IGNORE:
@@ -245,8 +245,8 @@ def _row_stats_mix(
             mix += tl.sum(few_mix, 0)
             weight += tl.sum(few_weight, 0)
             count += V - wide
-            if skip is not None:
-                count -= ((skip >= 0) & (skip < V)).to(tl.int32)
+            if skip_id is not None:
+                count -= ((skip_id >= 0) & (skip_id < V)).to(tl.int32)
         if none:
             mix += count * tl.log(ratio)
     tl.store(part_mix_ptr + tl.program_id(0).to(tl.int64), mix)
@@ -280,20 +280,20 @@ def _store_grad(
             for k in range(K):
                 grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(grad_ids_ptr + k), grad)
     if THROUGH:
-        grad = through(grad, x, i, transform, ACC, first)
+        grad = logits_transform_bwd(grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_bwd(
     logits_ptr, ids_ptr, active_ptr, grad_ids_ptr, p_coef_ptr, p_logp_coef_ptr, mix_coef_ptr, a_ptr, b_ptr, max_ptr,
-    log_sum_ptr, out_ptr, L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
-    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr,
+    log_sum_ptr, out_ptr, L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, logit_scale, inv_softcap, skip_id,
+    TILES, SPLITS, SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     row = _math.row_offset(n, L, stride_b, stride_l)
     at, first, wide = _math.wide_columns(row, 0, V, WIDE)
     out_row, out_at = _math.output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES)
