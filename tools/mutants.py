@@ -226,14 +226,19 @@ JUDGES = (
         " tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py -k 'not triton'",
     ),
     (
-        "_core/_eager.py",
-        "tests/ops/test_second_order.py tests/ops/test_torch_func.py tests/ops/test_flags.py"
-        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'",
+        "_core/_fused.py",
+        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py -k 'not triton'",
     ),
     (
-        "_core/_run.py",
-        "tests/ops/test_without_values.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
-        " tests/internals/test_compile.py -k 'not triton'",
+        "_core/_kept_gradients.py",
+        "tests/ops/test_second_order.py tests/ops/test_linear_nll.py tests/ops/test_row_objective.py"
+        " tests/ops/test_divergence.py tests/internals/test_compile.py -k 'not triton'",
+    ),
+    (
+        "_utils/_opaque.py",
+        "tests/ops/test_without_values.py tests/internals/test_custom_ops.py tests/ops/test_token_nll.py"
+        " -k 'not triton'",
     ),
     ("_core/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
     (
@@ -250,7 +255,6 @@ JUDGES = (
         "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
         " tests/internals/test_compile.py -k 'not triton'",
     ),
-    ("_core/_compiled*.py", "tests/internals/test_compile.py"),
     ("ops/dpace_weights.py", "tests/ops/test_dpace_weights.py"),
     (
         "*soft_embedding.py",
