@@ -36,6 +36,8 @@ def opaque(name: str, specs: Callable[..., Sequence[Spec]]) -> Callable[[Functio
         @functools.wraps(function)
         def wrapped(x: Tensor, *args: Any) -> Any:
             if not traced(x):
+                if not x.is_cuda:
+                    return function(x, *args)
                 with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
                     return function(x, *args)
             from dllm_kernels._utils import _custom_ops  # imported lazily, because registration is slow
