@@ -85,11 +85,12 @@ def drawn(everyday=8, exhaustive=32, **strategies):
 def covering(items, strength, chosen=()):
     """Return a small subset of the cases in which any ``strength`` parameters take all combinations of their values.
 
-    The result does not repeat combinations of the ``chosen`` cases.
+    The result does not repeat combinations of the ``chosen`` cases. A case is a test item, or pytest's record of its
+    parameters.
     """
 
     def combinations(item):
-        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+        values = sorted((name, repr(value)) for name, value in getattr(item, "callspec", item).params.items())
         return set(itertools.combinations(values, min(strength, len(values))))
 
     each = [combinations(item) for item in items]
@@ -110,22 +111,38 @@ def covering(items, strength, chosen=()):
     return more
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-case", action="store_true", help="omit no case of any test: run whole products")
+
+
+@pytest.hookimpl(trylast=True)  # after every parametrization
+def pytest_generate_tests(metafunc):
+    """Choose the cases of a test before pytest creates an item of each, because items of whole products take seconds.
+
+    Cases that do not run every day are marked ``exhaustive``, and those that only ``--every-case`` runs are omitted.
+    """
+    every = metafunc._calls  # one object per case, with its parameters and marks; the list has no public name
+
+    def without(name, calls):
+        return [call for call in calls if name not in {mark.name for mark in call.marks}]
+
+    kept = calls = without("every_case", every)
+    if mark := metafunc.definition.get_closest_marker("covering"):
+        exhaustive = metafunc.definition.get_closest_marker("exhaustive")
+        frequent = [] if exhaustive or not mark.args else covering(without("exhaustive", calls), *mark.args)
+        kept = [*frequent, *covering(calls, mark.kwargs.get("most", 3), frequent)]
+        if mark.args:
+            everyday = set(map(id, frequent))
+            for call in every:
+                if id(call) not in everyday:
+                    call.marks.append(pytest.mark.exhaustive.mark)
+    if not metafunc.config.option.every_case:
+        ids = set(map(id, kept))
+        every[:] = [call for call in every if id(call) in ids]
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
 def pytest_collection_modifyitems(items):
-    large = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("covering"):
-            large[item.path, item.originalname].append(item)
-    left_out = set()
-    for cases in large.values():
-        mark = cases[0].get_closest_marker("covering")
-        everyday = covering([item for item in cases if not item.get_closest_marker("exhaustive")], *mark.args)
-        if "most" in mark.kwargs:
-            kept = {*everyday, *covering(cases, mark.kwargs["most"], everyday)}
-            left_out.update(item for item in cases if item not in kept)
-        for item in set(cases).difference(everyday):
-            item.add_marker("exhaustive")
-    items[:] = [item for item in items if item not in left_out]
     slow = defaultdict(list)
     for item in items:
         if item.get_closest_marker("everyday") and not item.get_closest_marker("exhaustive"):
