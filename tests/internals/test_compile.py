@@ -43,6 +43,21 @@ from tests.support.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.support.opcheck import TESTS, opcheck
 
 V, D = 19, 8
+
+
+def usually(chosen, values, name):
+    """Return ``values`` as parameters; those that are not ``chosen`` run with ``make test-every-case`` alone.
+
+    They are contained in ``tests/ops/test_changing_arguments.py``, where every public function has changing numbers.
+    """
+    return [
+        pytest.param(
+            *(v if isinstance(v, tuple) else (v,)), marks=() if v in chosen else pytest.mark.every_case, id=name(v)
+        )
+        for v in values
+    ]
+
+
 # One case with counts for each loss; its other cases run the same code.
 COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
 
@@ -118,7 +133,7 @@ CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case",
-    every_time([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, name=lambda case: case.name),
+    usually([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, lambda case: case.name),
 )
 def test_all_outputs_of_a_loss_are_graph_outputs(case):
     """On torch 2.11, a named tuple from ``_replace`` would arrive empty."""
@@ -142,7 +157,13 @@ def test_traced_code_calls_replace_in_one_function_only():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "form"), [("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "logits"), ("token_nll", "hidden")]
+    ("name", "form"),
+    [
+        ("hybrid", "logits"),
+        ("dflash", "hidden"),
+        # contained in the checks of targets through Inductor, below
+        *(pytest.param("token_nll", form, marks=pytest.mark.every_case) for form in ("logits", "hidden")),
+    ],
 )
 def test_through_inductor(name, form):
     case = BY_NAME[name]
@@ -247,9 +268,7 @@ def assert_few_graphs_for_case(case, form, lengths, count=None):
 @pytest.mark.covering(1, most=1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize(
-    "case", every_time([BY_NAME[name] for name in OFTEN], COUNTED.values(), name=lambda case: case.name)
-)
+@pytest.mark.parametrize("case", usually([BY_NAME[name] for name in OFTEN], COUNTED.values(), lambda case: case.name))
 def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     """One graph serves the first step, and a second one serves all other counts and lengths."""
     assert_few_graphs_for_case(case, form, 7, COUNTS[count])
@@ -320,7 +339,7 @@ EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
+@pytest.mark.parametrize(("name", "first"), usually(EVERY_CHANGE, CHANGES, str))
 def test_a_factor_that_changes_from_step_to_step(name, first):
     """One graph serves the first value, and a second one serves all others."""
     op, factor = CHANGING[name]
