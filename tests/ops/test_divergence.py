@@ -113,7 +113,7 @@ SETTINGS = {  # of hidden states: (chunk_size, num_active, reduction, the teache
 
 @pytest.mark.everyday(13)
 @every_kind
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_parity_from_hidden_states(name, dtype, setting):
@@ -485,7 +485,7 @@ def smaller_vocabulary(dtype=torch.float64, vocabulary=3 * V):
 
 
 @every_kind
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("teacher", ["draft", "full"])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
