@@ -12,7 +12,7 @@ Tests of what cannot be pretended are skipped: ``gpu`` and ``many_draws`` marks,
 ``torch.func``, forward mode, pickle, threads, ``torch.compile`` and everything else that traces.
 
 ``--cases N`` runs at most N cases of each test, first and last included, because a test mixes devices in all its cases.
-It runs the first one of a test without the parameter ``backend`` or ``path``, whose cases differ in no such thing.
+With ``--cases 1`` it is the first of one test and the last of the next, so that both backends run in each file.
 """
 
 from __future__ import annotations
@@ -319,11 +319,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests: dict[Any, list[pytest.Item]] = {}
         for item in items:
             tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-        kept = set()
-        for cases in tests.values():
-            parameters = getattr(cases[0], "callspec", SimpleNamespace(params=())).params
-            n = most if "backend" in parameters or "path" in parameters else 1
-            kept.update(cases[i * (len(cases) - 1) // max(n - 1, 1)] for i in range(n))
+        kept = {
+            c[(i or k % 2) * (len(c) - 1) // max(most - 1, 1)]
+            for k, c in enumerate(tests.values())
+            for i in range(most)
+        }
         items[:] = [item for item in items if item in kept]
 
 
