@@ -50,11 +50,19 @@ def every_time(chosen, values, name=None):
 
     A tuple is several parameters. ``name(value)`` is the name of a value in the test id.
     """
+    return _marked(chosen, values, name, pytest.mark.exhaustive)
+
+
+def usually(chosen, values, name=None):
+    """Return ``values`` as parameters, all but the ``chosen`` ones for ``make test-every-case``; see ``every_time``."""
+    return _marked(chosen, values, name, pytest.mark.every_case)
+
+
+def _marked(chosen, values, name, mark):
     params = []
     for value in values:
-        marks = [] if value in chosen else [pytest.mark.exhaustive]
         several = value if isinstance(value, tuple) else (value,)
-        params.append(pytest.param(*several, marks=marks, id=name(value) if name else None))
+        params.append(pytest.param(*several, marks=() if value in chosen else mark, id=name(value) if name else None))
     return params
 
 

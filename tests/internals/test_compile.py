@@ -38,26 +38,11 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from tests.conftest import DEVICE, every_time
+from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.support.opcheck import TESTS, opcheck
 
 V, D = 19, 8
-
-
-def usually(chosen, values, name):
-    """Return ``values`` as parameters; those that are not ``chosen`` run with ``make test-every-case`` alone.
-
-    They are contained in ``tests/ops/test_changing_arguments.py``, where every public function has changing numbers.
-    """
-    return [
-        pytest.param(
-            *(v if isinstance(v, tuple) else (v,)), marks=() if v in chosen else pytest.mark.every_case, id=name(v)
-        )
-        for v in values
-    ]
-
-
 # One case with counts for each loss; its other cases run the same code.
 COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
 
@@ -220,6 +205,8 @@ def test_shapes_that_change(shapes):
 
 
 STEPS = 20
+# tests/ops/test_changing_arguments.py has every public function and loss with changing numbers; here, some of them have
+# more kinds of numbers.
 OFTEN = ("mdlm, counted", "dflash", "block diffusion")
 COUNTS = {"int": int, "float": lambda n: n + 0.5, "tensor": lambda n: torch.tensor(n, device=DEVICE)}
 counts = pytest.mark.parametrize("count", COUNTS)

@@ -121,7 +121,7 @@ def test_parity_from_hidden_states(name, dtype, setting):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_parity_from_hidden_states_through_the_kernel(dtype, setting):
