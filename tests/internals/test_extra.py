@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 0), (0, 0, 0, 0, 1)], ids=str)
 @pytest.mark.parametrize("op", [WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS], ids=lambda op: op.name)
 def test_opcheck_of_a_head_of_two_parts(op, trains):

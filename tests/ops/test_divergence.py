@@ -569,7 +569,7 @@ def test_a_nan_outside_of_the_compared_columns(backend):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("teacher", ["draft", "full"])
 def test_one_graph_of_a_smaller_vocabulary(form, teacher):
@@ -593,7 +593,7 @@ def test_one_graph_of_a_smaller_vocabulary(form, teacher):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
     "options", [{"kind": "kl"}, {"kind": SUM, "reduction": "none"}, {"kind": "lk", "alpha": "mean"}], ids=str
