@@ -129,22 +129,27 @@ def pytest_generate_tests(metafunc):
 
     Cases that do not run every day are marked ``exhaustive``, and those that only ``--every-case`` runs are omitted.
     """
-    every = metafunc._calls  # one object per case, with its parameters and marks; the list has no public name
+    every, option = metafunc._calls, metafunc.config.option  # the list of cases and their marks has no public name
+    only_everyday = option.markexpr == "not exhaustive" and not option.every_case
 
     def without(name, calls):
         return [call for call in calls if name not in {mark.name for mark in call.marks}]
 
     kept = calls = without("every_case", every)
     if mark := metafunc.definition.get_closest_marker("covering"):
-        exhaustive = metafunc.definition.get_closest_marker("exhaustive")
-        frequent = [] if exhaustive or not mark.args else covering(without("exhaustive", calls), *mark.args)
-        kept = [*frequent, *covering(calls, mark.kwargs.get("most", 3), frequent)]
+        frequent = []
         if mark.args:
+            if not metafunc.definition.get_closest_marker("exhaustive"):
+                frequent = covering(without("exhaustive", calls), *mark.args)
             everyday = set(map(id, frequent))
             for call in every:
                 if id(call) not in everyday:
                     call.marks.append(pytest.mark.exhaustive.mark)
-    if not metafunc.config.option.every_case:
+        if not (only_everyday and frequent):
+            kept = [*frequent, *covering(calls, mark.kwargs.get("most", 3), frequent)]
+    if only_everyday:
+        kept = without("exhaustive", kept) or kept[:1]  # pytest would deselect the others; a test needs a case
+    if not option.every_case:
         ids = set(map(id, kept))
         every[:] = [call for call in every if id(call) in ids]
 

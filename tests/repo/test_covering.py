@@ -40,7 +40,7 @@ def test_chosen_cases_are_not_covered_again():
     assert covering(every, 2, [*first, *more]) == []
 
 
-def collected(mark, every_case=False, exhaustive=False):
+def collected(mark, every_case=False, exhaustive=False, markexpr=""):
     """Return the parameters of the cases that are collected, and which of them run every day; ``V=4`` needs the option.
 
     Cases on the path through Triton run with the exhaustive half.
@@ -54,7 +54,7 @@ def collected(mark, every_case=False, exhaustive=False):
         SimpleNamespace(
             _calls=calls,
             definition=SimpleNamespace(get_closest_marker=marks.get),
-            config=SimpleNamespace(option=SimpleNamespace(every_case=every_case)),
+            config=SimpleNamespace(option=SimpleNamespace(every_case=every_case, markexpr=markexpr)),
         )
     )
     everyday = [call.params for call in calls if "exhaustive" not in {mark.name for mark in call.marks}]
@@ -80,6 +80,8 @@ def test_each_half_runs_a_subset_of_the_cases(args, most, strength, kept, everyd
     assert len(frequent) <= (0 if exhaustive and args else everyday)
     assert all(params["path"] == ["torch"] for params in frequent)
     assert all(params["V"] != 4 for params in some)
+    of_the_day, _ = collected(mark, exhaustive=exhaustive, markexpr="not exhaustive")
+    assert of_the_day == frequent or (not frequent and len(of_the_day) == 1)
     usual = [params for params in every if params["V"] != 4]
     for names in itertools.combinations(VALUES, strength):
         assert combinations(names, some) == combinations(names, usual)
