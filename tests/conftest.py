@@ -50,11 +50,19 @@ def every_time(chosen, values, name=None):
 
     A tuple is several parameters. ``name(value)`` is the name of a value in the test id.
     """
+    return _marked(chosen, values, name, pytest.mark.exhaustive)
+
+
+def usually(chosen, values, name=None):
+    """Return ``values`` as parameters, all but the ``chosen`` ones for ``make test-every-case``; see ``every_time``."""
+    return _marked(chosen, values, name, pytest.mark.every_case)
+
+
+def _marked(chosen, values, name, mark):
     params = []
     for value in values:
-        marks = [] if value in chosen else [pytest.mark.exhaustive]
         several = value if isinstance(value, tuple) else (value,)
-        params.append(pytest.param(*several, marks=marks, id=name(value) if name else None))
+        params.append(pytest.param(*several, marks=() if value in chosen else mark, id=name(value) if name else None))
     return params
 
 
@@ -85,11 +93,12 @@ def drawn(everyday=8, exhaustive=32, **strategies):
 def covering(items, strength, chosen=()):
     """Return a small subset of the cases in which any ``strength`` parameters take all combinations of their values.
 
-    The result does not repeat combinations of the ``chosen`` cases.
+    The result does not repeat combinations of the ``chosen`` cases. A case is a test item, or pytest's record of its
+    parameters.
     """
 
     def combinations(item):
-        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+        values = sorted((name, repr(value)) for name, value in getattr(item, "callspec", item).params.items())
         return set(itertools.combinations(values, min(strength, len(values))))
 
     each = [combinations(item) for item in items]
@@ -110,22 +119,43 @@ def covering(items, strength, chosen=()):
     return more
 
 
+def pytest_addoption(parser):
+    parser.addoption("--every-case", action="store_true", help="omit no case of any test: run whole products")
+
+
+@pytest.hookimpl(trylast=True)  # after every parametrization
+def pytest_generate_tests(metafunc):
+    """Choose the cases of a test before pytest creates an item of each, because items of whole products take seconds.
+
+    Cases that do not run every day are marked ``exhaustive``, and those that only ``--every-case`` runs are omitted.
+    """
+    every, option = metafunc._calls, metafunc.config.option  # the list of cases and their marks has no public name
+    only_everyday = option.markexpr == "not exhaustive" and not option.every_case
+
+    def without(name, calls):
+        return [call for call in calls if name not in {mark.name for mark in call.marks}]
+
+    kept = calls = without("every_case", every)
+    if mark := metafunc.definition.get_closest_marker("covering"):
+        frequent = []
+        if mark.args:
+            if not metafunc.definition.get_closest_marker("exhaustive"):
+                frequent = covering(without("exhaustive", calls), *mark.args)
+            everyday = set(map(id, frequent))
+            for call in every:
+                if id(call) not in everyday:
+                    call.marks.append(pytest.mark.exhaustive.mark)
+        if not (only_everyday and frequent):
+            kept = [*frequent, *covering(calls, mark.kwargs.get("most", 3), frequent)]
+    if only_everyday:
+        kept = without("exhaustive", kept) or kept[:1]  # pytest would deselect the others; a test needs a case
+    if not option.every_case:
+        ids = set(map(id, kept))
+        every[:] = [call for call in every if id(call) in ids]
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
 def pytest_collection_modifyitems(items):
-    large = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("covering"):
-            large[item.path, item.originalname].append(item)
-    left_out = set()
-    for cases in large.values():
-        mark = cases[0].get_closest_marker("covering")
-        everyday = covering([item for item in cases if not item.get_closest_marker("exhaustive")], *mark.args)
-        if "most" in mark.kwargs:
-            kept = {*everyday, *covering(cases, mark.kwargs["most"], everyday)}
-            left_out.update(item for item in cases if item not in kept)
-        for item in set(cases).difference(everyday):
-            item.add_marker("exhaustive")
-    items[:] = [item for item in items if item not in left_out]
     slow = defaultdict(list)
     for item in items:
         if item.get_closest_marker("everyday") and not item.get_closest_marker("exhaustive"):

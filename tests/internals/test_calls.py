@@ -132,7 +132,7 @@ def outputs(op, x, *others):
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", OPS)

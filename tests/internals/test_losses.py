@@ -16,9 +16,9 @@ from dllm_kernels import (
     SCDDLoss,
 )
 from dllm_kernels._core import _chunks, _setup
-from tests.conftest import DEVICE, every_time
+from tests.conftest import DEVICE
 from tests.losses.test_losses import D, V, cases, draw, forms, leaves_of_hidden_form, logits_of
-from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, value_of
+from tests.support.cases import BY_NAME, CASES, FEWER, FIRSTS, MASK_ID, value_of
 from tests.support.parity import value_and_grads
 from tests.support.recorded import record_ops
 
@@ -65,7 +65,15 @@ WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transf
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(
-    "case", every_time([case for case in WITH_BOUND if case in FIRSTS], WITH_BOUND, name=lambda case: case.name)
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=() if case in FIRSTS else pytest.mark.exhaustive if case in FEWER else pytest.mark.every_case,
+        )
+        for case in WITH_BOUND
+    ],
 )
 def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
     """A training step on the path of a GPU has the loss and gradients of one without the bound."""

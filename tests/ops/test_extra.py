@@ -75,6 +75,7 @@ def test_parity_of_the_ops(case, chunk, dtype, path):
 
 
 @pytest.mark.everyday(3)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("case", every_time([c for c in FIRSTS if c in CASES], CASES, name=lambda case: case.name))
 def test_parity_of_every_loss(case, backend):
     inputs = drawn(case)

@@ -56,6 +56,7 @@ DERIVATIVES = {
 
 
 @pytest.mark.everyday(8)
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("ask", DERIVATIVES)
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_penalty_on_a_gradient_raises_for_every_input(form, name, ask, backend):

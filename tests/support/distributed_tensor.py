@@ -53,9 +53,10 @@ def linear_oracle(case, inputs):
     return oracle
 
 
-@check(2, name=NAMES)
+@check(2, whole=True, name=NAMES)
 @check(4, name=FEW)
 def tp_logits(name):
+    """Every loss, from logits split along the vocabulary."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     for dtype in DTYPES if mesh.size() == 2 else (torch.float64,):
