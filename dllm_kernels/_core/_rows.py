@@ -111,7 +111,7 @@ def flat_ids(ids: Tensor, rows: torch.Size, skip_id: int | None) -> Tensor:
 
 def row_marks(like: Tensor, active: Tensor | None) -> Tensor:
     """Return int64 ``[N]``: ``IGNORE`` in inactive rows, 0 in all others; N is the number of rows of ``like``."""
-    zeros = torch.zeros(len(like), dtype=torch.int64, device=like.device)
+    zeros = torch.zeros(like.shape[0], dtype=torch.int64, device=like.device)
     return zeros if active is None else zeros.masked_fill(active.detach().reshape(-1) == 0, IGNORE)
 
 

@@ -190,7 +190,7 @@ def child_seeds(seeds: Tensor, count: int) -> Tensor:
     return children  # type: ignore[no-any-return]
 
 
-@opaque("child_seeds", lambda seeds, count: [((len(seeds), count), torch.int64)])
+@opaque("child_seeds", lambda seeds, count: [((seeds.shape[0], count), torch.int64)])
 def _child_seeds(seeds: Tensor, count: int) -> Any:
     if seeds.is_cpu:
         words = np.empty((len(seeds), count), np.uint64)

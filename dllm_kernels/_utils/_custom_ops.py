@@ -85,6 +85,9 @@ class _CustomOp:
         arguments = dict(zip(self.tensors, given, strict=True)) | keywords
         if fake:
             arguments.update(dict.fromkeys(name for name in arguments if name.startswith("changing")))
+        elif self.floats:
+            numbers = _changing.unpacked([arguments[name] for name in self.floats], arguments["changing_numbers"])
+            arguments.update(zip(self.floats, numbers, strict=True))
         return [parameter.restored(arguments) for parameter in self.parameters]
 
 

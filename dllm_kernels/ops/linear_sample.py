@@ -237,7 +237,7 @@ class Sampling(NamedTuple):
 def _specs(
     hidden: Tensor, _head: Head, marks: Tensor, _seeds: Any, _row_numbers: Any, sampling: Sampling, setup: Setup
 ) -> list[Spec]:
-    N, k = len(marks), 1 + (sampling.return_top or 0)
+    N, k = marks.shape[0], 1 + (sampling.return_top or 0)  # len() would specialise the graph
     return [((N, k), torch.int64), ((N, k), setup.accum_dtype), ((N,), setup.accum_dtype)]
 
 

@@ -180,7 +180,7 @@ def _specs(
     hidden: Tensor, head: Head, embedding: Tensor | None, _marks: Tensor, _ids: Tensor, _bump: Any, setup: Setup
 ) -> list[Spec]:
     table = head.weight if embedding is None else embedding
-    return [((len(hidden), table.shape[1]), setup.dtype)]
+    return [((hidden.shape[0], table.shape[1]), setup.dtype)]
 
 
 @opaque("soft_embedding", _specs)
