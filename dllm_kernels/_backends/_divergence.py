@@ -61,7 +61,7 @@ The row primitives of a backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -186,6 +186,3 @@ class DivergenceResult(NamedTuple):
     acceptance_rate: torch.Tensor
     agree: torch.Tensor
     kept: Kept | None = None
-
-
-Divergences = Callable[..., DivergenceResult]

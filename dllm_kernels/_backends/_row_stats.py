@@ -15,21 +15,6 @@ and F = sum_v (d_v + log(b / S)): a p_v that float32 rounds to 0 enters neither 
 d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the product of 0 and -inf would be NaN.
 
 ``logits`` and ``out`` are ``[B, L, V]`` as in ``_backends/_rows.py``. Inactive rows are never read.
-
-``forward(logits, request)``
-    Returns the fields of :class:`StatsResult`; 0 / False in inactive rows.
-
-``mix(logits, request, row_max, log_sum)``
-    Returns the shares of F and W of these columns, for rows whose (M, log S) is known.
-
-``coefficients(request, result, upstream)``
-    Combines the upstream gradients of each row. Returns :class:`Coefficients`, their size, and the targets of the rows
-    with a gradient. ``_chain_rule.coefficients`` is the implementation in plain torch.
-
-``backward(logits, request, coefficients, row_max, log_sum, out)``
-    Writes the gradient with respect to the logits to ``out``, which may be the logits themselves; zeros in inactive
-    rows. If ``request.through`` is False, the gradient is with respect to the transformed logits, and that of lse is p.
-    If ``request.weights`` is given, an out-of-range id makes the gradient of its row NaN.
 """
 
 from __future__ import annotations
