@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import hypothesis
@@ -90,32 +90,39 @@ def drawn(everyday=8, exhaustive=32, **strategies):
     return decorated
 
 
-def covering(items, strength, chosen=()):
+def covering(items, strength, chosen=(), *, balanced=False):
     """Return a small subset of the cases in which any ``strength`` parameters take all combinations of their values.
 
     The result does not repeat combinations of the ``chosen`` cases. A case is a test item, or pytest's record of its
-    parameters.
+    parameters. If several cases add as many combinations, the first one is taken, or if ``balanced`` the one whose
+    combinations of one parameter more were taken least often.
     """
 
-    def combinations(item):
+    def combinations(item, strength):
         values = sorted((name, repr(value)) for name, value in getattr(item, "callspec", item).params.items())
         return set(itertools.combinations(values, min(strength, len(values))))
 
-    each = [combinations(item) for item in items]
-    wanted = set().union(*each).difference(*map(combinations, chosen))
-    # The number of combinations that a case adds only decreases, so a heap of earlier numbers has the largest one on
-    # top as soon as its number is current. The first one of ties is chosen.
-    heap = [(-len(c), i) for i, c in enumerate(each)]
+    each = [combinations(item, strength) for item in items]
+    wanted = set().union(*each).difference(*(combinations(item, strength) for item in chosen))
+    larger = [combinations(item, strength + 1) for item in items] if balanced else [()] * len(items)
+    taken = Counter(c for item in chosen for c in combinations(item, strength + 1)) if balanced else Counter()
+
+    def rank(i):
+        return -len(each[i] & wanted), sum(taken[c] for c in larger[i]), i
+
+    # The rank of a case only becomes worse, so a heap of earlier ranks has the best one on top once it is current.
+    heap = [rank(i) for i in range(len(items))]
     heapq.heapify(heap)
     more = []
     while wanted:
-        before, i = heap[0]
-        added = each[i] & wanted
-        if len(added) < -before:
-            heapq.heapreplace(heap, (-len(added), i))
+        current = rank(heap[0][-1])
+        if current > heap[0]:
+            heapq.heapreplace(heap, current)
             continue
+        i = current[-1]
         more.append(items[i])
-        wanted -= added
+        wanted -= each[i]
+        taken.update(larger[i])
     return more
 
 
@@ -146,7 +153,8 @@ def pytest_generate_tests(metafunc):
                 if id(call) not in everyday:
                     call.marks.append(pytest.mark.exhaustive.mark)
         if not (only_everyday and frequent):
-            kept = [*frequent, *covering(calls, mark.kwargs.get("most", 3), frequent)]
+            most = mark.kwargs.get("most", 3)
+            kept = [*frequent, *covering(calls, most, frequent, balanced=most < 3)]
     if only_everyday:
         kept = without("exhaustive", kept) or kept[:1]  # pytest would deselect the others; a test needs a case
     if not option.every_case:

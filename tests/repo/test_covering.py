@@ -31,6 +31,21 @@ def test_any_parameters_of_the_strength_take_all_combinations(strength, most):
             assert any(all(params[n] == v for n, v in zip(names, values, strict=True)) for params in chosen)
 
 
+def test_a_balanced_subset_is_as_small_and_has_more_combinations():
+    every = list(cases())
+    for strength in (1, 2):
+        plain, balanced = (covering(every, strength, balanced=b) for b in (False, True))
+        assert len(balanced) <= len(plain)
+        pairs = [
+            sum(
+                len(combinations(names, [item.callspec.params for item in some]))
+                for names in itertools.combinations(VALUES, strength + 1)
+            )
+            for some in (plain, balanced)
+        ]
+        assert pairs[0] < pairs[1]
+
+
 def test_chosen_cases_are_not_covered_again():
     every = list(cases())
     first = covering(every, 1)
