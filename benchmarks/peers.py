@@ -76,6 +76,7 @@ def _without_init(*packages: str) -> None:
         spec = importlib.util.find_spec(name)
         if name not in sys.modules and spec is not None:
             sys.modules[name] = bare = types.ModuleType(name)
+            bare.__spec__ = spec  # find_spec raises for a module in sys.modules without it
             bare.__path__ = list(spec.submodule_search_locations or ())
 
 
@@ -201,7 +202,7 @@ def logits_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
 
 def _quack_mdlm(peer: Any) -> Loss:
     def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        nll = peer.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        nll = peer.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")  # 0.6 defaults to the mean
         total: torch.Tensor = (nll * weights.flatten()).sum()
         return total
 
