@@ -20,8 +20,11 @@ A machine without a package index needs these wheels for its version of Python, 
 ``cut-cross-entropy``, ``nemo-automodel``, ``speculators``, ``trl`` and ``verl``. Without ``nemo-automodel``, the
 original, the bar of corruption is not measured. Their imports also need ``pydantic`` with ``pydantic-core``,
 ``annotated-types`` and ``typing-inspection``, if the machine lacks them. ``quack-kernels`` and Liger's CuTe kernels
-also need ``nvidia-cutlass-dsl``, a compiler of 88 MB. Where a transfer is limited, split it (``split --bytes=48M WHEEL
-WHEEL.part-``) and give the folders of all parts to ``--wheels``, which joins them.
+also need ``nvidia-cutlass-dsl``, ``nvidia-cutlass-dsl-libs-base``, ``nvidia-cutlass-dsl-libs-cu13``,
+``apache-tvm-ffi``, ``torch-c-dlpack-ext`` and ``einops``, and ``cuda-bindings`` and ``protobuf`` if the machine lacks
+them. ``nvidia-cutlass-dsl-libs-cu13`` is a compiler of 92 MB, the others have 8 MB together. Where a transfer is
+limited, split it (``split --bytes=46M WHEEL WHEEL.part-``) and give the folders of all parts to ``--wheels``, which
+joins them. Without its last part, pip rejects the wheel, and the run continues without these kernels.
 
 ``--rehearse`` runs all steps at toy size on a CPU, with Triton's interpreter.
 """
