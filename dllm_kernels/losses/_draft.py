@@ -62,6 +62,26 @@ def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> i
     return max(rows, 1)
 
 
+def size_of_blocks(name: str, blocks: Tensor, block_size: int | None, anchor_row: bool = False) -> int:
+    """Return the ``block_size`` of rows ``[B, blocks, k]``: k + 1, or k with ``anchor_row``.
+
+    Raises:
+        TypeError: ``block_size`` is not an int.
+        ValueError: ``block_size`` is another number.
+    """
+    if block_size is not None:
+        _checks.check_positive_int("block_size", block_size)
+    k = blocks.shape[2]
+    size = k if anchor_row else k + 1
+    if block_size is not None and block_size != size:
+        rows = "block_size" if anchor_row else "block_size - 1"
+        raise ValueError(
+            f"block_size must be {size} for {name} [B, blocks, k] = {tuple(blocks.shape)}, because a block has {rows} "
+            f"rows with anchor_row={anchor_row}, got {block_size}"
+        )
+    return size
+
+
 def in_blocks(t: Tensor, rows: int) -> Tensor:
     """Reshape ``[B, T]`` to ``[B, T / rows, rows]``."""
     return t.reshape(t.shape[0], t.shape[1] // rows, rows)
@@ -161,7 +181,8 @@ class DraftLoss(TransformedLoss):
         _checks.check_int("decay_from", self.decay_from, 0)
         _checks.checked_chunk_size(self.chunk_size)
         gamma = self.loss_gamma
-        if gamma is not None and not isinstance(gamma, str) and (gamma == 0 or math.isnan(gamma)):
+        # gamma != gamma tests for NaN, because a graph with a symbolic float cannot hold math.isnan
+        if gamma is not None and not isinstance(gamma, str) and (gamma == 0 or gamma != gamma):
             raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
 
     @_WeightingSetting
@@ -176,37 +197,44 @@ class DraftLoss(TransformedLoss):
         method of this name, and not released it. The arguments may differ from those of its release.
 
         Args:
-            block_mask: ``[B, T]``, 0 for rows that predict nothing. Fractions are weights.
-            block_size: positions of a block, the anchor included; None: each sequence is one block.
-            token_nll: ``[B, T]``, the NLL of each target, from which D-PACE computes its weights, as a constant. Not
-                used with the decay.
+            block_mask: ``[B, T]`` or ``[B, blocks, k]``, 0 for rows that predict nothing. Fractions are weights.
+            block_size: positions of a block, the anchor included; None: each sequence ``[T]`` is one block.
+            token_nll: of the shape of ``block_mask``, the NLL of each target, from which D-PACE computes its weights,
+                as a constant. Not used with the decay.
             prefix: ``[B, blocks]``, as in the call of :class:`DFlashDecayLoss`, or None.
 
         Returns:
-            ``[B, T]``, float32 (float64 for a float64 ``token_nll``), detached; 0 where ``block_mask`` is 0.
+            The shape of ``block_mask``, float32 (float64 for a float64 ``token_nll``), detached; 0 where ``block_mask``
+            is 0.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or D-PACE gets no
-                ``token_nll``.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, ``block_size`` is not
+                that of blocks of k rows, or D-PACE gets no ``token_nll``.
         """
         self._check_settings()
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
-        _checks.check_ndim("block_mask", block_mask, 2, "[B, T]")
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
+        shape = block_mask.shape
+        if len(shape) == 3:
+            block_size = size_of_blocks("block_mask", block_mask, block_size, self.anchor_row)
+        else:
+            _checks.check_ndim("block_mask", block_mask, 2, "[B, T] or [B, blocks, k]")
         q = None
         if self._weighting != "decay":
             if token_nll is None:
                 raise ValueError(f"token_nll must be given for position_weights={self._weighting!r}, got None")
             _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, token_nll=token_nll)
             q = torch.exp(-token_nll.detach().to(accum_dtype(token_nll.dtype)))
-        block_mask, prefix = all_plain(block_mask, prefix)
+        block_mask, prefix, q = all_plain(block_mask, prefix, q)
+        if len(shape) == 3:
+            block_mask, q = block_mask.flatten(1), None if q is None else q.flatten(1)
         if prefix is not None:
             prefix = self._checked_prefix(prefix, block_mask, block_size)
             block_mask = predicted_mask(block_mask, prefix, int(block_size or 0), self.anchor_row)
         mask = block_mask.detach().to(torch.float32 if q is None else q.dtype)
-        return self._row_weights(mask, block_size, q, prefix)
+        return self._row_weights(mask, block_size, q, prefix).reshape(shape)
 
     def _checked_prefix(self, prefix: Tensor, block_mask: Tensor, block_size: int | None) -> Tensor:
         """Check the prefix against the blocks of the mask; return it as a plain tensor."""

@@ -61,6 +61,32 @@ class ModelOutput(NamedTuple):
         """Return packed rows as a batch of one sequence."""
         return replaced(self, x=self.x.unsqueeze(0), extra=_common.extra_as_batch(self.extra))
 
+    def of_blocks(self, target_ids: Any) -> bool:
+        """Return True if the rows ``[B, blocks, k, V]`` or ``[B, blocks, k, D]`` or the targets are those of blocks.
+
+        Raises:
+            ValueError: the shape of the targets ``[B, blocks, k]`` is not that of the rows.
+        """
+        tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        if not tensors or (self.x.dim() != 4 and target_ids.dim() != 3):
+            return False
+        last = "V" if self.weight is None else "D"
+        if self.x.dim() == 3:
+            raise ValueError(
+                f"{self.names.rows} must have shape [B, blocks, k, {last}] to go with {self.names.targets} of shape "
+                f"{tuple(target_ids.shape)}, got {tuple(self.x.shape)}"
+            )
+        of = f"[B, blocks, k] of {self.names.rows} [B, blocks, k, {last}]"
+        _checks.check_shape(self.names.targets, target_ids, self.x.shape[:-1], of)
+        return True
+
+    def blocks_as_sequences(self) -> ModelOutput:
+        """Return rows of blocks ``[B, blocks, k, ...]`` as rows of sequences ``[B, blocks * k, ...]``."""
+        extra = self.extra
+        if extra is not None and isinstance(extra[0], torch.Tensor) and extra[0].dim() == 4:
+            extra = extra[0].flatten(1, 2), extra[1]
+        return replaced(self, x=self.x.flatten(1, 2), extra=extra)
+
     def stack(self, other: ModelOutput) -> ModelOutput:
         """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
         return replaced(self, x=torch.stack([self.x, other.x]))
