@@ -92,8 +92,8 @@ def last_row(grad):
 
 
 def row_of_the_head(grad):
-    """A larger fault, because the worst row of plain PyTorch errs by 5 % with torch 2.11, and twice that is allowed."""
-    grad[-1] *= 1.25
+    """A larger fault. With torch 2.11, plain PyTorch's worst row may err by 5 %, and verify then allows 10 %."""
+    grad[-1] *= 1.2
 
 
 def unwritten(grad):

@@ -319,10 +319,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests: dict[Any, list[pytest.Item]] = {}
         for item in items:
             tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+        last = max(most - 1, 1)
         kept = {
-            c[(i or k % 2) * (len(c) - 1) // max(most - 1, 1)]
+            c[at * (len(c) - 1) // last]
             for k, c in enumerate(tests.values())
-            for i in range(most)
+            for at in (range(most) if most > 1 else [k % 2])
         }
         items[:] = [item for item in items if item in kept]
 
