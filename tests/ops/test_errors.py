@@ -872,7 +872,7 @@ def test_inplace_backward_under_compile():
     def step(x):
         return token_nll(x, Y, inplace_backward=True).nll.sum()
 
-    with pytest.raises(Exception, match=r"inplace_backward must be False under torch.compile and torch.func, got True"):
+    with pytest.raises(Exception, match=r"inplace_backward must be False under torch.compile, got True"):
         torch.compile(step, backend="eager", fullgraph=True)(X.clone().requires_grad_())
 
 
