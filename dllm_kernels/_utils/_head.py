@@ -1,4 +1,4 @@
-"""Check that a loss may use an LM head's weight and bias instead of calling the head.
+"""Find the LM head of a model, and check that a loss may use its weight and bias instead of calling it.
 
 That is allowed only if the head computes exactly ``hidden @ weight.T + bias``. Anything else that it computes (an
 adapter, a scale, hooks) would be omitted silently, and would not train.
@@ -14,6 +14,24 @@ LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # classes of this package th
 # Hooks from these packages gather, free and lay out the parameters, and compute nothing.
 SHARDING = ("torch.distributed.", "deepspeed.")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def unwrapped(model: nn.Module | None) -> nn.Module | None:
+    """Return the model inside DistributedDataParallel."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def head_module(model: nn.Module | None) -> nn.Module | None:
+    """Return the LM head: ``get_output_embeddings()``, else a module ``lm_head`` that has a weight or is callable."""
+    model = unwrapped(model)
+    if model is None:
+        return None
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if isinstance(head, nn.Module):
+        return head
+    named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head")
+    return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
 
 
 def projects(head: nn.Module) -> bool:

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.fused import _lora
 from dllm_kernels.fused._in_head import head_of
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.fused._state import CallState, Versions
-from dllm_kernels.mtp.head import gathered_once, head_module
+from dllm_kernels.mtp.head import gathered_once
 
 ON_LOGITS = "warn", "raise", "allow"
 ADVICE = "leave the head as it is, and compute the loss from logits"
