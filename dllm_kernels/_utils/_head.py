@@ -40,7 +40,7 @@ def projects(head: nn.Module) -> bool:
     return has_forward and not isinstance(head, nn.Embedding)
 
 
-def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) -> None:
+def check_linear_head(head: nn.Module, advice: str, *, replaced: bool = False) -> None:
     """Raise a ValueError if the head does anything beside ``hidden @ weight.T + bias``.
 
     A subclass of ``nn.Linear`` with its ``forward`` passes, because ``fully_shard`` makes one. A parametrized weight
@@ -59,7 +59,7 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
 
 
 def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
-    """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_plain_head` passes."""
+    """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_linear_head` passes."""
     if (own := own_forward(head)) is not None:
         return own
     if type(head).forward not in LINEAR_FORWARDS:

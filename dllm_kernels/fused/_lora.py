@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_hooks, check_plain_head, own_forward
+from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
 
@@ -242,7 +242,7 @@ def _check_call(head: Any, advice: str) -> None:
 
 def _check_linear(head: Any, advice: str) -> None:
     _check_shape(head, advice)
-    check_plain_head(head, advice)
+    check_linear_head(head, advice)
 
 
 def _check_shape(head: Any, advice: str) -> None:

@@ -378,7 +378,7 @@ class DraftDistillationLoss(DraftLoss):
         call = _Call(
             weighting, self._returns_rows(), rows, target_ids, block_mask, block_size, counts, self, teacher, spec
         )
-        found = call.found()
+        found = call.compute()
         total = found.loss
         if confidence_logits is not None and found.a is not None:
             s = torch.where(found.weights != 0, confidence_logits.to(found.weights.dtype), 0.0)
@@ -444,7 +444,7 @@ class _Call(DraftCall):
         """Kind of confidence for D-PACE, or None with the decay."""
         return None if self.weighting.decays else self.loss.confidence
 
-    def found(self) -> DraftResult:
+    def compute(self) -> DraftResult:
         """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
         if self.teacher.x is None:
             return self.cross_entropy(sum(term.coefficient for term in self.spec.terms))
