@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from dllm_kernels import ops
 from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
@@ -277,10 +278,10 @@ class _Sampling(NamedTuple):
 
         Returns ids, log-probabilities and confidences ``[B, W, 3]``, float64, which represents every id exactly.
         """
-        weight = _lora.in_dtype_of(hidden, weight)
+        weight = in_dtype_of(hidden, weight)
         options: dict[str, Any] = {
-            **self.of_head, **rows, "bias": _lora.in_dtype_of(hidden, bias), "extra": extra,
-            "logits_dtype": _lora.dtype_of_logits(hidden, self.logits_dtype),
+            **self.of_head, **rows, "bias": in_dtype_of(hidden, bias), "extra": extra,
+            "logits_dtype": dtype_of_logits(hidden, self.logits_dtype),
         }  # fmt: skip
         out = ops.linear_sample(hidden, weight, seeds=seeds, **self.samples, **options)
         confidence, (temperature, *truncation) = out.log_probs, self.samples.values()

@@ -93,7 +93,7 @@ def checked_spec(
     for name, value in given.items():
         if value is not None and name not in used:
             owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
-            raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
+            raise ValueError(f"{name} only applies to kind={' and '.join(map(repr, owners))}, got kind={kind!r}")
     numbers = {name: _checked_option(name, options.get(name), option) for name, option in OPTIONS.items()}
     terms = [_term(name, coefficient, base, numbers) for name, coefficient in coefficients.items()]
     return DivergenceSpec.of(terms, alpha == "mean", teacher == "full")

@@ -489,7 +489,7 @@ def check_not_negative(name: str, value: Any) -> None:
     """Raise unless ``value`` is a finite number of at least 0."""
     check_number(name, value)
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must not be negative, and finite, got {_changing.printable(value)}")
+        raise ValueError(f"{name} must be finite and non-negative, got {_changing.printable(value)}")
 
 
 def check_probability(name: str, value: Any, allowed: str = "a number") -> None:

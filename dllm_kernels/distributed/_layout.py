@@ -61,7 +61,7 @@ def local_range(size: int, mesh: DeviceMesh, splits: Sequence[int]) -> tuple[int
     return start, size
 
 
-class Rows(NamedTuple):
+class RankRows(NamedTuple):
     """Rows of a tensor ``[..., C]`` that this rank holds, if DTensor splits them over ranks.
 
     Attributes:
@@ -146,10 +146,10 @@ class VocabShard(NamedTuple):
         return part
 
 
-def rows_of(name: str, t: torch.Tensor) -> Rows:
+def rows_of(name: str, t: torch.Tensor) -> RankRows:
     """Return the rows of ``[..., C]`` that this rank holds, for any layout of the columns; all rows if it is plain."""
     if not isinstance(t, DTensor):
-        return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
+        return RankRows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1
     splits: list[list[int]] = [[] for _ in range(leading)]
     for i, placement in enumerate(t.placements):
@@ -159,7 +159,7 @@ def rows_of(name: str, t: torch.Tensor) -> Rows:
             splits[d].append(i)
     ranges = tuple(local_range(t.shape[d], mesh, s) for d, s in enumerate(splits))
     groups = tuple(mesh.get_group(i) for s in splits for i in s)
-    return Rows(tuple(t.shape[:-1]), ranges, groups)
+    return RankRows(tuple(t.shape[:-1]), ranges, groups)
 
 
 def check_contiguous(name: str, t: DTensor, i: int) -> None:

@@ -26,7 +26,15 @@ from dllm_kernels._core._teacher import Teacher
 from dllm_kernels._utils._checks import check_dtypes
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.distributed import _layout
-from dllm_kernels.distributed._layout import Groups, Rows, VocabShard, check_local_shape, layout, shard_dim, sum_over
+from dllm_kernels.distributed._layout import (
+    Groups,
+    RankRows,
+    VocabShard,
+    check_local_shape,
+    layout,
+    shard_dim,
+    sum_over,
+)
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
 
@@ -76,7 +84,7 @@ def on_this_rank(
     return out._replace(**summed, **dict(zip(others, _whole(rows, tuple(others.values())), strict=True)))
 
 
-def _split(rows: Rows, shard: VocabShard | None) -> Split:
+def _split(rows: RankRows, shard: VocabShard | None) -> Split:
     def all_reduce(t: Tensor) -> Tensor:
         return sum_over(t, rows.groups)
 
@@ -87,7 +95,7 @@ def _split(rows: Rows, shard: VocabShard | None) -> Split:
     return Split(primitives, ranks, shard.step * ranks, all_reduce, rows.shape, bool(rows.groups))
 
 
-def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def _whole(rows: RankRows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Combine results ``[...]`` or ``[..., K]`` of this rank's rows to the global shape, in one all-reduce."""
     local = [t for t in out if t is not None]
     dtype = next(t.dtype for t in local if t.is_floating_point())
@@ -106,7 +114,7 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     return [restored(t) for t in out]
 
 
-def _local_logits(logits: Tensor) -> tuple[Tensor, Rows, VocabShard | None]:
+def _local_logits(logits: Tensor) -> tuple[Tensor, RankRows, VocabShard | None]:
     """Return this rank's part of logits ``[..., V]``, its rows, and its columns if they are split."""
     rows = _layout.rows_of("logits", logits)
     if not isinstance(logits, DTensor):  # only the teacher's tensors are DTensors
@@ -128,7 +136,9 @@ def _local_logits(logits: Tensor) -> tuple[Tensor, Rows, VocabShard | None]:
     return _layout.local_piece(logits, logits.placements), rows, shard
 
 
-def _local_hidden(x: Tensor, head: Head, embedding: Tensor | None) -> tuple[Tensor, Head, Any, Rows, VocabShard | None]:
+def _local_hidden(
+    x: Tensor, head: Head, embedding: Tensor | None
+) -> tuple[Tensor, Head, Any, RankRows, VocabShard | None]:
     """Return this rank's (hidden states, head, embedding, rows), and its columns of the head if they are split."""
     tied = embedding is head.weight
     given = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else embedding}
@@ -195,7 +205,7 @@ def _local_parameter(t: Tensor, split: list[set[int]]) -> Tensor:
     return _layout.local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute sums in backward
 
 
-def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: Rows) -> Tensor:
+def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: RankRows) -> Tensor:
     """Return the rows ``[..., r]`` of the head's low-rank part that belong to this rank's hidden states."""
     if not isinstance(u, DTensor):  # every rank holds all rows and computes a part of the gradient
         return rows.local(_layout.sum_gradient_over(u, (*groups, *rows.groups)[::-1]))
@@ -210,7 +220,7 @@ def _of_rows(placements: Any, t: Tensor) -> list[Placement]:
     return [Replicate() if shard_dim(p) in (None, t.dim() - 1) else p for p in placements]
 
 
-def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
+def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, RankRows]:
     """Return this rank's rows, replicated over ``groups``, over which their gradient is summed."""
     if not isinstance(t, DTensor):
         return _layout.sum_gradient_over(t, groups) if groups else t, _layout.rows_of(name, t)
@@ -226,7 +236,7 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
 
 
 def _local_teacher(
-    teacher: Teacher, student: Tensor, from_hidden: bool, rows: Rows, shard: VocabShard | None
+    teacher: Teacher, student: Tensor, from_hidden: bool, rows: RankRows, shard: VocabShard | None
 ) -> Teacher:
     """Return this rank's part of the teacher: the rows and columns of its student logits.
 
@@ -243,7 +253,7 @@ def _local_teacher(
     return Teacher(x, weight, bias, u, U, None if index is None else rows.local(index), columns, inverse)
 
 
-def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:
+def _teacher_rows(t: Tensor, x: Tensor, rows: RankRows, part: VocabShard | None, *, picked: bool) -> Tensor:
     """Return the teacher's rows ``[..., C]`` for the student's rows, or all if picked; only the columns of ``part``.
 
     The decision to communicate depends on layouts only, because all ranks must decide alike.
@@ -257,7 +267,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, 
     return t if part is None else t.narrow(-1, part.start, part.size)
 
 
-def _student_placements(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
+def _student_placements(t: DTensor, x: DTensor, rows: RankRows, *, columns: bool, picked: bool) -> list[Placement]:
     """Return placements for ``t`` that split its rows, and columns if requested, as those of ``x``; else Replicate."""
     kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
     placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]

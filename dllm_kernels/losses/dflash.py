@@ -14,16 +14,9 @@ from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
-from dllm_kernels.losses._draft import (
-    LOSS_TYPES,
-    MEAN_EPS,
-    Counts,
-    DraftCall,
-    DraftLoss,
-    predicted_mask,
-    size_of_blocks,
-)
+from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked
 
@@ -321,11 +314,11 @@ class DFlashDecayLoss(DraftLoss):
         prefix: Tensor | None,
     ) -> DLLMLossOutput:  # fmt: skip
         call = self._call(rows, target_ids, block_mask, block_size, counts, prefix)
-        return _in_blocks_of(target_ids, call.output(call.cross_entropy(summed=not self._returns_rows())))
+        return _in_blocks_of(target_ids, call.output(call.cross_entropy()))
 
     def _with_token_nll(self, rows: ModelOutput, target_ids: Tensor, *args: Any) -> tuple[DLLMLossOutput, Tensor]:
         call = self._call(rows, target_ids, *args)
-        found = call.cross_entropy(summed=False)
+        found = call.cross_entropy(per_row=True)
         nll = found.value
         assert nll is not None
         out = _in_blocks_of(target_ids, call.output(found))
@@ -344,16 +337,28 @@ class DFlashDecayLoss(DraftLoss):
             _checks.check_weights("block_mask", block_mask, target_ids.shape, f"that of {rows.names.targets}")
             rows, target_ids, block_mask = rows.blocks_as_sequences(), target_ids.flatten(1), block_mask.flatten(1)
         rows.check(target_ids)
-        self._check_settings()
+        weighting = self._checked_weighting()
         target_ids, block_mask = all_plain(target_ids, block_mask)
         _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
         rows.check_targets(target_ids, block_mask)
         counts = self._checked_counts(counts, block_size, target_ids)
         if prefix is not None:
-            prefix = self._checked_prefix(prefix, block_mask, block_size)
-            block_mask = predicted_mask(block_mask, prefix, int(block_size or 0), self.anchor_row)
-        return DraftCall(self, rows, target_ids, block_mask, block_size, counts, prefix=prefix)
+            block_mask, prefix = self._checked_prefix(prefix, block_mask, block_size)
+        return DraftCall(
+            weighting, self._returns_rows(), rows, target_ids, block_mask, block_size, counts, prefix=prefix
+        )
+
+    def _decay_weights(self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Compute the decay of T predicted positions ``[T]``, for external callers."""
+        return self._checked_weighting().decay(T, block_size, device, dtype)
+
+    @staticmethod
+    def _draft_acc_per_pos(
+        correct: Tensor, block_mask: Tensor, block_size: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Count correct and valid rows per offset of blocks of ``block_size - 1`` rows, for external callers."""
+        return counts_per_offset(correct, block_mask, None if block_size is None else block_size - 1)
 
     def _reduce(
         self,
@@ -377,9 +382,9 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_mask("block_mask", block_mask, token_nll.shape, "that of token_nll")
         token_nll = token_nll.to(accum_dtype(token_nll.dtype))
         mask = block_mask.to(token_nll.dtype)
-        weights = self._row_weights(mask, block_size, torch.exp(-token_nll.detach()))
-        counts = Counts(num_tokens, num_blocks, num_sequences)
-        out = single_loss(sum_of_rows(token_nll, self._normalized(weights, mask, block_size, counts)), weights)
+        weighting, counts = self._checked_weighting(), Counts(num_tokens, num_blocks, num_sequences)
+        weights = weighting.of_rows(mask, block_size, torch.exp(-token_nll.detach()))
+        out = single_loss(sum_of_rows(token_nll, weighting.normalized(weights, mask, block_size, counts)), weights)
         return replaced(out, draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 
     @staticmethod

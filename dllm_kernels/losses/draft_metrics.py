@@ -8,8 +8,8 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._block_weights import in_blocks, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
-from dllm_kernels.losses._draft import in_blocks, rows_of_block, size_of_blocks
 from dllm_kernels.ops.dpace_weights import accepted_prefix, rows_of_accepted_prefix
 
 

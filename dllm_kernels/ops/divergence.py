@@ -290,9 +290,7 @@ def linear_divergence(
     names, teacher_head = SEPARATE_HEAD, (teacher_weight, teacher_bias)
     if teacher_weight is None:
         if teacher_bias is not None:
-            raise ValueError(
-                "teacher_bias must be None without teacher_weight: the student's head is taken with its bias"
-            )
+            raise ValueError("teacher_bias requires teacher_weight: the student's head is taken with its bias")
         names, teacher_head = SHARED_HEAD, (weight, bias)
     _checks.check_rows(names, teacher_hidden, targets, *teacher_head)
     its_weight: Any = teacher_head[0]
@@ -319,7 +317,7 @@ def _defaults(x: Tensor, targets: Any, weights: Any, spec: DivergenceSpec) -> tu
             raise ValueError("targets must be given for kind 'ce', got None")
         targets = torch.full(rows, IGNORE, dtype=torch.int64, device=x.device)
     elif not spec.wants_targets:
-        raise ValueError("targets must be None without kind 'ce', which alone reads them")
+        raise ValueError("targets only apply to kind='ce', which alone reads them")
     return targets, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
 
 

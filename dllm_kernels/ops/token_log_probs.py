@@ -91,8 +91,7 @@ def token_log_probs(
     of_head = {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}
     for name, value in {**of_head, "logits_dtype": logits_dtype}.items():
         if value is not None and weight is None:
-            got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
-            raise ValueError(f"{name} must be None without weight, got {got}")
+            raise ValueError(f"{name} requires weight, got weight=None")
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
         backend=backend, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, entropy=with_entropy,

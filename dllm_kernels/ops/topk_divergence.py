@@ -122,7 +122,7 @@ def topk_divergence(
         Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
         with_lse=True, with_correct=True,
     )  # fmt: skip
-    fn = _Rows.checked(kind, beta, tail, temperature)
+    fn = _BucketDivergence.checked(kind, beta, tail, temperature)
     options = replaced(options, rest=fn.tail)
     call, teacher = _checked(LOGITS, logits, top_ids, options, top_log_probs, weights)
     per_row = _checks.is_per_row(reduction)
@@ -197,7 +197,7 @@ def linear_topk_divergence(
         Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
         chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=True,
     )  # fmt: skip
-    fn = _Rows.checked(kind, beta, tail, temperature)
+    fn = _BucketDivergence.checked(kind, beta, tail, temperature)
     options = replaced(options, rest=fn.tail)
     call, teacher = _checked(LINEAR, hidden, top_ids, options, top_log_probs, weights, (weight, bias, extra))
     arguments: dict[str, Any] = {"ids": call.ids, "active": call.active, "options": call.options}
@@ -224,7 +224,7 @@ class _Teacher(NamedTuple):
     weights: Tensor
 
 
-class _Rows(NamedTuple):
+class _BucketDivergence(NamedTuple):
     """The divergence of a row over its buckets.
 
     Attributes:
@@ -240,7 +240,7 @@ class _Rows(NamedTuple):
     value_scale: float
 
     @classmethod
-    def checked(cls, kind: Any, beta: Any, tail: Any, temperature: float) -> _Rows:
+    def checked(cls, kind: Any, beta: Any, tail: Any, temperature: float) -> _BucketDivergence:
         """Validate the options of a public function; a "jsd" of beta 0 or 1 becomes "kl" or "rkl"."""
         _checks.check_choice("kind", kind, KINDS)
         (term,) = checked_spec(kind, beta=beta).terms
@@ -276,11 +276,11 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(none, 0.0, p.exp() * (p - q)).sum(-1)
 
 
-def _weighted(fn: _Rows, stats: Any, log_q: Tensor, missing: Tensor, weights: Tensor) -> Tensor:
+def _weighted(fn: _BucketDivergence, stats: Any, log_q: Tensor, missing: Tensor, weights: Tensor) -> Tensor:
     return fn(stats, log_q, missing)[0] * weights
 
 
-def _of_statistics(fn: _Rows, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
+def _of_statistics(fn: _BucketDivergence, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
     """Build the result from the statistics of all rows."""
     weights, dtype = teacher.weights, teacher.weights.dtype
     inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if num_active is too small

@@ -685,10 +685,10 @@ BAD = {
     ),
     "no coefficient": (LOGITS, (), {"kind": {"kl": 0}}, ValueError, r"^kind must have a coefficient that is not 0"),
     "an option of another kind": (
-        LOGITS, (), {"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$",
+        LOGITS, (), {"beta": 0.5}, ValueError, r"^beta only applies to kind='jsd', got kind='kl'$",
     ),
     "alpha of another kind": (
-        LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha is of kind 'lk', got it with kind='kl'$",
+        LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha only applies to kind='lk', got kind='kl'$",
     ),
     "an option out of range": (
         LOGITS, (), {"kind": "jsd", "beta": 2}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$",
@@ -703,7 +703,7 @@ BAD = {
         LOGITS, (), {"kind": "lk", "base": "tv"}, ValueError, r"^base must be one of kl, soft_ce, got 'tv'$",
     ),
     "no targets": (LOGITS, (), {"kind": "ce"}, ValueError, r"^targets must be given for kind 'ce', got None$"),
-    "targets for nothing": (LOGITS, (), {"targets": THREE}, ValueError, r"^targets must be None without kind 'ce'"),
+    "targets for nothing": (LOGITS, (), {"targets": THREE}, ValueError, r"^targets only apply to kind='ce', "),
     "targets of another shape": (
         LOGITS, (), {"kind": "ce", "targets": THREE[:2]}, ValueError, r"^targets must have shape \(3,\)",
     ),
@@ -761,7 +761,7 @@ BAD = {
         LOGITS, (), {"teacher_transform": {"skip_id": V}}, ValueError, r"^skip_id must lie in \[0, 23\), got 23$",
     ),
     "a bias without its head": (
-        HIDDEN, (), {"teacher_bias": torch.zeros(V)}, ValueError, r"^teacher_bias must be None without",
+        HIDDEN, (), {"teacher_bias": torch.zeros(V)}, ValueError, r"^teacher_bias requires teacher_weight: ",
     ),
     "hidden states of another size": (
         HIDDEN, (torch.zeros(3, D + 1),), {}, ValueError,

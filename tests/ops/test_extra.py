@@ -468,7 +468,7 @@ def test_float64_beside_autocast():
 def test_extra_is_rejected_where_unsupported():
     h, w, _, u, second = draw_leaves(0)
     y = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
-    with pytest.raises(ValueError, match=r"^extra must be None without weight, got a second part"):
+    with pytest.raises(ValueError, match=r"^extra requires weight, got weight=None$"):
         ops.token_log_probs(h, y, extra=(u, second))
     masks = [torch.ones(B, L, device=DEVICE)] * 2
     with pytest.raises(

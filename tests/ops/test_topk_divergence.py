@@ -384,7 +384,7 @@ BAD = {
         r"^top_log_probs must be log-probabilities, which sum to at most 1, got a sum of 2.175 at position \(0,\)",
     ),
     "another kind": ({"kind": "tv"}, ValueError, r"^kind must be one of kl, rkl, jsd, got 'tv'$"),
-    "beta of kl": ({"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$"),
+    "beta of kl": ({"beta": 0.5}, ValueError, r"^beta only applies to kind='jsd', got kind='kl'$"),
     "beta out of range": ({"kind": "jsd", "beta": 2.0}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$"),
     "no bool": ({"tail": "yes"}, TypeError, r"^tail must be a bool, got str$"),
     "no temperature": ({"temperature": 0.0}, ValueError, r"^temperature must be positive"),
