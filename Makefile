@@ -17,12 +17,13 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
 
-.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs checks dist mutants ci clean
+.PHONY: help test test-exhaustive test-variation test-every-case demo lint types bench-smoke docs checks dist mutants ci clean
 help:
 	@echo "make test             everyday half of the tests, for each commit: 3 minutes after installing into $(VENV)"
 	@echo "make ci               everything that CI runs: test, test-variation and checks"
 	@echo "make test-exhaustive  the other half of the tests: remaining cases, every kernel compiled for every GPU"
 	@echo "make test-variation   test-exhaustive with one thread and the instructions of an older processor"
+	@echo "make test-every-case  both halves, and the cases that they omit because others contain them"
 	@echo "make demo             train a small diffusion LM on real text, plain loss and ours  (ARGS='--mode block')"
 	@echo "make lint types       ruff; mypy --strict"
 	@echo "make bench-smoke      run every benchmark at toy size"
@@ -58,6 +59,9 @@ test-variation: export MKL_CBWR = COMPATIBLE
 test-variation: export OMP_NUM_THREADS = 1
 test-variation: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS)
+
+test-every-case: $(STAMP)
+	$(BIN)/python -m pytest -n auto --every-case $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks train $(ARGS)

@@ -20,8 +20,11 @@ A machine without a package index needs these wheels for its version of Python, 
 ``cut-cross-entropy``, ``nemo-automodel``, ``speculators``, ``trl`` and ``verl``. Without ``nemo-automodel``, the
 original, the bar of corruption is not measured. Their imports also need ``pydantic`` with ``pydantic-core``,
 ``annotated-types`` and ``typing-inspection``, if the machine lacks them. ``quack-kernels`` and Liger's CuTe kernels
-also need ``nvidia-cutlass-dsl``, a compiler of 88 MB. Where a transfer is limited, split it (``split --bytes=48M WHEEL
-WHEEL.part-``) and give the folders of all parts to ``--wheels``, which joins them.
+also need ``nvidia-cutlass-dsl``, ``nvidia-cutlass-dsl-libs-base``, ``nvidia-cutlass-dsl-libs-cu13``,
+``apache-tvm-ffi``, ``torch-c-dlpack-ext`` and ``einops``, and ``cuda-bindings`` and ``protobuf`` if the machine lacks
+them. ``nvidia-cutlass-dsl-libs-cu13`` is a compiler of 92 MB, the others have 8 MB together. Where a transfer is
+limited, split it (``split --bytes=46M WHEEL WHEEL.part-``) and give the folders of all parts to ``--wheels``, which
+joins them. Without its last part, pip rejects the wheel, and the run continues without these kernels.
 
 ``--rehearse`` runs all steps at toy size on a CPU, with Triton's interpreter.
 """
@@ -40,6 +43,7 @@ import tarfile
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -317,16 +321,23 @@ def joined(folders: Sequence[Path], scratch: Path) -> list[Path]:
     return sorted([*(w for folder in folders for w in folder.glob("*.whl")), *(Path(scratch, name) for name in parts)])
 
 
+def _rejects(wheels: Sequence[Path], into: Path) -> bool:
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade")
+    return bool(subprocess.run([*pip, "--target", str(into), *map(str, wheels)], check=False).returncode)
+
+
 def install(wheels: Sequence[Path], into: Path) -> dict[str, str]:
     """Install the peers' wheels beside this environment; returns the variables that make them importable.
 
-    Each wheel is installed separately. If pip rejects one, for example because a part of it is missing, the run
-    continues without this peer.
+    One call of pip installs all of them. If it rejects one, each is installed separately, and the run continues without
+    those that pip rejects. A wheel without its last part is not offered to pip.
     """
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target")
-    for wheel in wheels:
-        if subprocess.run([*pip, str(into), str(wheel)], check=False).returncode:
-            print(f"pip rejects {wheel.name}: measured without it", flush=True)
+    whole = [wheel for wheel in wheels if zipfile.is_zipfile(wheel)]
+    rejected = [wheel for wheel in wheels if wheel not in whole]
+    if whole and _rejects(whole, into):
+        rejected += [wheel for wheel in whole if _rejects([wheel], into)]
+    for wheel in rejected:
+        print(f"pip rejects {wheel.name}: measured without it", flush=True)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(into), os.environ.get("PYTHONPATH", "")]))}
 
 

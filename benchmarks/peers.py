@@ -2,9 +2,13 @@
 
 Every peer is a function of the same arguments as ours and returns a scalar loss. ``original`` is nemo-automodel, whose
 losses this package replaces. ``compiled`` is ``torch.compile`` of the plain code. ``gather`` gathers the active rows
-and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel. Liger's losses choose
-its CuTe kernels by themselves on Hopper and newer GPUs where ``nvidia-cutlass-dsl`` is installed, otherwise its Triton
-kernels. ``liger, SM90`` is its kernel that projects and reduces at once.
+and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel.
+
+Liger's losses from logits, and the reduction of each chunk in its losses from hidden states, choose CuTe kernels by
+themselves on Hopper and newer GPUs where ``nvidia-cutlass-dsl`` is installed, otherwise Triton kernels. Its kernels
+that project and reduce at once are separate functions for Hopper: ``liger, SM90`` has a gradient per row, and
+``liger, SM90 sum`` computes the gradient of the hidden states in forward. ``LIGER_KERNEL_IMPL=cutedsl`` is not set: in
+0.8.5 the loss class then passes more arguments than its CuTe function takes.
 ``python -m benchmarks peers`` lists the peers that can be imported here, and the reason for the others.
 """
 
@@ -33,6 +37,7 @@ DLLM_LOSS, DLLM_CORRUPTION = (
     "nemo_automodel.components.datasets.dllm.corruption",
 )
 LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
+LIGER_SM90_SUM = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 TRL_ROWS = "trl.kernels.logprob_entropy"
 VERL_CHUNKED, VERL_KERNEL = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
 #: Name of a peer -> the modules of its candidates.
@@ -47,6 +52,7 @@ MODULES = {
     "cut-cross-entropy": ("cut_cross_entropy",),
     "quack": ("quack.cross_entropy", "quack.linear_cross_entropy"),
     "liger, SM90": (LIGER_SM90,),
+    "liger, SM90 sum": (LIGER_SM90_SUM,),
     "speculators, eager": ("speculators.losses.eager",),
     "speculators, fused": ("speculators.losses.utils",),
     "trl": ("trl.kernels", TRL_ROWS),
@@ -76,6 +82,7 @@ def _without_init(*packages: str) -> None:
         spec = importlib.util.find_spec(name)
         if name not in sys.modules and spec is not None:
             sys.modules[name] = bare = types.ModuleType(name)
+            bare.__spec__ = spec  # find_spec raises for a module in sys.modules without it
             bare.__path__ = list(spec.submodule_search_locations or ())
 
 
@@ -201,7 +208,7 @@ def logits_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
 
 def _quack_mdlm(peer: Any) -> Loss:
     def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        nll = peer.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        nll = peer.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")  # 0.6 defaults to the mean
         total: torch.Tensor = (nll * weights.flatten()).sum()
         return total
 
@@ -273,6 +280,20 @@ def _liger_sm90_linear(peer: Any) -> Loss:
     return run
 
 
+def _liger_sm90_sum(peer: Any) -> Loss:
+    """Liger's projection and summed NLL in CuTe kernels, for Hopper and bfloat16."""
+    apply = peer.LigerFusedLinearCrossEntropySM90Function.apply
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        labels = torch.where(weights != 0, targets, -100).flatten()
+        total: torch.Tensor = apply(hidden.flatten(0, -2), weight, labels, -100, "sum")
+        return total
+
+    return run
+
+
 def _verl_linear(peer: Any) -> Loss:
     """The NLL of verl's Triton kernel, which computes the entropy as well."""
 
@@ -310,7 +331,7 @@ def _quack_linear(peer: Any) -> Loss:
 
 
 #: Peers without a weight per row. They are compared only if all active rows have weight 1.
-UNWEIGHTED = ("torch chunked", "liger", "quack")
+UNWEIGHTED = ("torch chunked", "liger", "liger, SM90 sum", "quack")
 
 
 def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
@@ -325,6 +346,7 @@ def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
         _add(losses, "liger", "liger_kernel.transformers", _liger_linear)
         if torch.cuda.get_device_capability(device) == (9, 0):
             _add(losses, "liger, SM90", LIGER_SM90, _liger_sm90_linear)
+            _add(losses, "liger, SM90 sum", LIGER_SM90_SUM, _liger_sm90_sum)
         _add(losses, "cut-cross-entropy", "cut_cross_entropy", _cce_linear)
         _add(losses, "quack", "quack.linear_cross_entropy", _quack_linear)
         _add(losses, "verl", VERL_KERNEL, _verl_linear)

@@ -110,7 +110,7 @@ def log_probs_of_peers(device: torch.device | str) -> dict[str, LogProbs]:
     liger = peers.module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     if liger is not None and torch.device(device).type == "cuda":
         function = liger.LigerFusedLinearScaledCrossEntropyFunction
-        found["liger"] = lambda h, w, ids: -function.apply(h, w, ids, 1.0, -100, 1, False)[0]
+        found["liger"] = lambda h, w, ids: -function.apply(h, w, ids, 1.0, -100, 1, False)  # without entropy, no tuple
     return found
 
 

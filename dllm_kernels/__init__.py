@@ -2,7 +2,6 @@
 
 # ruff: noqa: F403, F405 -- re-exports the __all__ of each subpackage
 from dllm_kernels import corruption, fused, generate, losses, mtp, ops, policy
-from dllm_kernels._core._run import Run, dtensors_by
 from dllm_kernels._utils._doc import describe_arguments
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import *
@@ -17,15 +16,6 @@ __version__ = "0.1.0"
 
 _batched_gumbel_topk = batched_gumbel_topk
 _compute_per_token_nll = compute_per_token_nll
-
-
-def _run_of_dtensors() -> Run:
-    from dllm_kernels.distributed.run import run
-
-    return run
-
-
-dtensors_by(_run_of_dtensors)
 
 __all__ = ["DLLMCollator", "__version__"]
 __all__ += corruption.__all__ + fused.__all__ + generate.__all__ + losses.__all__ + mtp.__all__ + ops.__all__

@@ -30,14 +30,13 @@ sync.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from dllm_kernels._corruption import _corrupt
-from dllm_kernels._corruption._corrupt import Mix, Routine
-from dllm_kernels._random import _philox
+from dllm_kernels._corruption._corrupt import METHODS, Mix, Routine, complement, corrupt, mix_tokens
+from dllm_kernels._corruption._corrupt import sample_level as _sample_level
+from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
 from dllm_kernels._utils._named import replaced
@@ -55,9 +54,6 @@ __all__ = [
     "gumbel_topk",
     "sample_level",
 ]
-
-P = ParamSpec("P")
-Out = TypeVar("Out")
 
 # Cached, because a dict lookup takes a tenth of the time of torch.iinfo.
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
@@ -361,9 +357,10 @@ def corrupt_all_masked(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
-    _philox.check_sources(generator, seeds, input_ids.shape[:1], input_ids.device)
+    _seeds.check_sources(generator, seeds, input_ids.shape[:1], input_ids.device)
     start = checked_start(start, input_ids)
-    return _run(_corrupt.corrupt, Routine("all", mask_id), input_ids, loss_mask, None, None, start, None, backend)
+    noisy, noise, p_mask = corrupt(input_ids, loss_mask, None, None, start, None, Routine("all", mask_id), backend)
+    return noisy, noise, p_mask
 
 
 def corrupt_mix(
@@ -429,9 +426,10 @@ def corrupt_mix(
     q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
     check = _checks.checked_bool("check", check)
     start = checked_start(start, input_ids)
-    seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
+    seed = _seeds.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     mix = Mix(mask_id, vocab_size, check)
-    return _run(_corrupt.mix_tokens, mix, input_ids, loss_mask, p, q, seed, start, backend)
+    noisy, noise = mix_tokens(input_ids, loss_mask, p, q, seed, start, mix, backend)
+    return noisy, noise
 
 
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -468,7 +466,8 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
         raise ValueError(
             f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; is it p_mask?"
         )
-    return _run(_corrupt.complement, noise_mask, loss_mask, backend)
+    (mask,) = complement(noise_mask, loss_mask, backend)
+    return mask
 
 
 def sample_level(
@@ -517,7 +516,7 @@ def sample_level(
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, used by BD3-LM and Duo.
     """
     _checks.check_positive_int("B", B)
-    _checks.check_choice("method", method, _corrupt.METHODS)
+    _checks.check_choice("method", method, METHODS)
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
         raise ValueError(f"low and high must satisfy 0 <= low <= high <= 1, got {low} and {high}")
@@ -525,10 +524,11 @@ def sample_level(
         source = generator if seeds is None else seeds
         device = getattr(source, "device", "cpu")
     place = torch.device(device) if isinstance(device, str) else device
-    seed = _philox.resolve_seed(place, B, generator, seeds)
+    seed = _seeds.resolve_seed(place, B, generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
-    return _run(_corrupt.sample_level, int(B), method, low, high, seed, backend)
+    (level,) = _sample_level(seed, int(B), method, low, high, backend)
+    return level
 
 
 class _Batch(NamedTuple):
@@ -544,7 +544,7 @@ class _Batch(NamedTuple):
 def _corrupted(
     routine: Routine, batch: _Batch, generator: torch.Generator | None, seeds: torch.Tensor | None, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Validate the arguments common to all routines, draw a seed and call ``_corrupt.corrupt``."""
+    """Validate the arguments common to all routines, draw a seed and corrupt."""
     input_ids, loss_mask, level, segment_ids, start = batch
     eps, block_size, columns = _checked_real("eps", routine.eps), routine.block_size, 1
     if not 0 <= eps <= 1:
@@ -561,18 +561,10 @@ def _corrupted(
     if level is not None:
         level = _checked_of_row("level", level, input_ids, columns)
     start = checked_start(start, input_ids)
-    seed = _philox.resolve_seed(input_ids.device, B, generator, seeds)
+    seed = _seeds.resolve_seed(input_ids.device, B, generator, seeds)
     routine = replaced(routine, block_size=block_size, eps=eps)
-    return _run(_corrupt.corrupt, routine, input_ids, loss_mask, level, seed, start, segment_ids, backend)
-
-
-def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
-    """Call a routine of ``_corruption/_corrupt.py``, or under torch.compile the custom op of this name."""
-    if torch.compiler.is_compiling():
-        from dllm_kernels._corruption import _compiled
-
-        return getattr(_compiled, routine.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
-    return routine(*args, **kwargs)
+    noisy, noise, p_mask = corrupt(input_ids, loss_mask, level, seed, start, segment_ids, routine, backend)
+    return noisy, noise, p_mask
 
 
 def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, optional: bool) -> None:

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dllm_kernels import ops
-from dllm_kernels._random import _philox
+from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
@@ -215,10 +216,10 @@ def diffusion_generate(
     eos = _checked_eos(eos_token_id)
     if pad_token_id is not None:
         _checks.check_int("pad_token_id", pad_token_id, 0)
-    _philox.check_sources(generator, seeds, (len(prompt),), device)
+    _seeds.check_sources(generator, seeds, (len(prompt),), device)
     of_steps = None
     if sampling.draws:
-        call = _philox.resolve_seed(device, len(prompt), generator, seeds)
+        call = _seeds.resolve_seed(device, len(prompt), generator, seeds)
         of_rows = _philox.child_seeds(call.view(1), len(prompt))[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
     tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift)
@@ -277,10 +278,10 @@ class _Sampling(NamedTuple):
 
         Returns ids, log-probabilities and confidences ``[B, W, 3]``, float64, which represents every id exactly.
         """
-        weight = _lora.in_dtype_of(hidden, weight)
+        weight = in_dtype_of(hidden, weight)
         options: dict[str, Any] = {
-            **self.of_head, **rows, "bias": _lora.in_dtype_of(hidden, bias), "extra": extra,
-            "logits_dtype": _lora.dtype_of_logits(hidden, self.logits_dtype),
+            **self.of_head, **rows, "bias": in_dtype_of(hidden, bias), "extra": extra,
+            "logits_dtype": dtype_of_logits(hidden, self.logits_dtype),
         }  # fmt: skip
         out = ops.linear_sample(hidden, weight, seeds=seeds, **self.samples, **options)
         confidence, (temperature, *truncation) = out.log_probs, self.samples.values()

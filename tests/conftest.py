@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import hypothesis
@@ -50,11 +50,19 @@ def every_time(chosen, values, name=None):
 
     A tuple is several parameters. ``name(value)`` is the name of a value in the test id.
     """
+    return _marked(chosen, values, name, pytest.mark.exhaustive)
+
+
+def usually(chosen, values, name=None):
+    """Return ``values`` as parameters, all but the ``chosen`` ones for ``make test-every-case``; see ``every_time``."""
+    return _marked(chosen, values, name, pytest.mark.every_case)
+
+
+def _marked(chosen, values, name, mark):
     params = []
     for value in values:
-        marks = [] if value in chosen else [pytest.mark.exhaustive]
         several = value if isinstance(value, tuple) else (value,)
-        params.append(pytest.param(*several, marks=marks, id=name(value) if name else None))
+        params.append(pytest.param(*several, marks=() if value in chosen else mark, id=name(value) if name else None))
     return params
 
 
@@ -82,50 +90,80 @@ def drawn(everyday=8, exhaustive=32, **strategies):
     return decorated
 
 
-def covering(items, strength, chosen=()):
+def covering(items, strength, chosen=(), *, balanced=False):
     """Return a small subset of the cases in which any ``strength`` parameters take all combinations of their values.
 
-    The result does not repeat combinations of the ``chosen`` cases.
+    The result does not repeat combinations of the ``chosen`` cases. A case is a test item, or pytest's record of its
+    parameters. If several cases add as many combinations, the first one is taken, or if ``balanced`` the one whose
+    combinations of one parameter more were taken least often.
     """
 
-    def combinations(item):
-        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+    def combinations(item, strength):
+        values = sorted((name, repr(value)) for name, value in getattr(item, "callspec", item).params.items())
         return set(itertools.combinations(values, min(strength, len(values))))
 
-    each = [combinations(item) for item in items]
-    wanted = set().union(*each).difference(*map(combinations, chosen))
-    # The number of combinations that a case adds only decreases, so a heap of earlier numbers has the largest one on
-    # top as soon as its number is current. The first one of ties is chosen.
-    heap = [(-len(c), i) for i, c in enumerate(each)]
+    each = [combinations(item, strength) for item in items]
+    wanted = set().union(*each).difference(*(combinations(item, strength) for item in chosen))
+    larger = [combinations(item, strength + 1) for item in items] if balanced else [()] * len(items)
+    taken = Counter(c for item in chosen for c in combinations(item, strength + 1)) if balanced else Counter()
+
+    def rank(i):
+        return -len(each[i] & wanted), sum(taken[c] for c in larger[i]), i
+
+    # The rank of a case only becomes worse, so a heap of earlier ranks has the best one on top once it is current.
+    heap = [rank(i) for i in range(len(items))]
     heapq.heapify(heap)
     more = []
     while wanted:
-        before, i = heap[0]
-        added = each[i] & wanted
-        if len(added) < -before:
-            heapq.heapreplace(heap, (-len(added), i))
+        current = rank(heap[0][-1])
+        if current > heap[0]:
+            heapq.heapreplace(heap, current)
             continue
+        i = current[-1]
         more.append(items[i])
-        wanted -= added
+        wanted -= each[i]
+        taken.update(larger[i])
     return more
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-case", action="store_true", help="omit no case of any test: run whole products")
+
+
+@pytest.hookimpl(trylast=True)  # after every parametrization
+def pytest_generate_tests(metafunc):
+    """Choose the cases of a test before pytest creates an item of each, because items of whole products take seconds.
+
+    Cases that do not run every day are marked ``exhaustive``, and those that only ``--every-case`` runs are omitted.
+    """
+    every, option = metafunc._calls, metafunc.config.option  # the list of cases and their marks has no public name
+    only_everyday = option.markexpr == "not exhaustive" and not option.every_case
+
+    def without(name, calls):
+        return [call for call in calls if name not in {mark.name for mark in call.marks}]
+
+    kept = calls = without("every_case", every)
+    if mark := metafunc.definition.get_closest_marker("covering"):
+        frequent = []
+        if mark.args:
+            if not metafunc.definition.get_closest_marker("exhaustive"):
+                frequent = covering(without("exhaustive", calls), *mark.args)
+            everyday = set(map(id, frequent))
+            for call in every:
+                if id(call) not in everyday:
+                    call.marks.append(pytest.mark.exhaustive.mark)
+        if not (only_everyday and frequent):
+            most = mark.kwargs.get("most", 3)
+            kept = [*frequent, *covering(calls, most, frequent, balanced=most < 3)]
+    if only_everyday:
+        kept = without("exhaustive", kept) or kept[:1]  # pytest would deselect the others; a test needs a case
+    if not option.every_case:
+        ids = set(map(id, kept))
+        every[:] = [call for call in every if id(call) in ids]
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
 def pytest_collection_modifyitems(items):
-    large = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("covering"):
-            large[item.path, item.originalname].append(item)
-    left_out = set()
-    for cases in large.values():
-        mark = cases[0].get_closest_marker("covering")
-        everyday = covering([item for item in cases if not item.get_closest_marker("exhaustive")], *mark.args)
-        if "most" in mark.kwargs:
-            kept = {*everyday, *covering(cases, mark.kwargs["most"], everyday)}
-            left_out.update(item for item in cases if item not in kept)
-        for item in set(cases).difference(everyday):
-            item.add_marker("exhaustive")
-    items[:] = [item for item in items if item not in left_out]
     slow = defaultdict(list)
     for item in items:
         if item.get_closest_marker("everyday") and not item.get_closest_marker("exhaustive"):

@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
-from dllm_kernels._core._divergence_spec import NAMES, checked_spec
+from dllm_kernels._backends._kinds import NAMES
+from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels.corruption import (
     complementary,
     corrupt_all_masked,

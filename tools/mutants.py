@@ -42,7 +42,7 @@ DEADLINE = 1800  # seconds, for tests with unknown run time
 EVERY_ROW_OP = (
     "tests/ops/test_errors.py tests/internals/test_errors.py tests/internals/test_calls.py tests/ops/test_token_nll.py"
     " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-    " tests/ops/test_extra.py tests/internals/test_extra.py tests/ops/test_transform.py"
+    " tests/ops/test_extra.py tests/internals/test_custom_ops.py tests/ops/test_transform.py"
     " tests/internals/test_transform.py tests/ops/test_logits_dtype.py tests/ops/test_row_stats.py"
     " tests/internals/test_row_stats.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
     " tests/internals/test_soft_embedding.py"
@@ -153,7 +153,6 @@ JUDGES = (
         "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption_levels.py"
         " tests/internals/test_corruption_levels.py",
     ),
-    ("_corruption/_compiled.py", "tests/corruption/test_corruption_compile.py"),
     (
         "*corrupt*",
         "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"
@@ -180,6 +179,12 @@ JUDGES = (
         " tests/losses/test_draft_distillation.py tests/losses/test_losses.py tests/internals/test_losses.py",
     ),
     ("_utils/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
+    (
+        "_utils/_custom_ops.py",
+        "tests/internals/test_custom_ops.py tests/internals/test_compile.py"
+        " tests/corruption/test_corruption_compile.py",
+    ),
+    ("_random/_seeds.py", "tests/internals/test_philox.py tests/ops/test_default_device.py"),
     (
         "_utils/_target_range.py",
         "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
@@ -209,7 +214,7 @@ JUDGES = (
         " tests/internals/test_row_stats.py -k 'not triton'",
     ),
     (
-        "_backends/_row_stats.py",
+        "_backends/_chain_rule.py",
         "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
         " tests/internals/test_row_stats.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
         " -k 'not triton'",
@@ -221,21 +226,26 @@ JUDGES = (
         " tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py -k 'not triton'",
     ),
     (
-        "_core/_eager.py",
-        "tests/ops/test_second_order.py tests/ops/test_torch_func.py tests/ops/test_flags.py"
-        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'",
+        "_core/_fused.py",
+        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py -k 'not triton'",
     ),
     (
-        "_core/_run.py",
-        "tests/ops/test_without_values.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
-        " tests/internals/test_compile.py -k 'not triton'",
+        "_core/_kept_gradients.py",
+        "tests/ops/test_second_order.py tests/ops/test_linear_nll.py tests/ops/test_row_objective.py"
+        " tests/ops/test_divergence.py tests/internals/test_compile.py -k 'not triton'",
+    ),
+    (
+        "_utils/_opaque.py",
+        "tests/ops/test_without_values.py tests/internals/test_custom_ops.py tests/ops/test_token_nll.py"
+        " -k 'not triton'",
     ),
     ("_core/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
     (
         "_utils/_checks.py",
         "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
         " tests/internals/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
-        " tests/internals/test_extra.py tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
+        " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
         " tests/ops/test_transform.py tests/internals/test_transform.py tests/losses/test_losses.py"
         " tests/internals/test_losses.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
         " -k 'not triton'",
@@ -243,9 +253,8 @@ JUDGES = (
     (
         "_core/_chunks.py",
         "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
-        " tests/internals/test_extra.py tests/internals/test_compile.py -k 'not triton'",
+        " tests/internals/test_compile.py -k 'not triton'",
     ),
-    ("_core/_compiled*.py", "tests/internals/test_compile.py"),
     ("ops/dpace_weights.py", "tests/ops/test_dpace_weights.py"),
     (
         "*soft_embedding.py",
@@ -260,7 +269,7 @@ JUDGES = (
         "ops/*",
         "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_nll.py"
         " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " tests/ops/test_extra.py tests/internals/test_extra.py tests/ops/test_transform.py"
+        " tests/ops/test_extra.py tests/internals/test_custom_ops.py tests/ops/test_transform.py"
         " tests/internals/test_transform.py tests/internals/test_compile.py -k 'not triton'",
     ),
     ("_utils/*", EVERY_ROW_OP),

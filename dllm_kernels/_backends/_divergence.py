@@ -1,8 +1,8 @@
-r"""Divergences of rows of student logits to rows of teacher logits: kinds as data, and two row primitives per backend.
+r"""Divergences of rows of student logits to rows of teacher logits: the row primitives of a backend.
 
 Let p be the softmax of a row of transformed student logits and q the softmax of the teacher's row, a constant. The
 acceptance rate is a = sum_v min(p_v, q_v). A kind has a value and a gradient with respect to the student's logits.
-``_backends/torch/_divergence.py`` lists all kinds and their terms.
+``_backends/_kinds.py`` lists all kinds.
 
 A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. ``l1`` (sum |p - q|) becomes twice
 ``tv`` in a spec. A ``jsd`` with beta 0 or 1 becomes ``kl`` or ``rkl``.
@@ -20,14 +20,14 @@ The row primitives of a backend:
     ``weights`` has the accumulation dtype acc (float32, float64 for float64 logits). For rows of weight 0 neither the
     student's nor the teacher's logits are read. All their results and gradients are 0.
 
-    ``value``, acc: the sum over the parts of the spec of coefficient times kind, without the weight.
+    ``value``, acc: the sum over the terms of the spec of coefficient times kind, without the weight.
     ``acceptance_rate``, acc: a. ``agree``, bool: True if both rows have the same argmax; False if the row is NaN.
 
     With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``kept`` is None.
     The gradient is with respect to the logits as given, before ``transform``. Otherwise the logits are not written, and
     ``kept`` is the input of ``divergence_grad``. The teacher's logits are never written.
 
-    ``targets``, int64, if ``spec.wants_targets``. For a target of -100 the part ``ce`` is 0, without a gradient. Any
+    ``targets``, int64, if ``spec.wants_targets``. For a target of -100 the term ``ce`` is 0, without a gradient. Any
     other out-of-range target makes the value and the gradient of its row NaN. No target equals ``skip_id`` of the
     transform.
 
@@ -61,82 +61,71 @@ The row primitives of a backend:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from dllm_kernels._backends._kinds import KINDS, NO_OPTIONS, OptionValues, kept_stats
 from dllm_kernels._utils import _changing
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
-# p <= TIE q counts as p <= q.
-TIE = 1 + 2.0**-18
 # Columns of :attr:`Kept.stats`.
-KEPT_STATS = 8
-Hyper = tuple[float, float]
-NO_HYPER = (0.0, 0.0)
+KEPT_STATS = kept_stats()
 
 
-class Option(NamedTuple):
-    """Default and range of a hyperparameter of a kind."""
-
-    default: float
-    least: float
-    most: float
-
-
-class Part(NamedTuple):
+class Term(NamedTuple):
     """One term of a spec.
 
     Attributes:
-        kind: a key of ``_backends.torch._divergence.KINDS``.
+        kind: a key of ``KINDS``.
         coefficient: factor of the kind.
-        hyper: hyperparameters of the kind in the order of ``Kind.options``; 0 for missing ones.
+        options: values of the options of the kind.
     """
 
     kind: str
     coefficient: float
-    hyper: Hyper = NO_HYPER
+    options: OptionValues = NO_OPTIONS
 
 
-def _settled(part: Part) -> Part:
-    """Return kl or rkl for a ``jsd`` with beta 0 or 1, unless beta is symbolic while a graph is traced."""
-    if part.kind == "jsd":
-        for end, beta in (("kl", 0), ("rkl", 1)):
-            if _changing.equals(part.hyper[0], beta):
-                return Part(end, part.coefficient)
-    return part
+def _settled(term: Term) -> Term:
+    """Return the other kind that the end of the range of an option is, unless its value is symbolic in a graph."""
+    for value, option in zip(term.options, KINDS[term.kind].options.values(), strict=False):
+        for end, kind in option.ends.items():
+            if _changing.equals(value, end):
+                return Term(kind, term.coefficient)
+    return term
 
 
 class DivergenceSpec(NamedTuple):
     """A weighted sum of kinds.
 
     Attributes:
-        parts: the terms; no two have the same kind.
+        terms: the terms; no two have the same kind.
         lam_of_mean: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
         full: True if q of the kinds is the teacher's probability in its whole row (:class:`Whole`).
     """
 
-    parts: tuple[Part, ...]
+    terms: tuple[Term, ...]
     lam_of_mean: bool = False
     full: bool = False
 
     @classmethod
-    def of(cls, parts: Iterable[Part], lam_of_mean: bool, full: bool = False) -> DivergenceSpec:
-        """Make a spec; add the coefficients of parts of the same kind, which have the same options.
+    def of(cls, terms: Iterable[Term], lam_of_mean: bool, full: bool = False) -> DivergenceSpec:
+        """Make a spec; add the coefficients of terms of the same kind, which have the same options.
 
         The options are not compared, because they may be symbolic while a graph is traced.
         """
-        total: dict[str, Part] = {}
-        for kind, coefficient, hyper in map(_settled, parts):
+        total: dict[str, Term] = {}
+        for kind, coefficient, options in map(_settled, terms):
             same = total.get(kind)
-            total[kind] = Part(kind, coefficient if same is None else same.coefficient + coefficient, hyper)
+            total[kind] = Term(kind, coefficient if same is None else same.coefficient + coefficient, options)
         return cls(tuple(total.values()), lam_of_mean, full)
 
     @property
     def wants_targets(self) -> bool:
-        """True if a part needs the targets."""
-        return any(part.kind == "ce" for part in self.parts)
+        """True if a term needs the targets."""
+        return any(KINDS[term.kind].minus == "target" for term in self.terms)
 
 
 class Whole(NamedTuple):
@@ -197,6 +186,3 @@ class DivergenceResult(NamedTuple):
     acceptance_rate: torch.Tensor
     agree: torch.Tensor
     kept: Kept | None = None
-
-
-Divergences = Callable[..., DivergenceResult]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from dllm_kernels._backends._row_stats import coefficients, nll_of_stats
-from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
+from dllm_kernels._backends._chain_rule import coefficients, nll_of_stats
+from dllm_kernels._backends._rows import RowFunctions, RowPrimitives, StatsFunctions
 
 
 @functools.cache
@@ -16,16 +16,16 @@ def row_primitives(triton: bool) -> RowPrimitives:
     if triton:
         from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, row_weights, sample, token_nll
 
-        stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.coefficients, row_stats.backward)
-        return RowPrimitives(
+        stats = StatsFunctions(row_stats.forward, row_stats.mix, row_stats.coefficients, row_stats.backward)
+        return RowFunctions(
             stats, token_nll.nll, token_nll.weighted_nll, token_nll.nll_grad, linear_nll.nll_and_grad_,
             linear_nll.scale_, divergence.divergence, divergence.divergence_grad, divergence.row_norms, sample.sample,
             _sample.largest, _sample.truncated, mdlm_weights=row_weights.mdlm_weights,
         )  # fmt: skip
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
-    stats = StatsPrimitives(_stats.forward, _stats.mix, coefficients, _stats.backward)
+    stats = StatsFunctions(_stats.forward, _stats.mix, coefficients, _stats.backward)
     of_pairs = _divergence.divergence, _divergence.divergence_grad, _divergence.row_norms
     of_nll = *nll_of_stats(stats), _nll.nll_and_grad_
     of_samples = _sample.sample, _sample.largest, _sample.truncated
-    return RowPrimitives(stats, *of_nll, _nll.scale_, *of_pairs, *of_samples)
+    return RowFunctions(stats, *of_nll, _nll.scale_, *of_pairs, *of_samples)

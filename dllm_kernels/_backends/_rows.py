@@ -7,108 +7,190 @@
 All that read logits take their transform (``_utils/_transform.py``). Statistics and softmax are those of the
 transformed logits; gradients are with respect to the logits as given. No target equals ``skip_id``, because callers
 replace such targets by -1.
-
-``stats``
-    The row statistics, forward and backward (``_backends/_row_stats.py``). The NLL is minus the log-probability of one
-    id. A backend without kernels for the NLL derives the next three primitives from these, by ``nll_of_stats``.
-
-``nll(logits, targets, *, with_correct)``
-    Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or
-    None. ``log_sum`` is log(sum(exp(row - row_max))). Inactive rows are 0 or False. A backend may also accept
-    ``with_lse=False`` and return None for row_max and log_sum, if its ``nll_grad`` of whole rows does not read them.
-
-``weighted_nll(logits, targets, weights, *, with_correct)``
-    Like ``nll``, with one weight per row, in acc. Rows of weight 0 are inactive too. Returns (weights * nll, nll,
-    row_max, log_sum, correct).
-
-``nll_grad(logits, targets, scale, row_max, log_sum, out, *, factor=None)``
-    Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out``, and zeros for inactive rows and rows of
-    scale 0. ``out`` has the shape of the logits and any strides, and may be the logits. With a factor, 0-d on the
-    device of the logits, the scale of every row other than these is multiplied by it.
-
-``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
-    ``nll`` and ``nll_grad`` in one call; the gradient overwrites the logits.
-
-``divergence(...)``, ``divergence_grad(...)``, ``row_norms(...)``
-    Divergence of rows to a teacher's rows: ``_backends/_divergence.py``.
-
-``sample(logits [C, V], transform, noise)``
-    Returns (score float64 ``[C]``, column int64 ``[C]``) of the largest ``x_v - ln(-ln u_v)`` of each row, with x the
-    transformed logits and u the uniforms of ``_noise.Noise``. Without noise the score is x. The lowest column wins a
-    tie. Every operation of a score is exact or rounded separately, so that equal logits give the same token on every
-    device. The result for a row with NaN is undefined.
-
-``largest(logits [C, V], k, transform)``
-    Returns (values ``[C, k]`` in acc, columns int64 ``[C, k]``) of the k largest transformed logits of each row, in
-    descending order, the lowest column first among equals.
-
-``truncated(logits [C, V], transform, truncation)``
-    Returns the transformed logits ``[C, V]`` in acc, with -inf in the columns that a ``_utils._truncation.Truncation``
-    excludes. The softmax of a row with NaN stays NaN.
-
-``add_parts(t)``
-    Returns the sum of ``t`` over all parts of a split row; may work in place. None if rows are whole.
-
-``part_of(V)``
-    Returns (start, length) of the columns of a row of V that ``row_norms`` reads here. None if rows are whole.
-
-``local_ids(ids)``
-    Converts ids of whole rows to columns of this part, ``IGNORE`` for columns of other parts. None if rows are whole.
-
-``mdlm_weights(p_mask, noise_mask, loss_mask, factor, count, dtype)``
-    Returns (w, w / max(count, 1)) of ``dtype``, in the shape of the masks, with
-    ``w = factor * (noise_mask & loss_mask) / max(p_mask, P_MASK_MIN)``, and 0 outside the masks even if ``p_mask`` is
-    NaN. ``factor`` and ``count`` are numbers, tensors of one element, or None for 1. None if the caller computes it in
-    plain torch (``losses/_base.py``), which a compiler fuses.
-
-``scale_(t, factor)``
-    ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing if the factor is 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._divergence import Divergences
+from dllm_kernels._backends._divergence import DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
+from dllm_kernels._random._noise import Noise
+from dllm_kernels._utils._transform import Transform
+from dllm_kernels._utils._truncation import Truncation
 
 IGNORE = -100
 P_MASK_MIN = 1e-8
 NLL = tuple[Tensor, Any, Any, Tensor | None]
 
 
-class StatsPrimitives(NamedTuple):
-    """Primitives of the row statistics of one backend."""
+class StatsPrimitives(Protocol):
+    """Primitives of the row statistics of one backend; ``_backends/_row_stats.py`` has the equations."""
 
-    forward: Callable[..., Any]
-    mix: Callable[..., tuple[Tensor, Tensor | None]]
-    coefficients: Callable[..., tuple[Any, Tensor, Tensor]]
-    backward: Callable[..., None]
+    def forward(self, logits: Tensor, request: StatsRequest) -> Any:
+        """Return the fields of :class:`StatsResult`; 0 / False in inactive rows."""
+
+    def mix(
+        self, logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the shares of F and W of these columns, for rows whose (M, log S) is known."""
+
+    def coefficients(
+        self, request: StatsRequest, result: StatsResult, upstream: Upstream
+    ) -> tuple[Coefficients, Tensor, Tensor]:
+        """Combine the upstream gradients of each row.
+
+        Returns the coefficients, their size, and the targets of the rows with a gradient. ``_chain_rule.coefficients``
+        is the implementation in plain torch.
+        """
+
+    def backward(
+        self, logits: Tensor, request: StatsRequest, c: Coefficients, row_max: Any, log_sum: Any, out: Tensor
+    ) -> None:
+        """Write the gradient to ``out``, which may be the logits themselves; zeros in inactive rows.
+
+        If ``request.through`` is False, the gradient is with respect to the transformed logits, and that of lse is p.
+        If ``request.weights`` is given, an out-of-range id makes the gradient of its row NaN.
+        """
 
 
-class RowPrimitives(NamedTuple):
-    """Row primitives of one backend."""
+class RowPrimitives(Protocol):
+    """Row primitives of one backend, or those for a split vocabulary on top of them."""
 
-    stats: StatsPrimitives
-    nll: Callable[..., NLL]
-    weighted_nll: Callable[..., tuple[Any, ...]]
-    nll_grad: Callable[..., None]
-    nll_and_grad_: Callable[..., NLL]
-    scale_: Callable[[Tensor, Tensor], None]
-    divergence: Divergences
-    divergence_grad: Callable[..., None]
-    row_norms: Callable[..., tuple[Tensor, Tensor]]
-    sample: Callable[..., tuple[Tensor, Tensor]]
-    largest: Callable[..., tuple[Tensor, Tensor]]
-    truncated: Callable[..., Tensor]
-    add_parts: Callable[[Tensor], Tensor] | None = None
-    local_ids: Callable[[Tensor], Tensor] | None = None
-    part_of: Callable[[int], tuple[int, int]] | None = None
-    mdlm_weights: Callable[..., tuple[Tensor, Tensor]] | None = None
+    @property
+    def stats(self) -> StatsPrimitives:
+        """The row statistics. The NLL is minus the log-probability of one id.
+
+        A backend without kernels for the NLL derives the next three primitives from these (``nll_of_stats``).
+        """
+
+    def nll(
+        self, logits: Tensor, targets: Tensor, *, with_correct: bool, transform: Transform = ..., with_lse: bool = True
+    ) -> NLL:
+        """Return (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or None.
+
+        Reads each active row once. ``log_sum`` is log(sum(exp(row - row_max))). Inactive rows are 0 or False. Without
+        ``with_lse`` a backend may return None for row_max and log_sum, if its ``nll_grad`` of whole rows does not read
+        them.
+        """
+
+    def weighted_nll(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool, transform: Transform = ...,
+        with_lse: bool = True,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """Return (weights * nll, then the results of ``nll``), with one weight per row, in acc.
+
+        Rows of weight 0 are inactive too.
+        """
+
+    def nll_grad(
+        self, logits: Tensor, targets: Tensor, scale: Tensor, row_max: Any, log_sum: Any, out: Tensor, *,
+        factor: Tensor | None = None, transform: Transform = ...,
+    ) -> None:  # fmt: skip
+        """Write ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out``.
+
+        Writes zeros for inactive rows and rows of scale 0. ``out`` has the shape of the logits and any strides, and may
+        be the logits. With a factor, 0-d on the device of the logits, the scale of every row other than these is
+        multiplied by it.
+        """
+
+    def nll_and_grad_(
+        self, logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = ...
+    ) -> NLL:
+        """Compute ``nll`` and ``nll_grad`` of a chunk ``[C, V]`` in one call; the gradient overwrites the logits."""
+
+    def scale_(self, t: Tensor, factor: Tensor) -> None:
+        """Compute ``t *= factor`` for a 0-d factor on the device of t, without a host sync.
+
+        Costs nothing if the factor is 1.
+        """
+
+    def divergence(self, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
+        """Compare rows with a teacher's rows; see ``_backends/_divergence.py``."""
+
+    def divergence_grad(self, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+        """Write the gradient of ``divergence`` to ``out``; see ``_backends/_divergence.py``."""
+
+    def row_norms(
+        self, logits: Tensor, transform: Transform, skip_id: Tensor | None, start: int, /
+    ) -> tuple[Tensor, Tensor]:
+        """Return norms and argmax of rows ``[C, V']``; see ``_backends/_divergence.py``."""
+
+    def sample(self, logits: Tensor, transform: Transform, noise: Noise | None, /) -> tuple[Tensor, Tensor]:
+        """Return (score float64 ``[C]``, column int64 ``[C]``) of the largest score of each row ``[C, V]``.
+
+        The score is ``x_v - ln(-ln u_v)``, with x the transformed logits and u the uniforms of ``noise``. Without noise
+        it is x. The lowest column wins a tie. Every operation of a score is exact or rounded separately, so that equal
+        logits give the same token on every device. The result for a row with NaN is undefined.
+        """
+
+    def largest(self, logits: Tensor, k: int, transform: Transform, /) -> tuple[Tensor, Tensor]:
+        """Return (values ``[C, k]`` in acc, columns int64 ``[C, k]``) of the k largest transformed logits of each row.
+
+        In descending order, the lowest column first among equals.
+        """
+
+    def truncated(self, logits: Tensor, transform: Transform, truncation: Truncation, /) -> Tensor:
+        """Return the transformed logits ``[C, V]`` in acc, with -inf in the columns that the truncation excludes.
+
+        The softmax of a row with NaN stays NaN.
+        """
+
+    @property
+    def add_parts(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the sum of a tensor over all parts of a split row; may work in place. None if rows are whole."""
+
+    @property
+    def local_ids(self) -> Callable[[Tensor], Tensor] | None:
+        """Convert ids of whole rows to columns of this part, else ``IGNORE``. None if rows are whole."""
+
+    @property
+    def part_of(self) -> Callable[[int], tuple[int, int]] | None:
+        """Return (start, length) of the columns of a row of V that ``row_norms`` reads here. None if rows are whole."""
+
+    @property
+    def mdlm_weights(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """``(p_mask, noise_mask, loss_mask, factor, count, dtype)``: (w, w / max(count, 1)), shaped like the masks.
+
+        ``w = factor * (noise_mask & loss_mask) / max(p_mask, P_MASK_MIN)``, and 0 outside the masks even if ``p_mask``
+        is NaN. ``factor`` and ``count`` are numbers, tensors of one element, or None for 1. None if the caller computes
+        it in plain torch (``losses/_base.py``), which a compiler fuses.
+        """
+
+
+class StatsFunctions(NamedTuple):
+    """Functions that make up :class:`StatsPrimitives`."""
+
+    forward: Any
+    mix: Any
+    coefficients: Any
+    backward: Any
+
+
+class RowFunctions(NamedTuple):
+    """Functions that make up :class:`RowPrimitives`."""
+
+    stats: StatsFunctions
+    nll: Any
+    weighted_nll: Any
+    nll_grad: Any
+    nll_and_grad_: Any
+    scale_: Any
+    divergence: Any
+    divergence_grad: Any
+    row_norms: Any
+    sample: Any
+    largest: Any
+    truncated: Any
+    add_parts: Any = None
+    local_ids: Any = None
+    part_of: Any = None
+    mdlm_weights: Any = None
 
 
 def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._plan import Plan
 
 ROW_MULTIPLE = 128
 Outputs = Sequence[Tensor | None]
@@ -118,19 +117,19 @@ def multiprocessors(device: torch.device) -> int | None:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
 
 
-def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
+def choose_chunk(rows: int, V: int, D: int, trains_head: bool, sms: int | None) -> int:
     """Choose the number of rows of a chunk, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
     On a CPU (None) chunks are of equal size and just large enough for efficient matrix products. On a GPU the size with
     the fewest waves wins, see :func:`_chunk_costs`.
     """
-    most = 512 if sms is None else 8192 if plan.needs.weight else 2048
+    most = 512 if sms is None else 8192 if trains_head else 2048
     if rows <= ROW_MULTIPLE:
         return most
     if sms is None:
         even = -(-rows // -(-rows // most))
         return min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE)
-    return _choose_for_gpu(rows, V, D, plan.needs.weight, most, sms)
+    return _choose_for_gpu(rows, V, D, trains_head, most, sms)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,6 @@
 """Chunk loop over rows of hidden states. Logits are materialised only here, in one buffer that all chunks reuse.
 
-Forward and backward, eager and compiled, use this loop on flattened inputs and their plan.
+All ops from hidden states use this loop, forward and backward.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels._core._inputs import OF_ROWS, Gradients, NeedsGrad, RowInputs
-from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._setup import NO_GRADIENTS, PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
 
 # Columns of a low-precision chunk that are cast to float32 at a time, on devices whose matmul cannot add to a float32
 # output (CPU, ROCm).
@@ -33,7 +32,7 @@ class Factors(NamedTuple):
 NO_FACTORS = Factors()
 
 
-def unit_scale(scale: Tensor, plan: Plan) -> tuple[Tensor, Factors, Tensor | None]:
+def unit_scale(scale: Tensor, setup: Setup) -> tuple[Tensor, Factors, Tensor | None]:
     """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
 
     Per-row loss scaling is for float16 only. There w / N times a probability would underflow, so the gradient of the
@@ -41,86 +40,88 @@ def unit_scale(scale: Tensor, plan: Plan) -> tuple[Tensor, Factors, Tensor | Non
     scale. The loss scale is the largest scale. For the gradient of the head each row is multiplied by its scale over
     the loss scale, and the float32 sum by the loss scale. In every other dtype the scales are used unchanged.
     """
-    if not plan.needs_loss_scaling:
+    if not setup.needs_loss_scaling:
         return scale, NO_FACTORS, None
     largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
     largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
     return (scale != 0).to(scale.dtype), Factors(scale, scale / largest), largest
 
 
-def no_autocast(inputs: RowInputs) -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast on the device of the inputs."""
-    return torch.autocast(inputs.x.device.type, enabled=False)
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Disable autocast on the device of a tensor."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 class Chunks:
     """Iterates over chunks of logits and accumulates the gradients.
 
-    An optional low-rank term, ``extra_x extra_weight^T``, is accumulated into the chunk's logits in place. Both terms
-    share the gradient with respect to the logits.
-
-    ``targets`` restricts the active rows to those that it does not mark as ``IGNORE``; None: those of the inputs.
+    An optional low-rank term, ``u U^T``, is accumulated into the chunk's logits in place. Both terms share the gradient
+    with respect to the logits.
     """
 
     def __init__(
-        self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS, *,
-        targets: Tensor | None = None,
+        self, hidden: Tensor, head: Head, targets: Tensor, setup: Setup, needs: NeedsGrad = NO_GRADIENTS,
+        factors: Factors = NO_FACTORS, *, listed: Tensor | None = None, columns: int = 0,
     ) -> None:  # fmt: skip
-        self.inputs, self.plan, self.needs, self.factors = inputs, plan, needs, factors
-        self.weight = inputs.head.to(plan.dtype)
-        others = (inputs.bias, inputs.extra_weight)
-        self.bias, self.extra_weight = (None if t is None else t.to(plan.dtype) for t in others)
-        self.primitives = plan.primitives()
-        (V, D), device = inputs.head.shape, inputs.x.device
+        """Allocate the buffer of a chunk and the gradients.
+
+        Args:
+            hidden: ``[N, D]``.
+            head: the LM head, with ``[N, r]`` rows of its low-rank part.
+            targets: int64 ``[N]``, ``IGNORE`` in inactive rows.
+            setup: settings of the call.
+            needs: inputs whose gradients are accumulated.
+            factors: per-row factors of the gradients.
+            listed: ``[N]``, restricts the rows to those that it does not mark as ``IGNORE``; None: the targets.
+            columns: columns of another buffer for each chunk, such as the teacher's logits.
+        """
+        self.hidden, self.head, self.setup, self.needs, self.factors = hidden, head, setup, needs, factors
+        self.weight = head.weight.to(setup.dtype)
+        self.bias, self.U = (None if t is None else t.to(setup.dtype) for t in (head.bias, head.U))
+        self.primitives = setup.primitives()
+        V, device = len(head.weight), hidden.device
         sms = multiprocessors(device)
         self.grads: dict[str, Tensor] = {}
         if needs.bias:
-            self.grads["bias"] = torch.zeros(V, dtype=plan.accum_dtype, device=device)
+            self.grads["bias"] = torch.zeros(V, dtype=setup.accum_dtype, device=device)
         # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
-        listed, counted = (inputs.targets, None) if targets is None else (targets, inputs.targets)
-        self.rows = ActiveRows(listed, plan.options.num_active, counted)
+        listed, counted = (targets, None) if listed is None else (listed, targets)
+        self.rows = ActiveRows(listed, setup.num_active, counted)
         if needs.bias:
             self.rows.checked_(self.grads["bias"])
-        widest = V if inputs.teacher_weight is None else max(V, len(inputs.teacher_weight))
-        size = plan.options.chunk_size or choose_chunk(self.rows.count, widest, D, plan, sms)
+        size = setup.chunk_size or self._chosen_size(max(V, columns), sms)
         self.size = max(1, min(size, self.rows.count))
-        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.logits_dtype, device=device)
-        for field in OF_ROWS:
-            if getattr(needs, field):
-                t = getattr(inputs, field)
+        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=setup.logits_dtype, device=device)
+        for field, t in zip(PER_ROW_GRADS, (hidden, head.u), strict=True):
+            if t is not None and getattr(needs, field):
                 self.grads[field] = self.rows.empty(t.shape[1], dtype=t.dtype, device=device)
+
+    def _chosen_size(self, columns: int, sms: int | None) -> int:
+        """Choose the number of rows of a chunk.
+
+        Ranks that share rows must use the same chunks, whatever number of columns they hold, because each chunk ends in
+        a collective. The number of rows is multiplied by the number of ranks, which takes the same memory and fewer
+        collectives.
+        """
+        D, trains_head, split = self.hidden.shape[1], self.setup.needs.weight, self.setup.split
+        if split is None or not self.setup.splits_rows:
+            return choose_chunk(self.rows.count, columns, D, trains_head, sms)
+        rows, columns = -(-self.rows.total // split.ranks), max(columns, split.vocabulary)
+        return split.ranks * choose_chunk(rows, columns, D, trains_head, sms)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""
         for start in range(0, self.rows.count, self.size):
             chunk = slice(start, min(start + self.size, self.rows.count))
-            h = self.rows.take(self.inputs.x, chunk).to(self.plan.dtype)
+            h = self.rows.take(self.hidden, chunk).to(self.setup.dtype)
             logits = self.logits[: h.shape[0]]
-            extra_h = None if self.extra_weight is None else self._extra_rows(chunk)
-            head_product(h, self.weight, self.bias, extra_h, self.extra_weight, logits)
+            u = None if self.U is None else self._rows_of_u(chunk)
+            head_product(h, self.weight, self.bias, u, self.U, logits)
             yield chunk, h, self.rows.take_targets(chunk), logits
 
-    def _extra_rows(self, chunk: slice) -> Tensor:
-        return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
-
-    def run(self, scale: Tensor | None, *, with_stats: bool) -> list[Any]:
-        """Return (nll, row_max, log_sum, correct) from one pass over the chunks; accumulate gradients for ``scale``.
-
-        ``scale [N]`` is the factor of each row's gradient. With None only the logits and the statistics are computed.
-        Without ``with_stats``, row_max and log_sum are None.
-        """
-        rows, acc, options, device = self.rows, self.plan.accum_dtype, self.plan.nll_options, self.logits.device
-        correct = rows.empty(dtype=torch.bool, device=device) if options["with_correct"] else None
-        out = [*(rows.empty(dtype=acc, device=device) if w else None for w in (True, with_stats, with_stats)), correct]
-        for chunk, h, y, logits in self:
-            if scale is None:
-                stats = self.primitives.nll(logits[None], y, **options)
-            else:
-                s = rows.take(scale, chunk)
-                stats = self.primitives.nll_and_grad_(logits, y, s, **options)
-                self.add_gradients(chunk, h, y, logits, s)
-            rows.put_each(out, chunk, stats)
-        return rows.finished(out)
+    def _rows_of_u(self, chunk: slice) -> Tensor:
+        assert self.head.u is not None
+        return self.rows.take(self.head.u, chunk).to(self.setup.dtype)
 
     def add_gradients(
         self, chunk: slice, h: Tensor, y: Tensor, grad_logits: Tensor, scale: Tensor, factors: Factors | None = None
@@ -130,24 +131,23 @@ class Chunks:
         Per-row factors, given for the chunk or else those of the call, are applied after the matmuls. The gradient of
         float32 logits is first rounded, once, to the dtype of the matmuls.
         """
-        grad_logits = grad_logits.to(self.plan.dtype)
+        grad_logits = grad_logits.to(self.setup.dtype)
         take = self.rows.take
         factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
         of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
-        for field, weight in zip(OF_ROWS, (self.weight, self.extra_weight), strict=True):
+        for field, weight in zip(PER_ROW_GRADS, (self.weight, self.U), strict=True):
             if weight is not None and field in self.grads:
                 rows = torch.mm(grad_logits, weight)
                 rows = self.rows.checked_(rows if of_hidden is None else rows * of_hidden)
                 self.rows.put(self.grads[field], chunk, rows)
-        if self.needs.weight or self.needs.extra_weight:
+        if self.needs.weight or self.needs.U:
             # Zero the rows without a gradient, because 0 * NaN would spread to the whole gradient of the head.
             idle = ((scale == 0) | (y == IGNORE)).unsqueeze(1)
-            for field in ("weight", "extra_weight"):
-                if getattr(self.needs, field):
-                    rows = h if field == "weight" else self._extra_rows(chunk)
+            for field, t in (("weight", self.head.weight), ("U", self.head.U)):
+                if t is not None and getattr(self.needs, field):
+                    rows = h if field == "weight" else self._rows_of_u(chunk)
                     rows = self.rows.checked_((rows if of_head is None else rows * of_head).masked_fill(idle, 0))
-                    dtype = getattr(self.inputs, field).dtype
-                    self.grads[field] = self._accumulate_product(self.grads.get(field), rows, grad_logits, dtype)
+                    self.grads[field] = self._accumulate_product(self.grads.get(field), rows, grad_logits, t.dtype)
         if self.needs.bias:
             _add_column_sums(self.grads["bias"], grad_logits, of_head)
 
@@ -158,7 +158,7 @@ class Chunks:
         """
         largest = torch.maximum(loss_scale, size.amax())
         for field, grad in self.grads.items():
-            if field not in OF_ROWS:
+            if field not in PER_ROW_GRADS:
                 grad *= loss_scale / largest
         return largest, size / largest
 
@@ -168,10 +168,10 @@ class Chunks:
         With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to
         ``dtype``.
         """
-        a, acc = grad_logits.t(), self.plan.accum_dtype
-        if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU casts both to float32 anyway
+        a, acc = grad_logits.t(), self.setup.accum_dtype
+        if a.is_cuda or not self.setup.needs_loss_scaling:  # a CPU casts both to float32 anyway
             h = h.to(a.dtype)
-        single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.needs_loss_scaling
+        single = self.size >= self.rows.count and a.dtype == dtype and not self.setup.needs_loss_scaling
         if a.dtype == acc or single:
             if total is not None:
                 return total.addmm_(a, h)
@@ -195,14 +195,14 @@ class Chunks:
 
         With ``wide`` the gradients of the head are in the accumulation dtype.
         """
-        acc, out = self.plan.accum_dtype, dict[str, Tensor]()
-        for field, t, needed in zip(Gradients._fields, self.inputs.grad_inputs, self.needs, strict=True):
+        acc, out = self.setup.accum_dtype, dict[str, Tensor]()
+        for field, t, needed in zip(Gradients._fields, (self.hidden, *self.head), self.needs, strict=True):
             if t is None or not needed:
                 continue
             grad = self.grads.get(field)
             if grad is None:  # no chunk was processed
                 grad = self.rows.zeros(*t.shape, dtype=acc, device=t.device)
-            if field in OF_ROWS:
+            if field in PER_ROW_GRADS:
                 out[field] = self.rows.whole(grad)
             else:
                 grad = grad if loss_scale is None else grad.to(acc) * loss_scale
@@ -211,22 +211,22 @@ class Chunks:
 
 
 def head_product(
-    h: Tensor, weight: Tensor, bias: Tensor | None, extra_h: Tensor | None, extra_weight: Tensor | None, out: Tensor
+    h: Tensor, weight: Tensor, bias: Tensor | None, u: Tensor | None, U: Tensor | None, out: Tensor
 ) -> None:
-    """Write ``h weight^T + bias + extra_h extra_weight^T`` to ``out``, omitting terms that are None."""
+    """Write ``h weight^T + bias + u U^T`` to ``out``, omitting terms that are None."""
     if out.dtype != h.dtype:
         _wide_product(h, weight, out)
         if bias is not None:
             out += bias
-        if extra_weight is not None and extra_h is not None:
-            _wide_product(extra_h, extra_weight, out, add=True)
+        if U is not None and u is not None:
+            _wide_product(u, U, out, add=True)
         return
     if bias is None:
         torch.mm(h, weight.t(), out=out)
     else:
         torch.addmm(bias, h, weight.t(), out=out)
-    if extra_weight is not None and extra_h is not None:
-        out.addmm_(extra_h, extra_weight.t())
+    if U is not None and u is not None:
+        out.addmm_(u, U.t())
 
 
 def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:

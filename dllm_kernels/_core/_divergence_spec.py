@@ -1,29 +1,70 @@
-"""Validate the arguments of a divergence, and encode its configuration as numbers for the schema of a custom op.
-
-The kinds and their options are defined in ``_backends/torch/_divergence.py``. ``l1`` is twice ``tv``; a ``jsd`` whose
-beta is 0 or 1 is ``kl`` or ``rkl``; ``lk`` is one of two kinds, depending on its base.
-"""
+"""How a divergence compares rows: the arguments of the public functions, validated, and as arguments of a custom op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-import torch
+from torch import Tensor
 
-from dllm_kernels._backends._divergence import DivergenceSpec, Option, Part
-from dllm_kernels._backends.torch._divergence import KINDS
+from dllm_kernels._backends._divergence import DivergenceSpec, Term
+from dllm_kernels._backends._kinds import ALIASES, BASES, KINDS, MULTIPLES, NAMES, OPTIONS, Option
 from dllm_kernels._utils import _changing
 from dllm_kernels._utils._checks import check_choice, check_finite, check_number, type_name
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
-# Other names that callers may use.
-ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}
-NAMES = (*(name for name in KINDS if name != "lk_soft_ce"), "l1", *ALIASES)
 # Distributions of a teacher with more tokens than the student: over the student's tokens, or over all.
 TEACHERS = ("draft", "full")
-_ORDER = list(KINDS)
-_OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.options.items()}
+
+
+class Comparison(NamedTuple):
+    """How rows are compared.
+
+    Attributes:
+        spec: weighted sum of kinds.
+        teacher_transform: transform of the teacher's logits; the student's is in the ``Setup``.
+        value_scale: factor of value and gradient, the square of a temperature.
+        per_row: True if each row's loss has its own upstream gradient, False if the loss is the sum.
+    """
+
+    spec: DivergenceSpec
+    teacher_transform: Transform = NO_TRANSFORM
+    value_scale: float = 1.0
+    per_row: bool = False
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "str[] kinds, float[] numbers, float value_scale, float teacher_softcap, float teacher_scale, "
+            "Tensor? changing_numbers, SymInt? teacher_skip_id, bool lam_of_mean, bool full, bool per_row"
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`schema`."""
+        terms = self.spec.terms
+        of_terms = [number for term in terms for number in (term.coefficient, *term.options)]
+        given = [self.value_scale, *self.teacher_transform.factors, *of_terms]
+        (value_scale, softcap, scale, *numbers), changing = _changing.packed(given)
+        return {
+            "kinds": [term.kind for term in terms], "numbers": numbers, "value_scale": value_scale,
+            "teacher_softcap": softcap, "teacher_scale": scale, "changing_numbers": changing,
+            "teacher_skip_id": self.teacher_transform.skip_id, "lam_of_mean": self.spec.lam_of_mean,
+            "full": self.spec.full, "per_row": self.per_row,
+        }  # fmt: skip
+
+    @classmethod
+    def from_arguments(
+        cls, *, kinds: list[str], numbers: list[float], changing_numbers: Tensor | None, teacher_skip_id: int | None,
+        lam_of_mean: bool, full: bool, per_row: bool, **others: float,
+    ) -> Comparison:  # fmt: skip
+        """Rebuild from :meth:`arguments`; the values in ``changing_numbers`` are 0 while a graph is traced."""
+        given = (others["value_scale"], others["teacher_softcap"], others["teacher_scale"], *numbers)
+        value_scale, softcap, scale, *numbers = _changing.unpacked(given, changing_numbers)
+        triples = zip(kinds, *[iter(numbers)] * 3, strict=True)
+        terms = [Term(kind, coefficient, (first, second)) for kind, coefficient, first, second in triples]
+        transform = Transform.of((softcap, scale), teacher_skip_id)
+        return cls(DivergenceSpec.of(terms, lam_of_mean, full), transform, value_scale, per_row)
 
 
 def checked_spec(
@@ -52,23 +93,23 @@ def checked_spec(
     for name, value in given.items():
         if value is not None and name not in used:
             owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
-            raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
-    numbers = {name: _checked_option(name, options.get(name), option) for name, option in _OPTIONS.items()}
-    parts = [_part(name, coefficient, base, numbers) for name, coefficient in coefficients.items()]
-    return DivergenceSpec.of(parts, alpha == "mean", teacher == "full")
+            raise ValueError(f"{name} only applies to kind={' and '.join(map(repr, owners))}, got kind={kind!r}")
+    numbers = {name: _checked_option(name, options.get(name), option) for name, option in OPTIONS.items()}
+    terms = [_term(name, coefficient, base, numbers) for name, coefficient in coefficients.items()]
+    return DivergenceSpec.of(terms, alpha == "mean", teacher == "full")
 
 
 def _options_of(kind: str) -> Collection[str]:
     return KINDS[kind].options if kind in KINDS else ()
 
 
-def _part(name: str, coefficient: float, base: str | None, options: dict[str, float]) -> Part:
-    """Return the part of a spec for a name."""
-    if name == "l1":
-        return Part("tv", 2.0 * coefficient)
-    kind = "lk_soft_ce" if name == "lk" and base == "soft_ce" else name
-    first, second = (*(options[o] for o in _options_of(kind)), 0.0, 0.0)[:2]
-    return Part(kind, coefficient, (first, second))
+def _term(name: str, coefficient: float, base: str | None, options: dict[str, float]) -> Term:
+    """Return the term of a spec for a name."""
+    if name in MULTIPLES:
+        kind, factor = MULTIPLES[name]
+        return Term(kind, factor * coefficient)
+    first, second = (*(options[o] for o in _options_of(name)), 0.0, 0.0)[:2]
+    return Term(name if base is None else BASES.get((name, base), name), coefficient, (first, second))
 
 
 def _coefficients(kind: Any) -> dict[str, float]:
@@ -96,44 +137,3 @@ def _checked_option(name: str, value: Any, option: Option) -> float:
     if not option.least <= float(value) <= option.most:
         raise ValueError(f"{name} must lie in [{option.least}, {option.most}], got {_changing.printable(float(value))}")
     return float(value)
-
-
-class DivergencePlan(NamedTuple):
-    """Configuration of a divergence.
-
-    Attributes:
-        spec: weighted sum of kinds.
-        teacher_transform: transform of the teacher's logits; the student's is the plan's.
-        value_scale: factor of value and gradient, the square of a temperature.
-        per_row: True if each row's loss has its own upstream gradient, False if the loss is the sum.
-        all_reduce: sums a scalar over the ranks that hold the other rows; None on a single rank.
-    """
-
-    spec: DivergenceSpec
-    teacher_transform: Transform = NO_TRANSFORM
-    value_scale: float = 1.0
-    per_row: bool = False
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    @property
-    def integers(self) -> list[int]:
-        """All fields except floats, encoded for :meth:`unpacked`."""
-        skip, spec = self.teacher_transform.skip_id, self.spec
-        kinds = [_ORDER.index(part.kind) for part in spec.parts]
-        return [int(self.per_row), -1 if skip is None else skip, int(spec.lam_of_mean), int(spec.full), *kinds]
-
-    @property
-    def floats(self) -> list[float]:
-        """All floats, encoded for :meth:`unpacked`."""
-        of_parts = [number for part in self.spec.parts for number in (part.coefficient, *part.hyper)]
-        return [self.value_scale, *self.teacher_transform.factors, *of_parts]
-
-    @classmethod
-    def unpacked(cls, integers: Sequence[int], numbers: Sequence[float]) -> DivergencePlan:
-        """Rebuild from :attr:`integers` and :attr:`floats`."""
-        per_row, skip, lam_of_mean, full, *kinds = integers
-        value_scale, softcap, scale, *of_parts = numbers
-        triples = zip(*[iter(of_parts)] * 3, strict=True)
-        parts = (Part(_ORDER[k], c, (first, second)) for k, (c, first, second) in zip(kinds, triples, strict=True))
-        transform = Transform.of((softcap, scale), None if skip < 0 else skip)
-        return cls(DivergenceSpec.of(parts, bool(lam_of_mean), bool(full)), transform, value_scale, bool(per_row))

@@ -64,19 +64,19 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
 
 
 def rest_backward(
-    primitives: RowPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, grad_rest: Tensor,
-    result: StatsResult, out: Tensor,
-) -> None:  # fmt: skip
+    primitives: RowPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, result: StatsResult, out: Tensor
+) -> None:
     """Write the gradient with respect to the logits ``[B, L, V]`` to ``out``, which may be the logits themselves.
 
-    ``c`` holds the terms of all outputs but log r; none of them may be the entropy or a mixture.
+    Not for the entropy or a mixture.
     """
-    assert c.of_log is None
-    assert c.of_mix is None
+    assert c.p_logp_coef is None
+    assert c.mix_coef is None
+    assert c.rest_coef is not None
     assert result.rest is not None
     rest, V, ids = result.rest, logits.shape[-1], local_ids(primitives, request.ids)
-    A, empty = c.plain - grad_rest, rest == -math.inf
-    others = torch.where(empty, 0.0, A * rest.exp() + grad_rest)
+    A, empty = c.p_coef - c.rest_coef, rest == -math.inf
+    others = torch.where(empty, 0.0, A * rest.exp() + c.rest_coef)
     row_max = torch.where(empty, result.row_max, result.rest_max)
     log_sum = torch.where(empty, result.log_sum, result.rest_sum)
     held = (ids >= 0) & (ids < V)
@@ -84,17 +84,18 @@ def rest_backward(
     column = torch.where(held, ids, ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True)))
     any_held = held.any(1, keepdim=True)
     column = torch.where(any_held, column, 0)
-    of_ids = _of_ids(logits, request, c.of_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
+    grad_ids = _of_ids(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
-    coefficients = Coefficients(torch.zeros_like(c.of_ids[:, :1]), others, None, None)
+    coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others)
     primitives.stats.backward(logits, no_ids, coefficients, row_max, log_sum, out)
-    if of_ids is None:
+    if grad_ids is None:
         return
-    of_ids = torch.where(held, of_ids, of_ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True))).to(out.dtype)
+    first_held = grad_ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True))
+    grad_ids = torch.where(held, grad_ids, first_held).to(out.dtype)
     shape = (*out.shape[:2], ids.shape[1])
     column = column.view(shape)
-    out.scatter_(2, column, torch.where(any_held.view(*shape[:2], 1), of_ids.view(shape), out.gather(2, column)))
+    out.scatter_(2, column, torch.where(any_held.view(*shape[:2], 1), grad_ids.view(shape), out.gather(2, column)))
 
 
 def _of_ids(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:

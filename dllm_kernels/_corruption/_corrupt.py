@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from dllm_kernels._corruption._topk import (
 )
 from dllm_kernels._random import _philox, _rules
 from dllm_kernels._random._philox import Layout
+from dllm_kernels._utils._changing import packed, unpacked
+from dllm_kernels._utils._opaque import Spec, opaque
 
 Tensor = torch.Tensor
 Array = _rules.Array
@@ -70,7 +72,7 @@ class Grid(NamedTuple):
         """View ``[rows, L]`` as ``[rows, blocks, size]`` if there are several blocks and none is short."""
         return at_place.reshape(-1, self.blocks, self.size) if self.blocks > 1 and self.even else at_place
 
-    def beside(self, of_block: Array) -> Array:
+    def expand_to_positions(self, of_block: Array) -> Array:
         """Expand ``[rows, blocks]``, or ``[rows, 1]`` for all blocks, to broadcast against the result of ``fold``."""
         if self.even and self.blocks > 1:
             return of_block[..., None]
@@ -80,7 +82,7 @@ class Grid(NamedTuple):
         return repeat(of_block, self.size, 1)[:, : self.L]
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """A slice of the batch's rows, with their random bits.
 
     Attributes:
@@ -100,7 +102,7 @@ class Rows(NamedTuple):
     words: Array
 
 
-class Change(NamedTuple):
+class CorruptionResult(NamedTuple):
     """Chosen positions, their new token (an int or ``[rows, L]``), and the level of each block (None: 1)."""
 
     chosen: Array
@@ -108,7 +110,7 @@ class Change(NamedTuple):
     level: Array | None
 
 
-Body = Callable[[Rows], Change]
+Body = Callable[[BatchRows], CorruptionResult]
 
 
 class Mix(NamedTuple):
@@ -117,6 +119,11 @@ class Mix(NamedTuple):
     mask_token_id: int
     vocab_size: int
     check: bool
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "SymInt mask_token_id, SymInt vocab_size, bool check"
 
 
 class Routine(NamedTuple):
@@ -141,12 +148,38 @@ class Routine(NamedTuple):
     eps: float = 0.0
     half_life_ratio: float = 1.0
 
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "str kind, SymInt token, SymInt? block_size, float eps, float half_life_ratio, Tensor? changing"
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`schema`."""
+        (eps, ratio), changing = packed([self.eps, self.half_life_ratio])
+        return {**self._asdict(), "eps": eps, "half_life_ratio": ratio, "changing": changing}
+
+    @classmethod
+    def from_arguments(cls, *, eps: float, half_life_ratio: float, changing: Tensor | None, **others: Any) -> Routine:
+        """Rebuild from :meth:`arguments`."""
+        eps, half_life_ratio = unpacked([eps, half_life_ratio], changing)
+        return cls(eps=eps, half_life_ratio=half_life_ratio, **others)
+
+
+def _specs(input_ids: Tensor, *_: Any) -> list[Spec]:
+    shape = input_ids.shape
+    return [(shape, input_ids.dtype), (shape, torch.bool), (shape, torch.float32)]
+
+
+@opaque("corrupt", _specs)
 def corrupt(
-    routine: Routine, input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None,
-    start: Tensor | None, segment_ids: Tensor | None, backend: str,
+    input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, start: Tensor | None,
+    segment_ids: Tensor | None, routine: Routine, backend: str,
 ) -> Corrupted:  # fmt: skip
-    """Corrupt supervised positions."""
+    """Corrupt supervised positions.
+
+    A custom op in a graph: integer products exceed 2^63 and wrap, and signed overflow is undefined in the C++ that
+    inductor generates for a CPU. If the last block is short, inductor also left the end of a reshaped tensor unwritten.
+    """
     kind, token, block_size, eps, _ = routine
     check_start_range(start, input_ids.shape[1])
     if input_ids.numel() == 0:
@@ -164,23 +197,25 @@ def corrupt(
         grid = Grid(grid.B, grid.L, grid.L, 1)
         segments = segments if padding is None else padding.to_left(segments)
 
-    def body(rows: Rows) -> Change:
+    def body(rows: BatchRows) -> CorruptionResult:
         if kind == "all":
-            return Change(rows.supervised, token, None)
+            return CorruptionResult(rows.supervised, token, None)
         m = _rules.level(rows.levels, eps) if level is None else rows_of(level, rows)
         if kind == "exact":  # the round(m * supervised) supervised positions with the largest draws
             k = _rules.number_to_mask(m[:, 0], rows.supervised.sum(1), (m[:, 0] > 0) * 1)
-            return Change(select_largest(rows.draws, rows.supervised, k), token, m)
+            return CorruptionResult(select_largest(rows.draws, rows.supervised, k), token, m)
         if kind == "topk":
             length = None if padding is None else rows_of(padding.length, rows)
             of_rows = rows_of(rate, rows) if isinstance(rate, Tensor) else rate
-            return Change(_topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length), token, m)
+            return CorruptionResult(
+                _topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length), token, m
+            )
         number = None if segments is None else rows_of(segments, rows)
         m = m if number is None else _rules.level_of_segment(m, number)
-        coins = _rules.below(grid.fold(rows.draws), grid.beside(m)).reshape(-1, grid.L)
+        coins = _rules.below(grid.fold(rows.draws), grid.expand_to_positions(m)).reshape(-1, grid.L)
         if kind == "tokens":
-            return Change(coins, _rules.token(rows.words, token), None if level is None else m)
-        return Change(coins if number is None else coins & (number >= 0), token, m)
+            return CorruptionResult(coins, _rules.token(rows.words, token), None if level is None else m)
+        return CorruptionResult(coins if number is None else coins & (number >= 0), token, m)
 
     layout = Layout(grid.blocks, grid.L, whole_words=kind == "tokens")
     times = {"mask": 4, "topk": 2}.get(kind, 1)
@@ -222,9 +257,10 @@ def segment_numbers(segment_ids: Tensor, start: Tensor | None) -> Tensor:
     return torch.where(inside, number, -1).contiguous()  # the kernel takes no strides
 
 
+@opaque("mix_tokens", lambda *args: _specs(*args)[:2])
 def mix_tokens(
-    mix: Mix, input_ids: Tensor, loss_mask: Tensor, mask_prob: Tensor, uniform_prob: Tensor, seed: Tensor,
-    start: Tensor | None, backend: str,
+    input_ids: Tensor, loss_mask: Tensor, mask_prob: Tensor, uniform_prob: Tensor, seed: Tensor, start: Tensor | None,
+    mix: Mix, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Replace positions by MASK or by another token; see :func:`dllm_kernels.corruption.corrupt_mix`."""
     mask_token_id, vocab_size, check = mix
@@ -239,37 +275,39 @@ def mix_tokens(
         return kernel(input_ids, loss_mask, mask_token_id, vocab_size, mask_prob, uniform_prob, seed, start)
     grid = Grid.of(input_ids, None)
 
-    def body(rows: Rows) -> Change:
+    def body(rows: BatchRows) -> CorruptionResult:
         p, q = (rows_of(prob, rows) for prob in (mask_prob, uniform_prob))
         absorbed, changed = _rules.channels(p, q, rows.draws)
         other = _rules.other_token(rows.words, rows.ids, mask_token_id, vocab_size)
         chosen = absorbed | (changed & (rows.ids != mask_token_id))
-        return Change(chosen, other - (other - mask_token_id) * absorbed, None)
+        return CorruptionResult(chosen, other - (other - mask_token_id) * absorbed, None)
 
     padding = None if start is None else Padding(start, grid.L)
     return _corrupt(input_ids, loss_mask, seed, padding, grid, Layout(1, grid.L, whole_words=True), body, 1)[:2]
 
 
-def complement(noise_mask: Tensor, loss_mask: Tensor, backend: str) -> Tensor:
+@opaque("complement", lambda noise_mask, *_: [(noise_mask.shape, torch.bool)])
+def complement(noise_mask: Tensor, loss_mask: Tensor, backend: str) -> tuple[Tensor]:
     """Select the other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
     if use_triton(backend, noise_mask):
         from dllm_kernels._backends.triton.corruption import complement as kernel
 
-        return kernel(noise_mask, loss_mask)
-    return (loss_mask != 0) & (noise_mask == 0)
+        return (kernel(noise_mask, loss_mask),)
+    return ((loss_mask != 0) & (noise_mask == 0),)
 
 
-def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, backend: str) -> Tensor:
+@opaque("sample_level", lambda _, B, *others: [((B,), torch.float32)])
+def sample_level(seed: Tensor, B: int, method: str, low: float, high: float, backend: str) -> tuple[Tensor]:
     """Sample one level per row; see :func:`dllm_kernels.corruption.sample_level`."""
     if use_triton(backend, seed):
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
-        return kernel(seed, B, method, low, high)
+        return (kernel(seed, B, method, low, high),)
     host, layout = on_host(seed), Layout(1, 0)
     draws: Array = (_philox.bits_on_host(seed, range(B), layout) if host else _philox.random_bits(seed, B, layout))[0]
     row: Array = np.arange(B) if host else torch.arange(B, device=seed.device)
     level = _rules.scaled(_rules.coupled(_rules.uniform(draws)[:, 0], row, method), low, high)
-    return level if isinstance(level, Tensor) else torch.from_numpy(level)
+    return (level if isinstance(level, Tensor) else torch.from_numpy(level),)
 
 
 def _empty_result(input_ids: Tensor, backend: str) -> Corrupted:
@@ -303,7 +341,7 @@ def _check_sum(mask_prob: Tensor, uniform_prob: Tensor) -> None:
 LEAST = -1e-5
 
 
-def rows_of(tensor: Tensor, rows: Rows) -> Array:
+def rows_of(tensor: Tensor, rows: BatchRows) -> Array:
     """Slice a tensor with one entry per row of the batch; as a NumPy array if ``rows`` holds NumPy arrays."""
     return (tensor if isinstance(rows.draws, Tensor) else tensor.numpy())[rows.part]
 
@@ -362,11 +400,11 @@ def _corrupt(
         return _corrupt_on_host(input_ids, loss_mask, seed, grid, layout, body, times)
     bits = (None, None, None) if seed is None else _philox.random_bits(seed, grid.B, layout)
     supervised = None if loss_mask is None else loss_mask != 0
-    chosen, token, level = body(Rows(slice(None), input_ids, supervised, *bits))
+    chosen, token, level = body(BatchRows(slice(None), input_ids, supervised, *bits))
     noise = chosen if supervised is None else chosen & supervised
     p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     if level is not None:
-        grid.fold(p_mask)[...] = grid.beside(level)
+        grid.fold(p_mask)[...] = grid.expand_to_positions(level)
     new = token.to(input_ids.dtype) if isinstance(token, Tensor) else token
     return torch.where(noise, new, input_ids), noise.contiguous(), p_mask
 
@@ -382,10 +420,10 @@ def _corrupt_on_host(
         part = slice(rows.start, rows.stop)
         bits = (None, None, None) if seed is None else _philox.bits_on_host(seed, rows, layout)
         where = None if supervised is None else supervised[part]
-        chosen, token, level = body(Rows(part, ids[part], where, *bits))
+        chosen, token, level = body(BatchRows(part, ids[part], where, *bits))
         np.logical_and(chosen, True if where is None else where, out=noise[part])
         _write_tokens(ids[part], noise[part], token, out=noisy[part])
-        grid.fold(p_mask[part])[...] = 1.0 if level is None else grid.beside(level)
+        grid.fold(p_mask[part])[...] = 1.0 if level is None else grid.expand_to_positions(level)
     return torch.from_numpy(noisy), torch.from_numpy(noise), torch.from_numpy(p_mask)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _gumbel, _philox, _rules
 from dllm_kernels._random._rules import Array
+from dllm_kernels._utils._opaque import opaque
 
 # Positions processed at a time, with some 20 bytes of temporaries each. With fewer, the overhead of NumPy calls
 # dominates. With more, the temporaries exceed the L2 cache and, if freed memory is returned to the system, cause a page
@@ -26,24 +27,24 @@ _SLICE = 1 << 15
 _LOWEST = np.finfo(np.float32).min
 
 
+@opaque("gumbel_topk_mask", lambda log_w, *_: [(log_w.shape, torch.bool)])
 def choose(
     log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, start: Tensor | None, backend: str
-) -> Tensor:
+) -> tuple[Tensor]:
     """Compute ``gumbel_topk_mask`` for validated arguments and a drawn seed."""
     check_start_range(start, log_w.shape[1])
     if use_triton(backend, log_w):
         from dllm_kernels._backends.triton.gumbel_topk import gumbel_topk_mask as kernel
 
-        return kernel(log_w, k, uniform, seed, start)
+        return (kernel(log_w, k, uniform, seed, start),)
     if log_w.numel() == 0:
-        return torch.empty(log_w.shape, dtype=torch.bool, device=log_w.device)
-    if start is not None:
-        padding = Padding(start, log_w.shape[1])
-        left = padding.to_left(log_w).masked_fill(~padding.real, -torch.inf)
-        return padding.back(choose(left, k, uniform, seed, None, backend))
-    if on_host(log_w):
-        return _gumbel_topk_host(log_w, counts(k, log_w), uniform, seed)
-    return _gumbel_topk_torch(log_w, counts(k, log_w), uniform, seed)
+        return (torch.empty(log_w.shape, dtype=torch.bool, device=log_w.device),)
+    on_rows = _gumbel_topk_host if on_host(log_w) else _gumbel_topk_torch
+    if start is None:
+        return (on_rows(log_w, counts(k, log_w), uniform, seed),)
+    padding = Padding(start, log_w.shape[1])
+    left = padding.to_left(log_w).masked_fill(~padding.real, -torch.inf)
+    return (padding.back(on_rows(left, counts(k, log_w), uniform, seed)),)
 
 
 def counts(k: Tensor | int, log_w: Tensor) -> Tensor:

@@ -60,7 +60,6 @@ draws, so that no word is used for both.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +67,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils._checks import check_dtype, check_tensor, check_whole_tensor, type_name
+from dllm_kernels._utils._opaque import opaque
 
 COIN_BITS, TOKEN_BITS = 23, 41
 # Counter of draw 0 of row 0. The levels of row 0, up to 2^35 of them, have smaller counters.
@@ -150,7 +149,6 @@ def random_bits(seed: Tensor, rows: int, layout: Layout) -> tuple[Tensor, Tensor
 
 
 _local = threading.local()
-_CPU = torch.device("cpu")
 
 
 def words_from(seed: int, counter: int, stream: int = 0, family: int = 0, number: int = 0) -> Any:
@@ -188,12 +186,18 @@ def bits_on_host(seed: Tensor, rows: range, layout: Layout) -> tuple[_Array, _Ar
 
 def child_seeds(seeds: Tensor, count: int) -> Tensor:
     """Derive ``count`` child seeds of each of the int64 ``seeds [B]``, int64 ``[B, count]``; see the module."""
+    (children,) = _child_seeds(seeds, count)
+    return children  # type: ignore[no-any-return]
+
+
+@opaque("child_seeds", lambda seeds, count: [((seeds.shape[0], count), torch.int64)])
+def _child_seeds(seeds: Tensor, count: int) -> Any:
     if seeds.is_cpu:
         words = np.empty((len(seeds), count), np.uint64)
         for row, key in zip(words, seeds.tolist(), strict=True):
             row[:] = words_from(key, 1, family=_CHILDREN).random_raw(count)
-        return torch.from_numpy(words.view(np.int64))
-    return _child_seeds_torch(seeds, count)
+        return (torch.from_numpy(words.view(np.int64)),)
+    return (_child_seeds_torch(seeds, count),)
 
 
 def _child_seeds_torch(seeds: Tensor, count: int) -> Tensor:
@@ -201,70 +205,3 @@ def _child_seeds_torch(seeds: Tensor, count: int) -> Tensor:
     zero = torch.zeros_like(counter)
     words = philox4x64((counter, zero, zero, zero), (seeds.view(-1, 1), zero + _CHILDREN))
     return torch.stack(words, dim=-1).flatten(1)[:, :count].contiguous()
-
-
-def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
-    """Return the seed of a call without a host sync: the validated ``seeds [rows]``, or a drawn 0-d int64 seed.
-
-    A drawn seed is valid until this thread's next call. A CPU generator is accepted for tensors on any device: the seed
-    is then drawn on the CPU, so that a generator state gives the same mask on every device. None is the default
-    generator of the device.
-    """
-    check_sources(generator, seeds, (rows,), device)
-    if seeds is not None:
-        return seeds.contiguous()
-    source = device if generator is None else generator.device
-    if device == _CPU and not torch.compiler.is_compiling():
-        return _seed_on_host().random_(*_SEED_RANGE, generator=generator)
-    seed = torch.randint(*_SEED_RANGE, (), dtype=torch.int64, device=source, generator=generator)
-    return seed if source == device else seed.to(device, non_blocking=True)
-
-
-# The int64 range without its last value, because the upper end is exclusive.
-_SEED_RANGE = (-(2**63), 2**63 - 1)
-
-
-def _seed_on_host() -> Tensor:
-    """Per-thread buffer for drawn seeds; takes half the time of allocating one per call."""
-    try:
-        seed: Tensor = _local.seed
-    except AttributeError:
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
-            seed = torch.empty((), dtype=torch.int64, device="cpu")
-        if type(seed) is Tensor:  # a fake tensor must not be cached
-            _local.seed = seed
-    return seed
-
-
-def _same_device(a: torch.device, b: torch.device) -> bool:
-    return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
-
-
-def check_sources(generator: Any, seeds: Any, rows: Sequence[int] | None, device: torch.device) -> None:
-    """Raise unless the sources of randomness of a call are valid; also called if nothing is drawn.
-
-    Args:
-        generator: a generator or None.
-        seeds: int64 seeds or None; then ``generator`` must be None.
-        rows: the shape that the seeds must have; None: the caller checks the shape.
-        device: device of the tensors.
-
-    Raises:
-        TypeError: an argument has the wrong type, or ``seeds`` is a DTensor.
-        ValueError: both are given, or shape, dtype or device do not match.
-    """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type_name(generator)}")
-    if seeds is not None:
-        if generator is not None:
-            raise ValueError("generator and seeds exclude each other: expected one of them, got both")
-        check_tensor("seeds", seeds)
-        check_whole_tensor("seeds", seeds)
-        check_dtype("seeds", seeds, (torch.int64,))
-        if rows is not None and tuple(seeds.shape) != tuple(rows):
-            raise ValueError(f"seeds must have shape {tuple(rows)}, one per row, got {tuple(seeds.shape)}")
-        if seeds.device != device:
-            raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
-    elif generator is not None and generator.device != _CPU and not _same_device(generator.device, device):
-        allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
-        raise ValueError(f"generator must be on {allowed} like the tensors, got one on {generator.device}")

@@ -300,7 +300,7 @@ def check_rows(
     if names.weight:
         check_float(names.weight, weight)
     check_ids(names.targets, targets)
-    _plain.check_not_batched(rows, targets, weight, bias)
+    _plain.check_no_transform()
     if weight is not None:
         check_gathered(**{names.weight: weight})
         check_ndim(names.weight, weight, 2, "[V, D]")
@@ -414,7 +414,7 @@ def check_target_range(
     if requested is False:
         return
     targets, counted = _plain.all_plain(targets, counted)
-    readable = _plain.readable_without_sync(targets) and (counted is None or not _plain.is_batched(counted))
+    readable = _plain.readable_without_sync(targets)
     if requested is None and readable:
         raise_bad_target(targets, name, V, ignore_index, shift, None, counted)
     elif requested and torch.compiler.is_compiling():
@@ -427,8 +427,8 @@ def check_target_range(
 
 def check_inplace(logits: Tensor, rows: Tensor) -> None:
     """Raise unless the gradient can overwrite the logits: ``rows [B, L, V]`` is a view whose rows do not overlap."""
-    if torch.compiler.is_compiling() or _plain.transforms_active():
-        raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
+    if torch.compiler.is_compiling():
+        raise ValueError("inplace_backward must be False under torch.compile, got True")
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
     if needs_grad and (rows.data_ptr() != logits.data_ptr() or _rows_overlap(rows)):
         raise ValueError(
@@ -489,7 +489,7 @@ def check_not_negative(name: str, value: Any) -> None:
     """Raise unless ``value`` is a finite number of at least 0."""
     check_number(name, value)
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must not be negative, and finite, got {_changing.printable(value)}")
+        raise ValueError(f"{name} must be finite and non-negative, got {_changing.printable(value)}")
 
 
 def check_probability(name: str, value: Any, allowed: str = "a number") -> None:

@@ -1,4 +1,4 @@
-"""Check that a loss may use an LM head's weight and bias instead of calling the head.
+"""Find the LM head of a model, and check that a loss may use its weight and bias instead of calling it.
 
 That is allowed only if the head computes exactly ``hidden @ weight.T + bias``. Anything else that it computes (an
 adapter, a scale, hooks) would be omitted silently, and would not train.
@@ -16,13 +16,31 @@ SHARDING = ("torch.distributed.", "deepspeed.")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+def unwrapped(model: nn.Module | None) -> nn.Module | None:
+    """Return the model inside DistributedDataParallel."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def head_module(model: nn.Module | None) -> nn.Module | None:
+    """Return the LM head: ``get_output_embeddings()``, else a module ``lm_head`` that has a weight or is callable."""
+    model = unwrapped(model)
+    if model is None:
+        return None
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if isinstance(head, nn.Module):
+        return head
+    named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head")
+    return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
+
+
 def projects(head: nn.Module) -> bool:
     """Return True if the module has a forward that computes logits, unlike parameter containers and embeddings."""
     has_forward = type(head).forward is not nn.Module.forward or "forward" in vars(head)
     return has_forward and not isinstance(head, nn.Embedding)
 
 
-def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) -> None:
+def check_linear_head(head: nn.Module, advice: str, *, replaced: bool = False) -> None:
     """Raise a ValueError if the head does anything beside ``hidden @ weight.T + bias``.
 
     A subclass of ``nn.Linear`` with its ``forward`` passes, because ``fully_shard`` makes one. A parametrized weight
@@ -41,7 +59,7 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
 
 
 def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
-    """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_plain_head` passes."""
+    """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_linear_head` passes."""
     if (own := own_forward(head)) is not None:
         return own
     if type(head).forward not in LINEAR_FORWARDS:

@@ -1,12 +1,11 @@
-"""Tests for kinds of tensors: plain, DTensor, meta or fake, batched or dual in a transform of ``torch.func``.
+"""Tests for kinds of tensors: plain, DTensor, meta or fake, and what no op supports: tangents and ``torch.func``.
 
 Small per-row tensors (targets, masks, weights, counts) may be DTensors. The package converts them to plain tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,52 +56,24 @@ def has_values(t: Tensor) -> bool:
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
     """Raise if an input has a forward-mode tangent, because dropping it would give a derivative of 0."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    if torch.compiler.is_compiling():
         return
-    duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
-    if any(dual.tangent is not None for dual in duals):
-        refuse_forward_mode()
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+            raise NotImplementedError(
+                "dllm_kernels has no forward-mode derivatives (torch.autograd.forward_ad): use backward"
+            )
 
 
-def refuse_forward_mode() -> NoReturn:
-    """Raise the error of forward-mode differentiation."""
-    raise NotImplementedError(
-        "dllm_kernels has no forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad): use backward"
-    )
-
-
-def transforms_active() -> bool:
-    """Return True inside a transform of ``torch.func``, such as ``grad``."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def levels(t: Tensor) -> Iterator[Tensor]:
-    """Yield the tensor, then the tensor that it wraps at each level of ``torch.func`` transforms; the last is plain."""
-    yield t
-    while torch._C._functorch.is_functorch_wrapped_tensor(t):
-        t = torch._C._functorch.get_unwrapped(t)
-        yield t
-
-
-def is_batched(t: Tensor) -> bool:
-    """Return True if the tensor has a batch dimension of ``torch.func.vmap``, which its shape does not include."""
-    return transforms_active() and any(torch._C._functorch.is_batchedtensor(each) for each in levels(t))
-
-
-def check_not_batched(*tensors: Tensor | None) -> None:
-    """Raise if :func:`is_batched` is True for one of the tensors."""
-    if not torch.compiler.is_compiling() and any(t is not None and is_batched(t) for t in tensors):
-        refuse_vmap()
-
-
-def refuse_vmap() -> NoReturn:
-    """Raise the error of ``torch.func.vmap``."""
-    raise NotImplementedError(
-        "dllm_kernels has no batching rule for torch.func.vmap, nor for jacrev and hessian, which use it: call the op "
-        "on the whole batch, whose leading dimensions are rows, or once per sample in a loop"
-    )
+def check_no_transform() -> None:
+    """Raise inside a transform of ``torch.func``, whose wrappers of tensors no kernel can read."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "dllm_kernels does not support the transforms of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): use "
+            "backward or torch.autograd.grad; the leading dimensions of an op are rows, so a batch is one call"
+        )
 
 
 def readable_without_sync(t: Tensor | None) -> bool:
     """Return True if values can be read without a sync: on CPU, with data, and not while a graph is traced."""
-    return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling() and not is_batched(t)
+    return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling()

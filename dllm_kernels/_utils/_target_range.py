@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils._plain import readable_without_sync, transforms_active
+from dllm_kernels._utils._plain import readable_without_sync
 
 
 def raise_bad_target(
@@ -15,7 +15,7 @@ def raise_bad_target(
 
     Only rows whose entry of ``counted`` is not 0 are checked; None: all rows.
     """
-    on_host = type(targets) is torch.Tensor and targets.is_cpu and not transforms_active()
+    on_host = type(targets) is torch.Tensor and targets.is_cpu
     if skip_id is None and on_host and _in_range(targets, V, ignore_index):
         return
     targets = targets.long()  # in int8 or uint8, a vocabulary size or -100 would wrap around

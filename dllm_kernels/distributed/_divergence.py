@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dllm_kernels._backends._divergence import DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._kinds import Columns, RowValues
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._backends.torch import _divergence as _local
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -50,7 +51,7 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
     flags = _flags(shard, program, y, teacher_argmax, log_mass, acceptance.dtype)
     if (target_flag := flags["target_flag"]) is not None:
         at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
-    n = _local.RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
+    n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
     value = program.rows(of_features, n, weight)[0]
     stats = program.kept_stats(norms, acceptance, of_features)
     agree = (student_argmax == (teacher_argmax if best is None else best)) & ~rate.isnan()
@@ -106,11 +107,9 @@ def _write_gradient(
         return
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
     log_mass = _local.Norms.of(kept.stats).log_mass(pairs.take_whole(request.full)[0])
-    c = program.coefficients(
-        kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass, kept.stats.dtype)
-    )
+    c = program.factors(kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass, kept.stats.dtype))
     teacher_argmax, y = shard.local_ids(kept.teacher_argmax), None if y is None else shard.local_ids(y)
-    per_row = (kept.stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.of))
+    per_row = (kept.stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.features))
     pairs.for_each_block(partial(_gradient, program), per_row, out=out)
 
 
@@ -180,16 +179,14 @@ def _combined(row_max: Tensor, log_sum: Tensor, column: Tensor) -> tuple[Tensor,
 
 def _columns(
     program: _local.Program, block: _local.Block, norms: _local.Norms, log_mass: Tensor | None
-) -> tuple[_local.Columns, list[Tensor]]:
+) -> tuple[Columns, list[Tensor]]:
     """Compute this rank's columns of p and q; return them with the unused buffers."""
     p, q, *more = block.more
     mass = None
     if program.full and log_mass is not None:
         mass, norms = log_mass.exp(), norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     log_p, log_q = _local.logarithms(block, norms, more, None)
-    columns = _local.Columns(
-        torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass
-    )
+    columns = Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, guard_zeros=True, mass=mass)
     return columns, more[2:]
 
 
@@ -213,5 +210,5 @@ def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, 
 def _gradient(program: _local.Program, block: _local.Block, out: Tensor, row: tuple[Any, ...]) -> Tensor:
     stats, log_mass, teacher_argmax, y, best, target, *features = row
     columns, room = _columns(program, block, _local.Norms.of(stats), log_mass)
-    c = _local.Coefficients(features, best, target)
-    return _local.with_single_columns(program.write_gradient(columns, room, c, out), teacher_argmax, y, c)
+    c = _local.GradientFactors(features, best, target)
+    return _local.subtract_one_hots_(program.write_gradient(columns, room, c, out), teacher_argmax, y, c)

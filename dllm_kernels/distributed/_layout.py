@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._inputs import PER_ROW, RowInputs
 from dllm_kernels._utils._transform import Transform
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -62,7 +61,7 @@ def local_range(size: int, mesh: DeviceMesh, splits: Sequence[int]) -> tuple[int
     return start, size
 
 
-class Rows(NamedTuple):
+class RankRows(NamedTuple):
     """Rows of a tensor ``[..., C]`` that this rank holds, if DTensor splits them over ranks.
 
     Attributes:
@@ -86,11 +85,6 @@ class Rows(NamedTuple):
             if length != self.shape[d]:
                 t = t.narrow(d, start, length)
         return t
-
-    def local_inputs(self, inputs: RowInputs) -> RowInputs:
-        """Replace each tensor that has one entry per row by this rank's part."""
-        each: dict[str, Any] = {name: self.local(t) for name in PER_ROW if (t := getattr(inputs, name)) is not None}
-        return inputs._replace(**each, aux=tuple(self.local(t) for t in inputs.aux))
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Combine per-row results of this rank to the global shape, equal on every rank, in one all-reduce."""
@@ -152,10 +146,10 @@ class VocabShard(NamedTuple):
         return part
 
 
-def rows_of(name: str, t: torch.Tensor) -> Rows:
+def rows_of(name: str, t: torch.Tensor) -> RankRows:
     """Return the rows of ``[..., C]`` that this rank holds, for any layout of the columns; all rows if it is plain."""
     if not isinstance(t, DTensor):
-        return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
+        return RankRows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1
     splits: list[list[int]] = [[] for _ in range(leading)]
     for i, placement in enumerate(t.placements):
@@ -165,7 +159,7 @@ def rows_of(name: str, t: torch.Tensor) -> Rows:
             splits[d].append(i)
     ranges = tuple(local_range(t.shape[d], mesh, s) for d, s in enumerate(splits))
     groups = tuple(mesh.get_group(i) for s in splits for i in s)
-    return Rows(tuple(t.shape[:-1]), ranges, groups)
+    return RankRows(tuple(t.shape[:-1]), ranges, groups)
 
 
 def check_contiguous(name: str, t: DTensor, i: int) -> None:

@@ -26,10 +26,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._eager import first_order
-from dllm_kernels._core._plan import compute_dtype
+from dllm_kernels._core._fused import refuse_second_order
+from dllm_kernels._core._setup import compute_dtype
 from dllm_kernels._utils._checks import check_gathered, check_number, check_tensor, type_name
-from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head
+from dllm_kernels._utils._head import LINEAR_FORWARDS, check_linear_head
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
 
@@ -69,7 +69,7 @@ class LossHead(nn.Linear):
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, got {type_name(linear)}")
-        check_plain_head(linear, "call the head itself and give its logits to the loss", replaced=True)
+        check_linear_head(linear, "call the head itself and give its logits to the loss", replaced=True)
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         return head
@@ -233,7 +233,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         instead = "torch.nn.functional.cross_entropy on the logits of the head itself"
-        return *first_order(lambda grad: (_Gather._scatter(ctx, grad),), (grad,), instead), None, None, None
+        return *refuse_second_order(lambda grad: (_Gather._scatter(ctx, grad),), (grad,), instead), None, None, None
 
     @staticmethod
     def _scatter(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -13,23 +13,28 @@ part of the head may be plain too.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._active_rows import choose_chunk, multiprocessors
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._op import RowOp
-from dllm_kernels._core._plan import Plan
-from dllm_kernels._core._results import Divergence, RestObjective, RowObjective, WeightedNLL
-from dllm_kernels._core._run import run_plain
-from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
+from dllm_kernels._core._setup import Head, Split
+from dllm_kernels._core._teacher import Teacher
 from dllm_kernels._utils._checks import check_dtypes
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.distributed import _layout
-from dllm_kernels.distributed._layout import Groups, Rows, VocabShard, check_local_shape, layout, shard_dim, sum_over
+from dllm_kernels.distributed._layout import (
+    Groups,
+    RankRows,
+    VocabShard,
+    check_local_shape,
+    layout,
+    shard_dim,
+    sum_over,
+)
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
 
@@ -38,36 +43,59 @@ WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 
 @_layout.outside_the_graph
-def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
-    """Run the op; return plain tensors of the global shape, equal on every rank that shares the rows.
+def on_this_rank(
+    op: Callable[..., Any], x: Tensor, head: Head | None, per_row: dict[str, Any], *, sums: tuple[str, ...] = (),
+    embedding: Tensor | None = None, teacher: Teacher | None = None, **keywords: Any,
+) -> Any:  # fmt: skip
+    """Run an op on the tensors of this rank; return plain tensors of the global shape, equal on ranks that share rows.
 
-    Differentiable outputs stay differentiable.
+    Differentiable results stay differentiable.
+
+    Args:
+        op: called as ``op(x, head, **per_row, **keywords, split=...)`` on plain tensors, without the head for logits.
+        x: logits ``[..., V]`` or hidden states ``[..., D]``.
+        head: the LM head, or None for logits.
+        per_row: tensors, or tuples of tensors, with one entry per row of the global shape; plain, or None.
+        sums: fields of the result that are sums over rows.
+        embedding: a further parameter ``[V, E]``, laid out like the head; passed on if given.
+        teacher: the teacher of a divergence; passed on if given.
+        keywords: passed on.
 
     Raises:
         ValueError: a layout is not supported; the message names the fix.
     """
-    here, rows, shard = (_local_hidden if plan.from_hidden else _local_logits)(inputs)
-    if shard is not None:
-        plan = _sharded_plan(inputs, here.x, plan, shard)
-    if plan.divergence is not None:
-        here = here._replace(**_local_teacher(inputs, plan.from_hidden, rows, shard))
-        plan = plan._replace(divergence=plan.divergence._replace(all_reduce=lambda t: sum_over(t, rows.groups)))
-    if op is SOFT_EMBEDDING and rows.groups:
-        raise ValueError(
-            "hidden must not have its rows split over ranks that have the same columns of the head, got rows "
-            f"{rows.local_shape} of {rows.shape} here; give each rank's own, hidden.to_local(), with a head that is "
-            "plain or split by vocabulary"
-        )
-    out = run_plain(op, here, plan)
+    if head is None:
+        local_x, rows, shard = _local_logits(x)
+        arguments: tuple[Any, ...] = (local_x,)
+    else:
+        local_x, local_head, local_embedding, rows, shard = _local_hidden(x, head, embedding)
+        arguments = (local_x, local_head)
+        if embedding is not None:
+            keywords["embedding"] = local_embedding
+    if teacher is not None:
+        keywords["teacher"] = _local_teacher(teacher, x, head is not None, rows, shard)
+    for name, t in per_row.items():
+        keywords[name] = tuple(map(rows.local, t)) if isinstance(t, tuple) else None if t is None else rows.local(t)
+    out = op(*arguments, **keywords, split=_split(rows, shard))
     if not rows.groups:
         return out
-    summed = isinstance(out, (WeightedNLL, RowObjective, RestObjective))
-    if summed or (isinstance(out, Divergence) and not out.loss.dim()):
-        return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))
-    return type(out)(*_whole(rows, out))
+    summed = {name: sum_over(getattr(out, name), rows.groups) for name in sums}
+    others = {name: t for name, t in out._asdict().items() if name not in summed}
+    return out._replace(**summed, **dict(zip(others, _whole(rows, tuple(others.values())), strict=True)))
 
 
-def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+def _split(rows: RankRows, shard: VocabShard | None) -> Split:
+    def all_reduce(t: Tensor) -> Tensor:
+        return sum_over(t, rows.groups)
+
+    if shard is None:
+        return Split(None, 1, 0, all_reduce, rows.shape, bool(rows.groups))
+    ranks = dist.get_world_size(shard.group)
+    primitives = functools.partial(shard_primitives, shard)
+    return Split(primitives, ranks, shard.step * ranks, all_reduce, rows.shape, bool(rows.groups))
+
+
+def _whole(rows: RankRows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Combine results ``[...]`` or ``[..., K]`` of this rank's rows to the global shape, in one all-reduce."""
     local = [t for t in out if t is not None]
     dtype = next(t.dtype for t in local if t.is_floating_point())
@@ -86,31 +114,11 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     return [restored(t) for t in out]
 
 
-def _sharded_plan(inputs: RowInputs, x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
-    """Adapt the plan to a split vocabulary.
-
-    Every rank must use the same chunks, whatever number of columns it holds, because each chunk ends in a collective.
-    The number of rows per chunk is multiplied by the number of ranks, which takes the same memory and fewer
-    collectives.
-    """
-    if plan.options.top_p is not None and plan.options.top_k is None:  # the whole row would have to be sorted
-        raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
-    plan = plan._replace(rows=shard_primitives(shard, plan))
-    if plan.options.chunk_size is not None or not plan.from_hidden:
-        return plan
-    ranks = dist.get_world_size(shard.group)
-    rows, sms = -(-x.shape[:-1].numel() // ranks), multiprocessors(x.device)
-    V = shard.step * ranks if inputs.teacher_weight is None else max(shard.step * ranks, inputs.teacher_weight.shape[0])
-    chunk_size = ranks * choose_chunk(rows, V, x.shape[-1], plan, sms)
-    return plan._replace(options=plan.options._replace(chunk_size=chunk_size))
-
-
-def _local_logits(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None]:
-    """Return this rank's part of inputs with logits ``[..., V]``, its rows, and its columns if they are split."""
-    logits = inputs.x
+def _local_logits(logits: Tensor) -> tuple[Tensor, RankRows, VocabShard | None]:
+    """Return this rank's part of logits ``[..., V]``, its rows, and its columns if they are split."""
     rows = _layout.rows_of("logits", logits)
     if not isinstance(logits, DTensor):  # only the teacher's tensors are DTensors
-        return inputs, rows, None
+        return logits, rows, None
     if any(p.is_partial() for p in logits.placements):
         raise ValueError(
             f"logits must not be Partial, got {layout(logits)}; redistribute them to Replicate or Shard(-1) first"
@@ -125,20 +133,21 @@ def _local_logits(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None
     V = logits.shape[-1]
     shard = VocabShard.of(V, logits.device_mesh, split[0]) if split else None
     check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
-    return rows.local_inputs(inputs)._replace(x=_layout.local_piece(logits, logits.placements)), rows, shard
+    return _layout.local_piece(logits, logits.placements), rows, shard
 
 
-def _local_hidden(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None]:
-    """Return this rank's part of inputs with hidden states and a head, its rows, and its columns if they are split."""
-    x, tied = inputs.x, inputs.embedding is inputs.weight
-    given = {WEIGHT: inputs.head, BIAS: inputs.bias, "extra[1]": inputs.extra_weight}
-    given |= {"embedding": None if tied else inputs.embedding}
+def _local_hidden(
+    x: Tensor, head: Head, embedding: Tensor | None
+) -> tuple[Tensor, Head, Any, RankRows, VocabShard | None]:
+    """Return this rank's (hidden states, head, embedding, rows), and its columns of the head if they are split."""
+    tied = embedding is head.weight
+    given = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else embedding}
     heads = {name: gather_head(t, x, name) for name, t in given.items() if t is not None}
     shard = _shard_of_head(heads[WEIGHT])
     _check_laid_out_alike(heads)
     groups = () if shard is None else (shard.group,)
     hidden, rows = _rows_here("hidden states", x, groups)
-    u = None if inputs.extra_x is None else _extra_rows_here(inputs.extra_x, x, groups, rows)
+    u = None if head.u is None else _extra_rows_here(head.u, x, groups, rows)
     split = [set(dist.get_process_group_ranks(g)) for g in rows.groups]
     local = {name: _local_parameter(t, split) for name, t in heads.items()}
     weight, bias, second = local[WEIGHT], local.get(BIAS), local.get("extra[1]")
@@ -149,8 +158,7 @@ def _local_hidden(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None
     for name, t in heads.items():
         if shard is not None and isinstance(t, DTensor):
             check_local_shape(name, t, (shard.size, *t.shape[1:]))
-    local_inputs = rows.local_inputs(inputs)._replace(x=hidden, extra_x=u, weight=weight, bias=bias)
-    return local_inputs._replace(extra_weight=second, embedding=embedding), rows, shard
+    return hidden, Head(weight, bias, u, second), embedding, rows, shard
 
 
 def _shard_of_head(weight: Tensor) -> VocabShard | None:
@@ -197,7 +205,7 @@ def _local_parameter(t: Tensor, split: list[set[int]]) -> Tensor:
     return _layout.local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute sums in backward
 
 
-def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: Rows) -> Tensor:
+def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: RankRows) -> Tensor:
     """Return the rows ``[..., r]`` of the head's low-rank part that belong to this rank's hidden states."""
     if not isinstance(u, DTensor):  # every rank holds all rows and computes a part of the gradient
         return rows.local(_layout.sum_gradient_over(u, (*groups, *rows.groups)[::-1]))
@@ -212,7 +220,7 @@ def _of_rows(placements: Any, t: Tensor) -> list[Placement]:
     return [Replicate() if shard_dim(p) in (None, t.dim() - 1) else p for p in placements]
 
 
-def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
+def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, RankRows]:
     """Return this rank's rows, replicated over ``groups``, over which their gradient is summed."""
     if not isinstance(t, DTensor):
         return _layout.sum_gradient_over(t, groups) if groups else t, _layout.rows_of(name, t)
@@ -227,28 +235,25 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
     return _layout.sum_gradient_over(local, groups) if groups and not any(vocab) else local, rows
 
 
-def _local_teacher(inputs: RowInputs, from_hidden: bool, rows: Rows, shard: VocabShard | None) -> dict[str, Any]:
+def _local_teacher(
+    teacher: Teacher, student: Tensor, from_hidden: bool, rows: RankRows, shard: VocabShard | None
+) -> Teacher:
     """Return this rank's part of the teacher: the rows and columns of its student logits.
 
     The teacher may have any layout. A plain tensor must be whole, and equal on every rank. A DTensor is redistributed.
     With ``teacher_rows`` every rank needs all rows of the teacher, and with ``teacher_columns`` all columns.
     """
-    x, index, columns, u = inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns, inputs.teacher_extra_x
-    assert x is not None
+    x, weight, bias, u, U, index, columns, inverse = teacher
     part, picked = shard if columns is None else None, index is not None
     if columns is not None and shard is not None:
         columns = columns.narrow(0, shard.start, shard.size)
-    heads = ("teacher_weight", "teacher_bias", "teacher_extra_weight")
-    return {
-        "teacher_x": _teacher_rows(x, inputs.x, rows, None if from_hidden else part, picked=picked),
-        "teacher_extra_x": None if u is None else _teacher_rows(u, inputs.x, rows, None, picked=picked),
-        "teacher_rows": None if index is None else rows.local(index),
-        "teacher_columns": columns,
-        **{name: _teacher_head(t, x, part) for name in heads if (t := getattr(inputs, name)) is not None},
-    }
+    weight, bias, U = (None if t is None else _teacher_head(t, x, part) for t in (weight, bias, U))
+    x = _teacher_rows(x, student, rows, None if from_hidden else part, picked=picked)
+    u = None if u is None else _teacher_rows(u, student, rows, None, picked=picked)
+    return Teacher(x, weight, bias, u, U, None if index is None else rows.local(index), columns, inverse)
 
 
-def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:
+def _teacher_rows(t: Tensor, x: Tensor, rows: RankRows, part: VocabShard | None, *, picked: bool) -> Tensor:
     """Return the teacher's rows ``[..., C]`` for the student's rows, or all if picked; only the columns of ``part``.
 
     The decision to communicate depends on layouts only, because all ranks must decide alike.
@@ -262,7 +267,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, 
     return t if part is None else t.narrow(-1, part.start, part.size)
 
 
-def _student_placements(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
+def _student_placements(t: DTensor, x: DTensor, rows: RankRows, *, columns: bool, picked: bool) -> list[Placement]:
     """Return placements for ``t`` that split its rows, and columns if requested, as those of ``x``; else Replicate."""
     kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
     placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]

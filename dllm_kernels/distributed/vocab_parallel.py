@@ -28,9 +28,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
-from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimitives
-from dllm_kernels._core._plan import Plan
+from dllm_kernels._backends._chain_rule import nll_of_stats
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
+from dllm_kernels._backends._rows import IGNORE, NLL, RowFunctions, RowPrimitives, StatsFunctions, StatsPrimitives
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, transformed
@@ -41,11 +41,10 @@ from dllm_kernels.distributed._layout import VocabShard
 Tensor = torch.Tensor
 
 
-def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
-    """Build the row primitives for rows that are split over the shard's group, from those of the plan's backend."""
-    local = plan.primitives()
+def shard_primitives(shard: VocabShard, local: RowPrimitives) -> RowPrimitives:
+    """Build the row primitives for rows that are split over the shard's group, from those of whole rows."""
     forward, mix, backward = (functools.partial(f, shard, local.stats) for f in (_forward, _mix, _backward))
-    stats = StatsPrimitives(forward, mix, local.stats.coefficients, backward)  # type: ignore[arg-type]
+    stats = StatsFunctions(forward, mix, local.stats.coefficients, backward)
     nll, weighted_nll, nll_grad = nll_of_stats(stats, shard.total)
 
     def nll_and_grad_(
@@ -55,7 +54,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
         nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
         return out
 
-    return RowPrimitives(
+    return RowFunctions(
         stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
         functools.partial(divergence_grad, shard), functools.partial(row_norms, shard, local.row_norms),
         functools.partial(_sample, shard, local.sample), functools.partial(_largest, shard, local.largest),

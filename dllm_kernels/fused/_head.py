@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._call_state import CallState, Versions
+from dllm_kernels._utils._dtypes import in_dtype_of
+from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.fused import _lora
 from dllm_kernels.fused._in_head import head_of
 from dllm_kernels.fused._logits import DeferredLogits
-from dllm_kernels.fused._state import CallState, Versions
-from dllm_kernels.mtp.head import gathered_once, head_module
+from dllm_kernels.mtp.head import gathered_once
 
 ON_LOGITS = "warn", "raise", "allow"
 ADVICE = "leave the head as it is, and compute the loss from logits"
@@ -71,8 +73,8 @@ class FusedHead:
     def weights(self, parts: _lora.SplitHead, hidden: torch.Tensor, u: torch.Tensor | None) -> _lora.Head:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
         weight, bias, extra = _lora.weights(parts, hidden, u)
-        weight = weight if is_dtensor(weight) else _lora.in_dtype_of(hidden, weight)
-        bias = bias if bias is None or is_dtensor(bias) else _lora.in_dtype_of(hidden, bias)
+        weight = weight if is_dtensor(weight) else in_dtype_of(hidden, weight)
+        bias = bias if bias is None or is_dtensor(bias) else in_dtype_of(hidden, bias)
         return _lora.Head(weight, bias, extra)
 
     def logits(self, parts: _lora.SplitHead, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:

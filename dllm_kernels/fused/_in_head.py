@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._head import head_module
 from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
-from dllm_kernels.mtp.head import head_module
 
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them

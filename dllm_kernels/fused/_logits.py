@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree
 
 from dllm_kernels import ops
+from dllm_kernels._utils._call_state import CallState, Versions
 from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
 from dllm_kernels._utils._own_graph import own_graph
@@ -24,7 +25,6 @@ from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._moves import MOVES, Call, Move
 from dllm_kernels.fused._nll import NEW, NO_INDEX, DeferredNLL, dtype_after, new_tensor
 from dllm_kernels.fused._object import TorchObject, arguments
-from dllm_kernels.fused._state import CallState, Versions
 
 Tensor = torch.Tensor
 ONE = Fraction(1)

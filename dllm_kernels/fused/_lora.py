@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,11 +19,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_hooks, check_plain_head, own_forward
+from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
-
-Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
 
 
 class Head(NamedTuple):
@@ -147,16 +145,6 @@ def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> H
     return weights(parts, several[0], (rows[0] if one else torch.stack(rows)) if rows else None)
 
 
-def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:
-    """Cast a gathered part of the head, or None, from its storage dtype to the compute dtype, unless autocast does."""
-    return t if t is None or torch.is_autocast_enabled(hidden.device.type) else t.to(hidden.dtype)
-
-
-def dtype_of_logits(hidden: torch.Tensor, logits_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to keep the logits in; those of float64 operands are not narrowed."""
-    return None if hidden.dtype == torch.float64 else logits_dtype
-
-
 def _adapters(head: Any) -> list[Adapter]:
     """Return the adapters that add to the logits."""
     if _is_nemo(head):
@@ -254,7 +242,7 @@ def _check_call(head: Any, advice: str) -> None:
 
 def _check_linear(head: Any, advice: str) -> None:
     _check_shape(head, advice)
-    check_plain_head(head, advice)
+    check_linear_head(head, advice)
 
 
 def _check_shape(head: Any, advice: str) -> None:

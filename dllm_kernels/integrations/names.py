@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import Deferred, computed
 from dllm_kernels.mtp import MaskedCrossEntropy
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
 
@@ -217,7 +218,8 @@ def token_entropy(logits: Tensor) -> Tensor:
         TypeError: ``logits`` is not a tensor.
         ValueError: ``logits`` has the wrong dtype or no dimension.
     """
-    _checks.check_float("logits", logits)
+    if not isinstance(logits, Deferred):  # row_stats takes the logits of fused_head as they are
+        _checks.check_float("logits", logits)
     ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     return _given(ops.row_stats(logits, ids, entropy=True).entropy)
 
@@ -240,6 +242,7 @@ def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mas
         TypeError: an argument is not a tensor.
         ValueError: shapes, dtypes or devices do not match, or ``target_probs`` requires a gradient.
     """
+    logits = computed(logits, "masked_soft_cross_entropy")  # no op takes probabilities beside hidden states
     _checks.check_float("logits", logits)
     _checks.check_float("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, logits.shape, "that of logits")

@@ -42,12 +42,14 @@ import torch
 import dllm_kernels
 from dllm_kernels import mtp
 from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
+from dllm_kernels._utils._dtypes import in_dtype_of
+from dllm_kernels._utils._head import head_module, unwrapped
 from dllm_kernels.fused._head import deferred_logits
-from dllm_kernels.fused._lora import check_head, in_dtype_of, is_adapted, of_rows
+from dllm_kernels.fused._lora import check_head, is_adapted, of_rows
 from dllm_kernels.integrations import _recipe
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
 from dllm_kernels.mtp.cross_entropy import required
-from dllm_kernels.mtp.head import FROM_LOGITS, head_module, unwrapped
+from dllm_kernels.mtp.head import FROM_LOGITS
 
 HOST = "nemo_automodel"
 HOMES = {

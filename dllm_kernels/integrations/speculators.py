@@ -34,7 +34,7 @@ from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded
-from dllm_kernels.losses import DraftDistillationLoss
+from dllm_kernels.losses._block_weights import BlockWeights
 from dllm_kernels.losses._common import sum_of_rows
 
 HOST = "speculators"
@@ -261,10 +261,10 @@ def speculators_metrics(
     _check_blocks(hidden, loss_mask, block_size, gamma)
     if dpace and (where := first_fraction(loss_mask, loss_mask)) is not None:
         raise ValueError(f"loss_mask must hold 0 or 1, got {loss_mask[where].item()} at position {where}")
-    weighting = DraftDistillationLoss(
-        loss_gamma=gamma, position_weights="dpace" if dpace else "decay", dpace_alpha=dpace_alpha, anchor_row=True,
-        decay_from=first,
-    )  # fmt: skip
+    _checks.check_probability("dpace_alpha", dpace_alpha)
+    weighting = BlockWeights(
+        "dpace" if dpace else "decay", float(gamma), dpace_alpha, anchor_row=True, decay_from=first
+    )
     mask = loss_mask.detach().float()
     call = _Metrics(compared, terms, mask, block_size, weighting, truncated=draft_to_target is not None)
     loss, found, term_losses = call.dpace() if dpace else call.decay()
@@ -327,12 +327,12 @@ class _Metrics:
     terms: dict[str, float]
     mask: torch.Tensor
     block_size: int
-    weighting: DraftDistillationLoss
+    weighting: BlockWeights
     truncated: bool
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
-        weights = self._shares(self.weighting._row_weights(self.mask, self.block_size), EPS["loss"])
+        weights = self._shares(self.weighting.of_rows(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         found = self.compared(weights, kind=kind)
         return found.loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
@@ -341,14 +341,14 @@ class _Metrics:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
         ((name, weight),) = self.terms.items()
         found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
-        weights = self.weighting._row_weights(self.mask, self.block_size, torch.exp(-found.value))
+        weights = self.weighting.of_rows(self.mask, self.block_size, torch.exp(-found.value))
         return weight * sum_of_rows(found.loss, self._shares(weights, EPS["loss"])), found, {}
 
     def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """Return the loss of the confidence head and its calibration metrics. It is always weighted by the decay."""
         mask, learned = self.mask, torch.where(self.mask != 0, logits.float(), 0.0)
         bce = F.binary_cross_entropy_with_logits(learned, a.float().clamp(0, 1), reduction="none")
-        decay = self.weighting._decay_weights(mask.shape[1], self.block_size, mask.device, mask.dtype)
+        decay = self.weighting.decay(mask.shape[1], self.block_size, mask.device, mask.dtype)
         loss = (bce * self._shares(decay * mask, EPS["confidence"])).sum()
         with torch.no_grad():
             p, a, valid = (self._blocks(t) for t in (learned.sigmoid(), a, mask))

@@ -59,6 +59,7 @@ from torch.nn import functional as F
 
 from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
@@ -67,7 +68,6 @@ from dllm_kernels.integrations import _attention
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, shift_left
-from dllm_kernels.mtp.head import head_module
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
 IGNORED = -100

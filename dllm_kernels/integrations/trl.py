@@ -42,14 +42,14 @@ from torch import Tensor, nn
 
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks, _plain
+from dllm_kernels._utils._call_state import CallState
+from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
+from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
-from dllm_kernels.fused._lora import dtype_of_logits, in_dtype_of
-from dllm_kernels.fused._state import CallState
 from dllm_kernels.generate import diffusion_generate, schedule
 from dllm_kernels.integrations._hosts import Host, PatchReport
 from dllm_kernels.losses._common import next_tokens, shift_left
-from dllm_kernels.mtp.head import head_module
 from dllm_kernels.policy import policy_views
 
 HOST = "trl"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dllm_kernels._backends._rows import P_MASK_MIN
-from dllm_kernels._core._plan import Options
+from dllm_kernels._core._options import Options
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced

@@ -34,7 +34,7 @@ class DLLMLossOutput(NamedTuple):
             without it.
         draft_correct: ``[B, T]`` bool, True for correctly drafted tokens, False for rows that predict nothing. Input of
             :func:`acceptance_length` (DFlash and distillation, else None). In distillation, a token is correct if it is
-            the teacher's argmax.
+            the teacher's argmax. ``[B, blocks, k]`` if DFlash's rows are in blocks, as then all results per row.
         row_losses: ``[B, L]`` with ``reduction="none"``, else None: the contribution ``w_i nll_i`` of each row before
             any denominator, differentiable with any gradient per row; 0 for rows that are not read. For a loss with two
             parts it is ``[B, 2 L]``. I-DLM: the rows of the masked copy, then the rows of the clean copy. Hybrid: the

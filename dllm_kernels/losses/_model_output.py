@@ -10,20 +10,18 @@ import torch
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
 from dllm_kernels._backends._rows import RowPrimitives
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
-from dllm_kernels._core._op import RowOp
-from dllm_kernels._core._plan import Options, compute_dtype
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, WeightedNLL
-from dllm_kernels._core._run import run
-from dllm_kernels._core._stats import ROW_STATS
+from dllm_kernels._core._setup import Head, compute_dtype
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import has_values, plain, transforms_active
+from dllm_kernels._utils._plain import all_plain, has_values
 from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.ops.row_stats import Mix
+from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked, weighted_linear_nll_unchecked
+from dllm_kernels.ops.row_stats import Mix, linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -63,6 +61,32 @@ class ModelOutput(NamedTuple):
         """Return packed rows as a batch of one sequence."""
         return replaced(self, x=self.x.unsqueeze(0), extra=_common.extra_as_batch(self.extra))
 
+    def of_blocks(self, target_ids: Any) -> bool:
+        """Return True if the rows ``[B, blocks, k, V]`` or ``[B, blocks, k, D]`` or the targets are those of blocks.
+
+        Raises:
+            ValueError: the shape of the targets ``[B, blocks, k]`` is not that of the rows.
+        """
+        tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        if not tensors or (self.x.dim() != 4 and target_ids.dim() != 3):
+            return False
+        last = "V" if self.weight is None else "D"
+        if self.x.dim() == 3:
+            raise ValueError(
+                f"{self.names.rows} must have shape [B, blocks, k, {last}] to go with {self.names.targets} of shape "
+                f"{tuple(target_ids.shape)}, got {tuple(self.x.shape)}"
+            )
+        of = f"[B, blocks, k] of {self.names.rows} [B, blocks, k, {last}]"
+        _checks.check_shape(self.names.targets, target_ids, self.x.shape[:-1], of)
+        return True
+
+    def blocks_as_sequences(self) -> ModelOutput:
+        """Return rows of blocks ``[B, blocks, k, ...]`` as rows of sequences ``[B, blocks * k, ...]``."""
+        extra = self.extra
+        if extra is not None and isinstance(extra[0], torch.Tensor) and extra[0].dim() == 4:
+            extra = extra[0].flatten(1, 2), extra[1]
+        return replaced(self, x=self.x.flatten(1, 2), extra=extra)
+
     def stack(self, other: ModelOutput) -> ModelOutput:
         """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
         return replaced(self, x=torch.stack([self.x, other.x]))
@@ -85,9 +109,9 @@ class ModelOutput(NamedTuple):
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.
 
-        None if kernels cannot read it: it is traced, has no values, or is in a transform of ``torch.func``.
+        None if kernels cannot read it: it is traced, or has no values.
         """
-        if torch.compiler.is_compiling() or transforms_active() or not has_values(like):
+        if torch.compiler.is_compiling() or not has_values(like):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 
@@ -122,13 +146,21 @@ class ModelOutput(NamedTuple):
     ) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
-        op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
-        return self._run(op, targets, overrides, active=active, weights=weights)  # type: ignore[no-any-return]
+        targets, weights, active = all_plain(targets, weights, active)
+        arguments: dict[str, Any] = {"targets": targets, "weights": weights, "active": active}
+        arguments["options"] = self._checked_options(overrides)
+        if self.weight is None:
+            return weighted_nll_unchecked(self.x, **arguments)
+        return weighted_linear_nll_unchecked(self.x, self.head, **arguments)
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **overrides: Any) -> TokenNLL:
         """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
-        op = TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL
-        rows: TokenNLL = self._run(op, targets, overrides, active=active)
+        targets, active = all_plain(targets, active)
+        options = self._checked_options(overrides)
+        if self.weight is None:
+            rows = token_nll_unchecked(self.x, targets=targets, active=active, options=options)
+        else:
+            rows = linear_token_nll_unchecked(self.x, self.head, targets=targets, active=active, options=options)
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
@@ -137,9 +169,12 @@ class ModelOutput(NamedTuple):
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **overrides: Any) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
-        mix_a, mix_b = (None, None) if mix is None else mix
-        out: RowStats = self._run(ROW_STATS, ids, overrides, active=active, mix_a=mix_a, mix_b=mix_b)
-        return out
+        ids, active = all_plain(ids, active)
+        arguments: dict[str, Any] = {"ids": ids, "active": active, "mix": mix and all_plain(*mix)}
+        arguments["options"] = self._checked_options(overrides)
+        if self.weight is None:
+            return row_stats_unchecked(self.x, **arguments)  # type: ignore[no-any-return]
+        return linear_row_stats_unchecked(self.x, self.head, **arguments)  # type: ignore[no-any-return]
 
     def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, /, **overrides: Any) -> Divergence:
         """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
@@ -157,12 +192,15 @@ class ModelOutput(NamedTuple):
         of_head = {"bias": self.bias, "extra": self.extra, "chunk_size": o.chunk_size, "num_active": o.num_active}
         return {**keywords, **of_head, "logits_dtype": o.logits_dtype}
 
-    def _run(self, op: RowOp, ids: torch.Tensor, overrides: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
-        extra_x, extra_weight = (None, None) if self.extra is None else self.extra
-        tensors: dict[str, Any] = {name: plain(t) for name, t in per_row.items()}
-        inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **tensors)
+    @property
+    def head(self) -> Head:
+        """The LM head, which must be present."""
+        assert self.weight is not None
+        return Head(self.weight, self.bias, *(self.extra or (None, None)))
+
+    def _checked_options(self, overrides: dict[str, Any]) -> Options:
         options = replaced(self.options, **overrides) if overrides else self.options
-        return run(op, inputs, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
+        return options.checked(self.vocabulary, self.x.shape[:-1].numel())
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -7,25 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import call
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._rows import checked
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
-from dllm_kernels.losses._draft import LOSS_TYPES, MEAN_EPS, Counts, DraftCall, DraftLoss, predicted_mask
+from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked
 
 
 class DFlashDecayLoss(DraftLoss):
     r"""Cross-entropy of the drafted tokens, with larger weights for earlier positions of a block.
 
     Pass ``block_size`` with every call whose rows hold several blocks. Without it each sequence is one block, whose
-    weights decay from its first row to its last.
+    weights decay from its first row to its last. Rows in blocks, ``[B, blocks, k, V]``, need no ``block_size``: k is
+    their number of rows per block.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
@@ -143,15 +144,22 @@ class DFlashDecayLoss(DraftLoss):
         of the whole step. Packed input without a batch dimension, ``[T, V]`` with targets and mask ``[T]`` and a prefix
         ``[blocks]``, is a batch of one sequence.
 
+        Rows in blocks, ``[B, blocks, k, V]`` with targets and mask ``[B, blocks, k]``, give the results of the same
+        rows as ``[B, blocks * k, V]`` with the ``block_size`` of k rows, which may be omitted. Results per row have the
+        shape of the targets.
+
         Args:
             logits: ``[B, T, V]`` of the predicted positions. T is blocks * (block_size - 1), or blocks * block_size
-                with ``anchor_row``.
-            target_ids: ``[B, T]`` integers. A target of -100 has NLL 0 and never counts as correct.
-            block_mask: ``[B, T]``, 0 for rows that predict nothing. Fractions are weights. A constant.
+                with ``anchor_row``. Or ``[B, blocks, k, V]``.
+            target_ids: ``[B, T]`` or ``[B, blocks, k]`` integers. A target of -100 has NLL 0 and never counts as
+                correct.
+            block_mask: of the shape of ``target_ids``, 0 for rows that predict nothing. Fractions are weights. A
+                constant.
             num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with
                 ``normalize``. Used with "tokens" and "rows" only.
             block_size: positions of a block, the anchor included. The weights restart at each block, and accuracy is
-                counted per offset. None: each sequence is one block, and no accuracy is counted.
+                counted per offset. None: each sequence ``[T]`` is one block, and no accuracy is counted; rows in blocks
+                have that of k rows.
             num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
                 With "sequence_blocks" a tensor ``[B]``: the number of blocks with a valid row in each full sequence,
                 for calls that hold only a part of each sequence. Not used otherwise.
@@ -167,8 +175,9 @@ class DFlashDecayLoss(DraftLoss):
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, the paper has no
-                gamma for ``block_size``, or on CPU a prefix is outside [1, rows of a block].
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, ``block_size`` is not
+                that of blocks of k rows, the paper has no gamma for ``block_size``, or on CPU a prefix is outside [1,
+                rows of a block].
         """
         counts = Counts(num_tokens, num_blocks, num_sequences)
         return self._loss(
@@ -197,10 +206,10 @@ class DFlashDecayLoss(DraftLoss):
         The gradient is computed in the forward pass, for the rows that are not masked. A frozen head takes two matrix
         products. A trainable head takes three with the decay, and four with other weights, because the logits are then
         recomputed. A frozen head with a trainable ``extra[1]`` takes two and three. Packed input without a batch
-        dimension is a batch of one sequence, as in :meth:`forward`.
+        dimension is a batch of one sequence, and rows may be in blocks, as in :meth:`forward`.
 
         Args:
-            hidden: ``[B, T, D]`` of the predicted positions.
+            hidden: ``[B, T, D]`` or ``[B, blocks, k, D]`` of the predicted positions.
             lm_head_weight: ``[V, D]``.
             target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
@@ -216,8 +225,7 @@ class DFlashDecayLoss(DraftLoss):
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``num_active`` is
-                outside [0, number of rows].
+            ValueError: as in :meth:`forward`, or ``num_active`` is outside [0, number of rows].
         """
         options = self._options(chunk_size=self.chunk_size, num_active=num_active, logits_dtype=logits_dtype)
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
@@ -246,8 +254,8 @@ class DFlashDecayLoss(DraftLoss):
                 :meth:`forward`.
 
         Returns:
-            (output, token_nll): the output of :meth:`forward`, and ``[B, T]``, the NLL without weights, 0 for rows that
-            are not read. Both are differentiable, also together, with any gradient per row.
+            (output, token_nll): the output of :meth:`forward`, and ``[B, T]`` or ``[B, blocks, k]``, the NLL without
+            weights, 0 for rows that are not read. Both are differentiable, also together, with any gradient per row.
 
         Raises:
             TypeError: as in :meth:`forward`.
@@ -281,8 +289,9 @@ class DFlashDecayLoss(DraftLoss):
         NeMo AutoModel has announced a method of this name, and not released it. Its arguments may differ.
 
         Args:
-            token_nll: ``[B, T]``, the NLL of each row, differentiable.
-            weights: ``[B, T]``, constants, such as those of :meth:`position_weights`. Rows of weight 0 are not read.
+            token_nll: ``[B, T]`` or ``[B, blocks, k]``, the NLL of each row, differentiable.
+            weights: of the shape of ``token_nll``, constants, such as those of :meth:`position_weights`. Rows of weight
+                0 are not read.
 
         Returns:
             0-d, float32 (float64 for float64 ``token_nll``).
@@ -305,13 +314,15 @@ class DFlashDecayLoss(DraftLoss):
         prefix: Tensor | None,
     ) -> DLLMLossOutput:  # fmt: skip
         call = self._call(rows, target_ids, block_mask, block_size, counts, prefix)
-        return call.output(call.cross_entropy(summed=not self._returns_rows()))
+        return _in_blocks_of(target_ids, call.output(call.cross_entropy()))
 
-    def _with_token_nll(self, *args: Any) -> tuple[DLLMLossOutput, Tensor]:
-        call = self._call(*args)
-        found = call.cross_entropy(summed=False)
-        assert found.value is not None
-        return call.output(found), found.value
+    def _with_token_nll(self, rows: ModelOutput, target_ids: Tensor, *args: Any) -> tuple[DLLMLossOutput, Tensor]:
+        call = self._call(rows, target_ids, *args)
+        found = call.cross_entropy(per_row=True)
+        nll = found.value
+        assert nll is not None
+        out = _in_blocks_of(target_ids, call.output(found))
+        return out, nll.reshape(target_ids.shape) if target_ids.dim() == 3 else nll
 
     def _call(
         self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
@@ -321,17 +332,33 @@ class DFlashDecayLoss(DraftLoss):
         if rows.packed(target_ids):
             rows, counts = rows.as_batch(), counts.as_batch()
             target_ids, block_mask, prefix = map(as_batch, (target_ids, block_mask, prefix))
+        elif rows.of_blocks(target_ids):
+            block_size = size_of_blocks(rows.names.targets, target_ids, block_size, self.anchor_row)
+            _checks.check_weights("block_mask", block_mask, target_ids.shape, f"that of {rows.names.targets}")
+            rows, target_ids, block_mask = rows.blocks_as_sequences(), target_ids.flatten(1), block_mask.flatten(1)
         rows.check(target_ids)
-        self._check_settings()
+        weighting = self._checked_weighting()
         target_ids, block_mask = all_plain(target_ids, block_mask)
         _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
         rows.check_targets(target_ids, block_mask)
         counts = self._checked_counts(counts, block_size, target_ids)
         if prefix is not None:
-            prefix = self._checked_prefix(prefix, block_mask, block_size)
-            block_mask = predicted_mask(block_mask, prefix, int(block_size or 0), self.anchor_row)
-        return DraftCall(self, rows, target_ids, block_mask, block_size, counts, prefix=prefix)
+            block_mask, prefix = self._checked_prefix(prefix, block_mask, block_size)
+        return DraftCall(
+            weighting, self._returns_rows(), rows, target_ids, block_mask, block_size, counts, prefix=prefix
+        )
+
+    def _decay_weights(self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Compute the decay of T predicted positions ``[T]``, for external callers."""
+        return self._checked_weighting().decay(T, block_size, device, dtype)
+
+    @staticmethod
+    def _draft_acc_per_pos(
+        correct: Tensor, block_mask: Tensor, block_size: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Count correct and valid rows per offset of blocks of ``block_size - 1`` rows, for external callers."""
+        return counts_per_offset(correct, block_mask, None if block_size is None else block_size - 1)
 
     def _reduce(
         self,
@@ -355,9 +382,9 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_mask("block_mask", block_mask, token_nll.shape, "that of token_nll")
         token_nll = token_nll.to(accum_dtype(token_nll.dtype))
         mask = block_mask.to(token_nll.dtype)
-        weights = self._row_weights(mask, block_size, torch.exp(-token_nll.detach()))
-        counts = Counts(num_tokens, num_blocks, num_sequences)
-        out = single_loss(sum_of_rows(token_nll, self._normalized(weights, mask, block_size, counts)), weights)
+        weighting, counts = self._checked_weighting(), Counts(num_tokens, num_blocks, num_sequences)
+        weights = weighting.of_rows(mask, block_size, torch.exp(-token_nll.detach()))
+        out = single_loss(sum_of_rows(token_nll, weighting.normalized(weights, mask, block_size, counts)), weights)
         return replaced(out, draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 
     @staticmethod
@@ -366,7 +393,16 @@ class DFlashDecayLoss(DraftLoss):
     ) -> tuple[Tensor, Tensor]:
         """Return NLL and argmax match ``[chunk]`` of rows ``[chunk, D]``; the NLL is differentiable per row."""
         names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
-        inputs = RowInputs(hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)
-        rows = call(LINEAR_TOKEN_NLL, names, inputs, Options(with_correct=True))
+        head = lm_head_weight, lm_head_bias, None
+        call = checked(names, hidden_chunk, target_chunk, Options(with_correct=True), head)
+        rows = linear_token_nll_unchecked(hidden_chunk, call.head, targets=call.ids, active=None, options=call.options)
         assert rows.correct is not None
         return rows.nll, rows.correct
+
+
+def _in_blocks_of(target_ids: Tensor, out: DLLMLossOutput) -> DLLMLossOutput:
+    """Return the output with its results per row in the shape of targets ``[B, blocks, k]``; unchanged for others."""
+    if target_ids.dim() != 3:
+        return out
+    per_row = {name: getattr(out, name) for name in ("draft_correct", "row_losses", "row_weights")}
+    return replaced(out, **{name: t.reshape(target_ids.shape) for name, t in per_row.items() if t is not None})

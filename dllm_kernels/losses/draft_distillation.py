@@ -18,8 +18,9 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._block_weights import Counts
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, extra_as_batch, sum_of_rows
-from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, DraftResult
+from dllm_kernels.losses._draft import DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
@@ -362,7 +363,7 @@ class DraftDistillationLoss(DraftLoss):
         self, rows: ModelOutput, teacher: _Teacher, target_ids: Tensor | None, block_mask: Tensor,
         block_size: int | None, counts: Counts, confidence_logits: Tensor | None,
     ) -> DLLMLossOutput:  # fmt: skip
-        self._check_settings()
+        weighting = self._checked_weighting()
         spec = self._checked_spec()
         if rows.packed(block_mask if target_ids is None else target_ids):
             rows, teacher, counts = rows.as_batch(), teacher.as_batch(), counts.as_batch()
@@ -374,8 +375,10 @@ class DraftDistillationLoss(DraftLoss):
         self._check_required(spec, teacher, target_ids, confidence_logits)
         target_ids, block_mask, confidence_logits = all_plain(target_ids, block_mask, confidence_logits)
         counts = self._checked_counts(counts, block_size, block_mask)
-        call = _Call(self, rows, target_ids, block_mask, block_size, counts, teacher, spec)
-        found = call.found(summed=not self._returns_rows())
+        call = _Call(
+            weighting, self._returns_rows(), rows, target_ids, block_mask, block_size, counts, self, teacher, spec
+        )
+        found = call.compute()
         total = found.loss
         if confidence_logits is not None and found.a is not None:
             s = torch.where(found.weights != 0, confidence_logits.to(found.weights.dtype), 0.0)
@@ -404,7 +407,7 @@ class DraftDistillationLoss(DraftLoss):
             raise ValueError(f"target_ids must be given for {' and '.join(needs_targets)}, got None")
         if teacher.x is not None:
             return
-        needs_teacher = [] if all(part.kind == "ce" for part in spec.parts) else [f"kind={self.kind!r}"]
+        needs_teacher = [] if all(term.kind == "ce" for term in spec.terms) else [f"kind={self.kind!r}"]
         needs_teacher += [f"confidence={confidence!r}"] if confidence in ("teacher", "acceptance") else []
         needs_teacher += [] if confidence_logits is None else ["confidence_logits"]
         needs_teacher += [] if self.temperature == 1 else [f"temperature={self.temperature}"]
@@ -439,14 +442,14 @@ class _Call(DraftCall):
     @property
     def confidence(self) -> str | None:
         """Kind of confidence for D-PACE, or None with the decay."""
-        return None if self.loss._weighting == "decay" else self.loss.confidence
+        return None if self.weighting.decays else self.loss.confidence
 
-    def found(self, summed: bool) -> DraftResult:
+    def compute(self) -> DraftResult:
         """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
         if self.teacher.x is None:
-            return self.cross_entropy(summed, sum(part.coefficient for part in self.spec.parts))
+            return self.cross_entropy(sum(term.coefficient for term in self.spec.terms))
         equal = self.loss.alpha == "mean" and self.confidence is not None  # weights of the rows in the mean of a
-        if not summed or equal or self.confidence in ("teacher", "acceptance"):
+        if self.returns_rows or equal or self.confidence in ("teacher", "acceptance"):
             return self._rows()
         q = None if self.confidence is None else self._target_probabilities()
         weights, divided = self.weights(q)
@@ -477,14 +480,14 @@ class _Call(DraftCall):
 
     def _confidence(self, each: Divergence) -> Tensor | None:
         """Return a, or the draft's probability of a token, taken from the divergence if it is the NLL of the token."""
-        (part, *others), untempered = self.spec.parts, self.loss.temperature == 1
+        (term, *others), untempered = self.spec.terms, self.loss.temperature == 1
         if self.confidence is None:
             return None
         if self.confidence == "acceptance":
             return each.acceptance_rate.clamp(0, 1)
         of_draft = self.loss.teacher == "draft"
-        if part.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and of_draft:
-            return torch.exp(-each.value / part.coefficient)
+        if term.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and of_draft:
+            return torch.exp(-each.value / term.coefficient)
         if self.confidence == "target":
             return self._target_probabilities()
         overrides = {"kind": "teacher_ce", "teacher": "draft", "temperature": 1.0, **dict.fromkeys(OPTIONS)}

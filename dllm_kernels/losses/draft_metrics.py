@@ -8,8 +8,8 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._block_weights import in_blocks, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
-from dllm_kernels.losses._draft import in_blocks, rows_of_block
 from dllm_kernels.ops.dpace_weights import accepted_prefix, rows_of_accepted_prefix
 
 
@@ -64,7 +64,8 @@ def acceptance_length(
         output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, nonzero if
             the drafted token is the target model's token; with ``sampling``, the acceptance rates in [0, 1].
         mask: ``[B, T]``, the ``block_mask`` of the loss call: 0 for rows that predict nothing. Fractions are weights.
-            ``[T]``, with an ``output`` of packed rows or a tensor ``[T]``, is a batch of one sequence.
+            ``[T]``, with an ``output`` of packed rows or a tensor ``[T]``, is a batch of one sequence. ``[B, blocks,
+            k]`` with an ``output`` of rows in blocks.
         block_size: ``block_size`` of the loss call: positions of a block, including the anchor. A block has
             ``block_size - 1`` rows.
         anchor_row: ``anchor_row`` of the loss: a block has ``block_size`` rows, the first of which is the anchor's. If
@@ -123,7 +124,10 @@ def acceptance_stats(
     if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == correct.numel():
         correct, mask = as_batch(correct), as_batch(mask)  # a loss of packed rows returns a batch of one sequence
     _checks.check_masks_like("correct", correct, mask=mask)
-    _checks.check_ndim("correct", correct, 2, "[B, T]")
+    if correct.dim() == 3:
+        size_of_blocks("correct", correct, block_size, anchor_row)
+        correct, mask = correct.flatten(1), mask.flatten(1)
+    _checks.check_ndim("correct", correct, 2, "[B, T] or [B, blocks, k]")
     correct, mask = all_plain(correct, mask)
     rows = rows_of_block(correct.shape[1], block_size, anchor_row)
     valid = in_blocks(mask.detach().to(torch.float32), rows)

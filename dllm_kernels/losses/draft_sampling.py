@@ -12,7 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dllm_kernels._random import _philox
+from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._plain import all_plain
@@ -75,7 +75,7 @@ def sample_anchors(
         _checks.check_same_device("loss_mask", loss_mask, segment_ids=segment_ids)
     loss_mask, segment_ids = all_plain(loss_mask, segment_ids)
     B, L = loss_mask.shape
-    seed = _philox.resolve_seed(loss_mask.device, B, generator, seeds)
+    seed = _seeds.resolve_seed(loss_mask.device, B, generator, seeds)
     after = _supervised_after(loss_mask != 0, segment_ids)
     whole = after >= block_size - 1
     candidates = torch.where(whole.any(1, keepdim=True), whole, after > 0)
@@ -207,7 +207,7 @@ def sample_prefix(
         device = getattr(generator if seeds is None else seeds, "device", "cpu")
     place = torch.device(device) if isinstance(device, str) else device
     rows, per_row = shape[0], math.prod(shape[1:])
-    seed = _philox.resolve_seed(place, rows, generator, seeds)
+    seed = _seeds.resolve_seed(place, rows, generator, seeds)
     draws = _philox.random_bits(seed, rows, _philox.Layout(0, per_row))[1]
     shortest, longest = min(2, block_size - 1), block_size - 1
     least = shortest + torch.zeros_like(draws)

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import TOKEN_NLL
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import call
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._rows import checked
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
@@ -18,6 +16,7 @@ from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, as_batch, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.ops.linear_nll import linear_token_nll
+from dllm_kernels.ops.token_nll import token_nll_unchecked
 
 NORMALIZE = ("tokens", "sequences")
 
@@ -58,7 +57,8 @@ def compute_per_token_nll(
         ValueError: shapes, dtypes or devices do not match.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
-    return call(TOKEN_NLL, LOGITS, RowInputs(logits, target_ids), options).nll  # type: ignore[no-any-return]
+    call = checked(LOGITS, logits, target_ids, options)
+    return token_nll_unchecked(logits, targets=call.ids, active=None, options=call.options).nll
 
 
 @from_hidden_states("encoder_ar_loss_fused")

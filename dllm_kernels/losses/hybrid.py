@@ -113,8 +113,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         """
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
-            num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,
-            chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
+            num_ar_tokens, causal_hidden=causal_hidden, noisy_input_ids=noisy_input_ids, lm_head_bias=lm_head_bias,
+            extra=extra, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
         )  # fmt: skip
 
     def _loss(

@@ -1,39 +1,21 @@
-"""Find the LM head of a model, and check that a loss may use its weight directly instead of calling it."""
+"""Weight, bias and logits of a model's LM head."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_plain_head, projects
+from dllm_kernels._utils._head import check_linear_head, head_module, projects, unwrapped
 from dllm_kernels._utils._plain import is_dtensor
 
 FROM_LOGITS = "use a base loss from logits, such as MaskedCrossEntropy, whose logits the head computes"
-
-
-def unwrapped(model: nn.Module | None) -> nn.Module | None:
-    """Return the model inside DistributedDataParallel."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def head_module(model: nn.Module | None) -> nn.Module | None:
-    """Return the LM head: ``get_output_embeddings()``, else a module ``lm_head`` that has a weight or is callable."""
-    model = unwrapped(model)
-    if model is None:
-        return None
-    getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    if isinstance(head, nn.Module):
-        return head
-    named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head")
-    return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
 
 
 def head_weight(model: nn.Module | None) -> Tensor:
     """Return the weight ``[V, D]`` of the LM head module, otherwise the parameter named ``lm_head``."""
     head = head_module(model)
     if head is not None:
-        check_plain_head(head, FROM_LOGITS)
+        check_linear_head(head, FROM_LOGITS)
         if not isinstance(weight := getattr(head, "weight", None), Tensor):
             raise ValueError(f"the LM head must have a weight, got {type_name(head)}; {FROM_LOGITS}")
         return weight
@@ -55,7 +37,7 @@ def _check_owners(model: nn.Module | None, name: str) -> None:
     for part in name.split(".")[:-1]:
         module, within = getattr(module, part), within or "lm_head" in part
         if within:
-            check_plain_head(module, FROM_LOGITS)
+            check_linear_head(module, FROM_LOGITS)
 
 
 def head_bias(model: nn.Module | None) -> Tensor | None:

@@ -1,55 +1,88 @@
 r"""Weighted divergence of student rows to teacher rows, for distillation, without materializing the full logits.
 
 p is the softmax of a row of the student's logits. q is the softmax of a row of the teacher's logits, a constant. a =
-sum_v min(p_v, q_v) is the acceptance rate of speculative decoding with the student as the draft model.
+sum_v min(p_v, q_v) is the acceptance rate of speculative decoding with the student as the draft model. The kinds and
+their gradients are defined in ``_backends/_kinds.py``.
 
 From hidden states, each chunk of rows of nonzero weight takes these steps. Two matrix products compute the student's
-and the teacher's logits. One pass over both computes the divergence, a and the argmax match, and overwrites the
-student's logits with their gradient. One product computes the gradient of the hidden states. If the head is trainable,
-one more product computes the gradient of the head. A frozen head that is shared with the teacher therefore takes three
-products and the memory of two chunks. The unfused computation by autograd takes five products and several tensors
-``[N, V]``.
+and the teacher's logits, each in a buffer that all chunks reuse. One pass over both computes the divergence, a and the
+argmax match, and overwrites the student's logits with their gradient. One product computes the gradient of the hidden
+states. If the head is trainable, one more product computes the gradient of the head. A frozen head that is shared with
+the teacher therefore takes three products and the memory of two chunks. The unfused computation by autograd takes five
+products and several tensors ``[N, V]``.
 
-The kinds and their gradients are defined in ``_backends/torch/_divergence.py``.
+If the student has a smaller vocabulary, its columns of the teacher are compared. The teacher's whole rows are computed
+and reduced to their maximum, sum of exponentials and argmax in one pass (``row_norms``), from which the acceptance rate
+and the argmax match follow. The compared columns are then copied, one chunk at a time.
+
+``lk`` with ``alpha="mean"`` needs an extra forward-only pass to compute the mean acceptance rate: two more matrix
+products.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from dllm_kernels._backends._divergence import DivergenceSpec
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._divergence import DIVERGENCE
-from dllm_kernels._core._divergence_spec import DivergencePlan, checked_spec
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._plan import Options, compute_dtype
+from dllm_kernels._backends._divergence import (
+    KEPT_STATS,
+    DivergenceRequest,
+    DivergenceSpec,
+    Kept,
+    Whole,
+)
+from dllm_kernels._backends._rows import IGNORE, as_blv
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels._core._divergence_spec import Comparison, checked_spec
+from dllm_kernels._core._fused import Fused, first_order, outputs
+from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._run import checked, run
+from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
+from dllm_kernels._core._setup import (
+    NO_GRADIENTS,
+    Gradients,
+    Head,
+    NeedsGrad,
+    Setup,
+    Split,
+    compute_dtype,
+    flat_rows,
+)
+from dllm_kernels._core._teacher import Teacher, gather, rows_at
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
+from dllm_kernels._utils._opaque import Spec, opaque
+from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
 SEPARATE_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
 SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
 Kind = str | Mapping[str, float]
+# Has a second derivative.
+SOFTMAX = "torch.softmax and what follows from it"
+SOFTMAX_OF_HEAD = "torch.softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)"
+# Largest size in bytes of a copy of the compared teacher columns.
+COPY_BYTES = 64 << 20
 
 
 @from_hidden_states("linear_divergence")
 def divergence(
-    logits: torch.Tensor,
-    teacher_logits: torch.Tensor,
-    weights: torch.Tensor | None = None,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    weights: Tensor | None = None,
     *,
     kind: Kind = "kl",
-    targets: torch.Tensor | None = None,
-    teacher_rows: torch.Tensor | None = None,
-    draft_to_target: torch.Tensor | None = None,
+    targets: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
     teacher: str = "draft",
     temperature: float = 1.0,
     reduction: str = "sum",
@@ -137,30 +170,36 @@ def divergence(
     _checks.check_float("logits", logits)
     targets, weights = _defaults(logits, targets, weights, spec)
     options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
-    inputs, options = checked(_checks.LOGITS, RowInputs(logits, targets, weights=weights), options)
+    _, targets, _, weights, options = checked(_checks.LOGITS, logits, targets, options, weights=weights)
     _checks.check_float("teacher_logits", teacher_logits)
     _checks.check_dtype("teacher_logits", teacher_logits, (logits.dtype,))
     if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
         raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
-    inputs = _with_teacher(inputs, teacher_logits, teacher_rows, draft_to_target)
-    return _run_divergence("logits", inputs, options, spec, temperature, reduction, teacher_transform)
+    rows, columns = all_plain(teacher_rows, draft_to_target)
+    given = Teacher(teacher_logits.detach(), rows=rows, columns=columns)
+    V, teacher_V = logits.shape[-1], teacher_logits.shape[-1]
+    given = _checked_teacher("logits", logits, given, (V, teacher_V), weights, options)
+    comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
+    return divergence_unchecked(
+        logits, teacher=given, ids=targets, weights=weights, comparison=comparison, options=options
+    )
 
 
 def linear_divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    weights: torch.Tensor | None = None,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    weights: Tensor | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     extra: _checks.Extra | None = None,
-    teacher_weight: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
     teacher_extra: _checks.Extra | None = None,
     kind: Kind = "kl",
-    targets: torch.Tensor | None = None,
-    teacher_rows: torch.Tensor | None = None,
-    draft_to_target: torch.Tensor | None = None,
+    targets: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
     teacher: str = "draft",
     temperature: float = 1.0,
     reduction: str = "sum",
@@ -245,29 +284,31 @@ def linear_divergence(
     options = Options(
         Transform(softcap, scale, skip_id), IGNORE, check_targets, backend, chunk_size, num_active, logits_dtype
     )
-    inputs, options = checked(
-        _checks.LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra
+    head_, targets, _, weights, options = checked(
+        _checks.LINEAR, hidden, targets, options, (weight, bias, extra), weights=weights
     )
-    names, head = SEPARATE_HEAD, (teacher_weight, teacher_bias)
+    names, teacher_head = SEPARATE_HEAD, (teacher_weight, teacher_bias)
     if teacher_weight is None:
         if teacher_bias is not None:
-            raise ValueError(
-                "teacher_bias must be None without teacher_weight: the student's head is taken with its bias"
-            )
-        names, head = SHARED_HEAD, (weight, bias)
-    _checks.check_rows(names, teacher_hidden, inputs.ids, *head)
-    teacher_head_weight: Any = head[0]
-    if compute_dtype(teacher_hidden, teacher_head_weight) != compute_dtype(hidden, weight):
+            raise ValueError("teacher_bias requires teacher_weight: the student's head is taken with its bias")
+        names, teacher_head = SHARED_HEAD, (weight, bias)
+    _checks.check_rows(names, teacher_hidden, targets, *teacher_head)
+    its_weight: Any = teacher_head[0]
+    if compute_dtype(teacher_hidden, its_weight) != compute_dtype(hidden, weight):
         raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
-    u, second = _checks.checked_extra(names, teacher_hidden, teacher_head_weight, teacher_extra, "teacher_extra")
-    inputs = _with_teacher(
-        inputs, teacher_hidden, teacher_rows, draft_to_target, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
-        teacher_extra_x=u, teacher_extra_weight=second,
-    )  # fmt: skip
-    return _run_divergence("hidden", inputs, options, spec, temperature, reduction, teacher_transform)
+    u, U = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
+    rows, columns = all_plain(teacher_rows, draft_to_target)
+    of_head = *(None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)), rows, columns
+    given = Teacher(teacher_hidden.detach(), *of_head)
+    V = weight.shape[0]
+    given = _checked_teacher("hidden", hidden, given, (V, its_weight.shape[0]), weights, options)
+    comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
+    return divergence_unchecked(
+        hidden, head_, teacher=given, ids=targets, weights=weights, comparison=comparison, options=options
+    )
 
 
-def _defaults(x: torch.Tensor, targets: Any, weights: Any, spec: DivergenceSpec) -> tuple[Any, Any]:
+def _defaults(x: Tensor, targets: Any, weights: Any, spec: DivergenceSpec) -> tuple[Any, Any]:
     """Return (targets, weights), by default all -100 and all ones."""
     _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
     rows = x.shape[:-1]
@@ -276,52 +317,48 @@ def _defaults(x: torch.Tensor, targets: Any, weights: Any, spec: DivergenceSpec)
             raise ValueError("targets must be given for kind 'ce', got None")
         targets = torch.full(rows, IGNORE, dtype=torch.int64, device=x.device)
     elif not spec.wants_targets:
-        raise ValueError("targets must be None without kind 'ce', which alone reads them")
+        raise ValueError("targets only apply to kind='ce', which alone reads them")
     return targets, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
 
 
-def _with_teacher(
-    inputs: RowInputs, x: torch.Tensor, rows: Any, columns: Any, **others: torch.Tensor | None
-) -> RowInputs:
-    """Add the teacher's tensors as constants; gather row and column indices that are DTensors."""
-    rows, columns = all_plain(rows, columns)
-    others = {name: t.detach() if isinstance(t, torch.Tensor) else t for name, t in others.items()}
-    return replaced(inputs, teacher_x=x.detach(), teacher_rows=rows, teacher_columns=columns, **others)
+def _checked_teacher(
+    name: str, x: Tensor, teacher: Teacher, sizes: tuple[int, int], weights: Tensor, options: Options
+) -> Teacher:
+    """Validate the rows and columns of the teacher; return it with the inverse of its columns.
 
-
-def _run_divergence(
-    name: str, inputs: RowInputs, options: Options, spec: DivergenceSpec, temperature: Any, reduction: Any,
-    teacher_transform: Any,
-) -> Divergence:  # fmt: skip
-    """Validate the teacher and the remaining options and run the op; ``name`` is the argument with the student rows."""
-    x, teacher, rows, columns = inputs.x, inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns
-    teacher_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight
-    V = x.shape[-1] if inputs.weight is None else inputs.weight.shape[0]
-    teacher_vocab_size = teacher.shape[-1] if teacher_head is None else teacher_head.shape[0]
-    _check_rows(name, x, teacher, rows)
-    _check_columns(name, x, V, teacher_vocab_size, columns)
+    ``name`` is the argument with the student's rows ``x``, ``sizes`` those of the two vocabularies.
+    """
+    rows, columns, (V, teacher_V) = teacher.rows, teacher.columns, sizes
+    _check_rows(name, x, teacher.x, rows)
+    _check_columns(name, x, V, teacher_V, columns)
     if rows is not None:
-        count = teacher.shape[:-1].numel()
-        _checks.check_target_range(options.check_targets, "teacher_rows", rows, count, None, counted=inputs.weights)
+        count = teacher.x.shape[:-1].numel()
+        _checks.check_target_range(options.check_targets, "teacher_rows", rows, count, None, counted=weights)
     if columns is None:
+        return teacher
+    always = True if readable_without_sync(columns) else options.check_targets  # a sync on a GPU
+    _checks.check_target_range(always, "draft_to_target", columns, teacher_V, None)
+    inverse = _inverse(columns, teacher_V)
+    _check_distinct(columns, inverse)
+    return replaced(teacher, inverse=inverse)
+
+
+def _checked_comparison(
+    spec: DivergenceSpec, teacher: Teacher, options: Options, V: int, temperature: Any, reduction: Any,
+    teacher_transform: Any,
+) -> tuple[Comparison, Options]:  # fmt: skip
+    """Validate the remaining arguments; return the comparison, and the options with a tempered transform."""
+    if teacher.columns is None:
         spec = replaced(spec, full=False)
-    else:
-        always = True if readable_without_sync(columns) else options.check_targets  # a sync on a GPU
-        _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
-        inverse = _inverse(columns, teacher_vocab_size)
-        _check_distinct(columns, inverse)
-        inputs = replaced(inputs, teacher_inverse=inverse)
     per_row = _checks.is_per_row(reduction)
     T = _checks.checked_temperature(temperature)
     own = "scale" if teacher_transform is None else "teacher_transform['scale']"
     transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T, own)
     options = replaced(options, transform=_tempered(options.transform, T, "scale"))
-    config = DivergencePlan(spec, transform, T * T, per_row)
-    inputs = replaced(inputs, active=inputs.weights)
-    return run(DIVERGENCE, inputs, options, divergence=config)  # type: ignore[no-any-return]
+    return Comparison(spec, transform, T * T, per_row), options
 
 
-def _check_rows(name: str, x: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor | None) -> None:
+def _check_rows(name: str, x: Tensor, teacher: Tensor, index: Tensor | None) -> None:
     rows, teacher_rows = tuple(x.shape[:-1]), tuple(teacher.shape[:-1])
     _checks.check_same_device(name, x, **{f"teacher_{name}": teacher})
     if index is not None:
@@ -337,7 +374,7 @@ def _check_rows(name: str, x: torch.Tensor, teacher: torch.Tensor, index: torch.
         )
 
 
-def _check_columns(name: str, x: torch.Tensor, V: int, teacher_vocab_size: int, columns: torch.Tensor | None) -> None:
+def _check_columns(name: str, x: Tensor, V: int, teacher_vocab_size: int, columns: Tensor | None) -> None:
     if columns is not None:
         _checks.check_ids("draft_to_target", columns)
         _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
@@ -349,7 +386,7 @@ def _check_columns(name: str, x: torch.Tensor, V: int, teacher_vocab_size: int, 
         )
 
 
-def _check_distinct(columns: torch.Tensor, inverse: torch.Tensor) -> None:
+def _check_distinct(columns: Tensor, inverse: Tensor) -> None:
     """Raise ValueError if a teacher column is repeated. Skipped on GPU, because it would cost a sync."""
     if not readable_without_sync(columns) or int((inverse != IGNORE).sum()) == len(columns):
         return
@@ -359,7 +396,7 @@ def _check_distinct(columns: torch.Tensor, inverse: torch.Tensor) -> None:
     )
 
 
-def _inverse(columns: torch.Tensor, teacher_vocab_size: int) -> torch.Tensor:
+def _inverse(columns: Tensor, teacher_vocab_size: int) -> Tensor:
     """Return the student's column of each teacher column, int64 ``[V']``, IGNORE for those without one."""
     columns = columns.to(torch.int64)
     inside = columns.clamp(0, teacher_vocab_size - 1)
@@ -383,3 +420,367 @@ def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
 def _tempered(transform: Transform, T: float, name: str) -> Transform:
     """Append a division by the temperature T to the transform, whose scale is the argument ``name``."""
     return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))
+
+
+def divergence_unchecked(
+    x: Tensor, head: Head | None = None, *, teacher: Teacher, ids: Tensor, weights: Tensor, comparison: Comparison,
+    options: Options, split: Split | None = None,
+) -> Divergence:  # fmt: skip
+    """Compute :func:`divergence`, or :func:`linear_divergence` with a head, of validated arguments."""
+    if any_dtensor(x, *(head or ()), *teacher):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        sums = () if comparison.per_row else ("loss",)
+        return on_this_rank(  # type: ignore[no-any-return]
+            divergence_unchecked, x, head, {"ids": ids, "weights": weights}, sums=sums, teacher=teacher,
+            comparison=comparison, options=options,
+        )  # fmt: skip
+    setup, rows = Setup.of(x, head, options, split), x.shape[:-1]
+    teacher = teacher.flat(from_hidden=head is not None)
+    y = flat_ids(ids, rows, setup.transform.skip_id).squeeze(1) if comparison.spec.wants_targets else None
+    constants = teacher, y, flat_values(weights, setup.accum_dtype), comparison, setup
+    if head is None:
+        made = _Divergence.under(setup)(x, *constants)
+    else:
+        recomputed = comparison.per_row and any(setup.needs) and not setup.needs.frozen_head
+        function = _RecomputedDivergence if recomputed else _LinearDivergence
+        made = function.under(setup)(flat_rows(x), *constants, *head.flat)
+    loss, value, acceptance_rate, agree = made[:4]
+    loss = loss.view(rows) if comparison.per_row else loss
+    return Divergence(loss, value.view(rows), acceptance_rate.view(rows), agree.view(rows))
+
+
+class _Divergence(Fused):
+    """Divergence of rows of logits; saves both sides and statistics of each row, so that backward reads them once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
+        setup: Setup,
+    ) -> Any:  # fmt: skip
+        loss, *of_rows, mean, stats, argmax, norms = _of_logits(logits, teacher, ids, weights, comparison, setup)
+        ctx.save_for_backward(logits, ids, weights, mean, stats, argmax, norms, *teacher)
+        ctx.comparison, ctx.setup = comparison, setup
+        return outputs(ctx, [loss], of_rows)
+
+    @staticmethod
+    @first_order(SOFTMAX)
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        logits, ids, weights, mean, stats, argmax, norms, *teacher = ctx.saved_tensors
+        kept = _Kept(mean, stats, argmax, norms)
+        (grad,) = _grad_of_logits(
+            logits, Teacher(*teacher), ids, weights, grad_loss.contiguous(), kept, ctx.comparison, ctx.setup
+        )
+        return grad, None, None, None, None, None
+
+
+class _LinearDivergence(Fused):
+    """Weighted sum of divergences, or divergences of rows with a frozen head, from hidden states.
+
+    Forward computes the gradients, and backward scales them. With a loss per row they are those for weights of 1, and
+    the row sizes are the weights.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
+        setup: Setup, *head: Any,
+    ) -> Any:  # fmt: skip
+        parts = Head(*head)
+        loss, *of_rows, _, x, weight, bias, u, U, loss_scale, row_size = _of_hidden(
+            hidden, parts, teacher, ids, weights, comparison, setup
+        )
+        once = None if comparison.per_row else ("linear_divergence", 'reduction="none"')
+        made = Gradients(x, weight, bias, u, U), loss_scale, row_size
+        return outputs(ctx, [loss], of_rows, keep_gradients(ctx, hidden, parts, made, setup, once))
+
+    @staticmethod
+    @first_order(SOFTMAX_OF_HEAD)
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        grad_hidden, *grad_head = scale_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, None, None, *grad_head
+
+
+class _RecomputedDivergence(Fused):
+    """Divergences of rows from hidden states, with a trained head.
+
+    The gradient of the head is a sum over rows with different upstream gradients, so backward recomputes the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
+        setup: Setup, *head: Any,
+    ) -> Any:  # fmt: skip
+        loss, value, rate, agree, mean, *_ = _of_hidden(hidden, Head(*head), teacher, ids, weights, comparison, setup)
+        ctx.save_for_backward(hidden, *head, ids, weights, mean, *teacher)
+        ctx.comparison, ctx.setup = comparison, setup
+        return outputs(ctx, [loss], [value, rate, agree])
+
+    @staticmethod
+    @first_order(SOFTMAX_OF_HEAD)
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        hidden, weight, bias, u, U, ids, weights, mean, *teacher = ctx.saved_tensors
+        grad_hidden, *grad_head = _grad_of_hidden(
+            hidden, Head(weight, bias, u, U), Teacher(*teacher), ids, weights, grad_loss.contiguous(), mean,
+            ctx.comparison, ctx.setup,
+        )  # fmt: skip
+        return grad_hidden, None, None, None, None, None, *grad_head
+
+
+class _Kept(NamedTuple):
+    """What backward reads beside the logits of both sides: the mean of a, :class:`Kept`, and norms of the teacher."""
+
+    mean_acceptance: Any
+    stats: Any
+    teacher_argmax: Any
+    teacher_norms: Any
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
+
+
+def _specs_of_rows(weights: Tensor, comparison: Comparison, setup: Setup) -> list[Spec]:
+    """Return the specs of loss, value, acceptance rate, argmax match, and of the mean of a."""
+    rows, acc = weights.shape, setup.accum_dtype
+    mean = ((), acc) if comparison.spec.lam_of_mean else None
+    return [(rows if comparison.per_row else (), acc), (rows, acc), (rows, acc), (rows, torch.bool), mean]
+
+
+def _specs_of_logits(
+    _logits: Tensor, teacher: Teacher, _ids: Any, weights: Tensor, comparison: Comparison, setup: Setup
+) -> list[Spec]:
+    (N,), acc, kept = weights.shape, setup.accum_dtype, any(setup.needs)
+    with_norms = kept and comparison.spec.full and teacher.columns is not None
+    specs: list[Spec] = [((N, KEPT_STATS), acc), ((N,), torch.int64)]
+    return [
+        *_specs_of_rows(weights, comparison, setup), *(specs if kept else (None, None)),
+        ((N, 2), acc) if with_norms else None,
+    ]  # fmt: skip
+
+
+@opaque("divergence", _specs_of_logits)
+def _of_logits(
+    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison, setup: Setup
+) -> list[Tensor | None]:
+    """Return loss, value, acceptance rate, argmax match, and the fields of :class:`_Kept` that backward reads."""
+    spec = comparison.spec
+    with no_autocast(logits):
+        mean = None
+        if spec.lam_of_mean:
+            rate = _compare_rows(logits, teacher, ids, weights, None, comparison, setup, with_whole=spec.full)[1]
+            mean = _mean_acceptance(rate, weights, setup)
+        value, rate, agree, stats, argmax, norms = _compare_rows(
+            logits, teacher, ids, weights, mean, comparison, setup, with_whole=True
+        )
+        loss, value = _weighted(value, weights, comparison)
+        if not any(setup.needs):
+            return [loss.sum() if not comparison.per_row else loss, value, rate, agree, mean, None, None, None]
+        norms = norms if spec.full else None
+        return [loss if comparison.per_row else loss.sum(), value, rate, agree, mean, stats, argmax, norms]
+
+
+def _mean_acceptance(rate: Tensor, weights: Tensor, setup: Setup) -> Tensor:
+    """Return the weighted mean of a over the rows of all ranks."""
+    total, count = torch.where(weights != 0, weights * rate, 0.0).sum(), weights.sum()
+    if setup.split is None:
+        return total / count
+    return setup.split.all_reduce(total) / setup.split.all_reduce(count)
+
+
+def _weighted(value: Tensor, weights: Tensor, comparison: Comparison) -> tuple[Tensor, Tensor]:
+    """Return (weights * value, value) of each row, both times the ``value_scale``; 0 for rows of weight 0."""
+    value = value * comparison.value_scale
+    return torch.where(weights != 0, weights * value, 0.0), value
+
+
+def _compare_rows(
+    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, mean: Tensor | None, comparison: Comparison,
+    setup: Setup, *, with_whole: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return value, a, argmax match, both fields of :class:`Kept` and the teacher's norms or None, of N rows."""
+    logits, compare, norms_of = as_blv(logits), setup.primitives().divergence, None
+    if teacher.columns is not None and with_whole:
+        norms_of = teacher.norms_function(setup, comparison.teacher_transform)
+    pairs = _pairs(logits, teacher, ids, weights, mean, comparison, setup, norms_of)
+    if teacher.columns is None:
+        ((_, _, request),) = pairs
+        *results, kept = compare(logits, request, with_grad=False)
+        assert kept is not None
+        return *results, *kept, None
+    value, acceptance = (weights.new_empty(weights.shape) for _ in range(2))
+    stats, norms = (weights.new_empty(*weights.shape, size) for size in (KEPT_STATS, 2))
+    agree, argmax = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
+    for here, place, request in pairs:
+        *results, kept = compare(logits[place], request, with_grad=False)
+        assert kept is not None
+        for whole, part in zip((value, acceptance, agree, stats, argmax), (*results, *kept), strict=True):
+            whole[here] = part
+        if request.whole is not None:
+            norms[here] = request.whole.norms
+    return value, acceptance, agree, stats, argmax, norms
+
+
+def _pairs(
+    logits: Tensor, teacher: Teacher, ids: Tensor | None, scale: Tensor, mean: Tensor | None, comparison: Comparison,
+    setup: Setup, norms_of: Callable[[Tensor, int], Whole] | None,
+) -> Iterator[tuple[slice, tuple[slice, slice], DivergenceRequest]]:  # fmt: skip
+    """Yield (slice of the N rows, slices of the logits ``[B, L, V]`` for it, the request of these rows).
+
+    All rows are one slice, unless columns of the teacher are copied.
+    """
+    index, teacher_logits, request = teacher.rows, as_blv(teacher.x), _request(comparison, setup, mean)
+    if teacher.columns is None:
+        yield slice(None), (slice(None), slice(None)), request(teacher_logits, scale, index, ids)
+        return
+    # The size depends on all columns of the teacher, not on this rank's, because ranks that share a vocabulary must use
+    # the same pieces: each ends in a collective.
+    (B, L, _), teacher_V = logits.shape, teacher_logits.shape[-1]
+    step = max(1, COPY_BYTES // max(teacher_V * logits.element_size(), 1))
+    part_of = setup.primitives().part_of
+    first, size = (0, teacher_V) if part_of is None else part_of(teacher_V)
+    for b, start in itertools.product(range(B), range(0, L, step)):
+        length, n = slice(start, min(start + step, L)), b * L + start
+        here = slice(n, n + length.stop - start)
+        rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
+        whole_rows = rows_at(teacher_logits, rows)
+        whole = None if norms_of is None else norms_of(whole_rows[:, first : first + size], first)
+        t, y = gather(whole_rows, teacher.columns, 1), None if ids is None else ids[here]
+        yield here, (slice(b, b + 1), length), request(t[None], scale[here], targets=y, whole=whole)
+
+
+def _request(comparison: Comparison, setup: Setup, mean: Tensor | None) -> Callable[..., DivergenceRequest]:
+    """Return a function that makes the request of some rows from (teacher, weights, teacher_rows, targets, whole)."""
+    return partial(
+        DivergenceRequest, comparison.spec, mean_acceptance=mean, transform=setup.transform,
+        teacher_transform=comparison.teacher_transform,
+    )  # fmt: skip
+
+
+@opaque("divergence_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
+def _grad_of_logits(
+    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor, kept: _Kept,
+    comparison: Comparison, setup: Setup,
+) -> list[Tensor]:  # fmt: skip
+    """Return the gradient of the logits, each row of it times its weight and upstream gradient."""
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    x, out = as_blv(logits), as_blv(grad)
+    with no_autocast(logits):
+        scale = _upstream(weights, grad_loss, comparison)
+        pairs = _pairs(x, teacher, ids, scale, kept.mean_acceptance, comparison, setup, None)
+        for here, place, request in pairs:
+            of_rows = Kept(kept.stats[here], kept.teacher_argmax[here])
+            if kept.teacher_norms is not None:
+                request = request._replace(whole=Whole(kept.teacher_norms[here], of_rows.teacher_argmax))
+            setup.primitives().divergence_grad(x[place], request, of_rows, out[place])
+    return [grad]
+
+
+def _upstream(weights: Tensor, grad_loss: Tensor, comparison: Comparison) -> Tensor:
+    """Return the factor ``[N]`` of the gradient of each row's value."""
+    return torch.where(grad_loss != 0, weights * grad_loss * comparison.value_scale, 0.0)
+
+
+def _computes_gradients(comparison: Comparison, setup: Setup) -> bool:
+    """Return True if forward computes the gradients: if the loss is the sum, or if only rows need a gradient."""
+    return any(setup.needs) and (not comparison.per_row or setup.needs.frozen_head)
+
+
+def _specs_of_hidden(
+    hidden: Tensor, head: Head, _teacher: Teacher, _ids: Any, weights: Tensor, comparison: Comparison, setup: Setup
+) -> list[Spec]:
+    computes, acc = _computes_gradients(comparison, setup), setup.accum_dtype
+    scales = computes and setup.needs_loss_scaling and not comparison.per_row
+    grads = gradient_specs(hidden, head, setup.needs if computes else NO_GRADIENTS, acc if scales else None)
+    row_size = (weights.shape, acc) if scales or (computes and comparison.per_row) else None
+    return [*_specs_of_rows(weights, comparison, setup), *grads, ((), acc) if scales else None, row_size]
+
+
+@opaque("linear_divergence", _specs_of_hidden)
+def _of_hidden(
+    hidden: Tensor, head: Head, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
+    setup: Setup,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return loss, value, a, argmax match and mean of a; then what :class:`_LinearDivergence` saves, or None."""
+    spec, computes = comparison.spec, _computes_gradients(comparison, setup)
+    with no_autocast(hidden):
+        scale = row_size = weights * comparison.value_scale
+        factors, loss_scale, needs = NO_FACTORS, None, setup.needs if computes else NO_GRADIENTS
+        if comparison.per_row:
+            scale = (weights != 0).to(weights.dtype)
+        elif computes:
+            scale, factors, loss_scale = unit_scale(scale, setup)
+            factors = factors._replace(hidden=None)  # applied in backward
+        teacher = teacher.converted(setup, with_whole=True)
+        chunks = _chunks(hidden, head, teacher, row_marks(weights, weights), setup, needs, factors)
+        mean = None
+        if spec.lam_of_mean:
+            rate = _compare_chunks(
+                chunks, teacher, ids, scale, None, comparison, with_grad=False, with_whole=spec.full
+            )[1]
+            mean = _mean_acceptance(rate, weights, setup)
+        value, rate, agree = _compare_chunks(
+            chunks, teacher, ids, scale, mean, comparison, with_grad=computes, with_whole=True
+        )
+        loss, value = _weighted(value, weights, comparison)
+        loss, row_size = (chunks.rows.checked_(t) for t in (loss, row_size))  # rows of weight 0 too
+        grads = chunks.gradients(wide=loss_scale is not None) if computes else Gradients()
+        of_rows = row_size if loss_scale is not None or (computes and comparison.per_row) else None
+        return [
+            loss if comparison.per_row else loss.sum(), value, rate, agree, mean, *grads, loss_scale, of_rows
+        ]  # fmt: skip
+
+
+def _chunks(
+    hidden: Tensor, head: Head, teacher: Teacher, marks: Tensor, setup: Setup, needs: NeedsGrad, factors: Any,
+    listed: Tensor | None = None,
+) -> Chunks:  # fmt: skip
+    columns = 0 if teacher.weight is None else len(teacher.weight)
+    return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, columns=columns)
+
+
+def _compare_chunks(
+    chunks: Chunks, teacher: Teacher, ids: Tensor | None, scale: Tensor, mean: Tensor | None, comparison: Comparison, *,
+    with_grad: bool, with_whole: bool, with_results: bool = True,
+) -> list[Any]:  # fmt: skip
+    """Return value, a and argmax match of all rows from one pass over the chunks, or None for each.
+
+    With ``with_grad``, accumulate the gradients for the factors ``scale [N]`` of each row's value. ``with_whole``: see
+    :meth:`Teacher.logits_of`.
+    """
+    rows, acc, device = chunks.rows, chunks.setup.accum_dtype, chunks.logits.device
+    dtypes = (acc, acc, torch.bool)
+    out = [rows.empty(dtype=dtype, device=device) if with_results else None for dtype in dtypes]
+    request = _request(comparison, chunks.setup, mean)
+    teacher_logits = teacher.logits_of(chunks, comparison.teacher_transform, with_whole=with_whole)
+    for chunk, h, marks, logits in chunks:
+        s = rows.take(scale, chunk).masked_fill(marks == IGNORE, 0)
+        t, whole = teacher_logits(chunk)
+        y = None if ids is None else rows.take(ids, chunk)
+        of_rows = request(t[None], s, targets=y, whole=whole)
+        results = chunks.primitives.divergence(logits[None], of_rows, with_grad=with_grad)
+        if with_grad:
+            chunks.add_gradients(chunk, h, marks, logits, s)
+        rows.put_each(out, chunk, results[:3])
+    return rows.finished(out)
+
+
+@opaque("linear_divergence_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
+def _grad_of_hidden(
+    hidden: Tensor, head: Head, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor,
+    mean: Tensor | None, comparison: Comparison, setup: Setup,
+) -> Gradients:  # fmt: skip
+    """Recompute the logits chunk by chunk; return the gradients of hidden states and head."""
+    full = comparison.spec.full
+    with no_autocast(hidden):
+        scale, factors, loss_scale = unit_scale(_upstream(weights, grad_loss, comparison), setup)
+        marks = row_marks(weights, weights)
+        teacher = teacher.converted(setup, with_whole=full)
+        listed = marks.masked_fill(scale == 0, IGNORE)  # rows without an upstream gradient are not recomputed
+        chunks = _chunks(hidden, head, teacher, marks, setup, setup.needs, factors, listed)
+        _compare_chunks(
+            chunks, teacher, ids, scale, mean, comparison, with_grad=True, with_whole=full, with_results=False
+        )
+        return chunks.gradients(loss_scale)

@@ -7,8 +7,9 @@ import operator
 import torch
 
 from dllm_kernels._corruption._topk import choose, counts
-from dllm_kernels._random import _philox
+from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._opaque import traced
 
 
 def gumbel_topk_mask(
@@ -73,14 +74,11 @@ def gumbel_topk_mask(
         check_start(start, log_w, "log_w")
         if uniform is not None:
             raise ValueError("start must be None with uniform, which already has one value per column, got a tensor")
-    seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
-    if torch.compiler.is_compiling():
-        from dllm_kernels._corruption._compiled import gumbel_topk_mask as op
-
-        mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, start, backend)
-        return mask
+    seed = None if uniform is not None else _seeds.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
+    of_rows = counts(k, log_w) if traced(log_w) else k
     with torch.no_grad():
-        return choose(log_w, k, uniform, seed, start, backend)
+        (mask,) = choose(log_w.detach(), of_rows, uniform, seed, start, backend)
+    return mask
 
 
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:

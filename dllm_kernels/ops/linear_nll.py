@@ -22,26 +22,37 @@ with different upstream gradients, so backward recomputes the logits.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
-from dllm_kernels._core._plan import Options
+import torch
+from torch import Tensor
+
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels._core._fused import Fused, first_order, link_to, outputs
+from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients, times_rows
+from dllm_kernels._core._nll import in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._core._run import call
+from dllm_kernels._core._rows import checked, flat_targets, flat_values
+from dllm_kernels._core._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
+from dllm_kernels._utils._opaque import Spec, opaque
+from dllm_kernels._utils._plain import any_dtensor
 from dllm_kernels._utils._transform import Transform
+
+# Has a second derivative.
+CROSS_ENTROPY = "torch.nn.functional.cross_entropy on the logits, torch.nn.functional.linear(hidden, weight, bias)"
 
 
 def weighted_linear_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    weights: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     extra: Extra | None = None,
-    active: torch.Tensor | None = None,
+    active: Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
@@ -109,18 +120,20 @@ def weighted_linear_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype,
         with_lse, with_correct, round_nll=round_nll,
     )  # fmt: skip
-    inputs = RowInputs(hidden, targets, weight, bias, active=active, weights=weights)
-    return call(WEIGHTED_LINEAR_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]
+    call = checked(LINEAR, hidden, targets, options, (weight, bias, extra), active=active, weights=weights)
+    return weighted_linear_nll_unchecked(
+        hidden, call.head, targets=call.ids, weights=call.weights, active=call.active, options=call.options
+    )
 
 
 def linear_token_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     extra: Extra | None = None,
-    active: torch.Tensor | None = None,
+    active: Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
@@ -174,5 +187,161 @@ def linear_token_nll(
     options = Options(
         transform, ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype, with_lse, with_correct
     )
-    inputs = RowInputs(hidden, targets, weight, bias, active=active)
-    return call(LINEAR_TOKEN_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]
+    call = checked(LINEAR, hidden, targets, options, (weight, bias, extra), active=active)
+    return linear_token_nll_unchecked(hidden, call.head, targets=call.ids, active=call.active, options=call.options)
+
+
+def weighted_linear_nll_unchecked(
+    hidden: Tensor, head: Head, *, targets: Tensor, weights: Tensor, active: Tensor | None, options: Options,
+    split: Split | None = None,
+) -> WeightedNLL:  # fmt: skip
+    """Compute :func:`weighted_linear_nll` of validated arguments."""
+    if any_dtensor(hidden, *head):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"targets": targets, "weights": weights, "active": active}
+        return on_this_rank(  # type: ignore[no-any-return]
+            weighted_linear_nll_unchecked, hidden, head, per_row, sums=("loss",), options=options
+        )
+    setup = Setup.of(hidden, head, options, split)
+    y = flat_targets(targets, weights if active is None else active, options)
+    loss, *made = _WeightedLinearNLL.under(setup)(
+        flat_rows(hidden), y, flat_values(weights, setup.accum_dtype), active is not None, options.round_nll, setup,
+        *head.flat,
+    )  # fmt: skip
+    return WeightedNLL(loss, *in_rows(made, hidden.shape[:-1], setup))
+
+
+def linear_token_nll_unchecked(
+    hidden: Tensor, head: Head, *, targets: Tensor, active: Tensor | None, options: Options,
+    split: Split | None = None,
+) -> TokenNLL:  # fmt: skip
+    """Compute :func:`linear_token_nll` of validated arguments."""
+    if any_dtensor(hidden, *head):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"targets": targets, "active": active}
+        return on_this_rank(linear_token_nll_unchecked, hidden, head, per_row, options=options)  # type: ignore[no-any-return]
+    setup, y = Setup.of(hidden, head, options, split), flat_targets(targets, active, options)
+    made = _LinearTokenNLL.under(setup)(flat_rows(hidden), y, setup, *head.flat)
+    return TokenNLL(*in_rows(made, hidden.shape[:-1], setup))
+
+
+class _WeightedLinearNLL(Fused):
+    """Weighted sum of the NLLs; forward computes the gradients, and backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, y: Tensor, weights: Tensor, mask_zero: bool, round_nll: bool, setup: Setup,
+        *head: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        parts = Head(*head)  # type: ignore[arg-type]
+        scale = weights if any(setup.needs) else None
+        nll, row_max, log_sum, correct, *grads, loss_scale, row_size = _nll(hidden, parts, y, scale, True, setup)
+        made = Gradients(*grads), loss_scale, row_size
+        link = keep_gradients(ctx, hidden, parts, made, setup, ("weighted_linear_nll", "linear_token_nll"))
+        nll = rounded(nll, round_nll, setup)
+        loss = weighted_sum(nll, weights, mask_zero)
+        return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), correct], link)
+
+    @staticmethod
+    @first_order(CROSS_ENTROPY)
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        grad_hidden, *grad_head = scale_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, None, None, *grad_head
+
+
+class _LinearTokenNLL(Fused):
+    """NLL of each row.
+
+    With a frozen head forward computes the gradients of the rows for upstream gradients of 1, and backward scales them.
+    Otherwise backward recomputes the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, y: Tensor, setup: Setup, *head: Tensor | None) -> tuple[Tensor, ...]:
+        frozen, link = setup.needs.frozen_head, link_to(hidden)
+        ones = torch.ones(y.shape, dtype=setup.accum_dtype, device=y.device) if frozen else None
+        parts = Head(*head)  # type: ignore[arg-type]
+        nll, row_max, log_sum, correct, grad_hidden, _, _, grad_u, *_ = _nll(hidden, parts, y, ones, False, setup)
+        saved = (grad_hidden, grad_u) if frozen else (hidden, *head, y, row_max, log_sum)
+        ctx.save_for_backward(*saved, link)
+        ctx.setup = setup
+        return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), correct], link)
+
+    @staticmethod
+    @first_order(CROSS_ENTROPY)
+    def backward(ctx: Any, grad_nll: Tensor, *_: Any) -> Any:
+        *saved, _link = ctx.saved_tensors
+        if ctx.setup.needs.frozen_head:
+            grad_hidden, grad_u = (times_rows(grad, grad_nll) for grad in saved)
+            return grad_hidden, None, None, None, None, grad_u, None
+        hidden, *head, y, row_max, log_sum = saved
+        scale = grad_nll.to(ctx.setup.accum_dtype).contiguous()
+        grad_hidden, *grad_head = _nll_grad(hidden, Head(*head), y, row_max, log_sum, scale, ctx.setup)
+        return grad_hidden, None, None, *grad_head
+
+
+def _nll_specs(hidden: Tensor, head: Head, y: Tensor, scale: Any, summed: bool, setup: Setup) -> list[Spec]:
+    per_row = (y.shape, setup.accum_dtype)
+    scaled = summed and scale is not None and setup.needs_loss_scaling
+    needs = NO_GRADIENTS if scale is None else setup.needs
+    stats = per_row if _keeps_stats(summed, setup) else None
+    return [
+        per_row, stats, stats, (y.shape, torch.bool) if setup.with_correct else None,
+        *gradient_specs(hidden, head, needs, setup.accum_dtype if scaled else None),
+        ((), setup.accum_dtype) if scaled else None, per_row if scaled else None,
+    ]  # fmt: skip
+
+
+def _keeps_stats(summed: bool, setup: Setup) -> bool:
+    """Return True if (row_max, log_sum) are read: by the logsumexp, or by a backward that recomputes the logits."""
+    return setup.with_lse or (not summed and any(setup.needs) and not setup.needs.frozen_head)
+
+
+@opaque("linear_nll", _nll_specs)
+def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bool, setup: Setup) -> Any:
+    """Return (nll, row_max, log_sum, correct) of N rows, five gradients, loss scale and row sizes, from one pass.
+
+    None for those that are not needed. ``scale [N]`` is the factor of each row's gradient; None: no gradients. If the
+    loss is a sum (``summed``), float16 gradients are those of a scaled loss, see ``unit_scale``.
+    """
+    with no_autocast(hidden):
+        factors, loss_scale, row_size = NO_FACTORS, None, None
+        if summed and scale is not None:
+            unscaled = scale
+            scale, factors, loss_scale = unit_scale(scale, setup)
+            factors = Factors(None, factors.head)  # those of the rows are applied in backward
+        needs = NO_GRADIENTS if scale is None else setup.needs
+        chunks = Chunks(hidden, head, y, setup, needs, factors)
+        rows, device, acc = chunks.rows, hidden.device, setup.accum_dtype
+        keeps = _keeps_stats(summed, setup)
+        out = [rows.empty(dtype=acc, device=device) if kept else None for kept in (True, keeps, keeps)]
+        out.append(rows.empty(dtype=torch.bool, device=device) if setup.with_correct else None)
+        options: dict[str, Any] = {"with_correct": setup.with_correct, "transform": setup.transform}
+        for chunk, h, targets, logits in chunks:
+            if scale is None:
+                stats = chunks.primitives.nll(logits[None], targets, **options)
+            else:
+                s = rows.take(scale, chunk)
+                stats = chunks.primitives.nll_and_grad_(logits, targets, s, **options)
+                chunks.add_gradients(chunk, h, targets, logits, s)
+            rows.put_each(out, chunk, stats)
+        if loss_scale is not None:
+            row_size = rows.checked_(unscaled.clone())
+        return *rows.finished(out), *chunks.gradients(wide=loss_scale is not None), loss_scale, row_size
+
+
+@opaque("linear_nll_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
+def _nll_grad(
+    hidden: Tensor, head: Head, y: Tensor, row_max: Tensor, log_sum: Tensor, scale: Tensor, setup: Setup
+) -> Gradients:
+    """Recompute the logits chunk by chunk and return the gradients, for upstream gradients ``scale [N]``."""
+    with no_autocast(hidden):
+        scale, factors, loss_scale = unit_scale(scale, setup)
+        chunks = Chunks(hidden, head, y, setup, setup.needs, factors)
+        for chunk, h, targets, logits in chunks:
+            s, m, log_s = (chunks.rows.take(t, chunk) for t in (scale, row_max, log_sum))
+            chunks.primitives.nll_grad(logits[None], targets, s, m, log_s, logits[None], transform=setup.transform)
+            chunks.add_gradients(chunk, h, targets, logits, s)
+        return chunks.gradients(loss_scale)

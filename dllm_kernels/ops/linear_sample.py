@@ -11,39 +11,45 @@ seed of the row and the column (``_random/_philox.py``), not on chunk, batch or 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
-from dllm_kernels._core._plan import Options
+from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
+from dllm_kernels._backends._rows import IGNORE
+from dllm_kernels._core._chunks import Chunks, no_autocast
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import LinearSample
-from dllm_kernels._core._run import checked, run
-from dllm_kernels._core._sample import LINEAR_SAMPLE
-from dllm_kernels._random._philox import check_sources, resolve_seed
+from dllm_kernels._core._rows import checked, flat_index, row_marks
+from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
+from dllm_kernels._random._noise import Noise
+from dllm_kernels._random._seeds import check_sources, resolve_seed
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._changing import packed, unpacked
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor, plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils._truncation import Truncation
 
 NAMES = _checks.Names("hidden", "active", "head", "bias")
 
 
 def linear_sample(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
+    hidden: Tensor,
+    head: Tensor,
     *,
     temperature: float = 1.0,
-    seeds: torch.Tensor | None = None,
+    seeds: Tensor | None = None,
     generator: torch.Generator | None = None,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     extra: _checks.Extra | None = None,
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
     untruncated_log_probs: bool = False,
     return_top: int | None = None,
-    active: torch.Tensor | None = None,
+    active: Tensor | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -137,15 +143,14 @@ def linear_sample(
         num_active=num_active, logits_dtype=logits_dtype, return_top=return_top, top_k=top_k, top_p=top_p, min_p=min_p,
         untruncated_log_probs=untruncated_log_probs,
     )  # fmt: skip
-    ids = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # placeholder until sampled
-    inputs, options = checked(NAMES, RowInputs(hidden, ids, head, bias, active=active), options, extra=extra)
+    rows_only = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # there are no targets
+    head_, _, active, _, options = checked(NAMES, hidden, rows_only, options, (head, bias, extra), active=active)
     if skip_id is not None and head.shape[0] == 1:
         raise ValueError(f"skip_id must leave a column to choose, got {skip_id} and a head of one column")
-    constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
-    return run(LINEAR_SAMPLE, replaced(inputs, **constants, **noise), options)  # type: ignore[no-any-return]
+    return linear_sample_unchecked(hidden.detach(), head_.detached, active=active, **noise, options=options)
 
 
-def _check_sources(hidden: torch.Tensor, seeds: Any, generator: Any) -> None:
+def _check_sources(hidden: Tensor, seeds: Any, generator: Any) -> None:
     """Validate the sources of noise, also at T = 0, which does not read them."""
     rows = hidden.shape[:-1]
     check_sources(generator, seeds, None, hidden.device)
@@ -155,9 +160,7 @@ def _check_sources(hidden: torch.Tensor, seeds: Any, generator: Any) -> None:
         )
 
 
-def _seeds_and_numbers(
-    hidden: torch.Tensor, seeds: torch.Tensor | None, generator: torch.Generator | None
-) -> dict[str, torch.Tensor]:
+def _seeds_and_numbers(hidden: Tensor, seeds: Tensor | None, generator: torch.Generator | None) -> dict[str, Tensor]:
     """Return the seed of each row, and the index of the row among the rows with that seed."""
     rows = hidden.shape[:-1]
     if seeds is None:
@@ -166,3 +169,110 @@ def _seeds_and_numbers(
     row_numbers = torch.arange(rest.numel(), device=hidden.device).view(rest)
     seeds = seeds.reshape(seeds.shape + (1,) * len(rest)).expand(rows)
     return {"seeds": seeds, "row_numbers": row_numbers.expand(rows)}
+
+
+def linear_sample_unchecked(
+    hidden: Tensor, head: Head, *, active: Tensor | None, seeds: Tensor | None = None,
+    row_numbers: Tensor | None = None, options: Options, split: Split | None = None,
+) -> LinearSample:  # fmt: skip
+    """Compute :func:`linear_sample` of validated constants; ``seeds`` and ``row_numbers [...]`` are None at T = 0."""
+    if any_dtensor(hidden, *head):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"active": active, "seeds": seeds, "row_numbers": row_numbers}
+        return on_this_rank(linear_sample_unchecked, hidden, head, per_row, options=options)  # type: ignore[no-any-return]
+    setup, x, rows = Setup.of(hidden, head, options, split), flat_rows(hidden), hidden.shape[:-1]
+    if setup.splits_rows and options.top_p is not None and options.top_k is None:  # the whole row would be sorted
+        raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
+    seeds, row_numbers = (None if t is None else flat_index(t) for t in (seeds, row_numbers))
+    ids, log_probs, entropy = _sample(
+        x, head.flat, row_marks(x, active), seeds, row_numbers, Sampling.of(options), setup
+    )
+    if options.return_top is None:
+        return LinearSample(ids[:, 0].clone().view(rows), log_probs[:, 0].clone().view(rows), entropy.view(rows))
+    top = (*rows, options.return_top)
+    return LinearSample(
+        ids[:, 0].clone().view(rows), log_probs[:, 0].clone().view(rows), entropy.view(rows),
+        ids[:, 1:].clone().view(top), log_probs[:, 1:].clone().view(top),
+    )  # fmt: skip
+
+
+class Sampling(NamedTuple):
+    """Options of the sampling of a token; see :class:`Options`."""
+
+    return_top: int | None = None
+    truncation: Truncation | None = None
+    untruncated_log_probs: bool = False
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
+
+    @classmethod
+    def of(cls, options: Options) -> Sampling:
+        """Take the fields from the options of a call."""
+        return cls(options.return_top, options.truncation, options.untruncated_log_probs)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`schema`; a share of 0 is None."""
+        top_k, *shares = self.truncation or (None, None, None)
+        (top_p, min_p), changing = packed([0.0 if share is None else share for share in shares])
+        return {
+            "return_top": self.return_top, "top_k": top_k, "top_p": top_p, "min_p": min_p, "changing_shares": changing,
+            "untruncated": self.untruncated_log_probs,
+        }  # fmt: skip
+
+    @classmethod
+    def from_arguments(
+        cls, *, return_top: int | None, top_k: int | None, top_p: float, min_p: float, changing_shares: Tensor | None,
+        untruncated: bool,
+    ) -> Sampling:  # fmt: skip
+        """Rebuild from :meth:`arguments`."""
+        shares = [None if share == 0 else share for share in unpacked((top_p, min_p), changing_shares)]
+        truncated = top_k is not None or any(share is not None for share in shares)
+        return cls(return_top, Truncation(top_k, *shares) if truncated else None, untruncated)
+
+
+def _specs(
+    hidden: Tensor, _head: Head, marks: Tensor, _seeds: Any, _row_numbers: Any, sampling: Sampling, setup: Setup
+) -> list[Spec]:
+    N, k = marks.shape[0], 1 + (sampling.return_top or 0)  # len() would specialise the graph
+    return [((N, k), torch.int64), ((N, k), setup.accum_dtype), ((N,), setup.accum_dtype)]
+
+
+@opaque("linear_sample", _specs)
+def _sample(
+    hidden: Tensor, head: Head, marks: Tensor, seeds: Tensor | None, row_numbers: Tensor | None, sampling: Sampling,
+    setup: Setup,
+) -> list[Tensor]:  # fmt: skip
+    """Return (ids, log-probabilities ``[N, 1 + return_top]``, entropy) of N rows, the chosen token first.
+
+    ``marks [N]``: ``IGNORE`` in inactive rows. Chooses a token in each row of a chunk; then computes log-probabilities
+    of it and of the most likely tokens.
+    """
+    k, transform = sampling.return_top or 0, setup.transform
+    with no_autocast(hidden):
+        chunks = Chunks(hidden, head, marks, setup)
+        rows, primitives, device = chunks.rows, chunks.primitives, hidden.device
+        ids = rows.empty(1 + k, dtype=torch.int64, device=device)
+        log_probs = rows.empty(1 + k, dtype=setup.accum_dtype, device=device)
+        entropy = rows.empty(dtype=setup.accum_dtype, device=device)
+        for chunk, _, targets, logits in chunks:
+            noise = None
+            if seeds is not None and row_numbers is not None:
+                noise = Noise(rows.take(seeds, chunk), rows.take(row_numbers, chunk))
+            whole = kept = logits, transform
+            if sampling.truncation is not None:
+                kept = primitives.truncated(*whole, sampling.truncation), NO_TRANSFORM
+            chosen = primitives.sample(*kept, noise)[1].unsqueeze(1)
+            if k:
+                chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
+            x, of_x = whole if sampling.untruncated_log_probs else kept
+            request = StatsRequest(chosen, targets, transform=of_x, entropy=True)
+            result = StatsResult(*primitives.stats.forward(x[None], request))
+            rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])
+        ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
+    # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.
+    ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
+    return [ids.masked_fill((marks == IGNORE).unsqueeze(1), IGNORE), log_probs, entropy]

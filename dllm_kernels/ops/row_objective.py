@@ -10,22 +10,29 @@ The logits are therefore computed once: two matrix products with a frozen head, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._results import RowObjective, RowStats
-from dllm_kernels._core._run import checked, run
-from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective, checked_value
+from dllm_kernels._backends._row_stats import StatsResult, Upstream
+from dllm_kernels._backends._rows import IGNORE
+from dllm_kernels._core import _stats
+from dllm_kernels._core._chunks import Chunks, Factors, no_autocast
+from dllm_kernels._core._fused import Fused, first_order, outputs
+from dllm_kernels._core._kept_gradients import keep_gradients, scale_gradients
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._results import RestObjective, RowObjective, RowStats
+from dllm_kernels._core._rows import checked
+from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels._core._stats import Wanted
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, plain, transforms_active
+from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels._utils._plain import all_plain, any_dtensor, has_values, plain
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.ops.row_stats import LINEAR, LOGITS, row_stats
+from dllm_kernels.ops.row_stats import LINEAR, LOGITS, linear_row_stats_unchecked, row_stats
 
 Fn = Callable[..., torch.Tensor]
 
@@ -177,13 +184,12 @@ def linear_row_objective(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    inputs, options = checked(
-        LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
-    )
-    if torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
-        return _objective_of(fn, aux, run(ROW_STATS, inputs, options), inputs.active, options.num_active)
-    objective = Objective(fn, several=inputs.ids.dim() == hidden.dim())
-    return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]
+    call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
+    per_row: dict[str, Any] = {"ids": call.ids, "active": call.active}
+    if torch.compiler.is_compiling() or not has_values(hidden):
+        stats = linear_row_stats_unchecked(hidden, call.head, **per_row, options=call.options)
+        return _objective_of(fn, aux, stats, call.active, call.options.num_active)
+    return linear_row_objective_unchecked(hidden, call.head, **per_row, aux=aux, fn=fn, options=call.options)  # type: ignore[no-any-return]
 
 
 def _checked_aux(fn: Any, x: Any, aux: tuple[Any, ...], name: str) -> tuple[Any, ...]:
@@ -213,9 +219,166 @@ def _objective_of(
         None if t is None else t.detach().clone() for t in stats
     )  # copies, because fn may modify its stats in place
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
-    value = checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
+    value = _checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
     if num_active is not None:  # fn may have ignored the NaN of a bound that is too small
         count = torch.ones_like(stats.lse) if active is None else active != 0
         value = torch.where(count.sum() > num_active, math.nan, value)
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct)  # type: ignore[arg-type]
+
+
+def linear_row_objective_unchecked(
+    hidden: Tensor, head: Head, *, ids: Tensor, active: Tensor | None, aux: tuple[Tensor, ...], fn: Fn,
+    options: Options, split: Split | None = None,
+) -> Any:  # fmt: skip
+    """Compute :func:`linear_row_objective` of validated arguments with values; see :class:`Objective` for ``fn``.
+
+    The result is a :class:`RestObjective` if ``options.rest``.
+    """
+    if any_dtensor(hidden, *head):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"ids": ids, "active": active, "aux": aux}
+        return on_this_rank(
+            linear_row_objective_unchecked, hidden, head, per_row, sums=("loss",), fn=fn, options=options
+        )
+    setup, rows = Setup.of(hidden, head, options, split), hidden.shape[:-1]
+    wanted = Wanted.of(hidden, ids, active, None, options, setup)
+    flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
+    objective = Objective(fn, ids.dim() == hidden.dim(), flat_aux)
+    loss, *made = _LinearRowObjective.under(setup)(flat_rows(hidden), wanted, objective, setup, *head.flat)
+    given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct)
+    value, log_probs, *others = _stats.with_nones(made, given)
+    of_rows: list[Any] = [None if t is None else t.view(rows) for t in others]
+    value, log_probs, (lse, entropy, rest, correct) = value.view(rows), log_probs.view(ids.shape), of_rows
+    if wanted.with_rest:
+        return RestObjective(loss, value, log_probs, lse, rest, correct)
+    return RowObjective(loss, value, log_probs, lse, entropy, correct)
+
+
+class _LinearRowObjective(Fused):
+    """Sum of an objective; forward computes the gradients, and backward scales them. Never part of a graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, wanted: Wanted, objective: Objective, setup: Setup, *head: Any
+    ) -> tuple[Tensor, ...]:
+        loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
+        link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
+        lse = result.row_max + result.log_sum
+        constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct]
+        return outputs(ctx, [loss], constant, link)
+
+    @staticmethod
+    @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        grad_hidden, *grad_head = scale_gradients(ctx, grad_loss)
+        return grad_hidden, None, None, None, *grad_head
+
+
+def _objective(
+    hidden: Tensor, head: Head, wanted: Wanted, objective: Objective, setup: Setup
+) -> tuple[Tensor, Tensor, StatsResult, tuple[Gradients, Tensor | None, Tensor | None]]:
+    """Compute the loss, the value and the statistics of each row, and what ``keep_gradients`` saves.
+
+    Each chunk of logits is computed once, then its statistics, their objective, and the gradient, which overwrites the
+    logits. With loss scaling, each row's gradient lacks its size, and the head's the loss scale.
+    """
+    with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
+        request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup, setup.needs)
+        rows, out, primitives = chunks.rows, wanted.empty(chunks.rows, setup), chunks.primitives
+        dtype, device, needed = setup.accum_dtype, hidden.device, any(setup.needs)
+        value, sizes, loss_scale = rows.empty(dtype=dtype, device=device), None, None
+        if needed and setup.needs_loss_scaling:
+            sizes = rows.empty(dtype=dtype, device=device)
+            loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=dtype, device=device)
+        for chunk, h, targets, logits in chunks:
+            here = _stats.of_chunk(request, rows, chunk, targets)
+            result = _stats.statistics(primitives, logits[None], here, rest=wanted.with_rest)
+            part, upstream = objective.of(result, targets, [rows.take(t, chunk) for t in objective.aux], needed)
+            rows.put_each([value, *out], chunk, [part, *result])
+            if needed:
+                c, size, with_gradient = _stats.coefficients(primitives, here, result, upstream)
+                factors = None
+                if sizes is not None and loss_scale is not None:
+                    rows.put(sizes, chunk, size)
+                    c = _stats.divided(c, size)
+                    loss_scale, factor = chunks.raise_loss_scale(loss_scale, size)
+                    factors = Factors(None, factor)
+                here = here._replace(targets=with_gradient)
+                _stats.write_gradient(primitives, logits[None], here, c, result, logits[None])
+                chunks.add_gradients(chunk, h, with_gradient, logits, size, factors)
+        value, row_size, *whole = rows.finished([value, sizes, *out])
+        grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()
+        return value.sum(), value, StatsResult(*whole), (grads, loss_scale, row_size)
+
+
+class Objective(NamedTuple):
+    """The caller's function, ``fn(stats, *aux) -> [R]`` of R rows.
+
+    Attributes:
+        fn: the function.
+        several: True if the caller's ids have one dimension more than the rows.
+        aux: tensors ``[N, *]``.
+    """
+
+    fn: Fn
+    several: bool
+    aux: tuple[Tensor, ...]
+
+    def of(self, result: StatsResult, targets: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
+        """Return (value per row, gradients of the sum of values with respect to the statistics).
+
+        The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
+        """
+        given = (result.log_probs, result.row_max + result.log_sum, result.entropy, result.rest)
+        leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
+        log_probs, lse, entropy, rest = leaves
+        # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
+        with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
+            log_probs = log_probs if self.several else log_probs.squeeze(1)
+            stats = _stats.named(log_probs, lse, entropy, None, rest, result.correct)
+            value = torch.where(targets != IGNORE, _checked_value(self.fn(stats, *aux), lse), 0.0)
+            *upstream, of_rest = _gradients(value.sum(), leaves)
+        return value.detach(), Upstream._make([*upstream, None, of_rest])
+
+
+def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Differentiate an objective with respect to the statistics; raise if it depends on another leaf."""
+    if total.grad_fn is None or not total.requires_grad:
+        return [None for _ in leaves]
+    wrt = [t for t in leaves if t is not None]
+    if not {id(t) for t in _leaves_of(total)} <= {id(t) for t in wrt}:
+        raise ValueError(
+            "fn must not use a tensor that requires a gradient, which it would not get; detach it, or compute the "
+            "objective from linear_row_stats"
+        )
+    grads = iter(torch.autograd.grad(total, wrt, allow_unused=True))
+    return [None if t is None else next(grads) for t in leaves]
+
+
+def _checked_value(value: Any, lse: Tensor) -> Tensor:
+    """Validate the value that ``fn`` returned for R rows; cast it to the dtype of their logsumexp ``lse [R]``."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = f"dtype {value.dtype}" if isinstance(value, Tensor) else _checks.type_name(value)
+        raise TypeError(f"fn must return a floating tensor, got {got}")
+    if value.shape != lse.shape:
+        raise ValueError(
+            f"fn must return one number for each of its {lse.numel()} rows, got shape {tuple(value.shape)}"
+        )
+    return value.to(lse.dtype)
+
+
+def _leaves_of(t: Tensor) -> Iterator[Tensor]:
+    """Yield the leaf tensors of the graph of ``t``."""
+    seen: set[Any] = set()
+    waiting = [t.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        waiting += [following for following, _ in node.next_functions]

@@ -4,19 +4,35 @@ For objectives that are not a weighted sum of NLLs. Examples are policy gradient
 log-probabilities, entropy bonuses), distances between distributions that are known at a few ids, and bounds with a sum
 over the vocabulary. All outputs except ``correct`` are differentiable, and one backward pass handles all their upstream
 gradients (``_backends/_row_stats.py``).
+
+From hidden states, the logits are computed in one buffer that all chunks of rows reuse. Backward recomputes them and
+overwrites them by their gradient. Nothing else of length V per row is kept.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._results import RowStats
-from dllm_kernels._core._run import call
-from dllm_kernels._core._stats import ROW_STATS
+import torch
+from torch import Tensor
+
+from dllm_kernels._backends._row_stats import StatsResult, Upstream
+from dllm_kernels._backends._rows import as_blv
+from dllm_kernels._core import _stats
+from dllm_kernels._core._chunks import Chunks, no_autocast, unit_scale
+from dllm_kernels._core._fused import Fused, first_order, outputs
+from dllm_kernels._core._kept_gradients import gradient_specs
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._results import RestStats, RowStats
+from dllm_kernels._core._rows import checked
+from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels._core._stats import Wanted
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._opaque import Spec, opaque
+from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
 from dllm_kernels._utils._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
@@ -80,13 +96,14 @@ def row_stats(
 
     Source: the definitions. The bound of :class:`SCDDLoss` uses F, the sum of log-mixtures.
     """
-    a, b = _checks.checked_pair("mix", mix, "(a, b)")
+    _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    inputs = RowInputs(logits, ids, active=active, mix_a=a, mix_b=b)
-    return call(ROW_STATS, LOGITS, inputs, options, several=True)  # type: ignore[no-any-return]
+    call, mix = checked(LOGITS, logits, ids, options, active=active, several=True), _checked_mix("logits", logits, mix)
+    out: RowStats = row_stats_unchecked(logits, ids=call.ids, active=call.active, mix=mix, options=call.options)
+    return out
 
 
 def linear_row_stats(
@@ -145,10 +162,202 @@ def linear_row_stats(
 
     Source: :func:`row_stats` of the projected hidden states.
     """
-    a, b = _checks.checked_pair("mix", mix, "(a, b)")
+    _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    inputs = RowInputs(hidden, ids, weight, bias, active=active, mix_a=a, mix_b=b)
-    return call(ROW_STATS, LINEAR, inputs, options, extra=extra, several=True)  # type: ignore[no-any-return]
+    call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
+    mix = _checked_mix("hidden", hidden, mix)
+    out: RowStats = linear_row_stats_unchecked(
+        hidden, call.head, ids=call.ids, active=call.active, mix=mix, options=call.options
+    )
+    return out
+
+
+def _checked_mix(name: str, x: Tensor, mix: Mix | None) -> Any:
+    """Validate the tensors of a mixture; return them with DTensors gathered. ``name``: the caller's name of ``x``."""
+    if mix is None:
+        return None
+    mix = all_plain(*mix)
+    for i, t in enumerate(mix):
+        part = f"mix[{i}]"
+        _checks.check_float(part, t)
+        _checks.check_shape(part, t, x.shape[:-1], f"that of {name} without its last dimension")
+        _checks.check_same_device(name, x, **{part: t})
+        _checks.check_constant(part, t)
+        if readable_without_sync(t) and bool((t < 0).any()):  # not tested on a GPU, to avoid a sync
+            raise ValueError(f"{part} must not be negative, got {t.min().item()}")
+    return mix
+
+
+def row_stats_unchecked(
+    logits: Tensor, *, ids: Tensor, active: Tensor | None, mix: Mix | None = None, options: Options,
+    split: Split | None = None,
+) -> Any:  # fmt: skip
+    """Compute :func:`row_stats` of validated arguments; :class:`RestStats` if ``options.rest``."""
+    if any_dtensor(logits):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"ids": ids, "active": active, "mix": mix}
+        return on_this_rank(row_stats_unchecked, logits, None, per_row, options=options)
+    setup = Setup.of(logits, None, options, split)
+    wanted = Wanted.of(logits, ids, active, mix, options, setup)
+    made = _RowStats.under(setup)(logits, wanted, setup)
+    return _in_rows(made, ids, logits.shape[:-1], wanted, setup)
+
+
+def linear_row_stats_unchecked(
+    hidden: Tensor, head: Head, *, ids: Tensor, active: Tensor | None, mix: Mix | None = None, options: Options,
+    split: Split | None = None,
+) -> Any:  # fmt: skip
+    """Compute :func:`linear_row_stats` of validated arguments; :class:`RestStats` if ``options.rest``."""
+    if any_dtensor(hidden, *head):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"ids": ids, "active": active, "mix": mix}
+        return on_this_rank(linear_row_stats_unchecked, hidden, head, per_row, options=options)
+    setup = Setup.of(hidden, head, options, split)
+    wanted = Wanted.of(hidden, ids, active, mix, options, setup)
+    made = _LinearRowStats.under(setup)(flat_rows(hidden), wanted, setup, *head.flat)
+    return _in_rows(made, ids, hidden.shape[:-1], wanted, setup)
+
+
+def _in_rows(
+    made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: Wanted, setup: Setup
+) -> RowStats | RestStats:
+    """Return the outputs of a Function in the shape of the caller's rows."""
+    stats = _stats.with_nones(made, (*_differentiable(wanted, setup), setup.with_correct))
+    log_probs, *others = stats
+    return _stats.named(log_probs.view(ids.shape), *[None if t is None else t.view(rows) for t in others])
+
+
+def _differentiable(wanted: Wanted, setup: Setup) -> tuple[bool, ...]:
+    """Return which of log-probabilities, logsumexp, entropy, mixture and log r are results."""
+    return True, setup.with_lse, wanted.with_entropy, wanted.mix_a is not None, wanted.with_rest
+
+
+class _RowStats(Fused):
+    """Statistics of rows of logits; backward computes the softmax again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, wanted: Wanted, setup: Setup) -> tuple[Tensor, ...]:
+        return _saved(ctx, [logits], StatsResult(*_row_stats(logits, wanted, setup)), wanted, setup)
+
+    @staticmethod
+    @first_order("torch.log_softmax and what follows from it")
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (logits,), wanted, result, upstream = _restored(ctx, grads)
+        (grad,) = _row_stats_grad(logits, wanted, result, upstream, ctx.setup)
+        return grad, None, None
+
+
+class _LinearRowStats(Fused):
+    """Statistics of rows of hidden states; backward computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, wanted: Wanted, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
+        result = StatsResult(*_linear_row_stats(hidden, Head(*head), wanted, setup))
+        return _saved(ctx, [hidden, *head], result, wanted, setup)
+
+    @staticmethod
+    @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        (hidden, *head), wanted, result, upstream = _restored(ctx, grads)
+        grad_hidden, *grad_head = _linear_row_stats_grad(hidden, Head(*head), wanted, result, upstream, ctx.setup)
+        return grad_hidden, None, None, *grad_head
+
+
+def _saved(
+    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: Wanted, setup: Setup
+) -> tuple[Tensor, ...]:
+    """Save what :func:`_restored` returns; return the outputs of a Function.
+
+    Backward reads copies of the outputs, because the caller may write into these.
+    """
+    ctx.wanted, ctx.setup = wanted[4:], setup
+    if any(setup.needs):
+        entropy, rest = (None if t is None else t.clone() for t in (result.entropy, result.rest))
+        log_probs = result.log_probs.clone()
+        kept = replaced(result, log_probs=log_probs, entropy=entropy, rest=rest, mix=None, correct=None)
+        ctx.save_for_backward(*wanted[:4], *kept, *inputs)
+    lse = result.row_max + result.log_sum if setup.with_lse else None
+    return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct])
+
+
+def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], Wanted, StatsResult, Upstream]:
+    """Return the inputs, the constants per row, the statistics and the upstream gradients."""
+    ids, marks, a, b, *others = ctx.saved_tensors
+    kept, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
+    wanted = Wanted(ids, marks, a, b, *ctx.wanted)
+    upstream = _stats.with_nones(grads, _differentiable(wanted, ctx.setup))  # type: ignore[arg-type]
+    upstream = [None if g is None else g.contiguous() for g in upstream]
+    return inputs, wanted, StatsResult(*kept), Upstream(*upstream)
+
+
+def _keeps_normalizer(wanted: Wanted, setup: Setup) -> bool:
+    """Return True if (row_max, log_sum) of logits is a result, or read by a backward pass."""
+    if setup.with_lse or setup.triton or setup.splits_rows or wanted.mix_a is not None:
+        return True
+    return wanted.with_entropy and any(setup.needs)
+
+
+def _specs(_logits: Tensor, wanted: Wanted, setup: Setup) -> list[Spec]:
+    return wanted.specs(setup, lse=_keeps_normalizer(wanted, setup))
+
+
+@opaque("row_stats", _specs)
+def _row_stats(logits: Tensor, wanted: Wanted, setup: Setup) -> StatsResult:
+    """Compute the statistics of logits."""
+    request = wanted.request(setup, lse=_keeps_normalizer(wanted, setup))
+    return _stats.statistics(setup.primitives(), as_blv(logits), request, rest=wanted.with_rest)
+
+
+@opaque("row_stats_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
+def _row_stats_grad(
+    logits: Tensor, wanted: Wanted, result: StatsResult, upstream: Upstream, setup: Setup
+) -> tuple[Tensor]:
+    """Compute the gradient with respect to the logits."""
+    request, primitives = wanted.request(setup), setup.primitives()
+    c, _, targets = _stats.coefficients(primitives, request, result, upstream)
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    request = request._replace(targets=targets)
+    _stats.write_gradient(primitives, as_blv(logits), request, c, result, as_blv(grad))
+    return (grad,)
+
+
+@opaque("linear_row_stats", lambda _hidden, _head, wanted, setup: wanted.specs(setup))
+def _linear_row_stats(hidden: Tensor, head: Head, wanted: Wanted, setup: Setup) -> StatsResult:
+    """Compute the statistics of hidden states ``[N, D]`` with one matrix product per chunk."""
+    with no_autocast(hidden):
+        request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup)
+        rows, out = chunks.rows, wanted.empty(chunks.rows, setup)
+        for chunk, _, targets, logits in chunks:
+            here = _stats.of_chunk(request, rows, chunk, targets)
+            part = _stats.statistics(chunks.primitives, logits[None], here, rest=wanted.with_rest)
+            rows.put_each(out, chunk, part)
+        result = StatsResult(*rows.finished(out))
+        return result if result.log_probs is out[0] else result._replace(log_probs=result.log_probs.clone())
+
+
+@opaque("linear_row_stats_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
+def _linear_row_stats_grad(
+    hidden: Tensor, head: Head, wanted: Wanted, result: StatsResult, upstream: Upstream, setup: Setup
+) -> Gradients:
+    """Recompute the logits chunk by chunk, and compute the gradients."""
+    with no_autocast(hidden):
+        request = wanted.request(setup)
+        c, size, with_gradient = _stats.coefficients(setup.primitives(), request, result, upstream)
+        if setup.needs_loss_scaling:
+            c = _stats.divided(c, size)
+        size, factors, loss_scale = unit_scale(size, setup)
+        result = result._replace(entropy=None, mix_weight=None)  # not read by what follows
+        chunks = Chunks(hidden, head, wanted.marks, setup, setup.needs, factors, listed=with_gradient)
+        rows = chunks.rows
+        for chunk, h, targets, logits in chunks:
+            here = _stats.of_chunk(request, rows, chunk, targets)
+            of_chunk = StatsResult(*[None if t is None else rows.take(t, chunk) for t in result])  # type: ignore[arg-type]
+            terms = _stats.each(lambda t, chunk=chunk: rows.take(t, chunk), c)  # type: ignore[misc]
+            _stats.write_gradient(chunks.primitives, logits[None], here, terms, of_chunk, logits[None])
+            chunks.add_gradients(chunk, h, targets, logits, rows.take(size, chunk))
+        return chunks.gradients(loss_scale)

@@ -4,6 +4,16 @@ r"""Expected embedding of the predicted token, the input of self-conditioned den
 
 The probabilities exist one chunk at a time and overwrite the logits of the chunk. A chunk takes two matrix products.
 Between them are two passes over the chunk: the first computes the normalizer, the second overwrites the logits with p.
+
+The gradient of the logsumexp is p, so the backward pass of the row statistics writes p over the logits. A bump t is
+added to the transformed logit of column b of a row, without an additional pass. The logit z_b is read and replaced by
+the lowest number. With S the sum over the other columns,
+
+    p'_v = e^{z_v - M} / Z for v != b,      p'_b = e^{z_b + t - M} / Z,      Z = S + e^{z_b + t - M},
+
+which needs one coefficient for the row and one for column b. Z is a sum of positive terms. The alternative,
+1 - p_b + p_b e^t, cancels if p_b is nearly 1 and t is far below 0. With a soft cap the lowest number still has a
+probability p_0, at most that of any other column, so that S is the rest of the sum.
 """
 
 from __future__ import annotations
@@ -12,31 +22,33 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import checked, run
-from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
+from dllm_kernels._backends._rows import IGNORE, RowPrimitives
+from dllm_kernels._core._chunks import Chunks, no_autocast
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
+from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels._utils._opaque import Spec, opaque
+from dllm_kernels._utils._plain import any_dtensor, plain
+from dllm_kernels._utils._transform import Transform, transformed
 
 NAMES = _checks.Names("hidden", "bump_ids", "head", "bias")
 
 
 def soft_embedding(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    embedding: torch.Tensor,
+    hidden: Tensor,
+    head: Tensor,
+    embedding: Tensor,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     extra: _checks.Extra | None = None,
-    bump: float | torch.Tensor | None = None,
-    bump_ids: torch.Tensor | None = None,
-    active: torch.Tensor | None = None,
+    bump: float | Tensor | None = None,
+    bump_ids: Tensor | None = None,
+    active: Tensor | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -45,7 +57,7 @@ def soft_embedding(
     skip_id: int | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     r"""Compute the expected row of ``embedding`` under the predicted distribution of each position.
 
     .. math:: e_i = \sum_v p_{iv} E_v, \qquad
@@ -102,15 +114,17 @@ def soft_embedding(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, logits_dtype=logits_dtype,
     )  # fmt: skip
-    inputs, options = checked(NAMES, RowInputs(hidden, bump_ids, head, bias, active=active), options, extra=extra)
+    head_, bump_ids, active, _, options = checked(NAMES, hidden, bump_ids, options, (head, bias, extra), active=active)
     _check_embedding(hidden, head, embedding)
-    constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
-    constants["embedding"] = constants["weight"] if embedding is head else embedding.detach()  # tied
-    inputs = replaced(inputs, **constants, bump=_checked_bump(hidden, bump))
-    return run(SOFT_EMBEDDING, inputs, options)  # type: ignore[no-any-return]
+    head_ = head_.detached
+    table = head_.weight if embedding is head else embedding.detach()  # tied
+    return soft_embedding_unchecked(
+        hidden.detach(), head_, bump_ids, embedding=table, bump=_checked_bump(hidden, bump), active=active,
+        options=options,
+    )  # fmt: skip
 
 
-def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.Tensor) -> None:
+def _check_embedding(hidden: Tensor, head: Tensor, embedding: Tensor) -> None:
     _checks.check_float("embedding", embedding)
     _checks.check_gathered(embedding=embedding)
     V = head.shape[0]
@@ -122,12 +136,12 @@ def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.
     _checks.check_dtypes("hidden", hidden, {"embedding": embedding})
 
 
-def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
+def _checked_bump(hidden: Tensor, bump: Any) -> Tensor | None:
     """Validate the bump; return one value per row."""
     if bump is None:
         return None
     rows = hidden.shape[:-1]
-    if isinstance(bump, torch.Tensor):
+    if isinstance(bump, Tensor):
         bump = plain(bump)
         _checks.check_weights("bump", bump, rows, "that of hidden without its last dimension")
         _checks.check_same_device("hidden", hidden, bump=bump)
@@ -136,3 +150,103 @@ def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
     if not -math.inf < bump < math.inf:
         raise ValueError(f"bump must be finite, got {_changing.printable(bump)}")
     return torch.full(rows, float(bump), dtype=accum_dtype(hidden.dtype), device=hidden.device)
+
+
+def soft_embedding_unchecked(
+    hidden: Tensor, head: Head, ids: Tensor, *, embedding: Tensor, bump: Tensor | None, active: Tensor | None,
+    options: Options, split: Split | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute :func:`soft_embedding` of validated constants; ``ids`` are the columns of the bumps."""
+    if any_dtensor(hidden, *head, embedding):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"ids": ids, "bump": bump, "active": active}
+        return on_this_rank(soft_embedding_unchecked, hidden, head, per_row, embedding=embedding, options=options)  # type: ignore[no-any-return]
+    if split is not None and split.other_rows:
+        raise ValueError(
+            "hidden must not have its rows split over ranks that have the same columns of the head, got rows "
+            f"{tuple(hidden.shape[:-1])} of {split.shape} here; give each rank's own, hidden.to_local(), with a head "
+            "that is plain or split by vocabulary"
+        )
+    setup, rows = Setup.of(hidden, head, options, split), hidden.shape[:-1]
+    columns = flat_ids(ids, rows, setup.transform.skip_id)
+    values = None if bump is None else flat_values(bump, setup.accum_dtype)
+    table = None if embedding is head.weight else embedding
+    (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(columns, active), columns, values, setup)
+    return out.view(*rows, out.shape[1])
+
+
+def _specs(
+    hidden: Tensor, head: Head, embedding: Tensor | None, _marks: Tensor, _ids: Tensor, _bump: Any, setup: Setup
+) -> list[Spec]:
+    table = head.weight if embedding is None else embedding
+    return [((hidden.shape[0], table.shape[1]), setup.dtype)]
+
+
+@opaque("soft_embedding", _specs)
+def _expectation(
+    hidden: Tensor, head: Head, embedding: Tensor | None, marks: Tensor, ids: Tensor, bump: Tensor | None, setup: Setup
+) -> list[Tensor]:
+    """Compute ``[N, E]`` in the dtype of the operands, zero in inactive rows.
+
+    ``embedding``: None for the weight of the head. ``marks [N]``: ``IGNORE`` in inactive rows.
+    """
+    transform = setup.transform
+    with no_autocast(hidden):
+        own_table = None if embedding is None else embedding.to(setup.dtype)  # before Chunks, which may sync
+        chunks = Chunks(hidden, head, marks, setup)
+        rows, primitives = chunks.rows, chunks.primitives
+        table = chunks.weight if own_table is None else own_table
+        dtype = setup.dtype if primitives.add_parts is None else setup.accum_dtype
+        out = rows.empty(table.shape[1], dtype=dtype, device=hidden.device)
+        through = transform.softcap is None and transform.scale is None
+        for chunk, _, targets, logits in chunks:
+            request = StatsRequest(rows.take(ids, chunk), targets, transform=transform, through=through)
+            bumped = None
+            if bump is not None:
+                z = _taken_out(logits, request.ids, transform, primitives, setup.accum_dtype)
+                bumped = z + rows.take(bump, chunk).unsqueeze(1)
+            result = StatsResult(*primitives.stats.forward(logits[None], request))
+            c = _coefficients(request, result, bumped)
+            primitives.stats.backward(logits[None], request, c, result.row_max, result.log_sum, logits[None])
+            rows.put(out, chunk, torch.mm(logits.to(setup.dtype), table))
+        (out,) = rows.finished([out])
+        return [out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(setup.dtype)]
+
+
+def _taken_out(
+    logits: Tensor, ids: Tensor, transform: Transform, primitives: RowPrimitives, acc: torch.dtype
+) -> Tensor:
+    """Return the transformed logits ``[C, 1]`` of the ids, and overwrite them by the lowest number.
+
+    The number is chosen such that no scale makes it -inf.
+    """
+    V = logits.shape[1]
+    if primitives.local_ids is not None:
+        ids = primitives.local_ids(ids)
+    if V:
+        in_range, row = (ids >= 0) & (ids < V), torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        at = row, ids.clamp(0, V - 1)
+        z = logits[at]
+        lowest = torch.finfo(logits.dtype).min / max(1.0, 2 * (transform.scale or 1))
+        logits[at] = z.masked_fill(in_range, lowest)  # on a CPU, scatter_ of bfloat16 copies all logits
+        z = z.to(acc)
+        z = transformed(z, transform.pointwise, z).masked_fill(~in_range, 0)
+    else:
+        z = torch.zeros(ids.shape, dtype=acc, device=logits.device)
+    return z if primitives.add_parts is None else primitives.add_parts(z)
+
+
+def _coefficients(request: StatsRequest, result: StatsResult, bumped: Tensor | None) -> Coefficients:
+    """Compute the factor S / Z of the row and, for column b, p'_b minus the S / Z p_0 that the factor gives it."""
+    log_p = result.log_probs
+    if bumped is None:
+        return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max))
+    in_range, log_sum = request.ids != IGNORE, result.log_sum.unsqueeze(1)
+    of_lowest = torch.exp(log_p.clamp(max=0))
+    others = log_sum + torch.log1p(-of_lowest)
+    bumped = bumped - result.row_max.unsqueeze(1)
+    log_z = torch.logaddexp(others, bumped)
+    share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
+    grad_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    return Coefficients(grad_ids, torch.where(in_range, share, 1.0).squeeze(1))

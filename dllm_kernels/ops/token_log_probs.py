@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import checked, run
-from dllm_kernels._core._stats import ROW_STATS
+from dllm_kernels._core._options import Options
+from dllm_kernels._core._rows import checked
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._transform import Transform
+from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
 
 
 class TokenLogProbs(NamedTuple):
@@ -93,16 +91,19 @@ def token_log_probs(
     of_head = {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}
     for name, value in {**of_head, "logits_dtype": logits_dtype}.items():
         if value is not None and weight is None:
-            got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
-            raise ValueError(f"{name} must be None without weight, got {got}")
+            raise ValueError(f"{name} requires weight, got weight=None")
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
         backend=backend, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, entropy=with_entropy,
     )  # fmt: skip
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
-    inputs = RowInputs(logits_or_hidden, ids, weight, bias, active=active)
-    inputs, options = checked(names, inputs, options, extra=extra)
-    there = inputs.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
-    inputs = replaced(inputs, active=there if inputs.active is None else there & (inputs.active != 0))
-    out = run(ROW_STATS, inputs, options)
+    head = None if weight is None else (weight, bias, extra)
+    call = checked(names, logits_or_hidden, ids, options, head, active=active)
+    there = call.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
+    there = there if call.active is None else there & (call.active != 0)
+    arguments: dict[str, Any] = {"ids": call.ids, "active": there, "options": call.options}
+    if weight is None:
+        out = row_stats_unchecked(logits_or_hidden, **arguments)
+    else:
+        out = linear_row_stats_unchecked(logits_or_hidden, call.head, **arguments)
     return TokenLogProbs(out.log_probs, out.entropy)

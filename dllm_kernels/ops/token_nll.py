@@ -8,25 +8,34 @@ row weights and sums. It takes fewer kernel launches than separate torch ops, be
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._nll import TOKEN_NLL, WEIGHTED_NLL
-from dllm_kernels._core._plan import Options
+import torch
+from torch import Tensor
+
+from dllm_kernels._backends._rows import as_blv
+from dllm_kernels._core._fused import Fused, first_order, outputs
+from dllm_kernels._core._nll import in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._core._run import call
-from dllm_kernels._utils._checks import LOGITS, check_constant
+from dllm_kernels._core._rows import checked, flat_targets, flat_values
+from dllm_kernels._core._setup import Setup, Split
+from dllm_kernels._utils._checks import LOGITS, check_constant, check_inplace
 from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._opaque import Spec, opaque
+from dllm_kernels._utils._plain import any_dtensor
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
+
+CROSS_ENTROPY = "torch.nn.functional.cross_entropy"  # has a second derivative
 
 
 @from_hidden_states(linear_token_nll)
 def token_nll(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
     *,
-    active: torch.Tensor | None = None,
+    active: Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
@@ -72,16 +81,17 @@ def token_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
         with_correct=with_correct, inplace_backward=inplace_backward,
     )  # fmt: skip
-    return call(TOKEN_NLL, LOGITS, RowInputs(logits, targets, active=active), options)  # type: ignore[no-any-return]
+    call = checked(LOGITS, logits, targets, options, active=active)
+    return token_nll_unchecked(logits, targets=call.ids, active=call.active, options=call.options)
 
 
 @from_hidden_states(weighted_linear_nll)
 def weighted_nll(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor,
     *,
-    active: torch.Tensor | None = None,
+    active: Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
@@ -132,5 +142,125 @@ def weighted_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
         with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
-    inputs = RowInputs(logits, targets, active=active, weights=weights)
-    return call(WEIGHTED_NLL, LOGITS, inputs, options)  # type: ignore[no-any-return]
+    call = checked(LOGITS, logits, targets, options, active=active, weights=weights)
+    return weighted_nll_unchecked(
+        logits, targets=call.ids, weights=call.weights, active=call.active, options=call.options
+    )
+
+
+def token_nll_unchecked(
+    logits: Tensor, *, targets: Tensor, active: Tensor | None, options: Options, split: Split | None = None
+) -> TokenNLL:
+    """Compute :func:`token_nll` of validated arguments."""
+    if any_dtensor(logits):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"targets": targets, "active": active}
+        return on_this_rank(token_nll_unchecked, logits, None, per_row, options=options)  # type: ignore[no-any-return]
+    setup, y = _setup(logits, options, split), flat_targets(targets, active, options)
+    made = _TokenNLL.under(setup)(logits, y, options.inplace_backward, setup)
+    return TokenNLL(*in_rows(made, logits.shape[:-1], setup))
+
+
+def weighted_nll_unchecked(
+    logits: Tensor, *, targets: Tensor, weights: Tensor, active: Tensor | None, options: Options,
+    split: Split | None = None,
+) -> WeightedNLL:  # fmt: skip
+    """Compute :func:`weighted_nll` of validated arguments."""
+    if any_dtensor(logits):
+        from dllm_kernels.distributed.run import on_this_rank
+
+        per_row = {"targets": targets, "weights": weights, "active": active}
+        return on_this_rank(weighted_nll_unchecked, logits, None, per_row, sums=("loss",), options=options)  # type: ignore[no-any-return]
+    setup, y = _setup(logits, options, split), flat_targets(targets, active, options)
+    loss, *made = _WeightedNLL.under(setup)(
+        logits, y, flat_values(weights, setup.accum_dtype), active is not None, options.round_nll,
+        options.inplace_backward, setup,
+    )  # fmt: skip
+    return WeightedNLL(loss, *in_rows(made, logits.shape[:-1], setup))
+
+
+def _setup(logits: Tensor, options: Options, split: Split | None) -> Setup:
+    if options.inplace_backward:
+        check_inplace(logits, as_blv(logits))
+    return Setup.of(logits, None, options, split)
+
+
+class _TokenNLL(Fused):
+    """NLL of each row; backward recomputes the softmax from (row_max, log_sum)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, y: Tensor, inplace: bool, setup: Setup) -> tuple[Tensor, ...]:
+        _, nll, row_max, log_sum, correct = _nll(logits, y, None, setup)
+        ctx.save_for_backward(logits, y, row_max, log_sum)
+        ctx.inplace, ctx.setup = inplace, setup
+        return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), correct])
+
+    @staticmethod
+    @first_order(CROSS_ENTROPY)
+    def backward(ctx: Any, grad_nll: Tensor, *_: Any) -> Any:
+        logits, y, row_max, log_sum = ctx.saved_tensors
+        (grad,) = _nll_grad(logits, y, grad_nll.contiguous(), row_max, log_sum, None, ctx.inplace, ctx.setup)
+        return grad, None, None, None
+
+
+class _WeightedNLL(Fused):
+    """Weighted sum of the NLLs; in backward the kernel multiplies by the weight and the upstream gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, y: Tensor, weights: Tensor, mask_zero: bool, round_nll: bool, inplace: bool,
+        setup: Setup,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        # On a GPU each torch op on [N] is a kernel launch, so that only the sum is left to torch if possible.
+        by_kernel = None if mask_zero else weights
+        weighted, nll, row_max, log_sum, correct = _nll(logits, y, by_kernel, setup)
+        ctx.save_for_backward(logits, y, weights, row_max, log_sum)
+        ctx.inplace, ctx.setup = inplace, setup
+        nll = rounded(nll, round_nll, setup)
+        loss = weighted_sum(nll, weights, mask_zero) if mask_zero or round_nll else weighted.sum()
+        return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), correct])
+
+    @staticmethod
+    @first_order(CROSS_ENTROPY)
+    def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
+        logits, y, weights, row_max, log_sum = ctx.saved_tensors
+        (grad,) = _nll_grad(logits, y, weights, row_max, log_sum, grad_loss, ctx.inplace, ctx.setup)
+        return grad, None, None, None, None, None, None
+
+
+def _keeps_normalizer(setup: Setup) -> bool:
+    """Return True unless (row_max, log_sum) is neither a result nor read by the backward pass of the backend."""
+    return setup.with_lse or setup.triton or setup.splits_rows
+
+
+def _nll_specs(logits: Tensor, y: Tensor, weights: Any, setup: Setup) -> list[Spec]:
+    per_row, normalizer = (y.shape, setup.accum_dtype), _keeps_normalizer(setup)
+    weighted, stats = per_row if weights is not None else None, per_row if normalizer else None
+    return [weighted, per_row, stats, stats, (y.shape, torch.bool) if setup.with_correct else None]
+
+
+@opaque("token_nll", _nll_specs)
+def _nll(logits: Tensor, y: Tensor, weights: Tensor | None, setup: Setup) -> Any:
+    """Return (weights * nll, nll, row_max, log_sum, correct) of N rows; None for those that are not needed."""
+    options: dict[str, Any] = {"with_correct": setup.with_correct, "transform": setup.transform}
+    if not _keeps_normalizer(setup):
+        options["with_lse"] = False
+    if weights is None:
+        return None, *setup.primitives().nll(as_blv(logits), y, **options)
+    return setup.primitives().weighted_nll(as_blv(logits), y, weights, **options)
+
+
+@opaque("token_nll_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
+def _nll_grad(
+    logits: Tensor, y: Tensor, scale: Tensor, row_max: Tensor | None, log_sum: Tensor | None, factor: Tensor | None,
+    inplace: bool, setup: Setup,
+) -> tuple[Tensor]:  # fmt: skip
+    """Return the gradient of the logits, ``factor * scale * (softmax - onehot)``; over the logits if ``inplace``."""
+    grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    setup.primitives().nll_grad(
+        as_blv(logits), y, scale, row_max, log_sum, as_blv(grad), factor=factor, transform=setup.transform
+    )
+    if inplace:
+        torch.autograd.graph.increment_version(logits)
+    return (grad,)

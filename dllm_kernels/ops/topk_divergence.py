@@ -13,7 +13,6 @@ while a chunk of logits exists: two matrix products with a frozen head, three wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,18 +20,18 @@ import torch
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._plan import Options
+from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._run import checked, run
-from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective
+from dllm_kernels._core._rows import Checked, checked
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync, transforms_active
+from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels._utils._transform import Transform
+from dllm_kernels.ops.row_objective import linear_row_objective_unchecked
+from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
 
 Tensor = torch.Tensor
 KINDS = ("kl", "rkl", "jsd")
@@ -123,10 +122,12 @@ def topk_divergence(
         Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
         with_lse=True, with_correct=True,
     )  # fmt: skip
-    fn = _Rows.checked(kind, beta, tail, temperature)
+    fn = _BucketDivergence.checked(kind, beta, tail, temperature)
     options = replaced(options, rest=fn.tail)
-    inputs, options, teacher = _checked(LOGITS, RowInputs(logits, top_ids), options, top_log_probs, fn.tail, weights)
-    return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, _checks.is_per_row(reduction))
+    call, teacher = _checked(LOGITS, logits, top_ids, options, top_log_probs, weights)
+    per_row = _checks.is_per_row(reduction)
+    stats = row_stats_unchecked(logits, ids=call.ids, active=call.active, options=call.options)
+    return _of_statistics(fn, stats, teacher, per_row)
 
 
 def linear_topk_divergence(
@@ -196,16 +197,15 @@ def linear_topk_divergence(
         Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
         chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=True,
     )  # fmt: skip
-    fn = _Rows.checked(kind, beta, tail, temperature)
+    fn = _BucketDivergence.checked(kind, beta, tail, temperature)
     options = replaced(options, rest=fn.tail)
-    inputs, options, teacher = _checked(
-        LINEAR, RowInputs(hidden, top_ids, weight, bias), options, top_log_probs, fn.tail, weights, extra
-    )
+    call, teacher = _checked(LINEAR, hidden, top_ids, options, top_log_probs, weights, (weight, bias, extra))
+    arguments: dict[str, Any] = {"ids": call.ids, "active": call.active, "options": call.options}
     per_row = _checks.is_per_row(reduction)
-    if per_row or torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
-        return _of_statistics(fn, run(ROW_STATS, inputs, options), teacher, per_row)
-    objective: Callable[..., Tensor] = partial(_weighted, fn)
-    out = run(ROW_OBJECTIVE, replaced(inputs, aux=tuple(teacher)), options, objective=Objective(objective, True))
+    if per_row or torch.compiler.is_compiling() or not has_values(hidden):
+        return _of_statistics(fn, linear_row_stats_unchecked(hidden, call.head, **arguments), teacher, per_row)
+    objective = partial(_weighted, fn)
+    out = linear_row_objective_unchecked(hidden, call.head, fn=objective, aux=tuple(teacher), **arguments)
     return replaced(_of_statistics(fn, out, teacher, False), loss=out.loss)
 
 
@@ -224,7 +224,7 @@ class _Teacher(NamedTuple):
     weights: Tensor
 
 
-class _Rows(NamedTuple):
+class _BucketDivergence(NamedTuple):
     """The divergence of a row over its buckets.
 
     Attributes:
@@ -240,11 +240,11 @@ class _Rows(NamedTuple):
     value_scale: float
 
     @classmethod
-    def checked(cls, kind: Any, beta: Any, tail: Any, temperature: float) -> _Rows:
+    def checked(cls, kind: Any, beta: Any, tail: Any, temperature: float) -> _BucketDivergence:
         """Validate the options of a public function; a "jsd" of beta 0 or 1 becomes "kl" or "rkl"."""
         _checks.check_choice("kind", kind, KINDS)
-        (part,) = checked_spec(kind, beta=beta).parts
-        return cls(part.kind, part.hyper[0], _checks.checked_bool("tail", tail), float(temperature) ** 2)
+        (term,) = checked_spec(kind, beta=beta).terms
+        return cls(term.kind, term.options[0], _checks.checked_bool("tail", tail), float(temperature) ** 2)
 
     def __call__(self, stats: Any, log_q: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
         """Return (divergence, acceptance rate) of each row, in float64."""
@@ -276,11 +276,11 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(none, 0.0, p.exp() * (p - q)).sum(-1)
 
 
-def _weighted(fn: _Rows, stats: Any, log_q: Tensor, missing: Tensor, weights: Tensor) -> Tensor:
+def _weighted(fn: _BucketDivergence, stats: Any, log_q: Tensor, missing: Tensor, weights: Tensor) -> Tensor:
     return fn(stats, log_q, missing)[0] * weights
 
 
-def _of_statistics(fn: _Rows, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
+def _of_statistics(fn: _BucketDivergence, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
     """Build the result from the statistics of all rows."""
     weights, dtype = teacher.weights, teacher.weights.dtype
     inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if num_active is too small
@@ -295,13 +295,13 @@ def _tempered(scale: Any, temperature: Any) -> Any:
 
 
 def _checked(
-    names: _checks.Names, inputs: RowInputs, options: Options, top_log_probs: Any, tail: bool, weights: Any,
-    extra: Any = None,
-) -> tuple[RowInputs, Options, _Teacher]:  # fmt: skip
-    """Validate all tensors; return the inputs with each row's most likely id in front, the options and the teacher."""
-    x = inputs.x
+    names: _checks.Names, x: Tensor, top_ids: Any, options: Options, top_log_probs: Any, weights: Any,
+    head: tuple[Any, Any, Any] | None = None,
+) -> tuple[Checked, _Teacher]:  # fmt: skip
+    """Validate all tensors; return the call with each row's most likely id in front, and the teacher."""
+    tail = options.rest
     _checks.check_float(names.rows, x)
-    ids, log_q, weights = all_plain(inputs.ids, top_log_probs, weights)
+    ids, log_q, weights = all_plain(top_ids, top_log_probs, weights)
     _checks.check_ids("top_ids", ids)
     rows = tuple(x.shape[:-1])
     if ids.dim() != x.dim() or tuple(ids.shape[:-1]) != rows or ids.shape[-1] < 1:
@@ -321,7 +321,7 @@ def _checked(
     missing = ids == IGNORE
     active = (weights != 0) & ~missing.all(-1)
     weights = torch.where(active, weights.detach(), 0).to(accum_dtype(x.dtype))
-    inputs, options = checked(names, replaced(inputs, ids=ids, active=active), options, extra=extra, several=True)
+    call = checked(names, x, ids, options, head, active=active, several=True)
     repeated = _repeated(ids, missing)
     unit = torch.finfo(accum_dtype(log_q.dtype)).eps / 2
     log_q = torch.where(missing, -math.inf, log_q.detach().to(torch.float64))
@@ -338,7 +338,7 @@ def _checked(
         log_q = torch.cat([log_q, rest.masked_fill(rest <= rounding, 0.0).log()], -1)
     else:
         log_q = log_q - torch.logsumexp(log_q, -1, keepdim=True)
-    return replaced(inputs, ids=ids), options, _Teacher(log_q, missing, weights)
+    return replaced(call, ids=ids), _Teacher(log_q, missing, weights)
 
 
 def _repeated(ids: Tensor, missing: Tensor) -> Tensor:

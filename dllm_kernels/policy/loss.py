@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._plan import Options
+from dllm_kernels._core._options import Options
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._plain import all_plain

@@ -99,7 +99,7 @@ class PolicyObjective:
         if self.dual_clip is not None and not self.dual_clip > 1:
             raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
         if self.dual_clip is not None and self.kind != "clip":
-            raise ValueError(f"dual_clip must be None unless kind is 'clip', got it with kind={self.kind!r}")
+            raise ValueError(f"dual_clip only applies to kind='clip', got kind={self.kind!r}")
         if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
             raise ValueError(f"log_ratio_clamp must be above 0, got {self.log_ratio_clamp}")
         _checks.check_not_negative("kl_coef", self.kl_coef)

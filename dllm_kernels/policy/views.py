@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._corruption._topk import check_start_range
-from dllm_kernels._random import _philox
+from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
@@ -259,8 +259,8 @@ def policy_views(
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, int(num), scheme)
     draws = scheme not in ("full", "trace") or prob > 0
-    of_draws, of_call = _seeds(ids, int(num), seeds, generator, draws)
-    rows = _Rows(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map, start)
+    of_draws, of_call = _seeds_of_views(ids, int(num), seeds, generator, draws)
+    rows = _ViewArguments(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map, start)
     made = SCHEMES[scheme](rows)
     weights = torch.where(made.scored, made.weight[..., None], 0.0)
     noisy = torch.where(made.masked, mask_id, ids)
@@ -313,7 +313,7 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     return of_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1))
 
 
-class _Rows(NamedTuple):
+class _ViewArguments(NamedTuple):
     """Validated arguments. ``seeds``: int64 ``[num, B]``; ``call``: the seed of the call ``[1]``; None if not drawn.
 
     ``level``: the given levels, float32 ``[num, B]``, or None. A field typed ``Any`` is a tensor where it is read.
@@ -377,7 +377,7 @@ class _Made(NamedTuple):
     weight: Tensor
 
 
-def _full(rows: _Rows) -> _Made:
+def _full(rows: _ViewArguments) -> _Made:
     masked = scored = rows.everywhere
     if rows.prompt_prob > 0:
         level = rows.filled(rows.prompt_prob, len(rows.ids))
@@ -385,7 +385,7 @@ def _full(rows: _Rows) -> _Made:
     return _Made(masked, scored.contiguous(), rows.filled(1.0 / rows.num, 1))
 
 
-def _coupled(rows: _Rows) -> _Made:
+def _coupled(rows: _ViewArguments) -> _Made:
     level = rows.levels(rows.seeds, 0.2, 0.8) if rows.level is None else rows.level
     mask = rows.masks(level)
     scored = torch.stack([rows.everywhere, mask, rows.everywhere & ~mask], 1).flatten(0, 1)
@@ -394,13 +394,13 @@ def _coupled(rows: _Rows) -> _Made:
     return _Made(scored, scored, weight)
 
 
-def _elbo(rows: _Rows) -> _Made:
+def _elbo(rows: _ViewArguments) -> _Made:
     level = rows.stratified(rows.levels(rows.seeds[0])) if rows.level is None else rows.level
     scored = rows.masks(level)
     return _Made(scored, scored, 1.0 / (rows.num * level))
 
 
-def _count(rows: _Rows) -> _Made:
+def _count(rows: _ViewArguments) -> _Made:
     n, level = rows.supervised.sum(-1), rows.level
     if level is None:
         B = len(rows.ids)
@@ -417,7 +417,7 @@ def _count(rows: _Rows) -> _Made:
     return _Made(scored, scored, (n + 1).to(torch.float32) / (2 * rows.num * scored.sum(-1).clamp(min=1)))
 
 
-def _quadrature(rows: _Rows) -> _Made:
+def _quadrature(rows: _ViewArguments) -> _Made:
     rule: Callable[[Tensor, int], Tensor] = quadrature_rule
     if torch.compiler.is_compiling():
         from dllm_kernels.policy import _compiled
@@ -428,7 +428,7 @@ def _quadrature(rows: _Rows) -> _Made:
     return _Made(scored, scored, weight)
 
 
-def _trace(rows: _Rows) -> _Made:
+def _trace(rows: _ViewArguments) -> _Made:
     step = rows.step_map.to(torch.int64).clamp(min=-1)
     last = torch.nn.functional.pad(step, (0, 1)).amax(-1)  # at least 0, also without tokens
     every = rows.num == 1 and step.numel() > 0
@@ -441,7 +441,7 @@ def _trace(rows: _Rows) -> _Made:
     return _Made(masked, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
 
 
-SCHEMES: dict[str, Callable[[_Rows], _Made]] = {
+SCHEMES: dict[str, Callable[[_ViewArguments], _Made]] = {
     "full": _full, "coupled": _coupled, "elbo": _elbo, "count": _count, "quadrature": _quadrature, "trace": _trace,
 }  # fmt: skip
 # Published methods, and the scheme with their views.
@@ -452,28 +452,20 @@ METHODS = {
 }  # fmt: skip
 
 
-def _seeds(
+def _seeds_of_views(
     ids: Tensor, num: int, seeds: Tensor | None, generator: torch.Generator | None, draws: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the seeds of the draws ``[num, B]``, and the seed of the call ``[1]`` if no ``seeds`` are given."""
-    _philox.check_sources(generator, seeds, ids.shape[:1], ids.device)
+    _seeds.check_sources(generator, seeds, ids.shape[:1], ids.device)
     if not draws and seeds is None:
         return None, None
     B = len(ids)
-    seed = _philox.resolve_seed(ids.device, B, generator, seeds)
+    seed = _seeds.resolve_seed(ids.device, B, generator, seeds)
     call = None
     if seed.dim() == 0:
         call = seed.clone().view(1)
-        seed = _child_seeds(call, B).view(B)
-    return _child_seeds(seed, num).T.contiguous(), call
-
-
-def _child_seeds(seeds: Tensor, count: int) -> Tensor:
-    if torch.compiler.is_compiling():
-        from dllm_kernels._corruption import _compiled
-
-        return _compiled.child_seeds(seeds, count)  # type: ignore[no-any-return]
-    return _philox.child_seeds(seeds, count)
+        seed = _philox.child_seeds(call, B).view(B)
+    return _philox.child_seeds(seed, num).T.contiguous(), call
 
 
 def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:

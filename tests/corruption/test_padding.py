@@ -37,6 +37,7 @@ def starts(ids, width):
 
 
 @pytest.mark.everyday(12)
+@pytest.mark.covering(most=2)
 @every_routine
 @pytest.mark.parametrize("width", every_time([3], WIDTHS))
 def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from dllm_kernels import ops
 from dllm_kernels.distributed import LossHead, global_token_count
 from tests.support import distributed_workers
-from tests.support.distributed_checks import CHECKS, EXHAUSTIVE, TABLE
+from tests.support.distributed_checks import BY_NAME, CHECKS, EVERY_CASE, EVERY_TIME, EXHAUSTIVE, LAYOUTS, TABLE
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,9 +40,14 @@ def judge(folder, world, name):
 
 
 def checks(world):
-    exhaustive = {name: [pytest.mark.exhaustive] for of, name in EXHAUSTIVE if of == world}
-    ranks = partial(pytest.mark.ranks, str(world))
-    return [pytest.param(name, marks=[ranks(name), *exhaustive.get(name, [])]) for name in CHECKS[world]]
+    def marks(name):
+        yield pytest.mark.ranks(str(world), name)
+        if (world, name) in EXHAUSTIVE:
+            yield pytest.mark.exhaustive
+        if (world, name) in EVERY_CASE:
+            yield pytest.mark.every_case
+
+    return [pytest.param(name, marks=[*marks(name)]) for name in CHECKS[world]]
 
 
 @pytest.mark.everyday(12)
@@ -104,6 +108,12 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path, sent):
     os.kill(parent.pid, sent)
     parent.join()
     assert within(20, lambda: not any(map(alive, ranks)))
+
+
+def test_every_loss_runs_in_several_parallel_layouts():
+    """Checks of long lists of losses omit most of them, but no loss is omitted by most checks of its kind."""
+    often = {loss for losses in EVERY_TIME.values() for loss in losses}
+    assert {loss: LAYOUTS[loss] for loss in set(BY_NAME) - often if LAYOUTS[loss] < 3} == {}
 
 
 def table_in_docs():

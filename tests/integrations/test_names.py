@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dllm_kernels import fused_head
 from dllm_kernels.integrations import names
 from tests.conftest import DEVICE
 
@@ -125,6 +126,23 @@ def test_the_soft_cross_entropy(mask_dtype, share):
     assert none == 0
     q = q.masked_fill(mask == 0, torch.nan)
     assert names.masked_soft_cross_entropy(logits, q, mask).isfinite()
+
+
+def test_the_logits_of_a_fused_head():
+    """The entropy needs no logits; the cross-entropy against probabilities does."""
+    x, weight, _, _ = rows()
+    head = torch.nn.Linear(D, V, bias=False, device=DEVICE, dtype=torch.float64)
+    head.weight = torch.nn.Parameter(weight.detach())
+    q = torch.randn(B, L, V, dtype=torch.float64, device=DEVICE).softmax(-1)
+    mask = torch.rand(B, L, 1, device=DEVICE) < 0.6
+    with fused_head(head, head=head, on_logits="allow") as fused:
+        ours = [names.token_entropy(head(x))]
+        assert fused.materialized == 0
+        ours.append(names.masked_soft_cross_entropy(head(x), q, mask))
+        assert fused.materialized == 1
+    logits = F.linear(x, head.weight)
+    log_p = logits.log_softmax(-1)
+    assert_same(ours, [-(log_p.exp() * log_p).sum(-1), soft_ce(logits, q, mask)], [x, head.weight])
 
 
 def test_the_soft_cross_entropy_of_16_bit_logits():

@@ -110,7 +110,7 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
 def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
     """A step calls one linear op, or two if the encoder also has a loss. Soft caps are passed on."""
     calls = steps["cases"][mode]["calls"]
-    op = "row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
+    op = "linear_row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 

@@ -303,6 +303,7 @@ def ranks(once):
     return torch.load(once("nemo_lora_ranks.pt", run_ranks), weights_only=False)
 
 
+@pytest.mark.covering(most=2)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("kind", SHARDED)

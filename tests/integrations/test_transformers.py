@@ -516,7 +516,12 @@ class EachOf:
 
 
 @pytest.mark.parametrize(
-    ("context", "persistent"), every_time([("fork", True)], itertools.product(["fork", "spawn"], [True, False]))
+    ("context", "persistent"),
+    [
+        ("fork", True),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("fork", False), ("spawn", True))),
+        pytest.param("spawn", False, marks=pytest.mark.every_case),  # the two above contain it
+    ],
 )
 def test_copies_have_a_separate_epoch_that_workers_receive(context, persistent):
     samples, expected = [sample(64, seed) for seed in range(2)], []
@@ -1537,15 +1542,23 @@ def two_ranks(several_processes):
     return torch.load(folder / "found.pt")
 
 
-def kinds(*names):
-    """Return kinds of noise, each of which takes two trainings."""
-    return [pytest.param(name, marks=pytest.mark.ranks("trainer", name)) for name in names]
+def kinds(*names, rare=()):
+    """Return kinds of noise, each of which takes two trainings.
+
+    The rare ones start many processes. ``test_a_collator_sent_to_spawned_ranks_has_no_rank_yet`` and
+    ``test_workers_of_different_ranks_draw_differently`` contain them without a Trainer.
+    """
+    marks = {name: [pytest.mark.ranks("trainer", name)] for name in (*names, *rare)}
+    return [
+        pytest.param(name, marks=[*m, *([pytest.mark.every_case] if name in rare else [])]) for name, m in marks.items()
+    ]
 
 
 @pytest.mark.exhaustive  # as all others that start a Trainer on two ranks
 @needs_trainer
 @pytest.mark.parametrize(
-    "kind", kinds("drawn by workers", "drawn", "drawn by spawned workers", "seeded", "seeded, by persistent workers")
+    "kind",
+    kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers", rare=["drawn by spawned workers"]),
 )
 def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
     """Samples have equal tokens. There are 2 ranks, 2 epochs of 4 batches, and a repetition of the training."""

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from dllm_kernels import corruption
-from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random import _philox, _rules, _seeds
 from dllm_kernels._random._philox import Layout
+from dllm_kernels._utils import _opaque
 from dllm_kernels.corruption import corrupt_blockwise, corrupt_uniform, sample_level
 from reference import corruption as reference
 from tests.corruption.test_corruption_levels import MASK, V, batch, mixed, same
@@ -84,7 +85,7 @@ METHODS = ["uniform", "antithetic", "stratified"]
 def test_sample_level_equals_the_reference(method, B, low, high, backend, device):
     generator = torch.Generator().manual_seed(9)
     got = sample_level(B, method=method, low=low, high=high, generator=generator, device=device, backend=backend)
-    seed = _philox.resolve_seed(torch.device("cpu"), B, torch.Generator().manual_seed(9), None)
+    seed = _seeds.resolve_seed(torch.device("cpu"), B, torch.Generator().manual_seed(9), None)
     u = _rules.uniform(_philox.random_bits(seed, B, Layout(1, 0))[0])[:, 0]
     expected = reference.sample_level(B, method, low, high, uniform=u)
     assert got.dtype == torch.float32
@@ -148,5 +149,6 @@ def test_mix_checks_the_sums_on_request(on_request, monkeypatch):
     ids, loss_mask, seeds = (t.to("meta") for t in batch(2, 5))
     half = torch.full((2,), 0.5, device="meta")
     monkeypatch.setattr(ops, "on_host", lambda device: False)
+    monkeypatch.setattr(_opaque, "traced", lambda x: False)
     mixed(ids, loss_mask, mask_prob=half, uniform_prob=half, seeds=seeds, backend="torch", check=on_request)
     assert len(reads) == int(on_request)

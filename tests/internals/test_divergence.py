@@ -1,27 +1,27 @@
-"""Names and specs of the divergences, and the conversion of a teacher's head."""
+"""Names and specs of the divergences, their custom ops, and the conversion of a teacher's head."""
 
-import importlib.util
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
-from dllm_kernels._backends.torch._divergence import KINDS
-from dllm_kernels._core._divergence_spec import DivergencePlan, checked_spec
+from dllm_kernels._core._divergence_spec import Comparison, checked_spec
+from dllm_kernels._utils._transform import Transform
 from tests.ops.test_divergence import MANY
 
 
 def test_names():
-    """Every kind has functions on both paths. Aliases, twice tv and the ends of jsd map to existing kinds."""
+    """Aliases, twice tv and the ends of jsd map to existing kinds; a custom op takes a comparison as its arguments."""
     assert checked_spec("kl_div") == checked_spec("kl") == checked_spec("jsd", beta=0) == checked_spec({"kl": 1})
     assert checked_spec("rkl") == checked_spec("jsd", beta=1.0)
     assert checked_spec("lk_hybrid", alpha="mean").lam_of_mean
     assert checked_spec({"l1": 0.5, "tv": 1, "kl": 0}) == checked_spec({"tv": 2.0})
-    if importlib.util.find_spec("triton"):
-        assert set(KINDS) == set(importlib.import_module("dllm_kernels._backends.triton.divergence").Kinds._fields)
-    plan = DivergencePlan(checked_spec(MANY, beta=0.3, base="soft_ce"))
-    assert DivergencePlan.unpacked(plan.integers, plan.floats) == plan
+    for transform in (Transform(), Transform(3.0, 0.7, 0)):
+        comparison = Comparison(checked_spec(MANY, beta=0.3, base="soft_ce"), transform, 4.0, True)
+        assert Comparison.from_arguments(**comparison.arguments()) == comparison
 
 
 class Casts(TorchDispatchMode):
@@ -54,3 +54,13 @@ def test_the_teacher_s_head_is_converted_before_the_host_sync(reduction):
     # Forward casts the whole head, and selects rows for the pass of the mean; backward selects rows, then casts them.
     assert len(casts_of_head) == 2 + 2 * (reduction == "none")
     assert casts_of_head[0] < read_back[0]
+
+
+def test_importing_the_package_loads_no_engine():
+    """The kinds are data beside the interface of the backends. The worker threads register a hook of forks."""
+    code = (
+        "import sys, dllm_kernels; names = ('_divergence', '_workers', '_blocks');"
+        "print(*(n for n in names if f'dllm_kernels._backends.torch.{n}' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.split()

@@ -8,8 +8,6 @@ import torch
 from benchmarks.measure import peak_memory
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._core import _active_rows, _chunks
-from dllm_kernels._core._inputs import NeedsGrad
-from dllm_kernels._core._plan import Plan
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
 from tests.conftest import DEVICE
 from tests.ops.test_linear_nll import NAN, inputs, oracle
@@ -47,15 +45,14 @@ def test_rows_of_a_chunk_with_padding_between_them(dtype, path, monkeypatch):
 
 
 def test_a_chunk_has_at_least_one_row_and_whole_tiles():
-    plan = Plan(torch.float32, False, needs=NeedsGrad(True, True))
-    assert _active_rows.choose_chunk(10_000, 1000, 64, plan, 132) % 128 == 0
-    assert _active_rows.choose_chunk(0, 1000, 64, plan, None) >= 1
+    assert _active_rows.choose_chunk(10_000, 1000, 64, True, 132) % 128 == 0
+    assert _active_rows.choose_chunk(0, 1000, 64, True, None) >= 1
 
 
 @pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
 def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
     """The product with the fewest tiles, grad_hidden's with tiles of 128 x 256, fills the 132 of an H100 or H200."""
-    size = _active_rows.choose_chunk(rows, V, D, Plan(torch.bfloat16, True, needs=NeedsGrad(True)), 132)
+    size = _active_rows.choose_chunk(rows, V, D, False, 132)
     chunks = [min(size, rows - start) for start in range(0, rows, size)]
     waves = sum(math.ceil(math.ceil(c / 128) * (D / 256) / 132) for c in chunks)
     assert waves <= 1.05 * (rows / 128) * (D / 256) / 132 + 1
@@ -64,10 +61,7 @@ def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
 @pytest.mark.parametrize(("rows", "chunk"), [(16_384, 8192), (4096, 4096)])
 def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
     """Each chunk reads and writes the head's float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
-    assert (
-        _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), 132)
-        == chunk
-    )
+    assert _active_rows.choose_chunk(rows, 131_072, 4096, True, 132) == chunk
 
 
 def test_the_choice_of_a_chunk_is_cached(monkeypatch):
@@ -75,12 +69,12 @@ def test_the_choice_of_a_chunk_is_cached(monkeypatch):
 
     Equal sizes are therefore cached, and another row count reuses the costs of the shape.
     """
-    plan, evaluated, cost = Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), [], _active_rows._gpu_cost
+    evaluated, cost = [], _active_rows._gpu_cost
     monkeypatch.setattr(_active_rows, "_gpu_cost", lambda *args: evaluated.append(1) or cost(*args))
 
     def choose(rows):
         evaluated.clear()
-        return _active_rows.choose_chunk(rows, 126_467, 4097, plan, 132)  # a shape that no other test uses
+        return _active_rows.choose_chunk(rows, 126_467, 4097, True, 132)  # a shape that no other test uses
 
     size = choose(8000)
     assert len(evaluated) == 63

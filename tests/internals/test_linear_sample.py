@@ -1,4 +1,4 @@
-"""Samples: torch's checks of the op, its memory, and the bits of a uniform on every code path."""
+"""Samples: their memory, and the bits of a uniform on every code path."""
 
 import numpy as np
 import pytest
@@ -7,15 +7,10 @@ import torch
 from benchmarks.measure import peak_memory
 from dllm_kernels import linear_sample
 from dllm_kernels._backends.torch import _blocks, _sample
-from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._plan import Options, Plan
-from dllm_kernels._core._sample import LINEAR_SAMPLE
 from dllm_kernels._random import _noise
 from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
-from tests.ops.test_linear_sample import B, D, L, draw
-from tests.support.opcheck import opcheck
 from tests.support.uniforms import uniforms
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -75,18 +70,3 @@ def test_two_chunks_of_logits_at_most(return_top, monkeypatch):
     logits = chunk * many * 4
     assert _blocks.partition(chunk, many, torch.float32, h.is_cpu)[1] < chunk
     assert logits <= peak_memory(run, "cpu") <= 2 * logits
-
-
-def test_opcheck_linear_sample():
-    (h, w, b), _ = draw()
-    active = torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
-    numbers = torch.arange(B * L, device=DEVICE)
-    inputs = RowInputs(
-        h.view(-1, D), torch.zeros_like(numbers)[:, None], w, b, targets=active, seeds=numbers % 3, row_numbers=numbers
-    )
-    options = Options(chunk_size=5, return_top=2)
-    opcheck(LINEAR_SAMPLE, inputs, Plan(torch.float32, False, options, from_hidden=True))
-    greedy = inputs._replace(seeds=None, row_numbers=None)
-    opcheck(LINEAR_SAMPLE, greedy, Plan(torch.float32, False, options, from_hidden=True))
-    few = options._replace(top_k=9, top_p=0.8, min_p=0.1)
-    opcheck(LINEAR_SAMPLE, inputs, Plan(torch.float32, False, few, from_hidden=True))

@@ -15,23 +15,21 @@ from dllm_kernels import (
     MDLMCrossEntropyLoss,
     SCDDLoss,
 )
-from dllm_kernels._core import _chunks, _plan
-from dllm_kernels.losses import _model_output as rows_module
-from tests.conftest import DEVICE, every_time
+from dllm_kernels._core import _chunks, _setup
+from tests.conftest import DEVICE
 from tests.losses.test_losses import D, V, cases, draw, forms, leaves_of_hidden_form, logits_of
-from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, value_of
+from tests.support.cases import BY_NAME, CASES, FEWER, FIRSTS, MASK_ID, value_of
 from tests.support.parity import value_and_grads
+from tests.support.recorded import record_ops
 
 
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
-    seen = []
-    run = rows_module.run
-    monkeypatch.setattr(rows_module, "run", lambda op, inputs, *a: seen.append(inputs.x) or run(op, inputs, *a))
+    seen = record_ops(monkeypatch.setattr)
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
-    assert seen[0] is x
+    assert seen[0].x is x
 
 
 BOUNDED = (
@@ -67,7 +65,15 @@ WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transf
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(
-    "case", every_time([case for case in WITH_BOUND if case in FIRSTS], WITH_BOUND, name=lambda case: case.name)
+    "case",
+    [
+        pytest.param(
+            case,
+            id=case.name,
+            marks=() if case in FIRSTS else pytest.mark.exhaustive if case in FEWER else pytest.mark.every_case,
+        )
+        for case in WITH_BOUND
+    ],
 )
 def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
     """A training step on the path of a GPU has the loss and gradients of one without the bound."""
@@ -129,15 +135,13 @@ def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatc
 
 def test_the_chunks_of_scdd(monkeypatch):
     """The chunk size of the call takes precedence over the loss's own. From logits, there are no chunks."""
-    seen = []
-    inner = rows_module.run
-    monkeypatch.setattr(rows_module, "run", lambda op, job, o: seen.append(o.chunk_size) or inner(op, job, o))
+    seen = record_ops(monkeypatch.setattr)
     i, h, w = draw(BY_NAME["scdd"]), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     a, b, c = (
         SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=in_call).total_loss
         for own, in_call in ((1024, None), (1024, 3), (None, None))
     )
-    assert seen == [1024, 3, None]
+    assert [run.keywords["options"].chunk_size for run in seen] == [1024, 3, None]
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(a, c)
 
@@ -153,7 +157,7 @@ def test_the_requested_backend_runs(case, form, backend, monkeypatch):
         requests.append("triton" if triton else "torch")
         raise InterruptedError
 
-    monkeypatch.setattr(_plan, "row_primitives", stop)
+    monkeypatch.setattr(_setup, "row_primitives", stop)
     loss = {"logits": case.logits_form, "hidden": case.hidden_form}[form]
     leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
     for other in ("torch", "triton"):  # the backend of a call that names none

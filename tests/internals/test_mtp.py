@@ -2,21 +2,17 @@
 
 import pytest
 
-from dllm_kernels.losses import _model_output
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,
     calculate_mtp_loss,
 )
 from tests.mtp.test_mtp import B, D, H, Model, S, hiddens, labels_with_padding
+from tests.support.recorded import record_ops
 
 
 @pytest.mark.parametrize("return_per_depth", [False, True])
 def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
-    calls = []
-    inner = _model_output.run
-    monkeypatch.setattr(
-        _model_output, "run", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o)
-    )
+    calls = record_ops(monkeypatch.setattr)
     calculate_mtp_loss(
         FusedLinearCrossEntropy(),
         mtp_per_depth_h=hiddens(),
@@ -24,4 +20,6 @@ def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
         model=Model(),
         return_per_depth=return_per_depth,
     )
-    assert calls == [("linear_token_nll" if return_per_depth else "weighted_linear_nll", (D, B, S, H))]
+    assert [(run.op, run.x.shape) for run in calls] == [
+        ("linear_token_nll" if return_per_depth else "weighted_linear_nll", (D, B, S, H))
+    ]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dllm_kernels import DraftDistillationLoss
-from dllm_kernels._core import _chunks, _plan
+from dllm_kernels._core import _chunks, _setup
 from tests.conftest import DEVICE
 from tests.support.cases import CASES, to_device
 
@@ -24,8 +24,8 @@ def called(case, form, **options):
 @pytest.mark.everyday(48)
 @every_form
 def test_the_backend(case, form, monkeypatch):
-    requested, torch_primitives = set(), _plan.row_primitives(False)
-    monkeypatch.setattr(_plan, "row_primitives", lambda triton: requested.add(triton) or torch_primitives)
+    requested, torch_primitives = set(), _setup.row_primitives(False)
+    monkeypatch.setattr(_setup, "row_primitives", lambda triton: requested.add(triton) or torch_primitives)
     called(case, form, backend="torch")
     assert requested <= {False}  # a short path requests none
     requested.clear()

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _philox as in_kernel
-from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random import _philox, _rules, _seeds
 from dllm_kernels._random._philox import Layout
 
 pytestmark = pytest.mark.indices
@@ -345,18 +345,18 @@ CPU = torch.device("cpu")
 
 def test_a_call_draws_one_seed_from_its_generator():
     generator = torch.Generator().manual_seed(11)
-    seeds = [int(_philox.resolve_seed(CPU, 4, generator, None)) for _ in range(3)]
+    seeds = [int(_seeds.resolve_seed(CPU, 4, generator, None)) for _ in range(3)]
     assert len(set(seeds)) == 3
     again = torch.Generator().manual_seed(11)
-    assert [int(_philox.resolve_seed(CPU, 9, again, None)) for _ in range(3)] == seeds
+    assert [int(_seeds.resolve_seed(CPU, 9, again, None)) for _ in range(3)] == seeds
 
 
 def test_without_a_generator_the_default_one_serves():
     torch.manual_seed(5)
-    first = int(_philox.resolve_seed(CPU, 1, None, None))
-    assert int(_philox.resolve_seed(CPU, 1, None, None)) != first
+    first = int(_seeds.resolve_seed(CPU, 1, None, None))
+    assert int(_seeds.resolve_seed(CPU, 1, None, None)) != first
     torch.manual_seed(5)
-    assert int(_philox.resolve_seed(CPU, 1, None, None)) == first
+    assert int(_seeds.resolve_seed(CPU, 1, None, None)) == first
     torch.manual_seed(5)
     assert int(torch.randint(-(2**63), 2**63 - 1, ())) == first  # guaranteed to stored states of generators
 
@@ -367,12 +367,12 @@ def test_a_thread_started_in_inference_mode_can_draw_seeds_outside_it():
     def work():
         for mode in (True, False):
             with torch.inference_mode(mode):
-                drawn.append(int(_philox.resolve_seed(CPU, 1, torch.Generator().manual_seed(3), None)))
+                drawn.append(int(_seeds.resolve_seed(CPU, 1, torch.Generator().manual_seed(3), None)))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert drawn == [int(_philox.resolve_seed(CPU, 1, torch.Generator().manual_seed(3), None))] * 2
+    assert drawn == [int(_seeds.resolve_seed(CPU, 1, torch.Generator().manual_seed(3), None))] * 2
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_a_thread_started_in_inference_mode_can_draw_seeds_outside_it():
 )
 def test_bad_sources(generator, seeds, error, message):
     with pytest.raises(error, match=message):
-        _philox.resolve_seed(CPU, 2, generator, seeds)
+        _seeds.resolve_seed(CPU, 2, generator, seeds)
 
 
 def test_a_generator_of_another_device_is_rejected():
@@ -396,6 +396,6 @@ def test_a_generator_of_another_device_is_rejected():
         device = torch.device("cuda", 1)
 
     with pytest.raises(ValueError, match="generator must be on cpu or on cuda:0 like the tensors, got one on cuda:1"):
-        _philox.resolve_seed(torch.device("cuda", 0), 2, Elsewhere(), None)
+        _seeds.resolve_seed(torch.device("cuda", 0), 2, Elsewhere(), None)
     with pytest.raises(ValueError, match="generator must be on cpu like the tensors, got one on cuda:1"):
-        _philox.resolve_seed(CPU, 2, Elsewhere(), None)
+        _seeds.resolve_seed(CPU, 2, Elsewhere(), None)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.measure import peak_memory
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._core import _plan
+from dllm_kernels._core import _setup
 from dllm_kernels.ops import token_nll
 from tests.conftest import DEVICE
 from tests.ops.test_token_nll import inputs
@@ -61,8 +61,8 @@ def test_the_forward_pass_reads_only_active_rows(monkeypatch):
 def test_the_environment_chooses_the_backend(monkeypatch):
     logits, targets = inputs()
     used = []
-    rows = _plan.row_primitives
-    monkeypatch.setattr(_plan, "row_primitives", lambda triton: used.append(triton) or rows(triton))
+    rows = _setup.row_primitives
+    monkeypatch.setattr(_setup, "row_primitives", lambda triton: used.append(triton) or rows(triton))
     monkeypatch.delenv("DLLM_KERNELS_BACKEND", raising=False)
     token_nll(logits, targets)
     monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")

@@ -11,7 +11,8 @@ import torch
 
 import reference
 from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._core._divergence_spec import ALIASES, NAMES, checked_spec
+from dllm_kernels._backends._kinds import ALIASES, NAMES
+from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels._utils._transform import Transform
 from tests.conftest import DEVICE, every_time
 from tests.support.parity import assert_as_good_as_plain, assert_same_specials, largest, largest_error, poison_empty

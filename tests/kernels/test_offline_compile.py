@@ -22,7 +22,8 @@ DRAWS = ("corrupt", "gumbel", "sample_level")
 # tested.
 RUNS = {
     "real": " ".join(f"--roofline {name}" for name in ("[bf16", *DRAWS)),
-    "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
+    "odd": "--no-roofline --calls odd --target sm_90",
+    "odd, AMD": "--no-roofline --calls odd --target gfx942",
 }
 
 
@@ -49,12 +50,20 @@ def spills(records):
     return [(r["kernel"], r["spills"]) for r in records if r["spills"] != 0]
 
 
-COMPILED = {"real": TARGETS, "odd": ("sm_90", "gfx942")}
+# The usual calls are compiled for every GPU, and unaligned ones for one of them.
+COMPILED = {"real": TARGETS, "odd": ("sm_90",), "odd, AMD": ("gfx942",)}
 exhaustive = pytest.mark.exhaustive
 
 
 @exhaustive
-@pytest.mark.parametrize(("run", "target"), [(run, target) for run, targets in COMPILED.items() for target in targets])
+@pytest.mark.parametrize(
+    ("run", "target"),
+    [
+        pytest.param(run, target, marks=pytest.mark.every_case if run == "odd, AMD" else ())
+        for run, targets in COMPILED.items()
+        for target in targets
+    ],
+)
 def test_nothing_spills(run, target, reports):
     assert spills([r for r in reports(run) if r["target"] == target]) == []
 
@@ -105,7 +114,6 @@ def test_the_instructions_of_a_draw_are_counted(reports):
     records = [r for r in reports("real") if r["target"] == "sm_90" and any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
     # Ten rounds of two 64-bit products give four words. A draw of half a word costs less than five such products.
-    # products.
     assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
     assert {r["function"] for r in records if r["kernel"] in slots} == {
         "corrupt_independent", "corrupt_mix", "corrupt_topk", "corrupt_topk_long", "gumbel_topk", "gumbel_topk_long",
@@ -116,6 +124,10 @@ def test_the_instructions_of_a_draw_are_counted(reports):
         "corrupt_independent[i64, blocks=1, KIND=2]"
     }
     assert len(nothing_drawn) > 1
+    # Rows of 4,096 in registers. With comparisons of 64 bits in every step of the search: 636, 393 and 503.
+    most = {"corrupt_topk[i64, R=1]": 580, "corrupt_topk[i64, exact, level, R=1]": 335,
+            "gumbel_topk[fp32, shared_seed, R=1]": 435}  # fmt: skip
+    assert {kernel: slots[kernel] for kernel, limit in most.items() if slots[kernel] > limit} == {}
 
 
 # Static roofline of bf16 rows: required values, so that a later change cannot lose them unnoticed.

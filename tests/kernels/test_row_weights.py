@@ -94,16 +94,3 @@ def test_the_weights_of_a_loss(alpha, backend):
     weights, _ = expected(p_mask, noise, loss_mask, factor, None, torch.float32)
     assert_same([out.row_weights], [weights])
     assert out.total_loss.isfinite()
-
-
-def test_a_transform_of_torch_func(backend):
-    """The kernels cannot read the wrappers of a transform, which also wraps masks that the function derives."""
-    p_mask, noise, loss_mask = (t.nan_to_num(0.5) for t in drawn(view=lambda t: t[:, 3:9]))
-    x = torch.randn(B, 6, V, device=DEVICE, requires_grad=True)
-
-    def value(x, p_mask):
-        loss = MDLMCrossEntropyLoss(backend=backend)
-        return call(loss, x, noise_mask=noise, p_mask=p_mask, loss_mask=loss_mask).total_loss
-
-    (wanted,) = torch.autograd.grad(value(x, p_mask), x)
-    torch.testing.assert_close(torch.func.grad(value)(x.detach(), p_mask), wanted)

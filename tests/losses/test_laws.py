@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from tests.conftest import DEVICE, drawn, every_time
-from tests.support.cases import BY_NAME, CASES, FIRSTS, ROWS, SUMS
+from tests.conftest import DEVICE, drawn
+from tests.support.cases import BY_NAME, CASES, FIRSTS, SUMS
 from tests.support.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
 V, D = 11, 4
@@ -23,14 +23,17 @@ garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
 def cases(selection=CASES):
     """Parametrize with cases and numbers of examples.
 
-    The first case of each loss runs every day, with 6 examples; all cases run in ``make test-exhaustive``, with 16. A
-    sum over rows satisfies no laws beyond those of its rows, so variants of cases with one loss per row have 6 there.
+    The first case of each loss runs every day, with 6 examples, and in ``make test-exhaustive``, with 16, beside the
+    first of each of its kinds. Variants differ from one of these in numbers alone; ``make test-every-case`` runs them.
     """
 
     def parametrized(test):
-        some = [c for c in selection if not (c in ROWS and c.variant)]
-        pairs = [(c, n) for c in selection for n in (6, 16) if n == (16 if c in some else 6) or c in FIRSTS]
-        every = every_time([(c, 6) for c in some if c in FIRSTS], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
+        pairs = [(c, n) for c in selection for n in (6, 16) if n == 16 or c in FIRSTS]
+        marks = {6: (), 16: (pytest.mark.exhaustive,)}
+        every = [
+            pytest.param(c, n, marks=[*marks[n], *([pytest.mark.every_case] if c.variant else [])], id=f"{n}-{c.name}")
+            for c, n in pairs
+        ]
         return pytest.mark.parametrize(("case", "examples"), every)(test)
 
     return parametrized

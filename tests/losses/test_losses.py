@@ -34,7 +34,7 @@ from dllm_kernels import (
     scdd_schedule,
 )
 from tests.conftest import DEVICE
-from tests.support.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
+from tests.support.cases import BLOCK, BY_NAME, CASES, LOSSES, MASK_ID, SUMS, to_device, upstream_for
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_equal_but_for_contraction,
@@ -60,26 +60,20 @@ def raises(error, message, function, *args, **options):
         function(*args, **options)
 
 
-def exhaustive_only(case, dtype):
-    """Return whether this runs only in the exhaustive half.
-
-    A loss that differs from another only in an option is tested every day only in float32 and bfloat16.
-    """
-    return case.variant and dtype in (torch.float16, torch.float64)
-
-
 def parity_of_every_path(function):
-    """Parametrize with all paths. Variants of losses run through the interpreter only in ``make test-exhaustive``."""
+    """Parametrize with all paths.
+
+    A loss that differs from another only in an option has one path of each backend: in bfloat16, and float32 kernels.
+    The kernels run only in ``make test-exhaustive``, and the other paths in ``make test-every-case``.
+    """
+
+    def marks(case, backend, dtype):
+        if case.variant and dtype != (torch.bfloat16 if backend == "torch" else torch.float32):
+            return pytest.mark.every_case
+        return pytest.mark.exhaustive if backend == "triton" and case.variant else ()
+
     selection = [
-        pytest.param(
-            case, *path,
-            marks=(
-                pytest.mark.exhaustive
-                if (path[0] == "triton" and case not in FEWER) or exhaustive_only(case, path[1])
-                else ()
-            ),
-            id="-".join(map(str, (case.name, *path))),
-        )
+        pytest.param(case, *path, marks=marks(case, *path), id="-".join(map(str, (case.name, *path))))
         for case in CASES for path in PATHS
     ]  # fmt: skip
     return pytest.mark.parametrize(("case", "backend", "dtype"), selection)(function)
@@ -153,7 +147,7 @@ def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, d
 
 
 @pytest.mark.everyday(33)
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @cases(SUMS)
 @forms
 def test_no_weight_at_all_gives_a_zero_that_carries_zero_gradients(case, form, backend):
@@ -345,7 +339,7 @@ def loss_with_count(case, form, count):
 
 
 @pytest.mark.everyday(49)
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @forms
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 @cases([case for case in LOSSES if case.counts and not case.counted_locally])
@@ -982,7 +976,7 @@ def test_dflash_attributes():
 
 
 @pytest.mark.everyday(24)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @forms
 @cases()
 def test_activation_checkpointing(case, form):

@@ -324,6 +324,7 @@ def draw_case(case, form):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.covering(1, most=1)  # the ops below the two forms have cases above
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("case", [c for c in FIRSTS if isinstance(c.loss, type)], ids=lambda case: case.name)
 def test_two_graphs_serve_all_steps_of_a_loss(case, form):

@@ -712,7 +712,8 @@ def test_the_blocks_of_each_sequence(form):
 def test_acceptance_length_arguments():
     correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
     raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
-    raises(ValueError, "correct must have shape [B, T], got (1, 2, 6)", acceptance_length, correct[None], on[None], 4)
+    of_rows = "correct must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
+    raises(ValueError, of_rows, acceptance_length, correct[None, None], on[None, None], 4)
     raises(
         ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
     )
@@ -871,7 +872,7 @@ def test_inplace_backward_under_compile():
     def step(x):
         return token_nll(x, Y, inplace_backward=True).nll.sum()
 
-    with pytest.raises(Exception, match=r"inplace_backward must be False under torch.compile and torch.func, got True"):
+    with pytest.raises(Exception, match=r"inplace_backward must be False under torch.compile, got True"):
         torch.compile(step, backend="eager", fullgraph=True)(X.clone().requires_grad_())
 
 

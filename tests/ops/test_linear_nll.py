@@ -53,7 +53,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (7, 53, 8, None), (3, 3, 2, 50)]

@@ -105,7 +105,7 @@ def test_parity_from_logits(fn, dtype, transform, backend):
 
 @pytest.mark.everyday(5)
 @objectives
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(3, None), (None, None), (4, 10)])
 def test_parity_from_hidden_states(fn, dtype, chunk_size, num_active, backend):

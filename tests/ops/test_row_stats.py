@@ -106,7 +106,7 @@ SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=
 
 
 @pytest.mark.everyday(5)
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "V", "K"), SIZES)
 def test_parity(shape, V, K, dtype, path):
@@ -445,7 +445,7 @@ def hidden_pair(backend, transform, **sizes):
 
 
 @pytest.mark.everyday(4)
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(4, None), (None, None), (3, 9), (50, 8)])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=str)

@@ -93,8 +93,8 @@ def test_bad_input():
     for temperature in (0, -1.0, float("nan"), float("inf")):
         message = f"temperature must be positive, from 1e-18 to 1e+18, got {temperature}"
         raises(ValueError, message, logits, ids, temperature=temperature)
-    raises(ValueError, "bias must be None without weight, got a bias", logits, ids, bias=bias)
-    raises(ValueError, "chunk_size must be None without weight, got 4", logits, ids, chunk_size=4)
-    raises(ValueError, "num_active must be None without weight, got 4", logits, ids, num_active=4)
+    raises(ValueError, "bias requires weight, got weight=None", logits, ids, bias=bias)
+    raises(ValueError, "chunk_size requires weight, got weight=None", logits, ids, chunk_size=4)
+    raises(ValueError, "num_active requires weight, got weight=None", logits, ids, num_active=4)
     raises(ValueError, "active must have shape (2, 5) (that of ids), got (2, 4)", logits, ids, active=ids[:, 1:])
     raises(IndexError, "ids", logits, torch.full_like(ids, V), check_targets=True)

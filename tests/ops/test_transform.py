@@ -83,7 +83,7 @@ def test_parity_from_logits(steps, dtype, path):
 
 
 @pytest.mark.everyday(3)
-@pytest.mark.covering(2, most=3)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", STEPS, ids=names)
@@ -108,7 +108,7 @@ def test_parity_from_hidden_states(steps, dtype, weighted, path):
     assert_parity(ours, plain, draw)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("kind", [*SPREAD, *LAYOUTS])
 def test_rows_far_apart_and_anywhere_in_memory(kind, path):
     """Test logits of 37 columns with the kinds of rows that are tested for every row op."""
@@ -129,6 +129,7 @@ def test_rows_far_apart_and_anywhere_in_memory(kind, path):
     torch.testing.assert_close(grad, oracle[1].float())
 
 
+@pytest.mark.many_draws
 def test_gradcheck():
     steps = {"softcap": 3.0, "scale": 0.8, "skip_id": 2}
     logits, targets, _ = drawn(steps, (4,))

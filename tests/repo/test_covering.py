@@ -31,6 +31,21 @@ def test_any_parameters_of_the_strength_take_all_combinations(strength, most):
             assert any(all(params[n] == v for n, v in zip(names, values, strict=True)) for params in chosen)
 
 
+def test_a_balanced_subset_is_as_small_and_has_more_combinations():
+    every = list(cases())
+    for strength in (1, 2):
+        plain, balanced = (covering(every, strength, balanced=b) for b in (False, True))
+        assert len(balanced) <= len(plain)
+        pairs = [
+            sum(
+                len(combinations(names, [item.callspec.params for item in some]))
+                for names in itertools.combinations(VALUES, strength + 1)
+            )
+            for some in (plain, balanced)
+        ]
+        assert pairs[0] < pairs[1]
+
+
 def test_chosen_cases_are_not_covered_again():
     every = list(cases())
     first = covering(every, 1)
@@ -38,6 +53,58 @@ def test_chosen_cases_are_not_covered_again():
     assert not {id(item) for item in first} & {id(item) for item in more}
     assert len(more) < len(covering(every, 2))
     assert covering(every, 2, [*first, *more]) == []
+
+
+def collected(mark, every_case=False, exhaustive=False, markexpr=""):
+    """Return the parameters of the cases that are collected, and which of them run every day; ``V=4`` needs the option.
+
+    Cases on the path through Triton run with the exhaustive half.
+    """
+    calls = [SimpleNamespace(params=case.callspec.params, marks=[]) for case in cases()]
+    for call in calls:
+        call.marks += [pytest.mark.every_case.mark] if call.params["V"] == 4 else []
+        call.marks += [pytest.mark.exhaustive.mark] if call.params["path"] == ["triton"] else []
+    marks = {"covering": mark and mark.mark, "exhaustive": exhaustive}
+    conftest.pytest_generate_tests(
+        SimpleNamespace(
+            _calls=calls,
+            definition=SimpleNamespace(get_closest_marker=marks.get),
+            config=SimpleNamespace(option=SimpleNamespace(every_case=every_case, markexpr=markexpr)),
+        )
+    )
+    everyday = [call.params for call in calls if "exhaustive" not in {mark.name for mark in call.marks}]
+    return [call.params for call in calls], everyday
+
+
+def combinations(names, cases):
+    return {tuple(repr(params[name]) for name in names) for params in cases}
+
+
+@pytest.mark.parametrize(
+    ("args", "most", "strength", "kept", "everyday"),
+    [((1,), {}, 3, 24, 3), ((1,), {"most": 2}, 2, 16, 3), ((1,), {"most": 4}, 4, 36, 3), ((), {"most": 2}, 2, 14, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize("exhaustive", [False, True])
+def test_each_half_runs_a_subset_of_the_cases(args, most, strength, kept, everyday, exhaustive):
+    mark = pytest.mark.covering(*args, **most)
+    some, frequent = collected(mark, exhaustive=exhaustive)
+    every, _ = collected(mark, every_case=True, exhaustive=exhaustive)
+    assert len(every) == len(list(cases()))
+    assert 4 <= len(some) <= kept
+    assert len(frequent) <= (0 if exhaustive and args else everyday)
+    assert all(params["path"] == ["torch"] for params in frequent)
+    assert all(params["V"] != 4 for params in some)
+    of_the_day, _ = collected(mark, exhaustive=exhaustive, markexpr="not exhaustive")
+    assert of_the_day == frequent or (not frequent and len(of_the_day) == 1)
+    usual = [params for params in every if params["V"] != 4]
+    for names in itertools.combinations(VALUES, strength):
+        assert combinations(names, some) == combinations(names, usual)
+
+
+def test_a_case_for_the_option_alone_is_omitted_without_a_mark_of_the_test():
+    assert [len(found) for found in collected(None)] == [36, 18]
+    assert [len(found) for found in collected(None, every_case=True)] == [48, 24]
 
 
 def test_only_a_mark_makes_a_test_one_for_a_gpu(monkeypatch):

@@ -289,7 +289,8 @@ def test_speculators_draft():
 
 def test_speculators_patch():
     """A model of speculators trains equally unpatched, with both tables patched, and from hidden states."""
-    for needed in ("speculators", "openai", "datasets"):  # its models import the code that makes training data
+    # Its models import the code that makes training data.
+    for needed in ("speculators", "openai", "loguru", "datasets", "hs_connectors"):
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")
     example = load("speculators_patch")

@@ -96,13 +96,13 @@ def import_graph():
 LAYERS = (
     ("_utils",),
     ("_random",),
-    tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_backend", "__init__")),
+    tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_kinds", "_backend", "__init__")),
     ("_backends/triton",),
     ("_backends/torch",),
-    ("_backends/_primitives",),
+    ("_backends/_chain_rule", "_backends/_primitives"),
     ("_core", "_corruption"),
-    ("ops",),
     ("distributed",),
+    ("ops",),
     ("losses",),
     ("mtp", "corruption", "collate"),
     ("policy",),
@@ -164,18 +164,24 @@ def test_row_ops_and_corruption_do_not_import_each_other():
         assert bool(random) == (path.name == "_sample.py"), path  # draws tokens
 
 
-def test_kernels_are_imported_lazily_and_distributed_is_not_mentioned_below_it():
+def test_kernels_and_the_code_of_dtensors_are_imported_lazily():
     folders = ("ops", "_core", "_corruption", "_backends", "_random", "_utils")
     for path in (path for folder in folders for path in files(folder)):
         for module, at_top in imports(path):
-            assert not within(module, "dllm_kernels.distributed"), (path, module)
+            assert not (at_top and within(module, "dllm_kernels.distributed")), (path, module)
             if layer(path) != "_backends/triton":
                 assert not (at_top and within(module, "dllm_kernels._backends.triton")), (path, module)
 
 
 def test_kernels_import_only_each_other_their_interface_random_numbers_and_the_dtype_of_sums():
-    of_backends = [f"_backends.{name}" for name in ("triton", "_backend", "_rows", "_row_stats", "_divergence")]
-    modules = (*of_backends, "_random", "_utils._transform", "_utils._dtypes")
+    of_interface = ("_backend", "_rows", "_row_stats", "_divergence", "_kinds")
+    modules = (
+        "_backends.triton",
+        *(f"_backends.{name}" for name in of_interface),
+        "_random",
+        "_utils._transform",
+        "_utils._dtypes",
+    )
     allowed = [f"dllm_kernels.{module}" for module in modules]
     for path in files("_backends", "triton"):
         for module, _ in imports(path):

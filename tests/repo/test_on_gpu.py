@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -229,6 +230,30 @@ def test_wheels_that_cannot_be_installed_do_not_stop_the_run(rehearse, tmp_path,
     assert status == 0
     assert "pip rejects peer-1.0-py3-none-any.whl: measured without it" in capfd.readouterr().out
     assert contents(out)["a.log"].startswith("/")
+
+
+def test_all_wheels_are_installed_by_one_call_of_pip(tmp_path, monkeypatch, capsys):
+    """Ten calls take longer than a step. A wheel that is no wheel costs one more call for each of the others."""
+    wheels = [tmp_path / f"{name}-1.0-py3-none-any.whl" for name in ("a", "b", "c", "cut")]
+    for wheel in wheels[:3]:
+        with zipfile.ZipFile(wheel, "w") as file:
+            file.writestr("module.py", "")
+    wheels[3].write_bytes(wheels[0].read_bytes()[:20])
+    calls = []
+
+    def rejects(some, into):
+        calls.append([wheel.name[0] for wheel in some])
+        return wheels[bad] in some
+
+    monkeypatch.setattr(on_gpu, "_rejects", rejects)
+    for bad, expected in ((3, [["a", "b", "c"]]), (1, [["a", "b", "c"], ["a"], ["b"], ["c"]])):
+        calls.clear()
+        on_gpu.install(wheels, tmp_path)
+        assert calls == expected
+        printed = capsys.readouterr().out
+        assert [name for name in ("a", "b", "c", "cut") if f"pip rejects {name}-1.0" in printed] == (
+            ["cut"] if bad == 3 else ["b", "cut"]
+        )
 
 
 KILLED = """

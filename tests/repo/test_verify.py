@@ -91,6 +91,11 @@ def last_row(grad):
     grad.flatten(0, -2)[-1] *= 1.1
 
 
+def row_of_the_head(grad):
+    """A larger fault. With torch 2.11, plain PyTorch's worst row may err by 5 %, and verify then allows 10 %."""
+    grad[-1] *= 1.2
+
+
 def unwritten(grad):
     grad.flatten(0, -2)[5, 4] = math.nan
 
@@ -143,7 +148,9 @@ FAULTS = {
     "a row of a frozen head's": (
         "frozen head", spoilt("weighted_linear_nll", 0, last_row), "gradient of hidden, worst row",
     ),
-    "a row of the head": ("trained head", spoilt("weighted_linear_nll", 1, last_row), "gradient of head, worst row"),
+    "a row of the head": (
+        "trained head", spoilt("weighted_linear_nll", 1, row_of_the_head), "gradient of head, worst row",
+    ),
     "an NLL from hidden states": ("frozen head", nll_of_a_row("weighted_linear_nll"), "nll"),
     "bits of a second call": (
         "trained head", different_each_time("weighted_linear_nll"), "elements that differ between two calls",

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -22,6 +23,8 @@ from tests.support.cases import FEWER, Case
 
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
+LAYOUTS = Counter()  # loss -> number of the checks of long lists that run it
+EVERY_CASE = set()  # (world size, name with its loss) of what these checks omit
 # (world size, name) of checks that only ``make test-exhaustive`` runs: slow ones with a similar check, and the ones
 # that ``check`` adds.
 EXHAUSTIVE = {
@@ -159,17 +162,30 @@ TABLE = {
 }
 
 
-def check(world, **parameter):
-    """Register a check for a world size, once for each value of its parameter, if any."""
+IN_TABLE = {name for columns in TABLE.values() for checks in columns for name in checks}
+
+
+def check(world, whole=False, **parameter):
+    """Register a check for a world size, once for each value of its parameter, if any.
+
+    Of the losses of a long list, a check runs those in ``EVERY_TIME`` or ``TABLE``, and a fifth of the others: those
+    that the checks before have run least often. ``make test-every-case`` runs all, and so does every run if ``whole``.
+    """
 
     def register(function):
         if not parameter:
             CHECKS[world][function.__name__] = function
         for name, values in parameter.items():
+            others = [value for value in values if value not in EVERY_TIME[world]]
+            if len(others) > 10 and not whole:
+                rarest = sorted(others, key=lambda loss: LAYOUTS[loss])[: -(-len(others) // 5)]
+                LAYOUTS.update(rarest)
+                names = {f"{function.__name__}[{value}]" for value in set(others).difference(rarest)} - IN_TABLE
+                EVERY_CASE.update((world, check_name) for check_name in names)
             for value in values:
                 check_name = f"{function.__name__}[{value}]"
                 CHECKS[world][check_name] = functools.partial(function, **{name: value})
-                if value not in EVERY_TIME[world] and set(EVERY_TIME[world]) & set(values):
+                if value in others and len(others) < len(values):
                     EXHAUSTIVE.add((world, check_name))
         return function
 

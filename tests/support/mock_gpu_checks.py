@@ -26,8 +26,9 @@ from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, losses, ops
 from dllm_kernels._backends._divergence import DivergenceRequest
+from dllm_kernels._backends._kinds import KINDS, NAMES
 from dllm_kernels._backends.triton import _launch, divergence
-from dllm_kernels._core._divergence_spec import KINDS, NAMES, checked_spec
+from dllm_kernels._core._divergence_spec import checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
 from tests.support.cases import CASES

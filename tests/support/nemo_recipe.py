@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dllm_kernels import DLLMLossOutput, MDLMCrossEntropyLoss
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.integrations import nemo_automodel as integration
-from dllm_kernels.losses import _model_output
 from reference.dflash import dflash_loss
 from reference.scdd import scdd_loss
+from tests.support.recorded import record_ops
 
 # Optional dependencies, and a LoRA kernel whose autotuning keys newer Triton versions refuse.
 ABSENT = ("torchao", "torchdata", "datasets", "nemo_automodel.components._peft.lora_kernel")
@@ -236,20 +236,22 @@ def not_replaced(module, variant, noise):
 @contextlib.contextmanager
 def counted():
     """Count losses from logits, losses from hidden states, and deferred logits that a head computed after all."""
-    calls = collections.Counter()
-    made, do = DeferredLogits.materialize, _model_output.run
+    calls, made, replaced = collections.Counter(), DeferredLogits.materialize, []
 
-    def counted_op(op, job, options):
-        calls.update([f"{op.name} of {'logits' if job.weight is None else 'hidden states'}"])
-        return do(op, job, options)
+    def replace(owner, name, value):
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
 
     def counted_made(logits, *use):
         calls.update(["made"])
         return made(logits, *use)
 
-    _model_output.run, DeferredLogits.materialize = counted_op, counted_made
+    replace(DeferredLogits, "materialize", counted_made)
+    runs = record_ops(replace)
     yield calls
-    _model_output.run, DeferredLogits.materialize = do, made
+    calls.update(f"{run.op} of {'hidden states' if 'linear' in run.op else 'logits'}" for run in runs)
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
 
 
 def target_model(folder):

@@ -1,22 +1,33 @@
-"""torch's checks of the custom ops: schema, fake tensors, autograd registration, tracing."""
+"""torch's checks of the custom ops that a call runs: schema, fake tensors, autograd registration, tracing."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_kernels._core import _compiled
-from dllm_kernels._core._inputs import RowInputs
-
-TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+from dllm_kernels._utils import _opaque
 
 
-def opcheck(op, inputs, plan, tests=TESTS):
-    """Check the forward custom op and, if it is opaque, the backward one."""
-    torch.library.opcheck(_compiled._rows, (op.name, *inputs.tensors, *plan.pack()), test_utils=tests)
-    if not any(plan.needs) or op.inline_backward(plan) is not None:
-        return
-    inputs = RowInputs(*(None if t is None else t.detach() for t in inputs.tensors))
-    outputs = op.forward(inputs, plan)
-    differentiable = [outputs.get(out.name) for out in op.outputs if out.differentiable]
-    upstream = [None if t is None else torch.randn_like(t) for t in differentiable]
-    of_inputs, of_outputs = op.saved(plan)
-    saved = [*(getattr(inputs, name) for name in of_inputs), *(outputs.get(name) for name in of_outputs)]
-    torch.library.opcheck(_compiled._rows_backward, (op.name, saved, upstream, *plan.pack()))
+class Recorder(TorchDispatchMode):
+    """Records the calls of custom ops of the package."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "dllm_kernels":
+            self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def opcheck_calls(run, monkeypatch):
+    """Check each custom op that ``run`` calls, with its arguments; return their names.
+
+    All opaque functions run as custom ops, as in a compiled graph.
+    """
+    monkeypatch.setattr(_opaque, "traced", lambda x: True)
+    with Recorder() as recorder:
+        run()
+    for func, args, kwargs in recorder.calls:
+        args = tuple(t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args)
+        torch.library.opcheck(func, args, kwargs)
+    return {func._opname for func, _, _ in recorder.calls}

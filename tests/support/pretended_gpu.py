@@ -12,6 +12,7 @@ Tests of what cannot be pretended are skipped: ``gpu`` and ``many_draws`` marks,
 ``torch.func``, forward mode, pickle, threads, ``torch.compile`` and everything else that traces.
 
 ``--cases N`` runs at most N cases of each test, first and last included, because a test mixes devices in all its cases.
+With ``--cases 1`` it is the first of one test and the last of the next, so that both backends run in each file.
 """
 
 from __future__ import annotations
@@ -318,7 +319,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tests: dict[Any, list[pytest.Item]] = {}
         for item in items:
             tests.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-        kept = {c[i * (len(c) - 1) // max(most - 1, 1)] for c in tests.values() for i in range(most)}
+        last = max(most - 1, 1)
+        kept = {
+            c[at * (len(c) - 1) // last]
+            for k, c in enumerate(tests.values())
+            for at in (range(most) if most > 1 else [k % 2])
+        }
         items[:] = [item for item in items if item in kept]
 
 

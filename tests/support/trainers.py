@@ -28,6 +28,12 @@ BARE = {
         ".components.speculative",
         ".components.speculative.dflash",
         ".components.speculative.dspark",
+        ".components.speculative.eagle",
+        ".components.datasets",
+        ".components.datasets.llm",
+        ".components.models",
+        ".components.models.llama",
+        ".shared",
     ),
 }
 STAND_INS = {
@@ -35,11 +41,21 @@ STAND_INS = {
     "nemo_automodel": {".components.speculative.dflash.draft_qwen3": {"Qwen3DFlashDraftModel": torch.nn.Module}},
     "speculators": {".utils.util": {"is_npu_available": lambda: False}},
 }
+# Stand-ins with which the draft models of AutoModel are their own: the utilities that they import.
+OF_WHOLE_MODELS = {
+    ".components.datasets.llm.packed_sequence": {"build_block_causal_additive_mask": None},
+    ".components.models.common": {
+        "initialize_rms_norm_module": lambda backend, size, eps, device=None: torch.nn.RMSNorm(size, eps),
+    },
+}
 
 
 @contextlib.contextmanager
-def loaded(trainer, *names):
-    """Return modules of ``SPECFORGE``, ``SPECULATORS`` or ``AUTOMODEL``; skip the test if it is not installed."""
+def loaded(trainer, *names, whole_models=False):
+    """Return modules of ``SPECFORGE``, ``SPECULATORS`` or ``AUTOMODEL``; skip the test if it is not installed.
+
+    ``whole_models``: with the draft models of AutoModel, which need transformers.
+    """
     package, version = trainer.split("==")
     spec = importlib.util.find_spec(package)
     if spec is None or importlib.metadata.version(package) != version:
@@ -50,7 +66,7 @@ def loaded(trainer, *names):
         ours[package + name] = module = ModuleType(package + name)
         module.__path__ = [str(root.joinpath(*name.split(".")))]
         module.__version__ = version
-    for name, contents in STAND_INS[package].items():
+    for name, contents in (OF_WHOLE_MODELS if whole_models else STAND_INS[package]).items():
         ours[package + name] = module = ModuleType(package + name)
         vars(module).update(contents)
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}

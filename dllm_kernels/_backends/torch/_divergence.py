@@ -1,27 +1,7 @@
 """Divergence of rows from a teacher's rows in plain torch (``_backends/_divergence.py``), block by block.
 
-Let p be the softmax of a row of transformed student logits z, and q the softmax of the teacher's row t, a constant. The
-acceptance rate is a = sum_v min(p_v, q_v). Each kind has a value L and a gradient with respect to z:
-
-    kl          sum q (log q - log p)                        p - q
-    rkl         sum p (log p - log q)                        p (log p - log q - L)
-    jsd         beta KL(q||m) + (1 - beta) KL(p||m)          (1 - beta) p (log p - log m - KL(p||m))
-    tv          1 - a                                        p X - p [p <= q],  X = sum p [p <= q]
-    nla         -log max(a, floor)                           gradient of tv over a, 0 if a < floor
-    lk          lam kl + (1 - lam) tv                        lam, 1 - lam times both gradients
-    lk_soft_ce  lam soft_ce + (1 - lam) tv                   lam, 1 - lam times both gradients
-    soft_ce     -sum q log p                                 p - q
-    teacher_ce  -log p_h,  h the teacher's argmax            p - onehot(h)
-    ce          -log p_y,  y the target                      p - onehot(y)
-
-with m = beta q + (1 - beta) p, and lam = kl_scale e^(-eta a) a constant.
-
-A product with a probability of 0 is 0. The argmax is the lowest index with the largest transformed logit. [p <= q]
-is p <= (1 + 2**-18) q: p and q that differ only by rounding count as p <= q. Otherwise the rounding of a row's sum
-would decide all ties of the row. a is the plain sum of minima.
-
-A :class:`Kind` consists of column functions to sum, column functions that make up the gradient, and a function of one
-row's sums. All kinds of a spec share p, q and common column functions, so that a sum of kinds takes one pass.
+All kinds of a spec share p, q and common column functions (``_backends/_kinds.py``), so that a sum of kinds takes one
+pass.
 
 ``torch.log_softmax`` followed by ``exp`` takes twice as long as ``torch.softmax``. Therefore log p is computed as the
 logits minus two numbers per row.
@@ -30,24 +10,14 @@ logits minus two numbers per row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dllm_kernels._backends._divergence import (
-    KEPT_STATS,
-    NO_HYPER,
-    TIE,
-    DivergenceRequest,
-    DivergenceResult,
-    Hyper,
-    Kept,
-    Option,
-    Whole,
-)
+from dllm_kernels._backends._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept, Whole
+from dllm_kernels._backends._kinds import KINDS, NO_OPTIONS, Columns, Feature, OptionValues, RowValues
 from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import run_jobs
@@ -58,154 +28,15 @@ Tensor = torch.Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
 TILE = 256
 Given = TypeVar("Given", Tensor, Tensor | None)
-OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of the gradient
 
 
-class Columns(NamedTuple):
-    """p, q and their logarithms for a block of rows ``[R, V]``; the logarithms are None if no kind needs them.
-
-    ``guard_zeros``: True if a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
-    ``mass``: the sum of q ``[R, 1]`` if it may be less than 1, otherwise None.
-    """
-
-    p: Tensor
-    q: Tensor
-    log_p: Any
-    log_q: Any
-    guard_zeros: bool = False
-    mass: Tensor | None = None
-
-    def times(self, e: Tensor, x: Tensor) -> Tensor:
-        """Multiply x by the probability e in place; 0 if e is 0."""
-        x.mul_(e)
-        return x.masked_fill_(e == 0, 0) if self.guard_zeros else x
+Key = tuple[Feature, OptionValues | None]
 
 
-class RowValues(NamedTuple):
-    """Per-row values of a block, ``[R, 1]``.
-
-    Attributes:
-        acceptance: the acceptance rate a.
-        lam_acceptance: the acceptance rate that lam is computed from.
-        at_best: -log p at the teacher's argmax.
-        at_target: -log p at the target, 0 without a target.
-        target_flag: 1 with a target, 0 without, NaN if the target is out of range.
-        best_flag: 1 if the student has the teacher's argmax, 0 if not.
-        mass: the sum of q, a number if it is 1.
-    """
-
-    acceptance: Tensor
-    lam_acceptance: Tensor
-    at_best: Tensor | None = None
-    at_target: Tensor | None = None
-    target_flag: Tensor | None = None
-    best_flag: Any = 1.0
-    mass: Any = 1.0
-
-    @property
-    def constant(self) -> Any:
-        """Constant that kl omits, mass log mass."""
-        return torch.special.xlogy(self.mass, self.mass) if isinstance(self.mass, Tensor) else 0.0
-
-
-class Feature(NamedTuple):
-    """A column function: (columns, hyper, buffer) -> ``[R, V]``, usually in the buffer.
-
-    ``logs``: True if it reads log p or log q. ``hyper``: True if it reads the hyperparameters.
-    """
-
-    of: Callable[[Columns, Hyper, Tensor], Tensor]
-    logs: bool = False
-    hyper: bool = False
-
-
-def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
-    """``log m`` with ``m = p + beta (q - p)``, which is exactly p if p equals q."""
-    m = torch.lerp(c.p, c.q, h[0], out=out)
-    return m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # m = 0 only if p = q = 0
-
-
-STUDENT = Feature(lambda c, h, out: c.p)
-DIFFERENCE = Feature(
-    lambda c, h, out: torch.sub(c.p if c.mass is None else torch.mul(c.p, c.mass, out=out), c.q, out=out)
-)
-BELOW = Feature(lambda c, h, out: torch.mul(c.q, TIE, out=out).ge_(c.p).mul_(c.p))  # p [p <= q]
-FORWARD_KL = Feature(lambda c, h, out: c.times(c.q, torch.sub(c.log_q, c.log_p, out=out)), logs=True)
-REVERSE_KL = Feature(lambda c, h, out: c.times(c.p, torch.sub(c.log_p, c.log_q, out=out)), logs=True)
-CROSS_ENTROPY = Feature(lambda c, h, out: c.times(c.q, torch.neg(c.log_p, out=out)), logs=True)
-STUDENT_TO_MEAN = Feature(
-    lambda c, h, out: c.times(c.p, torch.sub(c.log_p, _log_mean(c, h, out), out=out)), logs=True, hyper=True
-)
-TEACHER_TO_MEAN = Feature(
-    lambda c, h, out: c.times(c.q, torch.sub(c.log_q, _log_mean(c, h, out), out=out)), logs=True, hyper=True
-)
-
-
-def _jsd(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
-    of_p, of_q = X
-    rest, value = 1 - h[0], h[0] * of_q + (1 - h[0]) * of_p
-    if isinstance(n.mass, Tensor) and h[0] > 0:
-        value = value - (1 - n.mass) * (h[0] * math.log(h[0]))  # columns that are not given, m = beta q
-    return value, (rest, -rest * of_p)
-
-
-def _nla(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
-    over = torch.where(n.acceptance < h[0], 0.0, 1 / n.acceptance)
-    value = torch.where(n.acceptance < h[0], h[0], n.acceptance).log().neg()  # a maximum would hide a NaN
-    return value, (X[0] * over, -over)
-
-
-def _lk(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
-    return _lk_soft_ce((X[0] - n.constant, X[1]), n, h)
-
-
-def _lk_soft_ce(X: Sequence[Tensor], n: RowValues, h: Hyper) -> OfRow:
-    base, below = X
-    lam = h[1] * torch.exp(-h[0] * n.lam_acceptance)
-    return lam * base + (1 - lam) * (1 - n.acceptance), (lam, (1 - lam) * below, lam - 1)
-
-
-class Kind(NamedTuple):
-    """A kind of divergence.
-
-    Attributes:
-        sums: column functions to sum over a row.
-        gradient: column functions whose weighted sum is the gradient.
-        row: (sums, values of the row, hyper) -> value, and the factor of each term of the gradient.
-        minus: "best" or "target": column whose gradient has an additional -1.
-        options: hyperparameters ``hyper``, at most two: keywords of the public functions.
-    """
-
-    sums: tuple[Feature, ...]
-    gradient: tuple[Feature, ...]
-    row: Callable[[Sequence[Tensor], RowValues, Hyper], OfRow]
-    minus: str = ""
-    options: Mapping[str, Option] = MappingProxyType({})
-
-
-BETA = {"beta": Option(0.5, 0.0, 1.0)}
-FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
-OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
-# Compiled graphs identify a kind by its position. ``_core/_divergence_spec.py`` derives the public names.
-KINDS = {
-    "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, h: (X[0] - n.constant, (1.0,))),
-    "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, h: (X[0], (1.0, -X[0]))),
-    "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
-    "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, h: (1 - n.acceptance, (X[0], -1.0))),
-    "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, options=FLOOR),
-    "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
-    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk_soft_ce, options=OF_LAM),
-    "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
-    "teacher_ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_best, (n.best_flag,)), "best"),
-    "ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_target, (n.target_flag,)), "target"),
-}
-Key = tuple[Feature, Hyper | None]
-
-
-class Coefficients(NamedTuple):
+class GradientFactors(NamedTuple):
     """Factors of a block's gradient, ``[R, 1]``: of each feature, at the teacher's argmax, and at the target."""
 
-    of: list[Tensor]
+    features: list[Tensor]
     best: Tensor | None
     target: Tensor | None
 
@@ -214,20 +45,20 @@ class Program:
     """A spec with each feature listed once, even if several kinds use it.
 
     Attributes:
-        both: features that are summed and are terms of the gradient. The coefficients depend on their sums only.
+        both: features that are summed and are terms of the gradient. The gradient's factors depend on their sums only.
         kept: features of ``both`` whose columns stay in a buffer after the sums; none if the sums are ``known``.
     """
 
     def __init__(self, request: DivergenceRequest, *, known: bool = False) -> None:
-        self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in request.spec.parts]
+        self.terms = [(KINDS[term.kind], term.coefficient, term.options) for term in request.spec.terms]
         self.mean_acceptance = request.mean_acceptance if request.spec.lam_of_mean else None
-        self.sums = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.sums))
-        self.gradient = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.gradient))
+        self.sums = list(dict.fromkeys(_key(f, o) for kind, _, o in self.terms for f in kind.sums))
+        self.gradient = list(dict.fromkeys(_key(f, o) for kind, _, o in self.terms for f in kind.gradient))
         self.both = [key for key in self.sums if key in self.gradient]
         self.kept = [] if known else self.both
         self.logs = any(feature.logs for feature, _ in (*(() if known else self.sums), *self.gradient))
         self.full = request.full is not None
-        self.best, self.target = (any(kind.minus == m for kind, _, _ in self.parts) for m in ("best", "target"))
+        self.best, self.target = (any(kind.minus == m for kind, _, _ in self.terms) for m in ("best", "target"))
 
     @property
     def work_blocks(self) -> int:
@@ -238,28 +69,28 @@ class Program:
         """Return a and the sum of each feature, ``[R, 1]``; the buffers ``room`` are scratch and those of ``kept``."""
         work, *kept = room
         sums = [_blocks.sum_rows(torch.minimum(c.p, c.q, out=work))]
-        for feature, hyper in self.sums:
-            out = kept[self.kept.index((feature, hyper))] if (feature, hyper) in self.kept else work
-            sums.append(_blocks.sum_rows(feature.of(c, hyper or NO_HYPER, out)))
+        for feature, options in self.sums:
+            out = kept[self.kept.index((feature, options))] if (feature, options) in self.kept else work
+            sums.append(_blocks.sum_rows(feature.of(c, options or NO_OPTIONS, out)))
         return sums
 
-    def rows(self, sums: Sequence[Tensor], n: RowValues, w: Tensor) -> tuple[Tensor, Coefficients]:
-        """Return (value, coefficients times the weight w) of rows, ``[R, 1]``."""
+    def rows(self, sums: Sequence[Tensor], n: RowValues, w: Tensor) -> tuple[Tensor, GradientFactors]:
+        """Return (value, factors of the gradient times the weight w) of rows, ``[R, 1]``."""
         of_key = dict(zip(self.sums, sums, strict=True))
         value = n.acceptance * 0  # propagates NaN, which the comparisons below would hide
         w = w + value
         of: dict[Key, Tensor] = {}
         minus: dict[str, Tensor] = {}
-        for kind, coefficient, h in self.parts:
-            of_row, factors = kind.row([of_key[_key(f, h)] for f in kind.sums], n, h)
+        for kind, coefficient, o in self.terms:
+            of_row, factors = kind.row([of_key[_key(f, o)] for f in kind.sums], n, o)
             value = value + coefficient * of_row
             here = [coefficient * factor * w for factor in factors]
             for feature, c in zip(kind.gradient, here, strict=True):
-                key = _key(feature, h)
+                key = _key(feature, o)
                 of[key] = of[key] + c if key in of else c
             if kind.minus:
                 minus[kind.minus] = here[0]
-        return value, Coefficients([of[key] for key in self.gradient], minus.get("best"), minus.get("target"))
+        return value, GradientFactors([of[key] for key in self.gradient], minus.get("best"), minus.get("target"))
 
     def kept_stats(self, norms: Norms, acceptance: Tensor, sums: Sequence[Tensor]) -> Tensor:
         """Return the statistics ``[R, KEPT_STATS]`` of rows, from the sums of :attr:`sums`."""
@@ -272,8 +103,8 @@ class Program:
         of_full = {"best_flag": best_flag, "mass": mass} if self.full else {}
         return {"target_flag": target_flag, **of_full}
 
-    def coefficients(self, stats: Tensor, w: Tensor, flags: dict[str, Any]) -> Coefficients:
-        """Return the coefficients of :meth:`rows`, from the statistics of rows and :meth:`flags`."""
+    def factors(self, stats: Tensor, w: Tensor, flags: dict[str, Any]) -> GradientFactors:
+        """Return the factors of :meth:`rows`, from the statistics of rows and :meth:`flags`."""
         acceptance, *known = stats[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
         of_key = dict(zip(self.both, known, strict=False))
         unread = torch.zeros_like(acceptance)
@@ -284,15 +115,15 @@ class Program:
         """Return the acceptance rate that lam is computed from."""
         return acceptance if self.mean_acceptance is None else self.mean_acceptance
 
-    def write_gradient(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
+    def write_gradient(self, c: Columns, room: Sequence[Tensor], factors: GradientFactors, out: Tensor) -> Tensor:
         """Write the gradient with respect to the transformed logits, without the one-hot terms, to ``out``.
 
         ``out`` must not be one of the buffers ``room``.
         """
         work, *kept = room
-        for i, (key, factor) in enumerate(zip(self.gradient, coefficients.of, strict=True)):
-            feature, hyper = key
-            t = kept[self.kept.index(key)] if key in self.kept else feature.of(c, hyper or NO_HYPER, work)
+        for i, (key, factor) in enumerate(zip(self.gradient, factors.features, strict=True)):
+            feature, options = key
+            t = kept[self.kept.index(key)] if key in self.kept else feature.of(c, options or NO_OPTIONS, work)
             if i == 0:
                 torch.mul(t, factor, out=out)
             else:
@@ -300,8 +131,8 @@ class Program:
         return out
 
 
-def _key(feature: Feature, hyper: Hyper) -> Key:
-    return feature, hyper if feature.hyper else None
+def _key(feature: Feature, options: OptionValues) -> Key:
+    return feature, options if feature.with_options else None
 
 
 class Block(NamedTuple):
@@ -530,7 +361,7 @@ def _whole_rows(
     return (
         None
         if out is None
-        else with_single_columns(program.write_gradient(columns, work, c, out), teacher_argmax, row.target, c)
+        else subtract_one_hots_(program.write_gradient(columns, work, c, out), teacher_argmax, row.target, c)
     )
 
 
@@ -545,8 +376,8 @@ def _gradient(
     columns, work = _columns(program, request, block, norms, log_mass)
     best = teacher_argmax if program.full else None
     of_y, of_best = (None if t is None else at(block.z, t, norms.row_max, norms.log_sum)[1] for t in (y, best))
-    c = program.coefficients(stats, weight, program.flags(of_y, of_best, columns.mass))
-    return with_single_columns(
+    c = program.factors(stats, weight, program.flags(of_y, of_best, columns.mass))
+    return subtract_one_hots_(
         program.write_gradient(columns._replace(guard_zeros=True), work, c, out), teacher_argmax, y, c
     )
 
@@ -585,7 +416,7 @@ def _norms_of_block(
     column.copy_(first)
 
 
-def with_single_columns(grad: Tensor, teacher_argmax: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
+def subtract_one_hots_(grad: Tensor, teacher_argmax: Tensor, y: Tensor | None, c: GradientFactors) -> Tensor:
     """Subtract the one-hot terms of the teacher's argmax and of the target in place, for columns in range."""
     for y_, factor in ((teacher_argmax, c.best), (y, c.target)):
         if factor is not None and y_ is not None:

@@ -182,18 +182,18 @@ def _mix_block(
 class _Grad(NamedTuple):
     """Per-row terms of the gradient: M, A - B log S and B, the terms of the mixture, and the ids with their gradients.
 
-    p (A + B log p) = p (``plain`` + ``of_log`` d), and g_F q = ``of_mix`` p / (p + ``ratio``). p is ``torch.softmax``
-    for whole rows, and e^d times ``inv_sum`` for a part of a split row. ``column`` and ``of_ids`` are ``[n, K]``, all
-    others ``[n, 1]``.
+    p (A + B log p) = p (``p_coef`` + ``p_logp_coef`` d), and g_F q = ``mix_coef`` p / (p + ``ratio``). p is
+    ``torch.softmax`` for whole rows, and e^d times ``inv_sum`` for a part of a split row. ``column`` and ``grad_ids``
+    are ``[n, K]``, all others ``[n, 1]``.
     """
 
-    plain: Tensor
+    p_coef: Tensor
     column: Tensor
-    of_ids: Tensor
+    grad_ids: Tensor
     row_max: Any = None
     inv_sum: Any = None
-    of_log: Any = None
-    of_mix: Any = None
+    p_logp_coef: Any = None
+    mix_coef: Any = None
     ratio: Any = None
     zero_a: Any = None
 
@@ -203,22 +203,23 @@ class _Grad(NamedTuple):
     ) -> _Grad:
         """Take the terms of these rows."""
         column, out_of_range = column_of(rows.take(request.ids), V)
-        of_ids, plain = rows.take(c.of_ids), rows.take(c.plain).unsqueeze(1)
+        grad_ids, p_coef = rows.take(c.grad_ids), rows.take(c.p_coef).unsqueeze(1)
         if out_of_range is not None:
             if request.whole:
-                plain = plain.masked_fill((out_of_range & (of_ids != 0)).any(1, keepdim=True), math.nan)
-            of_ids = of_ids.masked_fill(out_of_range, 0)
-        grad = cls(plain, column, of_ids)
+                p_coef = p_coef.masked_fill((out_of_range & (grad_ids != 0)).any(1, keepdim=True), math.nan)
+            grad_ids = grad_ids.masked_fill(out_of_range, 0)
+        grad = cls(p_coef, column, grad_ids)
         if not request.whole:
             grad = grad._replace(inv_sum=torch.exp(-rows.take(log_sum)).unsqueeze(1))
-        if not request.whole or c.of_log is not None:
+        if not request.whole or c.p_logp_coef is not None:
             grad = grad._replace(row_max=rows.take(row_max).unsqueeze(1))
-        if c.of_log is not None:
-            of_log = rows.take(c.of_log).unsqueeze(1)
-            grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * rows.take(log_sum).unsqueeze(1))
-        if c.of_mix is not None:
+        if c.p_logp_coef is not None:
+            p_logp_coef = rows.take(c.p_logp_coef).unsqueeze(1)
+            p_coef = grad.p_coef - p_logp_coef * rows.take(log_sum).unsqueeze(1)
+            grad = grad._replace(p_logp_coef=p_logp_coef, p_coef=p_coef)
+        if c.mix_coef is not None:
             mix = _Mix.of(request, rows)
-            grad = grad._replace(of_mix=rows.take(c.of_mix).unsqueeze(1), ratio=mix.ratio, zero_a=mix.zero_a)
+            grad = grad._replace(mix_coef=rows.take(c.mix_coef).unsqueeze(1), ratio=mix.ratio, zero_a=mix.zero_a)
         return grad
 
     def write(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
@@ -228,15 +229,15 @@ class _Grad(NamedTuple):
             _blocks.rowwise(torch.softmax, z, p)
         else:
             torch.sub(z, self.row_max, out=p).exp_().mul_(self.inv_sum)
-        if self.of_log is None:
-            grad = torch.mul(p, self.plain, out=out)
+        if self.p_logp_coef is None:
+            grad = torch.mul(p, self.p_coef, out=out)
         else:
             d = torch.sub(z, self.row_max, out=out)
-            grad = torch.addcmul(self.plain, d.clamp_(min=FARTHEST), self.of_log, out=out).mul_(p)
-        if self.of_mix is not None:
+            grad = torch.addcmul(self.p_coef, d.clamp_(min=FARTHEST), self.p_logp_coef, out=out).mul_(p)
+        if self.mix_coef is not None:
             q = p.div_(torch.add(p, self.ratio, out=spare[1])).masked_fill_(self.zero_a, 1)
-            grad.addcmul_(q, self.of_mix)
-        return grad.scatter_add_(1, self.column, self.of_ids)
+            grad.addcmul_(q, self.mix_coef)
+        return grad.scatter_add_(1, self.column, self.grad_ids)
 
 
 def backward(
@@ -250,7 +251,7 @@ def backward(
         return
     grad = _Grad.of(c, request, row_max, log_sum, rows, V)
     source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through
-    more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
+    more = 2 if grad.mix_coef is not None else int(grad.p_logp_coef is not None)
     threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
     target = _blocks.with_zeros_between(out, rows, size)
     buffers = _blocks.buffers_for(

@@ -12,7 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -97,8 +97,9 @@ def run_jobs(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[R
     try:
         for thread in running:
             thread.result()
-    finally:
+    finally:  # after an error, no job begins, and none still writes when this returns
         waiting.clear()
+        wait(running)
 
 
 @torch.inference_mode()  # unlike no_grad, allows writing to inference tensors of the caller

@@ -1,10 +1,14 @@
-"""Shared code of launchers: device of the tensors, strides, alignment, launch options, arguments to specialise on."""
+"""Shared code of launchers: strides, alignment, launch options, arguments to specialise on.
+
+Triton launches on the current device. Callers make it that of the tensors: ``opaque`` (``_utils/_opaque.py``) does so
+for all launchers below it.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Hashable
+from typing import Any
 
 import torch
 import triton
@@ -13,8 +17,6 @@ import triton.language as tl
 from dllm_kernels._backends._backend import interpreting
 from dllm_kernels._backends.triton._tiles import Tile
 
-Launcher = TypeVar("Launcher", bound=Callable[..., Any])
-
 # Launch option: contract products and sums into fused multiply-adds, which are more exact here. Passed at every launch,
 # because Triton is about to change the default and warns if the option is missing.
 FUSED = {"enable_fp_fusion": True}
@@ -22,31 +24,20 @@ FUSED = {"enable_fp_fusion": True}
 # anywhere. They hold one value per row, K values per row, or one per call.
 PER_ROW = [
     "target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr", "ids_ptr", "active_ptr", "a_ptr",
-    "b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr", "row_ptr", "mean_acceptance_ptr", "value_ptr",
-    "acceptance_ptr", "agree_ptr", "stats_ptr", "hot_ptr", "upstream_log_probs_ptr", "upstream_lse_ptr",
+    "b_ptr", "grad_ids_ptr", "p_coef_ptr", "p_logp_coef_ptr", "mix_coef_ptr", "row_ptr", "mean_acceptance_ptr",
+    "value_ptr", "acceptance_ptr", "agree_ptr", "stats_ptr", "hot_ptr", "upstream_log_probs_ptr", "upstream_lse_ptr",
     "upstream_entropy_ptr", "upstream_mix_ptr", "log_probs_ptr", "mix_weight_ptr", "size_ptr", "with_gradient_ptr",
 ]  # fmt: skip
 # Arguments that are not specialised on at all, so that another shape or transform does not compile another kernel.
 SIZES = [
     "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
-    "V", "K", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip", "TILES", "SPLITS",
+    "V", "K", "R", "logit_scale", "inv_softcap", "skip_id", "teacher_logit_scale", "teacher_inv_softcap",
+    "teacher_skip_id", "TILES", "SPLITS",
 ]  # fmt: skip
+# The transform of the logits (``_transform.py``) among them.
+TRANSFORM = ["logit_scale", "inv_softcap", "skip_id"]
 # Evaluated at import, like the decision of ``triton.jit``, which is made when it decorates a kernel.
 INTERPRETED = interpreting()
-
-
-def on_its_device(launcher: Launcher) -> Launcher:
-    """Decorate a launcher to run with the device of its first argument as the current one; no effect on a CPU.
-
-    Triton launches on the current device, which may not be the device of the tensors.
-    """
-
-    @functools.wraps(launcher)
-    def launch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.cuda.device_of(tensor):
-            return launcher(tensor, *args, **kwargs)
-
-    return launch  # type: ignore[return-value]
 
 
 def threads(num_warps: int) -> int:

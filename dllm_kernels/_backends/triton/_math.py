@@ -31,7 +31,7 @@ import triton.language as tl
 
 from dllm_kernels._backends._row_stats import FARTHEST as _FARTHEST
 from dllm_kernels._backends._rows import IGNORE as _IGNORE
-from dllm_kernels._backends.triton._transform import number, through, transformed
+from dllm_kernels._backends.triton._transform import logits_transform_bwd, number, transformed
 
 IGNORE, FARTHEST = tl.constexpr(_IGNORE), tl.constexpr(_FARTHEST)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -141,14 +141,14 @@ def finite(m):
 def masked_tile(x, v, mask, transform, ACC: tl.constexpr, first=None):
     """Transform the logits of the columns v; masked ones are set to -inf again, because a cap would raise them."""
     x = transformed(x, v, transform, ACC, first)
-    _, rate, _ = transform
-    if rate is not None:
+    _, inv_softcap, _ = transform
+    if inv_softcap is not None:
         x = tl.where(mask, x, -float("inf"))
     return x
 
 
 @triton.jit
-def moved(moment, total, step):
+def rescale_moment(moment, total, step):
     """Return sum e^d (d + step), from ``moment`` = sum e^d d and ``total`` = sum e^d; the maximum grew by ``-step``."""
     return moment + tl.maximum(step, FARTHEST) * total
 
@@ -166,7 +166,7 @@ def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, W
     less = tl.exp2(step * LOG2E)
     if WITH_ENTROPY:
         moments = tl.sum(tl.sum(e * tl.maximum(d, FARTHEST), 2), 0)
-        lane_moment = less * moved(lane_moment, lane_sum, step) + moments
+        lane_moment = less * rescale_moment(lane_moment, lane_sum, step) + moments
     lane_sum = lane_sum * less + tl.sum(tl.sum(e, 2), 0)
     return new_max, lane_sum, lane_moment
 
@@ -247,7 +247,7 @@ def column_stats(
     less = tl.exp2(step * LOG2E)
     moment = row_max
     if WITH_ENTROPY:
-        moment = tl.sum(less * moved(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
+        moment = tl.sum(less * rescale_moment(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
     row_sum = tl.sum(lane_sum * less, 0) + tl.sum(e, 0)
     beaten = row_max > target_logit
     if WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
@@ -266,13 +266,14 @@ def store_grad(
 
     The one-hot is at ``hot``. ``first`` as in ``transformed``.
     """
-    gain, rate, skip = transform  # p need not be right in the skipped column, because the gradient is 0 there
-    p = tl.exp2((transformed(x, i, (gain, rate, None), ACC) - row_max) * LOG2E - log_sum * LOG2E)
+    logit_scale, inv_softcap, skip_id = transform
+    # p need not be right in the skipped column, because the gradient is 0 there.
+    p = tl.exp2((transformed(x, i, (logit_scale, inv_softcap, None), ACC) - row_max) * LOG2E - log_sum * LOG2E)
     grad = tl.where(i == hot, p - 1, p)
-    if rate is None and gain is not None:  # a constant slope is multiplied into the row's scale
-        grad = through((scale * number(gain, ACC)) * grad, x, i, (None, None, skip), ACC, first)
+    if inv_softcap is None and logit_scale is not None:  # a constant slope is multiplied into the row's scale
+        grad = logits_transform_bwd((scale * number(logit_scale, ACC)) * grad, x, i, (None, None, skip_id), ACC, first)
     else:
-        grad = through(scale * grad, x, i, transform, ACC, first)
+        grad = logits_transform_bwd(scale * grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 

@@ -1,14 +1,14 @@
 r"""Transform of the logits inside the kernels, shared by all of them.
 
-A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), and passes them on as one tuple. Each is None
-if the transform has no such step. A None argument is a compile-time constant, and the step is compiled out. The numbers
-are passed as the bits of a float64, because a launch would round a float to float32. No launcher specialises on them,
-so that another temperature does not compile another kernel.
+A kernel takes three integers, ``logit_scale, inv_softcap, skip_id`` (:func:`arguments`), and passes them on as one
+tuple. Each is None if the transform has no such step. A None argument is a compile-time constant, and the step is
+compiled out. The numbers are passed as the bits of a float64, because a launch would round a float to float32. No
+launcher specialises on them, so that another temperature does not compile another kernel.
 
-**Without a cap**, x = gain z. **With a cap**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one
-exponential,
+With a and b for the first two: **without a cap**, x = a z. **With a cap**, a = scale * softcap, b = 1 / softcap,
+u = b z and, from one exponential,
 
-    q = exp(-2 |u|),    r = 1 / (1 + q),    x = gain tanh(u),    dx/dz = gain rate (1 - tanh(u)^2) = gain rate 4 q r^2.
+    q = exp(-2 |u|),    r = 1 / (1 + q),    x = a tanh(u),    dx/dz = a b (1 - tanh(u)^2) = a b 4 q r^2.
 
 The slope has full relative precision, however flat the cap is. tanh(|u|) is 1 - 2 q r. For |u| below 0.625, where the
 difference would cancel, it is an odd function of Cephes (Moshier, ``tanhf.c``, ``tanh.c``). Each product plus a term is
@@ -29,11 +29,11 @@ Arguments = tuple[int | None, int | None, int | None]
 
 
 def arguments(transform: Transform) -> Arguments:
-    """Convert a transform to (gain, rate, skip); ``skip`` is a column of the tensor that the kernel reads."""
-    cap, scale, skip = transform
+    """Convert a transform to the arguments of a kernel; ``skip_id`` is a column of the tensor that the kernel reads."""
+    cap, scale, skip_id = transform
     if cap is None:
-        return None if scale is None else bits_of(scale), None, skip
-    return bits_of(cap if scale is None else cap * scale), bits_of(1 / cap), skip
+        return None if scale is None else bits_of(scale), None, skip_id
+    return bits_of(cap if scale is None else cap * scale), bits_of(1 / cap), skip_id
 
 
 def bits_of(number: float) -> int:
@@ -93,12 +93,12 @@ def _slope(u, ACC: tl.constexpr):
 
 
 @triton.jit
-def with_column(x, v, skip, value, first):
-    """Replace ``x`` by the value in the column ``skip``; ``first`` as in :func:`transformed`."""
+def with_column(x, v, skip_id, value, first):
+    """Replace ``x`` by the value in the column ``skip_id``; ``first`` as in :func:`transformed`."""
     if first is None:
-        return tl.where(v == skip, value, x)
+        return tl.where(v == skip_id, value, x)
     else:  # few tiles contain the column, and a comparison in every lane takes more registers than all the rest
-        i = skip - first
+        i = skip_id - first
         if (i >= 0) & (i < v.shape[0]):
             x = tl.where(v == i, value, x)
         return x
@@ -108,27 +108,29 @@ def with_column(x, v, skip, value, first):
 def transformed(z, v, transform, ACC: tl.constexpr, first=None):
     """Transform the logits of the columns v of a row in ACC; the caller overwrites masked lanes.
 
-    If ``first`` is given, the columns are first + v with v = 0, 1, 2, ...; in such a tile ``skip`` is cheaper to find.
+    If ``first`` is given, the columns are first + v with v = 0, 1, 2, ...; in such a tile the
+    skipped column is cheaper to find.
     """
-    gain, rate, skip = transform
+    logit_scale, inv_softcap, skip_id = transform
     x = z.to(ACC)
-    if rate is not None:
-        x = number(gain, ACC) * _tanh(x * number(rate, ACC), ACC)
-    elif gain is not None:
-        x = x * number(gain, ACC)
-    if skip is not None:
-        x = with_column(x, v, skip, -float("inf"), first)
+    if inv_softcap is not None:
+        x = number(logit_scale, ACC) * _tanh(x * number(inv_softcap, ACC), ACC)
+    elif logit_scale is not None:
+        x = x * number(logit_scale, ACC)
+    if skip_id is not None:
+        x = with_column(x, v, skip_id, -float("inf"), first)
     return x
 
 
 @triton.jit
-def through(grad, z, v, transform, ACC: tl.constexpr, first=None):
+def logits_transform_bwd(grad, z, v, transform, ACC: tl.constexpr, first=None):
     """Backpropagate through the transform: multiply by the slope, and zero the skipped column."""
-    gain, rate, skip = transform
-    if rate is not None:
-        grad = grad * (number(gain, ACC) * number(rate, ACC)) * _slope(z.to(ACC) * number(rate, ACC), ACC)
-    elif gain is not None:
-        grad = grad * number(gain, ACC)
-    if skip is not None:
-        grad = with_column(grad, v, skip, 0.0, first)
+    logit_scale, inv_softcap, skip_id = transform
+    if inv_softcap is not None:
+        inverse = number(inv_softcap, ACC)
+        grad = grad * (number(logit_scale, ACC) * inverse) * _slope(z.to(ACC) * inverse, ACC)
+    elif logit_scale is not None:
+        grad = grad * number(logit_scale, ACC)
+    if skip_id is not None:
+        grad = with_column(grad, v, skip_id, 0.0, first)
     return grad

@@ -15,8 +15,19 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _philox, _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
-from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor
+from dllm_kernels._backends.triton._select import (
+    NEVER,
+    UPPER_NEVER,
+    chosen_of_tile,
+    keys,
+    load_keys,
+    score,
+    store_keys,
+    threshold_in_memory,
+    topk,
+    widen,
+)
 from dllm_kernels._random._rules import MOST
 
 _KINDS = {"mask": 0, "tokens": 1, "all": 2}  # kinds with independent positions
@@ -208,9 +219,12 @@ def number_to_mask(level, length, at_least):
 
 @triton.jit
 def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute keys [R, BLOCK] of the positions of each block from ``first``: the draws, or biased Gumbel scores."""
+    """Compute keys [R, BLOCK] of the positions of each block from ``first``: the draws, or biased Gumbel scores.
+
+    Draws are shifted, because the search compares the upper 32 bits of the keys first.
+    """
     if EXACT:
-        return tl.where(choosable, draw.to(tl.int64), NEVER)
+        return tl.where(choosable, draw.to(tl.int64) << 31, NEVER)
     else:
         i = (first + tl.arange(0, BLOCK))[None, :]
         log_w = ((1.0 - level) * rate) * i.to(tl.float32)
@@ -272,9 +286,9 @@ def _corrupt_topk_long(
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     kept = rounded_up(size)
-    key_ptr += n.to(tl.int64) * kept
-    lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    hi = tl.full([], NEVER, tl.int64)
+    key_ptr += 2 * n.to(tl.int64) * kept
+    lo = tl.full([], 0x7FFFFFFF, tl.int32)
+    hi = tl.full([], UPPER_NEVER, tl.int32)
     choosable = tl.zeros([], tl.int32)
     for start in range(0, kept, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -283,7 +297,7 @@ def _corrupt_topk_long(
             _, may = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         draw = _philox.draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
-        tl.store(key_ptr + i, key, mask=i < kept)
+        store_keys(key_ptr, kept, i, key)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     if EXACT:
@@ -295,7 +309,7 @@ def _corrupt_topk_long(
     p = tl.broadcast_to(level, [1, BLOCK])
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
+        key = load_keys(key_ptr, kept, i)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         ids, supervised = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         noise = chosen[None, :] & supervised
@@ -352,7 +366,6 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
     return -(-blocks // 8) - (-L // (4 if words else 8))
 
 
-@on_its_device
 def corrupt(
     input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, start: Tensor | None,
     segments: Tensor | None, routine: Any, grid: Any, rate: float | Tensor,
@@ -387,7 +400,7 @@ def corrupt(
     of_rows, of_call = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
     numbers = (*numbers, of_call, int(block_size is None))
     if tile.in_memory:
-        scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
+        scratch = torch.empty((B * blocks, 32 * triton.cdiv(size, 16)), dtype=torch.int32, device=input_ids.device)
         _corrupt_topk_long[(B * blocks,)](*pointers, of_rows, scratch, *numbers, **flags)
     else:
         programs = (triton.cdiv(B * blocks, tile.rows),)
@@ -395,7 +408,6 @@ def corrupt(
     return out
 
 
-@on_its_device
 def mix_tokens(
     input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
     seed: Tensor, start: Tensor | None,
@@ -416,7 +428,6 @@ def mix_tokens(
     return noisy, noise
 
 
-@on_its_device
 def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     """See ``_corrupt.complement``."""
     B, L = noise_mask.shape
@@ -428,7 +439,6 @@ def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     return out
 
 
-@on_its_device
 def sample_level(seed: Tensor, B: int, method: str, low: float, high: float) -> Tensor:
     """See ``_corrupt.sample_level``."""
     out = torch.empty(B, dtype=torch.float32, device=seed.device)

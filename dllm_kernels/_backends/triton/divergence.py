@@ -6,17 +6,17 @@ transformed logits x, and S = sum_v e^{x_v - M}. Logarithms are in base 2:
     lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},
     lq_v = (t_v - M_t) log2(e) - log2 S_t,    q_v = 2^{lq_v}.
 
-**Kinds.** All kinds of a spec (``_backends/torch/_divergence.py``) depend on a few sums over the columns of a row,
+**Kinds.** All kinds of a spec (``_backends/_kinds.py``) depend on a few sums over the columns of a row,
 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
     accept = sum min(p, mass q)
 
-(:class:`Sums`, :func:`_with_terms`). The sums give the value of the row (:func:`_value`) and its coefficients
-(:class:`Coefficients`, :func:`_coefficients`). With these the gradient of any sum of kinds is one expression per column
+(:class:`Sums`, :func:`_with_terms`). The sums give the value of the row (:func:`_value`) and the factors of its
+gradient (:class:`Factors`, :func:`_factors`). With these the gradient of any sum of kinds is one expression per column
 (:func:`_gradient`):
 
-    dL/dz_v = p_v (plain or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v -
+    dL/dz_v = p_v (p_coef or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v -
     lm_v)
 
 minus one-hot terms. d = (z - M_z) - (t - M_t) differs from lp - lq by a constant per row, which does not change the
@@ -46,14 +46,16 @@ NaN. Therefore ``poison``, which is NaN if either row has no distribution and ot
 """
 
 from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_STATS, TIE, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels._backends._kinds import KINDS, OPTIONS, TIE
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
-from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, TRANSFORM
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels._backends.triton._transform import number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -62,14 +64,14 @@ from dllm_kernels._utils._transform import Transform
 Tensor = torch.Tensor
 
 
-# Coefficients of the kinds and hyperparameters, each None if the spec does not need it; arguments of
+# Factors of the kinds and values of their options, each None if the spec does not need it; arguments of
 # ``_divergence_rows`` with the same names.
-Kinds = namedtuple("Kinds", "kl rkl jsd tv nla lk lk_soft_ce soft_ce teacher_ce ce")
-Hyper = namedtuple("Hyper", "beta floor eta kl_scale")
+Kinds: Any = namedtuple("Kinds", list(KINDS))  # type: ignore[misc]
+Options: Any = namedtuple("Options", list(OPTIONS))  # type: ignore[misc]
 # Running sums of a row or of a lane; sums that no kind of the spec needs keep their initial value.
 Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix accept")
 # Per-row coefficients of the gradient (:func:`_gradient`).
-Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
+Factors = namedtuple("Factors", "p_coef below ratio mean mix apart")
 
 LN2 = tl.constexpr(0.6931471805599453)
 _TIE = tl.constexpr(TIE)
@@ -178,7 +180,7 @@ def _plus(total, bits, term):
 
 
 @triton.jit
-def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, hyper, ACC: tl.constexpr):
+def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, options, ACC: tl.constexpr):
     """Sum coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax, the target.
 
     ``mass``: the sum of q if it may be less than 1, otherwise None.
@@ -190,14 +192,14 @@ def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, hyper, ACC
     value = _plus(value, kinds.soft_ce, sums.soft_ce * LN2)
     value = _plus(value, kinds.rkl, ratio + (of_rows[3] - of_rows[1]) * LN2)
     if kinds.jsd is not None:
-        b = number(hyper.beta, ACC)
+        b = number(options.beta, ACC)
         jsd = (b * sums.q_mix + (1 - b) * sums.p_mix) * LN2
         if mass is not None:
             jsd -= (1 - mass) * _times(b, tl.log(b))
         value += number(kinds.jsd, ACC) * jsd
     value = _plus(value, kinds.tv, 1 - sums.overlap)
     if kinds.nla is not None:
-        least = number(hyper.floor, ACC)
+        least = number(options.floor, ACC)
         value -= number(kinds.nla, ACC) * tl.log(tl.where(sums.overlap < least, least, sums.overlap))
     value = _plus(value, kinds.lk, lam * kl + (1 - lam) * (1 - sums.overlap))
     value = _plus(value, kinds.lk_soft_ce, lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
@@ -206,14 +208,14 @@ def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, hyper, ACC
 
 
 @triton.jit
-def _coefficients(sums, mean, lam, has_hot, has_target, kinds, hyper, ACC: tl.constexpr):
+def _factors(sums, mean, lam, has_hot, has_target, kinds, options, ACC: tl.constexpr):
     """Compute the coefficients of the gradient without the row's weight; ``mean`` is sum p d."""
-    plain = sums.overlap * 0
-    ratio, mix = plain, plain
-    apart = _plus(_plus(plain, kinds.kl, 1.0), kinds.soft_ce, 1.0)
-    tv_like = _plus(plain, kinds.tv, 1.0)
+    p_coef = sums.overlap * 0
+    ratio, mix = p_coef, p_coef
+    apart = _plus(_plus(p_coef, kinds.kl, 1.0), kinds.soft_ce, 1.0)
+    tv_like = _plus(p_coef, kinds.tv, 1.0)
     if kinds.nla is not None:
-        tv_like += tl.where(sums.overlap < number(hyper.floor, ACC), 0.0, number(kinds.nla, ACC) / sums.overlap)
+        tv_like += tl.where(sums.overlap < number(options.floor, ACC), 0.0, number(kinds.nla, ACC) / sums.overlap)
     apart = _plus(apart, kinds.lk, lam)
     tv_like = _plus(tv_like, kinds.lk, 1 - lam)
     apart = _plus(apart, kinds.lk_soft_ce, lam)
@@ -221,14 +223,14 @@ def _coefficients(sums, mean, lam, has_hot, has_target, kinds, hyper, ACC: tl.co
     if kinds.rkl is not None:
         ratio = number(kinds.rkl, ACC)
     if kinds.jsd is not None:
-        mix = number(kinds.jsd, ACC) * (1 - number(hyper.beta, ACC)) * LN2
-        plain -= mix * sums.p_mix
+        mix = number(kinds.jsd, ACC) * (1 - number(options.beta, ACC)) * LN2
+        p_coef -= mix * sums.p_mix
     if kinds.teacher_ce is not None:
-        plain += tl.where(has_hot, number(kinds.teacher_ce, ACC), 0.0)
+        p_coef += tl.where(has_hot, number(kinds.teacher_ce, ACC), 0.0)
     if kinds.ce is not None:
-        plain += tl.where(has_target, number(kinds.ce, ACC), 0.0)
-    with_below = tv_like * (sums.below - 1) + plain
-    return Coefficients(tv_like * sums.below + plain, with_below, ratio, mean, mix, apart)
+        p_coef += tl.where(has_target, number(kinds.ce, ACC), 0.0)
+    with_below = tv_like * (sums.below - 1) + p_coef
+    return Factors(tv_like * sums.below + p_coef, with_below, ratio, mean, mix, apart)
 
 
 @triton.jit
@@ -236,9 +238,9 @@ def _gradient(p, q, lp, lq, d, c, spec, FAST: tl.constexpr):
     """Compute the gradient in the transformed logits, without the one-hot terms."""
     kinds, beta, _, mass = spec
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
-        grad = p * tl.where(p <= q * _TIE, c.below, c.plain)
+        grad = p * tl.where(p <= q * _TIE, c.below, c.p_coef)
     elif _any(kinds.jsd, kinds.teacher_ce, kinds.ce):
-        grad = p * c.plain
+        grad = p * c.p_coef
     else:
         grad = tl.zeros(p.shape, p.dtype)
     if _any(kinds.kl, kinds.soft_ce, kinds.lk, kinds.lk_soft_ce):
@@ -392,14 +394,14 @@ def _first_pass(
 
 
 @triton.jit
-def _less(grad, v, column, less, first):
+def _subtract_one_hot(grad, v, column, factor, first):
     """Subtract a number from ``grad`` in one column; ``first`` as in ``transformed``."""
     if first is None:
-        return tl.where(v == column, grad - less, grad)
+        return tl.where(v == column, grad - factor, grad)
     else:
         i = column - first
         if (i >= 0) & (i < v.shape[0]):
-            grad = tl.where(v == i, grad - less, grad)
+            grad = tl.where(v == i, grad - factor, grad)
         return grad
 
 
@@ -422,10 +424,10 @@ def _columns(
         grad = _gradient(p, q, lp, lq, d, c, spec, FAST)
         argmax_t, of_argmax, target, of_target = hots
         if of_argmax is not None:
-            grad = _less(grad, i, argmax_t, of_argmax, first)
+            grad = _subtract_one_hot(grad, i, argmax_t, of_argmax, first)
         if of_target is not None:
-            grad = _less(grad, i, target, of_target, first)
-        grad = _transform.through(grad, z, i, slope, ACC, first)
+            grad = _subtract_one_hot(grad, i, target, of_target, first)
+        grad = _transform.logits_transform_bwd(grad, z, i, slope, ACC, first)
         tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     return sums
 
@@ -497,22 +499,23 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     _math.zero_columns(out_ptr, v, v < V)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=[*SIZES, *Kinds._fields, *Hyper._fields])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=[*SIZES, *Kinds._fields, *Options._fields])
 def _divergence_rows(
     logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_acceptance_ptr, norms_ptr, best_ptr,
     value_ptr, acceptance_ptr, agree_ptr, stats_ptr, hot_ptr,
     L, stride_b, stride_l, teacher_L, teacher_stride_b, teacher_stride_l, out_stride_b, out_stride_l, V, R,
-    gain, rate, skip, teacher_gain, teacher_rate, teacher_skip,
+    logit_scale, inv_softcap, skip_id, teacher_logit_scale, teacher_inv_softcap, teacher_skip_id,
     kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce, beta, floor, eta, kl_scale,
     FULL: tl.constexpr, WITH_GRAD: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
+    kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)  # type: ignore[call-arg]
     SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
     HAS_KEPT: tl.constexpr = WITH_GRAD and stats_ptr is not None
-    hyper = Hyper(beta, floor, eta, kl_scale)
-    transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
+    options = Options(beta, floor, eta, kl_scale)  # type: ignore[call-arg]
+    transform = (logit_scale, inv_softcap, skip_id)
+    teacher_transform = (teacher_logit_scale, teacher_inv_softcap, teacher_skip_id)
     n = tl.program_id(0)
     z_ptr = _row_at(logits_ptr, _math.row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
     grad_ptr = z_ptr
@@ -594,11 +597,11 @@ def _divergence_rows(
             lam = number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
         if WITH_GRAD or not SUMS_FIRST:
             scale, slope = w, transform
-            if rate is None and gain is not None:  # a constant slope is multiplied into the row's scale
-                scale, slope = w * number(gain, ACC), (None, None, skip)
+            if inv_softcap is None and logit_scale is not None:  # a constant slope is multiplied into the row's scale
+                scale, slope = w * number(logit_scale, ACC), (None, None, skip_id)
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
-            c = _coefficients(sums, ratio, lam, has_hot, has_target, kinds, hyper, ACC)
-            c = Coefficients(scale * c.plain, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart)
+            c = _factors(sums, ratio, lam, has_hot, has_target, kinds, options, ACC)
+            c = Factors(scale * c.p_coef, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart)
             of_hot, of_y = None, None
             if teacher_ce is not None:
                 of_hot = scale * number(teacher_ce, ACC)  # a column of -100 is in no tile
@@ -613,7 +616,7 @@ def _divergence_rows(
             if not SUMS_FIRST and not HAS_KEPT:
                 sums = found
         if not HAS_KEPT:
-            value = _value(sums, ratio, of_rows, at_hot, at_target, lam, q_sum, kinds, hyper, ACC)
+            value = _value(sums, ratio, of_rows, at_hot, at_target, lam, q_sum, kinds, options, ACC)
             acceptance = sums.overlap + poison
             if mass is not None:
                 acceptance = sums.accept + (poison + mass * 0)
@@ -625,18 +628,18 @@ def _divergence_rows(
                 tl.store(hot_ptr + n, hot)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride", "V", "start", "gain", "rate"])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride", "V", "start", *TRANSFORM[:2]])
 def _row_norms(
-    logits_ptr, skip_ptr, norms_ptr, column_ptr, stride, V, start, gain, rate,
+    logits_ptr, skip_ptr, norms_ptr, column_ptr, stride, V, start, logit_scale, inv_softcap,
     ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Compute M, log S and the argmax of a row, by the first pass of a row and itself, whose second read is cached."""
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0).to(tl.int64)
     row_ptr = _row_at(logits_ptr, n * stride, WIDE, ALIGNED)
-    transform = (gain, rate, None)
+    transform = (logit_scale, inv_softcap, None)
     if skip_ptr is not None:
-        transform = (gain, rate, tl.load(skip_ptr).to(tl.int32))
+        transform = (logit_scale, inv_softcap, tl.load(skip_ptr).to(tl.int32))
     wide = V // WIDE * WIDE
     v = wide + tl.arange(0, WIDE)
     tail = _math.masked_tile(_tail(row_ptr, wide, V, WIDE), v, v < V, transform, ACC)
@@ -647,7 +650,6 @@ def _row_norms(
     tl.store(column_ptr + n, start + tl.minimum(column, V - 1))  # no column if the row has NaN
 
 
-@on_its_device
 def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
     """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
@@ -661,22 +663,21 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     return result
 
 
-@on_its_device
 def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
     """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     _launch_rows(logits, request, kept, out, (None, None, None))
 
 
-@on_its_device
-def row_norms(logits: Tensor, transform: Transform, skip: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
     """Launch the kernel over the rows; see ``_backends/_divergence.py``."""
     (C, V), device, acc = logits.shape, logits.device, accum_dtype(logits.dtype)
     norms, column = torch.empty(C, 2, dtype=acc, device=device), torch.empty(C, dtype=torch.int64, device=device)
     if C:
         tile = _tiles.divergence_rows(V, logits.element_size(), kinds=1, with_steps=transform[::2] != (None, None))
-        gain, rate, _ = _transform.arguments(transform)
+        logit_scale, inv_softcap, _ = _transform.arguments(transform)
         _row_norms[(C,)](
-            logits, skip, norms, column, logits.stride(0), V, start, gain, rate, ALIGNED=_launch.aligned(logits[None]),
+            logits, skip_id, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
+            ALIGNED=_launch.aligned(logits[None]),
             ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(),
         )  # fmt: skip
     return norms, column
@@ -697,12 +698,10 @@ def _launch_rows(
     acc = accum_dtype(logits.dtype)
     rows = (*_launch.strides(logits), 0, 0) if out is None or out is logits else _launch.strides_of_both(logits, out)[0]
     steps = (*transform[::2], *teacher_transform[::2])
-    tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(spec.parts), with_steps=steps != (None,) * 4)
-    parts = {part.kind: part for part in spec.parts}
-    given = dict.fromkeys(Kinds._fields) | {part.kind: part.coefficient for part in spec.parts}
-    beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
-    of_lk = parts.get("lk") or parts.get("lk_soft_ce")
-    given |= Hyper(beta, floor, *(of_lk.hyper if of_lk else (None, None)))._asdict()
+    tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(spec.terms), with_steps=steps != (None,) * 4)
+    given: dict[str, float | None] = dict.fromkeys((*Kinds._fields, *Options._fields))
+    for term in spec.terms:
+        given |= {term.kind: term.coefficient, **dict(zip(KINDS[term.kind].options, term.options, strict=False))}
     bits = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}
     _divergence_rows[(N,)](
         logits, teacher, None if out is logits else out, weights, teacher_rows, targets,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, TRANSFORM
 from dllm_kernels._backends.triton._math import IGNORE
 from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -41,10 +41,10 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
     _math.zero_columns(logits_ptr + row, v, there)
 
 
-@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", *TRANSFORM])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
-    stride_n, V, gain, rate, skip,
+    stride_n, V, logit_scale, inv_softcap, skip_id,
     WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -53,7 +53,7 @@ def _linear_nll_rows(
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     if y != IGNORE:
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = _math.column_stats(
@@ -94,17 +94,15 @@ def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.conste
         tl.store(t_ptr + i, (t * factor).to(t_ptr.dtype.element_ty), mask=i < numel)
 
 
-@on_its_device
 def scale_(t: Tensor, factor: Tensor) -> None:
     """Launch ``t *= factor``; every program reads the factor and returns at once if it is 1."""
     if t.numel() == 0:
         return
-    block = 4096
-    acc = _launch.acc(accum_dtype(t.dtype))
-    _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
+    grid, acc = (triton.cdiv(t.numel(), 4096),), _launch.acc(accum_dtype(t.dtype))
+    with torch.cuda.device_of(t):  # called outside of opaque functions
+        _scale_inplace[grid](t, factor, t.numel(), BLOCK=4096, ACC=acc, num_warps=4, **FUSED)
 
 
-@on_its_device
 def nll_and_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:

@@ -28,9 +28,9 @@ import triton.language as tl
 
 from dllm_kernels._backends._row_stats import Coefficients
 from dllm_kernels._backends.triton import _launch, _math, _tiles
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES
 from dllm_kernels._backends.triton._math import FARTHEST, IGNORE, LOG2E
-from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
+from dllm_kernels._backends.triton._transform import arguments, logits_transform_bwd, transformed, with_column
 from dllm_kernels._utils._dtypes import accum_dtype
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
@@ -41,13 +41,13 @@ Tensor = torch.Tensor
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_parts(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
-    L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
+    L, stride_b, stride_l, V, K, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     if tl.load(active_ptr + n) != IGNORE:
         row = _math.row_offset(n, L, stride_b, stride_l)
         y = tl.load(ids_ptr + n.to(tl.int64) * K)
@@ -73,7 +73,7 @@ def _row_stats_parts(
 def _row_stats_merge(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
-    L, stride_b, stride_l, V, K, gain, rate, skip, SPLITS,
+    L, stride_b, stride_l, V, K, logit_scale, inv_softcap, skip_id, SPLITS,
     WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -96,12 +96,12 @@ def _row_stats_merge(
         tl.store(log_sum_ptr + n, log_sum)
         if WITH_ENTROPY:
             moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
-            moment = tl.sum(less * _math.moved(moments, sums, step), 0)
+            moment = tl.sum(less * _math.rescale_moment(moments, sums, step), 0)
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
         ids = tl.load(ids_ptr + ids_at, mask=asked, other=IGNORE)
         inside = (ids >= 0) & (ids < V)
         z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
-        x = tl.where(inside, transformed(z, ids, (gain, rate, skip), ACC), float("nan"))
+        x = tl.where(inside, transformed(z, ids, (logit_scale, inv_softcap, skip_id), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
         tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=asked)
         if WITH_CORRECT:
@@ -119,10 +119,10 @@ def _row_stats_merge(
 
 
 @triton.jit
-def _mix_weights(q, lane_weight, v, there, first, skip, WIDE: tl.constexpr):
+def _mix_weights(q, lane_weight, v, there, first, skip_id, WIDE: tl.constexpr):
     """Add the q of one more tile to W of the lanes; the skipped column, and columns masked by ``there``, count as 0."""
-    if skip is not None:
-        q = with_column(q, v, skip, 0.0, first)
+    if skip_id is not None:
+        q = with_column(q, v, skip_id, 0.0, first)
     if there is not None:
         q = tl.where(there, q, 0.0)
     return _math.lane_sum(lane_weight, q, WIDE)
@@ -130,24 +130,25 @@ def _mix_weights(q, lane_weight, v, there, first, skip, WIDE: tl.constexpr):
 
 @triton.jit
 def _with_mix(
-    z, v, there, first, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
-    WIDE: tl.constexpr, ACC: tl.constexpr,
+    z, v, there, first, lane_mix, lane_weight, row_max, none, a, ratio, a_over_ratio, transform,
+    WITH_WEIGHT: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add the columns v of one more tile to F and W of the lanes; if a is 0, F lacks the term V log(b / S).
 
     ``first`` as in ``transformed``. ``there``: mask of the columns to count; None: all but the skipped one.
     """
-    gain, rate, skip = transform  # the skipped column need not be -inf, because its terms are set to 0
-    d = transformed(z, v, (gain, rate, None), ACC) - row_max
+    logit_scale, inv_softcap, skip_id = transform  # the skipped column need not be -inf, because its terms are set to 0
+    d = transformed(z, v, (logit_scale, inv_softcap, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
     terms = tl.where(none, d, tl.log(a + ratio * e))
     if there is not None:
         terms = tl.where(there, terms, 0.0)
-    if skip is not None:
-        terms = with_column(terms, v, skip, 0.0, first)
+    if skip_id is not None:
+        terms = with_column(terms, v, skip_id, 0.0, first)
     lane_mix = _math.lane_sum(lane_mix, terms, WIDE)
     if WITH_WEIGHT:
-        lane_weight = _mix_weights(tl.where(none, 1.0, e / (e + beside)), lane_weight, v, there, first, skip, WIDE)
+        q = tl.where(none, 1.0, e / (e + a_over_ratio))
+        lane_weight = _mix_weights(q, lane_weight, v, there, first, skip_id, WIDE)
     return lane_mix, lane_weight
 
 
@@ -165,33 +166,33 @@ def _products_of_four(x):
 
 @triton.jit
 def _with_products(
-    z, v, first, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
+    z, v, first, lane_mix, lane_weight, row_max, a, ratio, a_over_ratio, transform, WITH_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add an unmasked tile like ``_with_mix``, with one logarithm of the product of four terms, which fits float32."""
-    gain, rate, skip = transform
-    e = tl.exp2((transformed(z, v, (gain, rate, None), ACC) - row_max) * LOG2E)
+    logit_scale, inv_softcap, skip_id = transform
+    e = tl.exp2((transformed(z, v, (logit_scale, inv_softcap, None), ACC) - row_max) * LOG2E)
     LANES: tl.constexpr = lane_mix.shape[0]
     terms = a + ratio * e
-    if skip is not None:
-        terms = with_column(terms, v, skip, 1.0, first)
+    if skip_id is not None:
+        terms = with_column(terms, v, skip_id, 1.0, first)
     products = _products_of_four(tl.reshape(terms, [z.shape[0] // (LANES * WIDE), LANES, WIDE]))
     lane_mix += tl.sum(tl.sum(tl.log(products), 2), 0)
     if WITH_WEIGHT:
-        lane_weight = _mix_weights(e / (e + beside), lane_weight, v, None, first, skip, WIDE)
+        lane_weight = _mix_weights(e / (e + a_over_ratio), lane_weight, v, None, first, skip_id, WIDE)
     return lane_mix, lane_weight
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_mix(
     logits_ptr, active_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
-    L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
+    L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     WITH_WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     n = tl.program_id(0) // SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     mix = tl.zeros([], ACC)
     weight = mix
     if tl.load(active_ptr + n) != IGNORE:
@@ -201,7 +202,7 @@ def _row_stats_mix(
         log_sum = tl.load(log_sum_ptr + n)
         none = (a == 0) & (b > 0)
         ratio = b * tl.exp(-log_sum)
-        beside = tl.where(b == 0, float("inf"), a / ratio)
+        a_over_ratio = tl.where(b == 0, float("inf"), a / ratio)
         row = _math.row_offset(n, L, stride_b, stride_l)
         at, first, wide = _math.aligned_columns(row, 0, V, WIDE, ALIGNED)
         start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
@@ -215,21 +216,21 @@ def _row_stats_mix(
             for tile in range(start, whole, BLOCK_V):
                 z = _math.load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
                 lane_mix, lane_weight = _with_products(
-                    z, i, first + tile, lane_mix, lane_weight, row_max, a, ratio, beside, transform,
+                    z, i, first + tile, lane_mix, lane_weight, row_max, a, ratio, a_over_ratio, transform,
                     WITH_WEIGHT, WIDE, ACC,
                 )  # fmt: skip
         else:
             for tile in range(start, whole, BLOCK_V):
                 z = _math.load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
                 lane_mix, lane_weight = _with_mix(
-                    z, i, None, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform,
+                    z, i, None, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, a_over_ratio, transform,
                     WITH_WEIGHT, WIDE, ACC,
                 )  # fmt: skip
         if whole < end:
             z = _math.load_columns(tile_ptr + whole, end - whole, BLOCK_V, ALIGNED, 0.0, "evict_first")
             lane_mix, lane_weight = _with_mix(
-                z, i, i < end - whole, first + whole, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform,
-                WITH_WEIGHT, WIDE, ACC,
+                z, i, i < end - whole, first + whole, lane_mix, lane_weight, row_max, none, a, ratio, a_over_ratio,
+                transform, WITH_WEIGHT, WIDE, ACC,
             )  # fmt: skip
         count = end - start
         mix = tl.sum(lane_mix, 0)
@@ -238,14 +239,14 @@ def _row_stats_mix(
             v, there = _math.ragged_columns(0, V, first, wide, WIDE)
             z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
             few_mix, few_weight = _with_mix(
-                z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform,
-                WITH_WEIGHT, 2 * WIDE, ACC,
+                z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, a_over_ratio,
+                transform, WITH_WEIGHT, 2 * WIDE, ACC,
             )  # fmt: skip
             mix += tl.sum(few_mix, 0)
             weight += tl.sum(few_weight, 0)
             count += V - wide
-            if skip is not None:
-                count -= ((skip >= 0) & (skip < V)).to(tl.int32)
+            if skip_id is not None:
+                count -= ((skip_id >= 0) & (skip_id < V)).to(tl.int32)
         if none:
             mix += count * tl.log(ratio)
     tl.store(part_mix_ptr + tl.program_id(0).to(tl.int64), mix)
@@ -255,44 +256,44 @@ def _row_stats_mix(
 
 @triton.jit
 def _store_grad(
-    x, out_ptr, i, mask, first, lowest, highest, row, ids_ptr, of_id_ptr, ids, K, transform,
+    x, out_ptr, i, mask, first, lowest, highest, row, ids_ptr, grad_ids_ptr, ids, K, transform,
     WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient for the columns i, all of them in [lowest, highest); ``first`` as in ``transformed``."""
-    row_max, log_sum, plain, of_log, of_mix, ratio, none = row
+    row_max, log_sum, p_coef, p_logp_coef, mix_coef, ratio, none = row
     log_p = (transformed(x, i, transform, ACC, first) - row_max) - log_sum
     p = tl.exp2(log_p * LOG2E)
     if WITH_LOG:
-        grad = p * (plain + of_log * tl.maximum(log_p, FARTHEST))
+        grad = p * (p_coef + p_logp_coef * tl.maximum(log_p, FARTHEST))
     else:
-        grad = p * plain
+        grad = p * p_coef
     if WITH_MIX:
-        grad += of_mix * tl.where(none, 1.0, p / (p + ratio))
+        grad += mix_coef * tl.where(none, 1.0, p / (p + ratio))
     if tl.max(((ids >= lowest) & (ids < highest)).to(tl.int32), 0) > 0:
         zero = 0 if first is None else first
         if ids.shape[0] <= 8:  # a loop of unknown length takes a third more registers
             for k in tl.static_range(ids.shape[0]):
                 there = k < K
                 hot = tl.load(ids_ptr + k, mask=there, other=-1).to(tl.int32)
-                grad = tl.where(i == hot - zero, grad + tl.load(of_id_ptr + k, mask=there, other=0.0), grad)
+                grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k, mask=there, other=0.0), grad)
         else:
             for k in range(K):
-                grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(of_id_ptr + k), grad)
+                grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(grad_ids_ptr + k), grad)
     if THROUGH:
-        grad = through(grad, x, i, transform, ACC, first)
+        grad = logits_transform_bwd(grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_bwd(
-    logits_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr,
-    out_ptr, L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
-    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr,
+    logits_ptr, ids_ptr, active_ptr, grad_ids_ptr, p_coef_ptr, p_logp_coef_ptr, mix_coef_ptr, a_ptr, b_ptr, max_ptr,
+    log_sum_ptr, out_ptr, L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, logit_scale, inv_softcap, skip_id,
+    TILES, SPLITS, SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     row = _math.row_offset(n, L, stride_b, stride_l)
     at, first, wide = _math.wide_columns(row, 0, V, WIDE)
     out_row, out_at = _math.output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES)
@@ -304,17 +305,17 @@ def _row_stats_bwd(
         k = tl.arange(0, BLOCK_K)
         ids_at = n.to(tl.int64) * K
         ids = _math.column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=IGNORE), V)
-        plain = tl.load(plain_ptr + n)
-        of_log, of_mix, ratio, none = plain, plain, plain, False
+        p_coef = tl.load(p_coef_ptr + n)
+        p_logp_coef, mix_coef, ratio, none = p_coef, p_coef, p_coef, False
         if WITH_LOG:
-            of_log = tl.load(of_log_ptr + n)
+            p_logp_coef = tl.load(p_logp_coef_ptr + n)
         if WITH_MIX:
-            of_mix = tl.load(of_mix_ptr + n)
+            mix_coef = tl.load(mix_coef_ptr + n)
             a = tl.load(a_ptr + n)
             b = tl.load(b_ptr + n)
             ratio = tl.where(b == 0, float("inf"), a / b)
             none = (a == 0) & (b > 0)
-        of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), plain, of_log, of_mix, ratio, none)
+        of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), p_coef, p_logp_coef, mix_coef, ratio, none)
         end = tl.maximum(start, end)
         # the last tile; before ``start`` if there is none
         tile = start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
@@ -326,7 +327,7 @@ def _row_stats_bwd(
             column = first + tile
             _store_grad(
                 x, out_ptr + out_at + tile, i, i < end - tile, column, column, column + BLOCK_V, of_row,
-                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
+                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
             )  # fmt: skip
             x = x_ahead
             tile = ahead
@@ -335,7 +336,7 @@ def _row_stats_bwd(
             tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
             _store_grad(
                 x_few, out_ptr + out_row, v, there, None, 0, V, of_row,
-                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
+                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
             )  # fmt: skip
     else:
         for tile in range(start, end, BLOCK_V):
@@ -353,7 +354,7 @@ def _product(grad, value):
 @triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "entropy_ptr"], do_not_specialize=[*SIZES, "N"])
 def _row_stats_coefficients(
     log_probs_ptr, entropy_ptr, mix_weight_ptr, upstream_log_probs_ptr, upstream_lse_ptr, upstream_entropy_ptr,
-    upstream_mix_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, size_ptr, with_gradient_ptr, N, K,
+    upstream_mix_ptr, ids_ptr, active_ptr, grad_ids_ptr, p_coef_ptr, p_logp_coef_ptr, size_ptr, with_gradient_ptr, N, K,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -361,36 +362,35 @@ def _row_stats_coefficients(
     there = n < N
     asked = there[:, None] & (k < K)[None, :]
     at = n[:, None] * K + k[None, :]
-    of_ids = tl.zeros([BLOCK_N, BLOCK_K], log_probs_ptr.dtype.element_ty)
+    grad_ids = tl.zeros([BLOCK_N, BLOCK_K], log_probs_ptr.dtype.element_ty)
     if upstream_log_probs_ptr is not None:
         upstream = tl.load(upstream_log_probs_ptr + at, mask=asked, other=0.0)
         log_p = tl.load(log_probs_ptr + at, mask=asked, other=0.0)
-        of_ids = tl.where(tl.load(ids_ptr + at, mask=asked, other=IGNORE) == IGNORE, 0.0, upstream)
-        of_ids = tl.where((log_p != log_p) & (upstream != 0), float("nan"), of_ids)
-    tl.store(of_id_ptr + at, of_ids, mask=asked)
-    plain = -tl.sum(of_ids, 1)
-    size = tl.sum(tl.abs(of_ids), 1)
+        grad_ids = tl.where(tl.load(ids_ptr + at, mask=asked, other=IGNORE) == IGNORE, 0.0, upstream)
+        grad_ids = tl.where((log_p != log_p) & (upstream != 0), float("nan"), grad_ids)
+    tl.store(grad_ids_ptr + at, grad_ids, mask=asked)
+    p_coef = -tl.sum(grad_ids, 1)
+    size = tl.sum(tl.abs(grad_ids), 1)
     if upstream_lse_ptr is not None:
         upstream = tl.load(upstream_lse_ptr + n, mask=there, other=0.0)
-        plain += upstream
+        p_coef += upstream
         size += tl.abs(upstream)
     if upstream_entropy_ptr is not None:
         upstream = tl.load(upstream_entropy_ptr + n, mask=there, other=0.0)
-        plain -= _product(upstream, tl.load(entropy_ptr + n, mask=there, other=0.0))
+        p_coef -= _product(upstream, tl.load(entropy_ptr + n, mask=there, other=0.0))
         size += tl.abs(upstream)
-        tl.store(of_log_ptr + n, -upstream, mask=there)
+        tl.store(p_logp_coef_ptr + n, -upstream, mask=there)
     if upstream_mix_ptr is not None:
         upstream = tl.load(upstream_mix_ptr + n, mask=there, other=0.0)
-        plain -= _product(upstream, tl.load(mix_weight_ptr + n, mask=there, other=0.0))
+        p_coef -= _product(upstream, tl.load(mix_weight_ptr + n, mask=there, other=0.0))
         size += tl.abs(upstream)
-    tl.store(plain_ptr + n, plain, mask=there)
+    tl.store(p_coef_ptr + n, p_coef, mask=there)
     active = tl.load(active_ptr + n, mask=there, other=IGNORE)
-    size = tl.where(active == IGNORE, 0.0, size + tl.abs(plain))
+    size = tl.where(active == IGNORE, 0.0, size + tl.abs(p_coef))
     tl.store(size_ptr + n, size, mask=there)
     tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=there)
 
 
-@on_its_device
 def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     """Launch the forward pass."""
     V = logits.shape[2]
@@ -419,7 +419,6 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     return log_probs, row_max, log_sum, entropy, F, W, correct
 
 
-@on_its_device
 def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Launch the pass for F and W."""
     B, L, V = logits.shape
@@ -445,25 +444,23 @@ def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients
     return _coefficients(result.log_probs, request, result, upstream)
 
 
-@on_its_device
 def _coefficients(log_probs: Tensor, request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
     N, K = log_probs.shape
     of_outputs = (upstream.log_probs, upstream.lse, upstream.entropy, upstream.mix)
     given = [None if t is None else t.contiguous() for t in (log_probs, result.entropy, result.mix_weight, *of_outputs)]
-    of_ids, (plain, size) = log_probs.new_empty(N, K), (log_probs.new_empty(N) for _ in range(2))
-    of_log = None if upstream.entropy is None else torch.empty_like(plain)
+    grad_ids, (p_coef, size) = log_probs.new_empty(N, K), (log_probs.new_empty(N) for _ in range(2))
+    p_logp_coef = None if upstream.entropy is None else torch.empty_like(p_coef)
     targets = torch.empty_like(request.targets)
     if N:
         block_k = triton.next_power_of_2(K)
         block_n = max(COEFFICIENTS // block_k, 1)
         _row_stats_coefficients[(triton.cdiv(N, block_n),)](
-            *given, request.ids, request.targets, of_ids, plain, of_log, size, targets, N, K,
+            *given, request.ids, request.targets, grad_ids, p_coef, p_logp_coef, size, targets, N, K,
             BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return Coefficients(of_ids, plain, of_log, given[-1]), size, targets
+    return Coefficients(grad_ids, p_coef, p_logp_coef, given[-1]), size, targets
 
 
-@on_its_device
 def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Tensor, out: Tensor) -> None:
     """Launch the backward pass."""
     V = logits.shape[2]
@@ -477,9 +474,9 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
     # their masks. For float64 ptxas spills with twice the warps.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     _row_stats_bwd[(N * splits,)](
-        logits, request.ids, request.targets, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b,
+        logits, request.ids, request.targets, c.grad_ids, c.p_coef, c.p_logp_coef, c.mix_coef, request.a, request.b,
         row_max, log_sum, out, *rows, V, K, *arguments(request.transform), tiles, splits,
-        SAME_STRIDES=same, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, THROUGH=request.through,
-        BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K), ACC=_launch.acc(c.plain.dtype),
+        SAME_STRIDES=same, WITH_LOG=c.p_logp_coef is not None, WITH_MIX=c.mix_coef is not None, THROUGH=request.through,
+        BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K), ACC=_launch.acc(c.p_coef.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(num_warps, tile.block_v), **FUSED,
     )  # fmt: skip

@@ -15,7 +15,6 @@ import triton.language as tl
 
 from dllm_kernels._backends._rows import P_MASK_MIN
 from dllm_kernels._backends.triton import _launch
-from dllm_kernels._backends.triton._launch import on_its_device
 from dllm_kernels._backends.triton._transform import bits_of, number
 
 LEAST = tl.constexpr(P_MASK_MIN)
@@ -66,7 +65,6 @@ def _mdlm_weights(
         tl.store(divided_ptr + i, _quotient(weight, tl.where(total < 1, one, total), ACC), mask=there)
 
 
-@on_its_device
 def mdlm_weights(
     p_mask: Tensor, noise_mask: Tensor, loss_mask: Tensor, factor: Any, count: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -78,10 +76,11 @@ def mdlm_weights(
     N = p_mask.numel()
     if N:
         pointers, bits = zip(*numbers, strict=True)
-        _mdlm_weights[(triton.cdiv(N, BLOCK),)](
-            *masks, *pointers, weights, divided, N, *bits, BLOCK=BLOCK, ACC=_launch.acc(dtype), num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(weights):  # called outside of opaque functions
+            _mdlm_weights[(triton.cdiv(N, BLOCK),)](
+                *masks, *pointers, weights, divided, N, *bits, BLOCK=BLOCK, ACC=_launch.acc(dtype), num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
     return weights, weights if divided is None else divided
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _tiles
-from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES
 from dllm_kernels._backends.triton._philox import counter_words, halves
 from dllm_kernels._backends.triton._select import score
 from dllm_kernels._backends.triton._transform import arguments, transformed
@@ -66,11 +66,11 @@ def _better(best, column, scores, v):
 @triton.jit(do_not_specialize_on_alignment=ROWS, do_not_specialize=COLUMNS)
 def _sample(
     logits_ptr, seed_ptr, number_ptr, score_ptr, column_ptr,
-    stride_n, V, before, first, gain, rate, skip, TILES, SPLITS,
+    stride_n, V, before, first, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     WITH_NOISE: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = (tl.program_id(0) // SPLITS).to(tl.int64)
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     row_ptr = logits_ptr + n * stride_n
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, V + before)
@@ -103,7 +103,6 @@ def _sample(
     tl.store(column_ptr + at, column)
 
 
-@on_its_device
 def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``_backends/_rows.py``."""
     (C, V), device = logits.shape, logits.device

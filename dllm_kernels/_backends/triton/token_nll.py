@@ -20,7 +20,7 @@ import triton.language as tl
 
 from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles
-from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, TRANSFORM
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E
 from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _counts(n, y, weight_ptr):
+def _is_active(n, y, weight_ptr):
     """Return True if row n is active: it has a target, and a nonzero weight if rows have weights."""
     on = y != IGNORE
     if weight_ptr is not None:
@@ -65,14 +65,14 @@ def finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_fwd(
     logits_ptr, target_ptr, weight_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
-    L, stride_b, stride_l, V, gain, rate, skip,
+    L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id,
     WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
-    if _counts(n, y, weight_ptr):
+    if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = _math.column_stats(
@@ -87,14 +87,14 @@ def _token_nll_fwd(
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_fwd_split(
     logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
+    L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     y = tl.load(target_ptr + n)
-    if _counts(n, y, weight_ptr):
+    if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
@@ -113,15 +113,15 @@ def _token_nll_fwd_split(
 def _token_nll_merge(
     logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
-    L, stride_b, stride_l, V, gain, rate, skip, SPLITS,
+    L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id, SPLITS,
     WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
-    if _counts(n, y, weight_ptr):
+    if _is_active(n, y, weight_ptr):
         row_ptr = logits_ptr + _math.row_offset(n, L, stride_b, stride_l)
-        target_logit = _math.load_target_logit(row_ptr, y, V, (gain, rate, skip), ACC)
+        target_logit = _math.load_target_logit(row_ptr, y, V, (logit_scale, inv_softcap, skip_id), ACC)
         k = tl.arange(0, BLOCK_K)
         part = n.to(tl.int64) * SPLITS + k
         maxima = tl.load(part_max_ptr + part, mask=k < SPLITS, other=-float("inf"))
@@ -135,12 +135,10 @@ def _token_nll_merge(
         store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "V", "gain", "rate", "skip", "TILES", "SPLITS"]
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "V", *TRANSFORM, "TILES", "SPLITS"])
 def _token_nll_bwd(
     logits_ptr, target_ptr, scale_ptr, factor_ptr, max_ptr, log_sum_ptr, out_ptr,
-    L, stride_b, stride_l, out_stride_b, out_stride_l, V, gain, rate, skip, TILES, SPLITS,
+    L, stride_b, stride_l, out_stride_b, out_stride_l, V, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
     SAME_STRIDES: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -151,7 +149,7 @@ def _token_nll_bwd(
     if factor_ptr is not None:
         scale = scale * tl.load(factor_ptr)
         on = on & (scale != 0)  # in addition to the test above, because a NaN factor must not activate a row of scale 0
-    transform = (gain, rate, skip)
+    transform = (logit_scale, inv_softcap, skip_id)
     row = _math.row_offset(n, L, stride_b, stride_l)
     at, first, wide = _math.wide_columns(row, 0, V, WIDE)
     out_row, out_at = _math.output_of(row, at, first, n, L, out_stride_b, out_stride_l, SAME_STRIDES)
@@ -192,7 +190,6 @@ def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: An
     return weighted, *nll(logits, targets, weights, weighted, **options)
 
 
-@on_its_device
 def nll(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
     with_correct: bool, transform: Transform = NO_TRANSFORM,
@@ -220,7 +217,6 @@ def nll(
     return out
 
 
-@on_its_device
 def nll_grad(
     logits: Tensor, targets: Tensor, scale: Tensor, row_max: Tensor, log_sum: Tensor, out: Tensor, *,
     factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
