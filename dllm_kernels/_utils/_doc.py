@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import textwrap
 from typing import Any
 
 SHARED = {
@@ -155,7 +154,15 @@ _REFERENCE = re.compile(r"^( +)(\w+): \{(\w+)\}(.*(?:\n\1 +\S.*)*)", re.MULTILIN
 
 @functools.cache  # most arguments are described in the same words by many functions, and this runs at import
 def _wrapped(indent: str, text: str) -> str:
-    return textwrap.fill(text, 120, initial_indent=indent, subsequent_indent=f"{indent}    ")
+    """Wrap at 120 columns, between words. ``textwrap`` takes five times as long."""
+    lines, line = [], indent
+    for word in text.split():
+        if len(line) + len(word) >= 120:
+            lines.append(line)
+            line = f"{indent}    {word}"
+        else:
+            line = f"{line} {word}" if line != indent else indent + word
+    return "\n".join([*lines, line])
 
 
 def filled(docstring: str) -> str:
@@ -165,7 +172,7 @@ def filled(docstring: str) -> str:
         indent, name, shared, more = match.groups()
         return _wrapped(indent, f"{name}: {SHARED[shared]} {' '.join(more.split())}".rstrip())
 
-    return _REFERENCE.sub(described, docstring)
+    return _REFERENCE.sub(described, docstring) if ": {" in docstring else docstring
 
 
 def describe_arguments(things: list[Any]) -> None:
