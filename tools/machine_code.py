@@ -198,7 +198,7 @@ def tail(code: Sequence[Instruction]) -> int:
 
 
 def whole(code: Sequence[Instruction]) -> Cost:
-    """Count the longest path from entry to exit, with ``SEARCH_STEPS`` iterations for a search, see :func:`_turns`."""
+    """Count the longest path from entry to exit, with ``SEARCH_STEPS`` iterations for each search."""
     turns = _turns(code)
     way = _longest_way(code, turns)
     return _cost([code[i] for i in way for _ in range(turns[i])], [code[i] for i in way])
@@ -253,18 +253,11 @@ def _overlap(body: Sequence[Instruction], width: int) -> tuple[int, int]:
 
 
 def _turns(code: Sequence[Instruction]) -> list[int]:
-    """Return the number of times that each reachable instruction is issued.
-
-    The first search in registers compares the upper halves of the keys. The second one is for the lower halves of keys
-    that tie, which is rare, and counts as one step.
-    """
+    """Return the number of times that each reachable instruction is issued."""
     turns = [1] * len(code)
     for loop in loops(code):
         for i in loop:
             turns[i] = SEARCH_STEPS
-    for loop in [loop for loop in loops(code) if not any(code[i].name == "LDG" for i in loop)][1:]:
-        for i in loop:
-            turns[i] = 1
     return turns
 
 

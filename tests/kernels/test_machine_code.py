@@ -150,11 +150,6 @@ def test_a_search_takes_its_steps():
     assert cost.slots == 2 + 2 * machine_code.SEARCH_STEPS
 
 
-def test_a_search_among_ties_is_counted_once():
-    code = listing("MOV R1, RZ", "LOP3.LUT R1, R1, R2, RZ", "@P0 BRA 0x10", "MOV R2, RZ", "@P0 BRA 0x30", "EXIT")
-    assert machine_code.whole(code).slots == 4 + 2 * machine_code.SEARCH_STEPS
-
-
 @pytest.mark.parametrize(
     ("name", "slots", "in_flight"), [("A100", 22.0, 11.5), ("H100", 19.7, 16.0), ("H200", 14.4, 22.9)]
 )

@@ -118,6 +118,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
     records = [r for r in reports("real") if r["target"] == "sm_90" and any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
     # Ten rounds of two 64-bit products give four words. A draw of half a word costs less than five such products.
+    # products.
     assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
     assert {r["function"] for r in records if r["kernel"] in slots} == {
         "corrupt_independent", "corrupt_mix", "corrupt_topk", "corrupt_topk_long", "gumbel_topk", "gumbel_topk_long",
@@ -128,10 +129,6 @@ def test_the_instructions_of_a_draw_are_counted(reports):
         "corrupt_independent[i64, blocks=1, KIND=2]"
     }
     assert len(nothing_drawn) > 1
-    # Rows of 4,096 in registers. With comparisons of 64 bits in every step of the search: 636, 393 and 503.
-    most = {"corrupt_topk[i64, R=1]": 580, "corrupt_topk[i64, exact, level, R=1]": 335,
-            "gumbel_topk[fp32, shared_seed, R=1]": 435}  # fmt: skip
-    assert {kernel: slots[kernel] for kernel, limit in most.items() if slots[kernel] > limit} == {}
 
 
 # Static roofline of bf16 rows: required values, so that a later change cannot lose them unnoticed.

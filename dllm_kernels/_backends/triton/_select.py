@@ -9,8 +9,7 @@ index, as are still missing.
 - Rows of up to ``SORTED`` keys are sorted; one warp holds one or several rows. No step depends on the data or waits for
   another warp. Compiled for sm_90, a position of a row of 32 costs a third of what it costs by bisection.
 - In longer rows t is found by bisection of [lo, hi]. A row stops early if exactly k keys reach the middle, after some
-  20 steps. The upper 32 bits of the keys are searched first, because a comparison of 64 bits takes two instructions.
-  The lower bits decide only if keys with the same upper bits lie on both sides of the threshold.
+  20 steps instead of 64.
 
 ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` are for longer ones.
 
@@ -24,7 +23,6 @@ import triton.language as tl
 from dllm_kernels._random import _gumbel
 
 NEVER = tl.constexpr(-(2**63))
-UPPER_NEVER = tl.constexpr(-(2**31))
 SORTED = tl.constexpr(128)
 
 _SQRT_HALF_BITS = tl.constexpr(_gumbel.SQRT_HALF_BITS)
@@ -61,8 +59,11 @@ def keys(scores, choosable):
 
 @triton.jit
 def halve(lo, hi, k, middle, count):
-    """Halve [lo, hi], given the count of keys >= middle; if it is k, lo is the middle and hi < lo ends the search."""
-    return tl.where(count >= k, middle, lo), tl.where(count > k, hi, middle - 1)
+    """Halve [lo, hi], given the count of keys >= middle."""
+    enough = count >= k
+    lo = tl.where(enough, middle, lo)
+    hi = tl.where(enough, tl.where(count == k, middle, hi), middle - 1)
+    return lo, hi
 
 
 @triton.jit
@@ -72,45 +73,20 @@ def middle_of(lo, hi):
 
 
 @triton.jit
-def upper(key):
-    """Return the upper 32 bits of int64 keys. Their order is that of the keys, and ``NEVER`` remains the lowest."""
-    return (key >> 32).to(tl.int32)
-
-
-@triton.jit
-def keys_from(lo, hi):
-    """Return the range of int64 keys whose upper halves are those of the search [lo, hi].
-
-    The search has ended, so lo is the upper half of the threshold. If hi < lo, exactly k keys are at least
-    ``lo << 32``, which is then the threshold.
-    """
-    first = lo.to(tl.int64) << 32
-    return first, tl.where(hi < lo, first, first | 0xFFFFFFFF)
-
-
-@triton.jit
 def topk(key, k):
     """Select the k[r] largest keys of row r of key [R, BLOCK]."""
     choosable = key != NEVER
-    number = tl.sum(choosable.to(tl.int32), 1)
-    k = tl.minimum(k, number)
+    k = tl.minimum(k, tl.sum(choosable.to(tl.int32), 1))
     if key.shape[1] <= SORTED:
         place = tl.arange(0, key.shape[1])[None, :]
         threshold = tl.sum(tl.where(place == (k - 1)[:, None], tl.sort(key, 1, descending=True), 0), 1)
     else:
-        high = upper(key)
-        hi = tl.max(high, 1)
-        lo = tl.min(tl.where(choosable, high, hi[:, None]), 1)
-        hi = tl.where(k < number, hi, UPPER_NEVER)  # all are chosen: nothing to search
-        while tl.max((lo < hi).to(tl.int32), 0) > 0:
-            middle = middle_of(lo, hi)
-            count = tl.sum((high >= middle[:, None]).to(tl.int32), 1)
-            lo, hi = halve(lo, hi, k, middle, count)
-        threshold, last = keys_from(lo, hi)
-        while tl.max((threshold < last).to(tl.int32), 0) > 0:
-            middle = middle_of(threshold, last)
+        hi = tl.max(key, 1)
+        threshold = tl.min(tl.where(choosable, key, hi[:, None]), 1)
+        while tl.max((threshold < hi).to(tl.int32), 0) > 0:
+            middle = middle_of(threshold, hi)
             count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-            threshold, last = halve(threshold, last, k, middle, count)
+            threshold, hi = halve(threshold, hi, k, middle, count)
     above = key > threshold[:, None]
     tied = (key == threshold[:, None]) & choosable
     missing = k - tl.sum(above.to(tl.int32), 1)
@@ -118,48 +94,25 @@ def topk(key, k):
 
 
 @triton.jit
-def store_keys(key_ptr, D, i, key):
-    """Store the keys i of a row of D: first the upper halves of all keys, then the lower ones, int32 [2 D]."""
-    tl.store(key_ptr + i, upper(key), mask=i < D)
-    tl.store(key_ptr + D + i, key.to(tl.int32), mask=i < D)
-
-
-@triton.jit
-def load_keys(key_ptr, D, i):
-    """Load the keys i of a row of D; ``NEVER`` for i >= D."""
-    high = tl.load(key_ptr + i, mask=i < D, other=UPPER_NEVER).to(tl.int64)
-    low = tl.load(key_ptr + D + i, mask=i < D, other=0).to(tl.uint32, bitcast=True)
-    return (high << 32) | low.to(tl.int64)
-
-
-@triton.jit
-def count_in_memory(key_ptr, D, at_least, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """Count the keys, of D, that are >= at_least; without ``WHOLE``, their upper halves."""
+def count_in_memory(key_ptr, D, at_least, BLOCK: tl.constexpr):
+    """Count the keys, of D, that are >= at_least."""
     lanes = tl.zeros([BLOCK], tl.int32)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        if WHOLE:
-            key = load_keys(key_ptr, D, i)
-        else:
-            key = tl.load(key_ptr + i, mask=i < D, other=UPPER_NEVER)
+        key = tl.load(key_ptr + i, mask=i < D, other=NEVER)
         lanes += (key >= at_least).to(tl.int32)
     return tl.sum(lanes, 0)
 
 
 @triton.jit
 def threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK: tl.constexpr):
-    """Return (threshold, number of keys equal to it that are selected) for D keys with upper halves in [lo, hi]."""
+    """Return (threshold, number of keys equal to it that are selected) for D keys within [lo, hi]."""
     k = tl.minimum(k, choosable)
-    hi = tl.where(k < choosable, hi, UPPER_NEVER)  # all are chosen: nothing to search
     while lo < hi:
         middle = middle_of(lo, hi)
-        lo, hi = halve(lo, hi, k, middle, count_in_memory(key_ptr, D, middle, False, BLOCK))
-    threshold, last = keys_from(lo, hi)
-    while threshold < last:
-        middle = middle_of(threshold, last)
-        threshold, last = halve(threshold, last, k, middle, count_in_memory(key_ptr, D, middle, True, BLOCK))
-    missing = k - count_in_memory(key_ptr, D, threshold + 1, True, BLOCK)
-    return tl.where(k > 0, threshold, 0x7FFFFFFFFFFFFFFF), missing
+        lo, hi = halve(lo, hi, k, middle, count_in_memory(key_ptr, D, middle, BLOCK))
+    missing = k - count_in_memory(key_ptr, D, lo + 1, BLOCK)
+    return tl.where(k > 0, lo, 0x7FFFFFFFFFFFFFFF), missing
 
 
 @triton.jit
@@ -172,7 +125,7 @@ def chosen_of_tile(key, threshold, missing):
 
 @triton.jit
 def widen(lo, hi, choosable, key):
-    """Update the smallest and the largest upper half and the number of choosable keys with one more tile."""
-    some, high = key != NEVER, upper(key)
-    lo = tl.minimum(lo, tl.min(tl.where(some, high, 0x7FFFFFFF), 0))
-    return lo, tl.maximum(hi, tl.max(high, 0)), choosable + tl.sum(some.to(tl.int32), 0)
+    """Update the smallest, the largest and the number of choosable keys with one more tile."""
+    some = key != NEVER
+    lo = tl.minimum(lo, tl.min(tl.where(some, key, 0x7FFFFFFFFFFFFFFF), 0))
+    return lo, tl.maximum(hi, tl.max(key, 0)), choosable + tl.sum(some.to(tl.int32), 0)

@@ -16,18 +16,7 @@ import triton.language as tl
 from dllm_kernels._backends.triton import _philox, _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor
-from dllm_kernels._backends.triton._select import (
-    NEVER,
-    UPPER_NEVER,
-    chosen_of_tile,
-    keys,
-    load_keys,
-    score,
-    store_keys,
-    threshold_in_memory,
-    topk,
-    widen,
-)
+from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 from dllm_kernels._random._rules import MOST
 
 _KINDS = {"mask": 0, "tokens": 1, "all": 2}  # kinds with independent positions
@@ -219,12 +208,9 @@ def number_to_mask(level, length, at_least):
 
 @triton.jit
 def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute keys [R, BLOCK] of the positions of each block from ``first``: the draws, or biased Gumbel scores.
-
-    Draws are shifted, because the search compares the upper 32 bits of the keys first.
-    """
+    """Compute keys [R, BLOCK] of the positions of each block from ``first``: the draws, or biased Gumbel scores."""
     if EXACT:
-        return tl.where(choosable, draw.to(tl.int64) << 31, NEVER)
+        return tl.where(choosable, draw.to(tl.int64), NEVER)
     else:
         i = (first + tl.arange(0, BLOCK))[None, :]
         log_w = ((1.0 - level) * rate) * i.to(tl.float32)
@@ -286,9 +272,9 @@ def _corrupt_topk_long(
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     kept = rounded_up(size)
-    key_ptr += 2 * n.to(tl.int64) * kept
-    lo = tl.full([], 0x7FFFFFFF, tl.int32)
-    hi = tl.full([], UPPER_NEVER, tl.int32)
+    key_ptr += n.to(tl.int64) * kept
+    lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
     for start in range(0, kept, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -297,7 +283,7 @@ def _corrupt_topk_long(
             _, may = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         draw = _philox.draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
-        store_keys(key_ptr, kept, i, key)
+        tl.store(key_ptr + i, key, mask=i < kept)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     if EXACT:
@@ -309,7 +295,7 @@ def _corrupt_topk_long(
     p = tl.broadcast_to(level, [1, BLOCK])
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = load_keys(key_ptr, kept, i)
+        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         ids, supervised = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         noise = chosen[None, :] & supervised
@@ -400,7 +386,7 @@ def corrupt(
     of_rows, of_call = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
     numbers = (*numbers, of_call, int(block_size is None))
     if tile.in_memory:
-        scratch = torch.empty((B * blocks, 32 * triton.cdiv(size, 16)), dtype=torch.int32, device=input_ids.device)
+        scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
         _corrupt_topk_long[(B * blocks,)](*pointers, of_rows, scratch, *numbers, **flags)
     else:
         programs = (triton.cdiv(B * blocks, tile.rows),)

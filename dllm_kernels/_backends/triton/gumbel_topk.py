@@ -9,17 +9,7 @@ from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
-from dllm_kernels._backends.triton._select import (
-    UPPER_NEVER,
-    chosen_of_tile,
-    keys,
-    load_keys,
-    score,
-    store_keys,
-    threshold_in_memory,
-    topk,
-    widen,
-)
+from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
 # Range that a given u is clamped to, as in _corruption/_topk.py: 2^-1022 and 1 - 2^-53. Given as bits, because a float
 # literal may be rounded to float32 in an expression with a float64 tensor.
@@ -138,9 +128,9 @@ def _gumbel_topk_long(
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     kept = rounded_up(D)
-    key_ptr += 2 * n * kept
-    lo = tl.full([], 0x7FFFFFFF, tl.int32)
-    hi = tl.full([], UPPER_NEVER, tl.int32)
+    key_ptr += n * kept
+    lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
     for start in range(0, kept, BLOCK):
         key = _row_keys(
@@ -149,14 +139,14 @@ def _gumbel_topk_long(
         )  # fmt: skip
         key = tl.reshape(key, [BLOCK])
         i = start + tl.arange(0, BLOCK)
-        store_keys(key_ptr, kept, i, key)
+        tl.store(key_ptr + i, key, mask=i < kept)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     k = _count(k_ptr, k_const, n, N, HAS_K)
     threshold, missing = threshold_in_memory(key_ptr, kept, k, lo, hi, choosable, BLOCK)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = load_keys(key_ptr, kept, i)
+        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         row = n + tl.zeros([1, 1], tl.int64)
         d, _ = _columns(start_ptr, row, i[None, :], N, D)
@@ -181,7 +171,7 @@ def gumbel_topk_mask(
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
         options |= {} if start is None else alone_on_a_multiprocessor()  # it would spill on sm_90
-        scratch = torch.empty((N, 32 * triton.cdiv(D, 16)), dtype=torch.int32, device=log_w.device)
+        scratch = torch.empty((N, 16 * triton.cdiv(D, 16)), dtype=torch.int64, device=log_w.device)
         _gumbel_topk_long[(N,)](*pointers, scratch, *sizes, **flags, **options)
     else:
         grid = (triton.cdiv(N, tile.rows),)
