@@ -149,7 +149,7 @@ def row_passes(reports, target):
     omitted, because both need extra slots.
     """
     rows = [r for r in counted(reports, target) if "nll" in r["function"]]
-    rows = [r for r in rows if "rate=" not in r["kernel"] and "skip=" not in r["kernel"]]
+    rows = [r for r in rows if "inv_softcap=" not in r["kernel"] and "skip_id=" not in r["kernel"]]
     return [(r["kernel"], "gradient" if p["bytes"] > 2 else "forward", p) for r in rows for p in r["passes"]]
 
 
@@ -191,14 +191,14 @@ def test_few_issue_slots_of_row_statistics(target, reports):
     most = {"row_stats_parts": 11, "row_stats_bwd": 13.1}  # 13.06 on sm_80 with Triton 3.6, 12.4 with 3.9
     found = {function: [] for function in most}
     for r in counted(reports, target):
-        if r["function"] in most and not any(word in r["kernel"] for word in ("mix", "gain=", "skip=")):
+        if r["function"] in most and not any(word in r["kernel"] for word in ("mix", "logit_scale=", "skip_id=")):
             found[r["function"]] += [p["slots"] for p in r["passes"]]
     assert all(found.values())
     assert {function: max(slots) for function, slots in found.items() if max(slots) > most[function]} == {}
 
 
 # 16 bits of noise and one logarithm per column. The exact scores of a tile are computed only if they may win.
-MOST_SLOTS_OF_SAMPLES = {"sample[bf16]": 23, "sample[bf16, noise]": 72, "sample[bf16, noise, gain=i64]": 100}
+MOST_SLOTS_OF_SAMPLES = {"sample[bf16]": 23, "sample[bf16, noise]": 72, "sample[bf16, noise, logit_scale=i64]": 100}
 
 
 @counted_targets
