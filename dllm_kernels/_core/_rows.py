@@ -116,10 +116,10 @@ def row_marks(like: Tensor, active: Tensor | None) -> Tensor:
 
 
 def flat_values(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flatten constants per row, such as weights, to ``[N]``."""
+    """Flatten constants per row, such as weights, to ``[N]`` in this dtype."""
     return t.detach().reshape(-1).to(dtype).contiguous()
 
 
 def flat_index(t: Tensor) -> Tensor:
     """Flatten integers per row to int64 ``[N]``."""
-    return t.detach().reshape(-1).to(torch.int64).contiguous()
+    return flat_values(t, torch.int64)

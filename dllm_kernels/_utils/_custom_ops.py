@@ -73,7 +73,7 @@ class _CustomOp:
 
         def fake(*given: Any, **keywords: Any) -> list[Tensor]:
             # The values of floats that change between calls are unknown, and no shape depends on them.
-            specs = self.specs(*self.restored(given, {**keywords}, fake=True))
+            specs = self.specs(*self.restored(given, keywords, fake=True))
             return [given[0].new_empty(shape, dtype=dtype) for shape, dtype in filter(None, specs)]
 
         op = torch.library.custom_op(f"dllm_kernels::{defined.name}", implementation, mutates_args=(), schema=schema)
