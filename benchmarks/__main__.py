@@ -14,6 +14,7 @@ from pathlib import Path
 
 # One thread: at this size, more threads would only wait for each other.
 TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot"),)
+ONCE = (("--size", "toy", "--samples", "1", "--warmup", "0", "--threads", "1", "--cache", "hot"),)  # if a call is slow
 MODES = ("mdlm", "block", "hybrid", "scdd", "idlm", "dflash", "distill", "mtp")
 
 
@@ -89,22 +90,26 @@ SUBJECTS = {
     "inspect": Subject(
         "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
-        (("--target", "sm_90", "--kernel", "bf16"),),
+        (("--target", "sm_90", "--kernel", "linear_nll_rows[bf16]"),),
         needs=("triton",),
     ),
-    "predicted": Subject("tools.predicted", "the row kernels, compared with the prediction of the static roofline"),
-    "variants": Subject("benchmarks.variants", "alternatives to the package's chunk sizes, cache hint and prefetching"),
-    "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
+    "predicted": Subject(
+        "tools.predicted", "the row kernels, compared with the prediction of the static roofline", ONCE
+    ),
+    "variants": Subject(
+        "benchmarks.variants", "alternatives to the package's chunk sizes, cache hint and prefetching", ONCE
+    ),
+    "tune": Subject("benchmarks.tune", "search the kernels' tile sizes", ONCE),
     "on_gpu": Subject(
         "benchmarks.on_gpu",
         "the tests, measurements and sanitizer runs that need a GPU",
-        (("--rehearse", "--steps", "gpu_tests", "corruption"),),
+        (("--rehearse", "--steps", "corruption"),),
         minutes=9.0,
     ),
     "all": Subject(
         "benchmarks.suite",
         "every measurement with JSON, tables and plots",
-        ((*TOY[0], "--subject", "collate"),),
+        ((*ONCE[0], "--subject", "collate"),),
         needs=("matplotlib", "tqdm"),
     ),
 }
