@@ -217,7 +217,6 @@ def _log_probs(
     *,
     extra: _checks.Extra | None = None,
     entropy: bool = False,
-    with_correct: bool = False,
     logits_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -234,17 +233,16 @@ def _log_probs(
         outside: ``[...]``, bool, True for targets that are treated as a logit of 0; or None.
         extra: the low-rank part of the head, or None.
         entropy: True to compute the entropy.
-        with_correct: True to compute the argmax match.
         logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; ignored for float64 operands.
-        options: options of the linear ops.
+        options: other options of the linear ops, such as ``with_correct`` for the argmax match.
     """
     options["logits_dtype"] = dtype_of_logits(hidden, logits_dtype)
     weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
     trained = any(t is not None and t.requires_grad for t in (weight, bias, *(extra or ())))
     if torch.is_grad_enabled() and hidden.requires_grad and not trained and not torch.compiler.is_compiling():
-        asked = {"extra": extra, "with_correct": with_correct, **options}
+        asked = {"extra": extra, **options}
         return _FrozenHead.apply(hidden, weight, bias, targets, outside, entropy, asked)  # type: ignore[no-untyped-call,no-any-return]
-    asked = {"bias": bias, "extra": extra, "entropy": entropy, "with_correct": with_correct, **options}
+    asked = {"bias": bias, "extra": extra, "entropy": entropy, **options}
     out = ops.linear_row_stats(hidden, weight, targets, **asked)
     return _or_outside(out, outside), out.entropy, out.correct
 

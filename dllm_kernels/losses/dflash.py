@@ -273,13 +273,11 @@ class DFlashDecayLoss(DraftLoss):
         num_tokens: int | Tensor | None = None,
         block_size: int | None = None,
         lm_head_bias: Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        logits_dtype: torch.dtype | None = None,
         **others: Any,
     ) -> tuple[DLLMLossOutput, Tensor]:
         """Compute :meth:`forward_with_token_nll` of deferred logits."""
-        options = self._options(chunk_size=self.chunk_size, logits_dtype=logits_dtype)
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
+        options = self._options(chunk_size=self.chunk_size, logits_dtype=others.get("logits_dtype"))
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, others.get("extra"))
         counts = Counts(num_tokens, others.get("num_blocks"), others.get("num_sequences"))
         return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, others.get("prefix"))
 
