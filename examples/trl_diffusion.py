@@ -10,6 +10,7 @@ import tempfile
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, GenerationConfig, PreTrainedTokenizerFast, set_seed
+from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from dllm_kernels.integrations.trl import DiffusionPolicyMixin, diffusion_rollout
@@ -62,6 +63,7 @@ def main(steps=30, scheme="coupled", loss_type="grpo"):
         mask_token_id=MASK,
         scheme=scheme,
     )
+    trainer.remove_callback(PrinterCallback)  # only the mean rewards are printed, at the end
     trainer.train()
     return [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
 

@@ -720,16 +720,11 @@ def test_pictures_have_the_colours_of_the_theme():
         assert f'[data-md-color-scheme="{scheme}"] svg.figure {{ {wanted} }}' in rules
 
 
-# They need packages that `make test` does not install, or minutes on the machine that recorded the others.
-WITHOUT_OUTPUT = {"llada_sft", "speculators_patch", "trl_diffusion"}
-
-
 def test_every_example_has_a_page_with_its_output():
-    """The navigation lists the page. The output is that of ``docs/_make/examples_of.py``, where it could run."""
+    """The navigation lists the page. ``docs/_make/examples_of.py`` records the output."""
     names = {path.stem for path in (ROOT / "examples").glob("*.py")} - {"__init__"}
     recorded = {path.stem for path in (DOCS / "_make" / "outputs").glob("*.txt") if path.read_text().strip()}
-    assert recorded <= names
-    assert names - recorded <= WITHOUT_OUTPUT
+    assert recorded == names
     assert set(re.findall(r"examples/(\w+)\.md", (ROOT / "mkdocs.yml").read_text())) == names
     assert set(re.findall(r"\]\(examples/(\w+)\.md\)", PAGES["examples.md"])) == names
 
