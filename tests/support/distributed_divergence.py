@@ -134,17 +134,18 @@ def every_rank_copies_the_same_pieces_of_the_teacher():
     mesh = mesh_of("tp")
     for Vd in (V, 2):
         z, t, w, columns = torch.randn(B, L, Vd), torch.randn(B, L, V + 1), torch.rand(B, L), torch.randperm(V + 1)[:Vd]
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(DIVERGENCE, "COPY_BYTES", 5 * t[0, 0].nbytes)  # five rows; the last piece is smaller
-            got, want = z.clone().requires_grad_(), z.clone().requires_grad_()
-            options = {"kind": {"kl": 1.0, "tv": 0.5}, "draft_to_target": columns}
-            out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options)
-            expected = reference.divergence(want, t, w, **options)
-            for x, y in zip(out, expected, strict=True):
-                close(x.detach(), y.detach())
-            out.loss.backward()
-            expected.loss.backward()
-            close(got.grad, want.grad)
+        for rows in (1, 5):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(DIVERGENCE, "COPY_BYTES", rows * t[0, 0].nbytes)
+                got, want = z.clone().requires_grad_(), z.clone().requires_grad_()
+                options = {"kind": {"kl": 1.0, "tv": 0.5}, "draft_to_target": columns}
+                out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options)
+                expected = reference.divergence(want, t, w, **options)
+                for x, y in zip(out, expected, strict=True):
+                    close(x.detach(), y.detach())
+                out.loss.backward()
+                expected.loss.backward()
+                close(got.grad, want.grad)
 
 
 @check(2)
