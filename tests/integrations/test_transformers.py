@@ -1573,7 +1573,7 @@ def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
 @pytest.mark.parametrize("kind", kinds("tensor parallel", "tensor parallel, by workers"))
 def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
     """The two ranks form one data-parallel rank."""
-    (one, other), _ = two_ranks["noise"][kind]
+    ((one, other),) = two_ranks["noise"][kind]
     assert all_differ(one)
     assert one == other
 

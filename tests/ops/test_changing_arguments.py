@@ -96,15 +96,11 @@ def accepted(output, mask):
     return ours.acceptance_length(drafts, mask, 4), ours.acceptance_stats(drafts, mask, 4), ours.draft_accuracy(drafts)
 
 
-def mtp(first, second, labels, count):
-    return ours.calculate_mtp_loss(
-        ours.FusedLinearCrossEntropy(), mtp_per_depth_h=[first, second], labels=labels, model=MODEL,
-        num_label_tokens=count,
-    )  # fmt: skip
-
-
-def fused_cross_entropy(hidden, labels, weight, count):
-    return ours.FusedLinearCrossEntropy()(hidden, labels, weight, num_label_tokens=count)
+def mtp(first, second, labels, weight, count):
+    loss = ours.FusedLinearCrossEntropy()
+    return loss(first, labels, weight, num_label_tokens=count) + ours.calculate_mtp_loss(
+        loss, mtp_per_depth_h=[second], labels=labels, model=MODEL, num_label_tokens=count
+    )
 
 
 def masked_cross_entropy(logits, labels, count):
@@ -199,12 +195,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
     "MaskedCrossEntropy": (
         masked_cross_entropy, lambda s: {"logits": s.leaf(V), "labels": s.ids(), "count": s.count},
     ),
-    "FusedLinearCrossEntropy": (
-        fused_cross_entropy,
-        lambda s: {"hidden": s.leaf(D), "labels": s.ids(), "weight": s.head(), "count": s.count},
-    ),
     "calculate_mtp_loss": (
-        mtp, lambda s: {"first": s.leaf(D), "second": s.leaf(D), "labels": s.ids(), "count": s.count},
+        mtp,
+        lambda s: {
+            "first": s.leaf(D), "second": s.leaf(D), "labels": s.ids(), "weight": s.head(), "count": s.count,
+        },
     ),
     "PipelineCausalLMLoss": (
         pipeline, lambda s: {"depths": [s.leaf(D), s.leaf(D)], "labels": s.ids(), "count": s.count},
@@ -258,6 +253,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
 # Names that no entry of CALLS is called after.
 COVERED = {
     "calculate_loss": "MaskedCrossEntropy",
+    "FusedLinearCrossEntropy": "calculate_mtp_loss",
     "draft_accuracy": "acceptance_length",
     "acceptance_stats": "acceptance_length",
     **{case.loss.__name__: case.name for case in FIRSTS if isinstance(case.loss, type)},

@@ -9,7 +9,7 @@ import torch
 from examples.demo import data, plot, sampler, train
 from examples.demo.model import LanguageModel, Size
 from examples.demo.tasks import TASKS
-from tests.conftest import every_time
+from tests.conftest import every_time, usually
 from tests.support.parity import assert_as_good_as_plain
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -34,7 +34,7 @@ def run(mode, out, cache, *more):
 @pytest.mark.everyday(1)
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("corruption", ["ours", "reference"])
-@pytest.mark.parametrize("mode", every_time(["scdd"], TASKS))
+@pytest.mark.parametrize("mode", usually(["scdd", "mdlm", "dflash"], TASKS))  # all modes run below, with 1 step
 def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, capsys):
     if corruption == "reference" and mode in ("dflash", "distill", "mtp"):
         pytest.skip("nothing is corrupted in this mode")
@@ -110,7 +110,7 @@ def test_correctly_filled_tokens_are_counted():
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("mode", every_time(["mdlm", "dflash"], TASKS))
+@pytest.mark.parametrize("mode", usually(["mdlm", "dflash", "distill"], TASKS))  # the others have the models of mdlm
 def test_minutes_determine_the_number_of_steps(mode, tmp_path, cache, monkeypatch):
     """On a fake clock, each training step takes an eighth of a second, and everything else no time."""
     clock = [0.0]

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import on_gpu, shapes, verdicts
 from benchmarks.on_gpu import Step
+from tests.conftest import usually
 from tools import predicted
 
 ORDER = ["peers", "verify", "headline", "token_nll", "linear_nll", "trained_head", "corruption", "variants"]
@@ -118,14 +119,8 @@ def test_every_step_runs_and_all_results_are_in_three_files(rehearse, capfd):
     assert "left out for lack of time: nothing" in printed
 
 
-EACH = [
-    pytest.param(place, id=name, marks=[pytest.mark.exhaustive] if name not in (NAMES[0], NAMES[-1]) else [])
-    for place, name in enumerate(NAMES)
-]
-
-
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("place", EACH)
+@pytest.mark.parametrize("place", usually([0, len(NAMES) - 1], range(len(NAMES)), NAMES.__getitem__))
 def test_a_step_past_its_share_is_killed_with_its_children(place, rehearse, monkeypatch):
     seen = []
 

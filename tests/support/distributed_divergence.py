@@ -128,14 +128,13 @@ def backward_of_split_logits_sends_nothing():
         assert sent.calls == [], name
 
 
-@check(2)
 @check(4)
 def every_rank_copies_the_same_pieces_of_the_teacher():
     """Each piece ends in a collective, so ranks with other shard sizes, or without columns, need the same pieces."""
     mesh = mesh_of("tp")
     for Vd in (V, 2):
         z, t, w, columns = torch.randn(B, L, Vd), torch.randn(B, L, V + 1), torch.rand(B, L), torch.randperm(V + 1)[:Vd]
-        for rows in (1, 2, 5):
+        for rows in (1, 5):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(DIVERGENCE, "COPY_BYTES", rows * t[0, 0].nbytes)
                 got, want = z.clone().requires_grad_(), z.clone().requires_grad_()

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import tests.conftest  # noqa: F401 (the faster interpreter, and cheap seeds)
 from dllm_kernels import ops
 from tests.support import (  # noqa: F401
     distributed_data,
@@ -45,9 +46,6 @@ from tests.support.distributed_checks import CHECKS
 with contextlib.suppress(ImportError):
     import dllm_kernels._backends.triton.linear_nll
     import dllm_kernels._backends.triton.token_nll  # noqa: F401
-    from tests.support import interpreter
-
-    interpreter.install()
 
 
 def join(rank, world, folder, seconds):

@@ -104,7 +104,8 @@ def assert_parity(
     draws = [draw(seed) for seed in range(PLAIN_DRAWS)]
     results = [value_and_grads(ours, *one) for one in draws[:OUR_DRAWS]]
     exact = [value_and_grads(plain, [leaf.double() for leaf in leaves], upstream) for leaves, upstream in draws]
-    same_dtype = [value_and_grads(plain, *one) for one in draws]
+    wide = draws[0][0][0].dtype == torch.float64  # then both are the same computation
+    same_dtype = exact if wide else [value_and_grads(plain, *one) for one in draws]
     for result, (leaves, _) in zip(results, draws, strict=False):
         assert result[0].dtype == torch.promote_types(leaves[0].dtype, torch.float32), f"value in {result[0].dtype}"
     for place in range(len(results[0])):
