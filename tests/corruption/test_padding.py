@@ -179,8 +179,8 @@ def every_start(ids, loss_mask, seeds, start):
 @pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
 def test_compiled_routines_of_padded_rows(backend):
     ids, loss_mask, seeds = batch(3, 18)
-    torch.compiler.reset()
     compiled = torch.compile(every_start, backend=backend, fullgraph=True)
+    torch.compiler.reset()
     for start in (torch.tensor([0, 4, 18]), torch.tensor([2, 0, 9])):
         expected, got = (run(ids, loss_mask, seeds, start) for run in (every_start, compiled))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))

@@ -112,6 +112,7 @@ def test_parity(shift, plan, truncation, temperature, remasking, backend):
         torch.testing.assert_close(out.log_probs[row], exact)
 
 
+@pytest.mark.many_draws
 @pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("remasking", ["confidence", "random"])
@@ -126,6 +127,7 @@ def test_both_backends_generate_equal_ids(truncation, remasking):
     torch.testing.assert_close(ours.log_probs, other.log_probs)
 
 
+@pytest.mark.many_draws
 @pytest.mark.parametrize("masked", every_time([5], range(1, 8)))
 def test_the_tokens_of_a_step_are_those_of_llada(masked):
     """``get_num_transfer_tokens`` of LLaDA's sampler, written as there."""
@@ -143,6 +145,7 @@ def test_the_tokens_of_a_step_are_those_of_llada(masked):
             assert counts.tolist() == num_transfer_tokens[0].tolist() * blocks
 
 
+@pytest.mark.many_draws
 def test_a_row_depends_only_on_its_seed_and_prompt():
     model, (ids, on) = model_of(), padded()
     options = {"temperature": 0.9, "remasking": "random", "block_size": 4}
@@ -156,6 +159,7 @@ def test_a_row_depends_only_on_its_seed_and_prompt():
     assert not torch.equal(other.step_map, whole.step_map)
 
 
+@pytest.mark.many_draws
 def test_the_generator_decides_without_seeds():
     """Row b has child b of one drawn seed. If nothing is drawn, the generator stays as it is."""
     model, (ids, on) = model_of(), padded()
@@ -201,6 +205,7 @@ def test_the_step_map_gives_the_views_of_the_trace(block_size):
     assert torch.equal(views.scored.sum(0).bool(), out.generated)
 
 
+@pytest.mark.many_draws
 @pytest.mark.parametrize("several", [False, True])
 @torch.no_grad()
 def test_a_row_ends_after_its_first_eos(several):

@@ -149,6 +149,7 @@ def drawn(seed, dtype):
     return [(2 * torch.randn(1, T, V)).to(dtype).to(DEVICE) for _ in range(2)]
 
 
+@pytest.mark.many_draws
 @pytest.mark.everyday(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("key", integration.KINDS)
@@ -180,6 +181,7 @@ def test_losses_of_both_tables_equal_the_eager_ones_of_the_host(host, key, dtype
         assert ours[0][1].dtype == dtype
 
 
+@pytest.mark.many_draws
 def test_eta_of_lk(host):
     z, t = drawn(0, torch.float32)
     original = host.eager.lk_hybrid_loss
@@ -188,6 +190,7 @@ def test_eta_of_lk(host):
         torch.testing.assert_close(call(host.eager.lk_hybrid_loss), call(original))
 
 
+@pytest.mark.many_draws
 @pytest.mark.everyday(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("eta", [0, 1e4, 1e6, 1e30, math.inf, -1.5, np.float32(2e4)], ids=str)
@@ -319,6 +322,7 @@ def test_metrics_of_dflash(host, spec, from_anchor):
     )
 
 
+@pytest.mark.many_draws
 @pytest.mark.parametrize("gamma", [-2.0, math.inf])
 @pytest.mark.parametrize("spec", ['{"ce": 0.5, "tv": -0.3}', '{"kl_div": 1, "rkl": -2, "jsd": -0.5}'])
 def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):

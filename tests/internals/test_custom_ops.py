@@ -136,7 +136,7 @@ def check(total, monkeypatch):
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, TRANSFORM], ids=["plain", "transform"])
 @pytest.mark.parametrize("name", OF_LOGITS)
@@ -149,7 +149,7 @@ def test_ops_of_logits(name, options, dtype, backend, monkeypatch):
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("options", CHUNKS, ids=["chunks", "transform"])
 @pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 0), (0, 0, 0, 0, 1), (0, 0, 0, 0, 0)], ids=str)

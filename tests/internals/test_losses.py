@@ -133,6 +133,7 @@ def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatc
         assert bound == (None if isinstance(loss, WeightsAnyRow) else (targets != -100).sum())
 
 
+@pytest.mark.many_draws
 def test_the_chunks_of_scdd(monkeypatch):
     """The chunk size of the call takes precedence over the loss's own. From logits, there are no chunks."""
     seen = record_ops(monkeypatch.setattr)

@@ -246,6 +246,7 @@ def test_numbers_at_the_ends_of_their_range():
             assert _rules.token(convert(words), n).tolist() == [0, n - 1]
 
 
+@pytest.mark.many_draws
 def test_numbers_are_exact():
     _, draws, words = _philox.random_bits(torch.tensor(3), 1, Layout(1, 1000, True))
     for library in ("torch", "numpy"):

@@ -25,7 +25,9 @@ DRAWS = ("corrupt", "gumbel", "sample_level")
 # Arguments of ``inspect``. Disassembling takes as long as compiling, so it is limited to kernels whose instructions are
 # tested.
 RUNS = {
-    "real": " ".join(f"--roofline {name}" for name in ("[bf16", *DRAWS)),
+    "real": "--target sm_90 --target gfx942 " + " ".join(f"--roofline {name}" for name in ("[bf16", *DRAWS)),
+    "real, bf16": "--target sm_80 --target sm_100 --kernel [bf16 --roofline [bf16",
+    "real, others": "--target sm_80 --target sm_100 --no-roofline",
     "odd": "--no-roofline --calls odd --target sm_90",
     "odd, AMD": "--no-roofline --calls odd --target gfx942",
 }
@@ -54,8 +56,18 @@ def spills(records):
     return [(r["kernel"], r["spills"]) for r in records if r["spills"] != 0]
 
 
-# The usual calls are compiled for every GPU, and unaligned ones for one of them.
-COMPILED = {"real": TARGETS, "odd": ("sm_90",), "odd, AMD": ("gfx942",)}
+def usual(reports, target):
+    """Return the records of the usual calls: all of two GPUs, and those of bfloat16 of two similar ones."""
+    return [r for r in reports("real" if target in COMPILED["real"] else "real, bf16") if r["target"] == target]
+
+
+# The kernels of bfloat16 have nearly the most registers. Other dtypes, and unaligned calls, are compiled for one GPU of
+# each kind.
+COMPILED = {
+    "real": ("sm_90", "gfx942"), "real, bf16": ("sm_80", "sm_100"), "real, others": ("sm_80", "sm_100"),
+    "odd": ("sm_90",), "odd, AMD": ("gfx942",),
+}  # fmt: skip
+EVERY_CASE = "real, others", "odd, AMD"
 exhaustive = pytest.mark.exhaustive
 
 
@@ -63,7 +75,7 @@ exhaustive = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("run", "target"),
     [
-        pytest.param(run, target, marks=pytest.mark.every_case if run == "odd, AMD" else ())
+        pytest.param(run, target, marks=pytest.mark.every_case if run in EVERY_CASE else ())
         for run, targets in COMPILED.items()
         for target in targets
     ],
@@ -87,18 +99,18 @@ def jit_functions():
 
 
 @exhaustive
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", COMPILED["real"])
 def test_every_kernel_is_launched_by_a_public_function(target, reports):
     functions = [*jit_functions()]  # two files may use the same name
     called = set().union(*(names for _, names in functions))
-    launched = {r["function"] for r in reports("real") if r["target"] == target}
+    launched = {r["function"] for r in usual(reports, target)}
     assert {name.lstrip("_") for name, _ in functions if name not in called} == launched
 
 
 @exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
-    records = [r for r in reports("real") if r["target"] == target]
+    records = usual(reports, target)
     rows = [r for r in records if "nll" in r["function"] and r["function"] != "token_nll_merge"]
     assert rows
     assert [r["kernel"] for r in rows if r["widest_access"] != 16] == []
@@ -108,14 +120,14 @@ def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
     lanes = 64 if target.startswith("gfx") else 32
-    records = [r for r in reports("real") if r["target"] == target]
+    records = usual(reports, target)
     assert records
     assert all(r["num_warps"] * lanes <= 1024 for r in records)
 
 
 @exhaustive
 def test_the_instructions_of_a_draw_are_counted(reports):
-    records = [r for r in reports("real") if r["target"] == "sm_90" and any(name in r["kernel"] for name in DRAWS)]
+    records = [r for r in usual(reports, "sm_90") if any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
     # Ten rounds of two 64-bit products give four words. A draw of half a word costs less than five such products.
     # products.
@@ -139,7 +151,7 @@ counted_targets = pytest.mark.parametrize("target", [pytest.param(t, marks=exhau
 
 
 def counted(reports, target):
-    return [r for r in reports("real") if r["target"] == target and "[bf16" in r["kernel"]]
+    return [r for r in usual(reports, target) if "[bf16" in r["kernel"]]
 
 
 def row_passes(reports, target):

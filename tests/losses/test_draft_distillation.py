@@ -529,6 +529,7 @@ def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
         torch.testing.assert_close(mean, found / count)
 
 
+@pytest.mark.many_draws
 @forms
 def test_parts_of_a_step_add_up(form):
     """Two micro-batches of blocks receive the counts of the whole step. The mean over weights is included."""

@@ -364,7 +364,7 @@ def _fresh_dynamo():
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 1), (1, 0, 0, 1, 0)], ids=str)
 @pytest.mark.parametrize("name", every_time(OPS[:2], OPS))

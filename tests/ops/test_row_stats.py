@@ -169,6 +169,7 @@ def test_each_output_alone(requested, dtype, path):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.many_draws
 @pytest.mark.everyday(2)
 @pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("K", [None, 1, 2, 5])
@@ -219,7 +220,7 @@ def test_a_or_b_is_zero(path):
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_terms_of_a_mixture_of_every_size(dtype, path):
     """One logarithm may serve several terms only if their product is neither too small nor too large."""

@@ -115,7 +115,7 @@ COMPILED = [
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
 def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
     """AOTAutograd raises for every compiled backward pass; without it (backend="eager") the error would be lost."""
@@ -144,6 +144,7 @@ def test_a_compiled_op_keeps_no_input():
     assert not any(t.numel() and t.untyped_storage().data_ptr() in theirs for t in saved)
 
 
+@pytest.mark.many_draws
 @pytest.mark.parametrize("name", ["token_nll", "row_stats"])
 def test_gradgradcheck_raises(name):
     x = torch.randn(N, V, device=DEVICE, dtype=torch.float64, requires_grad=True)

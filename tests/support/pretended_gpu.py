@@ -1,6 +1,6 @@
 """pytest plugin that pretends there is a GPU, to find tests that would fail on one although the kernels are right.
 
-``python -m pytest -p tests.support.pretended_gpu tests/ops``; ``kernels/test_pretended_gpu.py`` runs it on every folder
+``python -m pytest -p tests.support.pretended_gpu tests/ops``; ``kernels/test_pretended_gpu.py`` runs it on all files
 with device code.
 
 All memory is CPU memory. A storage that was created for a CUDA device, or computed from such a storage, counts as
