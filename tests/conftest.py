@@ -163,7 +163,9 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if not config.option.every_case:
+        items[:] = [item for item in items if not item.get_closest_marker("every_case")]
     slow = defaultdict(list)
     for item in items:
         if item.get_closest_marker("everyday") and not item.get_closest_marker("exhaustive"):

@@ -69,7 +69,7 @@ def collected(mark, every_case=False, exhaustive=False, markexpr=""):
         SimpleNamespace(
             _calls=calls,
             definition=SimpleNamespace(get_closest_marker=marks.get),
-            config=SimpleNamespace(option=SimpleNamespace(every_case=every_case, markexpr=markexpr)),
+            config=options(every_case, markexpr),
         )
     )
     everyday = [call.params for call in calls if "exhaustive" not in {mark.name for mark in call.marks}]
@@ -107,6 +107,18 @@ def test_a_case_for_the_option_alone_is_omitted_without_a_mark_of_the_test():
     assert [len(found) for found in collected(None, every_case=True)] == [48, 24]
 
 
+def options(every_case=False, markexpr=""):
+    return SimpleNamespace(option=SimpleNamespace(every_case=every_case, markexpr=markexpr))
+
+
+def test_a_test_for_the_option_alone_is_omitted_without_the_option():
+    every = [Mock(get_closest_marker=lambda name, mark=mark: name == mark or None) for mark in ("every_case", "slow")]
+    for every_case in (False, True):
+        kept = list(every)
+        conftest.pytest_collection_modifyitems(options(every_case), kept)
+        assert kept == (every if every_case else every[1:])
+
+
 def test_only_a_mark_makes_a_test_one_for_a_gpu(monkeypatch):
     """The keywords of a test contain the names of its folders, too."""
     monkeypatch.setattr(conftest, "DEVICE", "cpu")
@@ -114,7 +126,7 @@ def test_only_a_mark_makes_a_test_one_for_a_gpu(monkeypatch):
     for marks in ([], ["gpu"]):
         item = Mock(keywords={"gpu": True, "tests": True}, add_marker=skipped.append)
         item.get_closest_marker = lambda name, marks=marks: name in marks or None
-        conftest.pytest_collection_modifyitems([item])
+        conftest.pytest_collection_modifyitems(options(), [item])
         assert len(skipped) == len(marks)
 
 

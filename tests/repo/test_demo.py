@@ -380,7 +380,7 @@ def test_a_text_shorter_than_the_windows_is_rejected(tmp_path, cache, capsys):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", every_time(["idlm"], TASKS))
+@pytest.mark.parametrize("mode", usually(["idlm", "dflash", "mtp"], TASKS))
 def test_the_smallest_accepted_sizes_run(mode, tmp_path, cache):
     last = mode in ("idlm", "mtp", *train.WITH_TARGET)
     least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}
