@@ -232,6 +232,7 @@ def assert_few_graphs_for_case(case, form, lengths, count=None):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.every_case  # tests/ops/test_changing_arguments.py changes them in a step of each loss
 @pytest.mark.covering(1, most=1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])

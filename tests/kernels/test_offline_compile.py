@@ -67,8 +67,16 @@ COMPILED = {
     "real": ("sm_90", "gfx942"), "real, bf16": ("sm_80", "sm_100"), "real, others": ("sm_80", "sm_100"),
     "odd": ("sm_90",), "odd, AMD": ("gfx942",),
 }  # fmt: skip
-EVERY_CASE = "real, others", "odd, AMD"
+EVERY_CASE = "real, bf16", "real, others", "odd, AMD"
 exhaustive = pytest.mark.exhaustive
+
+
+def of_targets(targets):
+    """Return the parameter ``target``; two GPUs run with every case only, because sm_90 is similar."""
+    similar = pytest.mark.every_case
+    return pytest.mark.parametrize(
+        "target", [pytest.param(t, marks=similar if t in COMPILED["real, bf16"] else ()) for t in targets]
+    )
 
 
 @exhaustive
@@ -108,7 +116,7 @@ def test_every_kernel_is_launched_by_a_public_function(target, reports):
 
 
 @exhaustive
-@pytest.mark.parametrize("target", TARGETS)
+@of_targets(TARGETS)
 def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
     records = usual(reports, target)
     rows = [r for r in records if "nll" in r["function"] and r["function"] != "token_nll_merge"]
@@ -117,7 +125,7 @@ def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
 
 
 @exhaustive
-@pytest.mark.parametrize("target", TARGETS)
+@of_targets(TARGETS)
 def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
     lanes = 64 if target.startswith("gfx") else 32
     records = usual(reports, target)
@@ -147,7 +155,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
 MOST_SLOTS = {"forward": 9, "gradient": 12}
 WEIGHTS = ("weight=*fp32", "factor=*fp32")
 LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
-counted_targets = pytest.mark.parametrize("target", [pytest.param(t, marks=exhaustive) for t in ("sm_80", "sm_90")])
+counted_targets = of_targets(("sm_80", "sm_90"))
 
 
 def counted(reports, target):
@@ -165,6 +173,7 @@ def row_passes(reports, target):
     return [(r["kernel"], "gradient" if p["bytes"] > 2 else "forward", p) for r in rows for p in r["passes"]]
 
 
+@exhaustive
 @counted_targets
 def test_every_row_kernel_is_counted(target, reports):
     found = {}
@@ -179,6 +188,7 @@ def test_every_row_kernel_is_counted(target, reports):
     }
 
 
+@exhaustive
 @counted_targets
 def test_weights_cost_nothing_per_element(target, reports):
     """Weights are per row. A pass issues as many slots as without weights, up to the compiler's layout of a loop."""
@@ -188,6 +198,7 @@ def test_weights_cost_nothing_per_element(target, reports):
     assert [kernel for kernel, plain in weighed.items() if slots[kernel] > 1.02 * slots[plain]] == []
 
 
+@exhaustive
 @counted_targets
 def test_every_kernel_over_rows_has_a_roofline(target, reports):
     names = ("nll", "row_stats", "divergence")
@@ -197,6 +208,7 @@ def test_every_kernel_over_rows_has_a_roofline(target, reports):
     assert [r["kernel"] for r in rows if not r["passes"]] == []
 
 
+@exhaustive
 @counted_targets
 def test_few_issue_slots_of_row_statistics(target, reports):
     """The statistics are log-probabilities and entropy, of plain logits."""
@@ -213,6 +225,7 @@ def test_few_issue_slots_of_row_statistics(target, reports):
 MOST_SLOTS_OF_SAMPLES = {"sample[bf16]": 23, "sample[bf16, noise]": 72, "sample[bf16, noise, logit_scale=i64]": 100}
 
 
+@exhaustive
 @counted_targets
 def test_few_issue_slots_of_a_sample(target, reports):
     """A greedy sample, one of plain logits, and one of capped and scaled logits with a skipped column."""
@@ -224,6 +237,7 @@ def test_few_issue_slots_of_a_sample(target, reports):
     } == {}
 
 
+@exhaustive
 @counted_targets
 def test_few_issue_slots_of_a_mixture(target, reports):
     """One loop computes one logarithm for four terms.
@@ -246,6 +260,7 @@ MOST_SLOTS_OF_PAIRS = {
 }
 
 
+@exhaustive
 @counted_targets
 @pytest.mark.parametrize("kind", MOST_SLOTS_OF_PAIRS)
 def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
@@ -261,6 +276,7 @@ def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
     assert set(map(frozenset, bound.values())) == {frozenset({"memory"})}
 
 
+@exhaustive
 @counted_targets
 def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
     # Only these kernels write the gradient to separate memory.
@@ -270,6 +286,7 @@ def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
     assert set(map(tuple, passes.values())) == {(6.0,)}
 
 
+@exhaustive
 @counted_targets
 @pytest.mark.parametrize("which", MOST_SLOTS)
 def test_few_issue_slots_per_element(which, target, reports):
@@ -278,6 +295,7 @@ def test_few_issue_slots_per_element(which, target, reports):
     assert [(kernel, slots) for kernel, slots in passes if slots > MOST_SLOTS[which]] == []
 
 
+@exhaustive
 @counted_targets
 def test_wide_loads_leave_together(target, reports):
     forward = [(kernel, p) for kernel, kind, p in row_passes(reports, target) if kind == "forward"]
@@ -285,12 +303,14 @@ def test_wide_loads_leave_together(target, reports):
     assert [(kernel, p["loads_in_flight"]) for kernel, p in forward if p["loads_in_flight"] < LEAST_LOADS] == []
 
 
+@exhaustive
 @counted_targets
 def test_enough_bytes_are_in_flight(target, reports):
     passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports, target)]
     assert [(kernel, nbytes) for kernel, nbytes in passes if nbytes < LEAST_BYTES_IN_FLIGHT] == []
 
 
+@exhaustive
 @counted_targets
 def test_memory_is_the_bound(target, reports):
     roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports, target)]
