@@ -77,6 +77,7 @@ def run_recipe(out):
 
 @pytest.fixture(scope="module")
 def steps(once):
+    """Results of steps of the recipe; they take 20 seconds, so the exhaustive half makes them."""
     return torch.load(once("recipe_steps.pt", run_recipe), weights_only=False)
 
 
@@ -97,6 +98,7 @@ def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, variant):
         assert_as_good_as_plain(ours, exact, largest_error(host, exact), f"{mode}, result {place}", steps["sizes"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["dflash", "dflash logits"])
 def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
     for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
@@ -106,6 +108,7 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
             assert torch.equal(o, h)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", RECIPES)
 def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
     """A step calls one linear op, or two if the encoder also has a loss. Soft caps are passed on."""
@@ -114,6 +117,7 @@ def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", ["excluded", "built before", "of this package"])
 def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, variant):
     """A loss of the host and a loss of this package are computed from hidden states."""
@@ -127,6 +131,7 @@ def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, variant):
         assert "made" not in calls
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["mdlm", "hybrid"])
 def test_a_recipe_corrupts_within_its_rules(steps, mode):
     for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
@@ -142,6 +147,7 @@ def test_a_recipe_corrupts_within_its_rules(steps, mode):
         assert (o["_p_mask"] <= 1).all()
 
 
+@pytest.mark.exhaustive
 def test_names_in_imported_recipes_are_replaced(steps):
     ours = {name for name, home in steps["held"].items() if home.startswith("dllm_kernels")}
     assert {
