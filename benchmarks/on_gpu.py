@@ -80,6 +80,15 @@ NUMBERS = (
     "internals/test_divergence",
     "kernels/test_divergence_kernel",
 )
+PREDICTED = (
+    "token_nll_bwd[bf16]",
+    "token_nll_fwd_split[bf16]",
+    "token_nll_fwd_split[bf16, correct]",
+    "linear_nll_rows[bf16]",
+    "linear_nll_rows[bf16, correct]",
+    "divergence_rows[bf16, grad, fast]",
+    "divergence_rows[bf16, grad, fast, tv=i64]",
+)
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
 TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
@@ -171,7 +180,8 @@ def steps(work: Path) -> list[Step]:
         sanitized("memcheck"),
         sanitized("racecheck"),
         # Runs as on a machine without a GPU, because the predictions depend on the installed version of Triton.
-        Step("model", 1.5, (*inspect, "--kernel", "[bf16"), (*inspect, "--kernel", "token_nll_merge[bf16"),
+        Step("model", 1.5, (*inspect, *(word for name in PREDICTED for word in ("--kernel", name))),
+             (*inspect, "--kernel", PREDICTED[0]),
              {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}),
         measured("predicted", 1.2, "--model", result("model")),
         measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", on_gpu=("--samples", "5")),

@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import on_gpu, shapes, verdicts
+from benchmarks import on_gpu, shapes, tune, verdicts
 from benchmarks.on_gpu import Step
-from tests.conftest import usually
+from tests.conftest import DEVICE, usually
 from tools import predicted
 
 ORDER = ["peers", "verify", "headline", "token_nll", "linear_nll", "trained_head", "corruption", "variants"]
@@ -46,6 +47,11 @@ def test_what_decides_fits_into_three_calls_of_9_minutes():
         assert [s.name for s in fits] == expected
 
 
+def test_the_model_is_computed_of_the_kernels_that_are_measured():
+    launches = tune.launches(shapes.TOY_ROWS, torch.bfloat16, DEVICE)
+    assert {predicted.kernel_of(name, launch.rule) for name, launch in launches.items()} == {*on_gpu.PREDICTED}
+
+
 def test_every_step_has_its_requirements():
     by_name = {step.name: step for step in on_gpu.steps(Path("work"))}
     for name in ("memcheck", "racecheck"):
@@ -54,7 +60,8 @@ def test_every_step_has_its_requirements():
     assert "-n 12 -m not exhaustive" in words
     assert "-v" in words
     assert all(by_name[name].settings == {"OMP_NUM_THREADS": "1"} for name in ("gpu_tests", "parity"))
-    assert by_name["predicted"].command[-2:] == ("--model", by_name["model"].command[-3])
+    model = by_name["model"].command
+    assert by_name["predicted"].command[-2:] == ("--model", model[model.index("--out") + 1])
     assert by_name["model"].settings["CUDA_VISIBLE_DEVICES"] == ""
 
 
