@@ -250,6 +250,9 @@ def _flatten(x: DeferredLogits) -> tuple[list[Tensor], Any]:
 
 def _unflatten(children: Any, context: Any) -> Any:
     x, present = context
+    children = list(children)
+    if not all(isinstance(t, Tensor) for t in children):  # torch 2.11's checkpoint maps tensors to None
+        return children
     given = iter(children)
     return x.rebuilt(*(next(given) if there else None for there in present))
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 import dllm_kernels
@@ -397,6 +397,15 @@ INSIDE = {
     "a slice": lambda z, ids: z[:, 1:].float().softmax(-1).square().sum(),
     "NLL": lambda z, ids: F.cross_entropy(z.flatten(0, 1), ids.flatten(), reduction="none").exp().sum(),
 }
+
+
+@pytest.mark.parametrize("function", [lambda t: None, lambda t: t.shape, id])
+def test_a_function_that_returns_no_tensors_maps_over_deferred_logits(function):
+    """As checkpoint of torch 2.11 does, to find the device."""
+    model, x = Model(), Batch()
+    with fused_head(model):
+        z = model(x.noisy)
+        assert tree_map(function, z) == [function(z.hidden)]
 
 
 @pytest.mark.parametrize("name", INSIDE)
