@@ -9,6 +9,7 @@ import faulthandler
 import math
 import mmap
 import multiprocessing
+import signal
 import sys
 
 import pytest
@@ -16,15 +17,13 @@ import torch
 
 from dllm_kernels import HybridDiffusionLLMLoss, corruption, ops
 from tests.conftest import DEVICE
+from tests.support import interpreter
 from tests.support.parity import small_tiles
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.indices,
-    pytest.mark.skipif(
-        DEVICE != "cpu" or sys.platform != "linux", reason="pages are closed by mprotect, around memory of the CPU"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    DEVICE != "cpu" or sys.platform != "linux", reason="pages are closed by mprotect, around memory of the CPU"
+)
 PAGE = mmap.PAGESIZE
 N, V, D, K = 5, 43, 6, 3
 B, L, MASK = 3, 21, 40
@@ -191,50 +190,63 @@ RUNS = {
 }
 
 
-def in_a_child(function):
+CONTEXT = multiprocessing.get_context("forkserver")  # a fork of this process may not run backward passes
+CONTEXT.set_forkserver_preload([__name__])
+
+
+def in_a_child(function, *args):
     """Call the function in a separate process and return its exit code, below 0 for a signal."""
-
-    def without_faulthandler():
-        faulthandler.disable()
-        torch.set_num_threads(1)  # a fork has no other threads, so waiting for them would hang
-        function()
-
-    process = multiprocessing.get_context("fork").Process(target=without_faulthandler)
+    process = CONTEXT.Process(target=without_faulthandler, args=(function, *args))
     process.start()
     process.join(120)
     process.kill()
     return process.exitcode
 
 
-@pytest.fixture(params=["at the end", pytest.param("at the start", marks=pytest.mark.exhaustive)])
-def guarded(request, monkeypatch):
-    """Provide guarded memory for tensors of the test, and for ``torch.empty`` and ``torch.empty_like`` in launchers."""
-    found = Guarded(request.param == "at the end")
-    empty = torch.empty
+def without_faulthandler(function, *args):
+    faulthandler.disable()
+    torch.set_num_threads(1)
+    function(*args)
+
+
+def run(name, at_end):
+    """Run a call on guarded tensors. In launchers, ``torch.empty`` and ``torch.empty_like`` return guarded memory."""
+    guarded, empty = Guarded(at_end), torch.empty
 
     def guarded_empty(*size, **options):
-        return found.copy(empty(*size, **options))
+        return guarded.copy(empty(*size, **options))
 
-    monkeypatch.setattr(torch, "empty", guarded_empty)
-    monkeypatch.setattr(
-        torch, "empty_like", lambda t, **options: guarded_empty(t.shape, **({"dtype": t.dtype} | options))
-    )
-    return found
+    def guarded_empty_like(t, **options):
+        return guarded_empty(t.shape, **({"dtype": t.dtype} | options))
+
+    with pytest.MonkeyPatch.context() as patch, interpreter.checked_overflow():
+        patch.setenv("DLLM_KERNELS_CHECK", "0")
+        patch.setattr(torch, "empty", guarded_empty)
+        patch.setattr(torch, "empty_like", guarded_empty_like)
+        small_tiles(patch, splits=3 if "split" in name else 1)
+        torch.manual_seed(0)
+        RUNS[name](guarded)
+
+
+def read_beside(past):
+    """Read inside of a guarded tensor, and at ``past`` numbers from its beginning."""
+    x = Guarded(at_end=past > 0).copy(torch.randn(N, V))
+    read = ctypes.c_float.from_address
+    assert math.isfinite(read(x.data_ptr() + 4 * (past - 1 if past > 0 else 0)).value)
+    print(read(x.data_ptr() + 4 * past).value)
+
+
+def run_at_both_ends(name):
+    run(name, at_end=True)
+    run(name, at_end=False)
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_beside_a_tensor_is_touched(name, guarded, monkeypatch):
-    small_tiles(monkeypatch, splits=3 if "split" in name else 1)
-    torch.manual_seed(0)
-    assert in_a_child(lambda: RUNS[name](guarded)) == 0
+def test_nothing_beside_a_tensor_is_touched(name):
+    assert in_a_child(run_at_both_ends, name) == 0
 
 
 @pytest.mark.parametrize("past", [-1, V * N])
 def test_memory_beside_is_inaccessible(past):
-    guarded = Guarded(at_end=past > 0)
-    x = guarded.copy(torch.randn(N, V))
-    read = ctypes.c_float.from_address
-    assert math.isfinite(read(x.data_ptr() + 4 * (past - 1 if past > 0 else 0)).value)
-    assert in_a_child(lambda: read(x.data_ptr() + 4 * past).value) < 0
+    assert in_a_child(read_beside, past) == -signal.SIGSEGV
