@@ -142,7 +142,7 @@ class PipelineCausalLMLoss(nn.Module):
 def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
-        known = bool(output) and isinstance(output[0], torch.Tensor | Deferred)
+        known = len(output) > 0 and isinstance(output[0], torch.Tensor | Deferred)
     else:
         known = isinstance(output, (torch.Tensor, Deferred, Mapping)) or hasattr(output, "logits")
         known = known or hasattr(output, "hidden_states")

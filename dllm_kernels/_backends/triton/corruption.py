@@ -46,11 +46,8 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
 
 @triton.jit
 def _first_column(start_ptr, b, B, L):
-    """Load the first column of the rows b that is not padding, clamped to [0, L]; None without ``start``."""
-    if start_ptr is None:
-        return None
-    else:
-        return tl.minimum(tl.maximum(tl.load(start_ptr + b, mask=b < B, other=0), 0), L).to(tl.int32)
+    """Load the first column of the rows b that is not padding, clamped to [0, L]."""
+    return tl.minimum(tl.maximum(tl.load(start_ptr + b, mask=b < B, other=0), 0), L).to(tl.int32)
 
 
 @triton.jit
@@ -141,7 +138,7 @@ def _corrupt_independent(
     b = n // blocks
     block = n % blocks
     i = (first + tl.arange(0, BLOCK))[None, :]
-    sizes = (B, L, size, _first_column(start_ptr, b, B, L))
+    sizes = (B, L, size, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     ids, noise = _read(batch, b, block, i, sizes, True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
     if KIND != _ALL:
@@ -177,7 +174,7 @@ def _corrupt_mix(
     first = (tl.program_id(0) % tiles) * BLOCK
     b = ((tl.program_id(0) // tiles) * R + tl.arange(0, R))[:, None]
     i = (first + tl.arange(0, BLOCK))[None, :]
-    sizes = (B, L, L, _first_column(start_ptr, b, B, L))
+    sizes = (B, L, L, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     ids, supervised = _read(batch, b, b * 0, i, sizes, True)
     mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
     total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
@@ -232,7 +229,7 @@ def _corrupt_topk(
     b = n // blocks
     block = n % blocks
     i = tl.arange(0, BLOCK)[None, :]
-    sizes = (B, L, size, _first_column(start_ptr, b, B, L))
+    sizes = (B, L, size, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     ids, supervised = _read(batch, b, block, i, sizes, HAS_MASK)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
@@ -265,7 +262,7 @@ def _corrupt_topk_long(
     n = tl.program_id(0)
     b = (n // blocks) + tl.zeros([1, 1], tl.int32)
     block = (n % blocks) + tl.zeros([1, 1], tl.int32)
-    sizes = (B, L, size, _first_column(start_ptr, b, B, L))
+    sizes = (B, L, size, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     length = tl.max(tl.reshape(_length(block, sizes), [1]), 0)
     if rate_ptr is not None:
         rate = tl.load(rate_ptr + b)
