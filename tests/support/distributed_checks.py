@@ -164,7 +164,7 @@ IN_TABLE = {name for columns in TABLE.values() for checks in columns for name in
 def check(world, whole=False, **parameter):
     """Register a check for a world size, once for each value of its parameter, if any.
 
-    Of the losses of a long list, a check runs those in ``EVERY_TIME`` or ``TABLE``, and a tenth of the others: those
+    Of the losses of a long list, a check runs those in ``EVERY_TIME`` or ``TABLE``, and a fifth of the others: those
     that the checks before have run least often. ``make test-every-case`` runs all, and so does every run if ``whole``.
     """
 
@@ -174,7 +174,7 @@ def check(world, whole=False, **parameter):
         for name, values in parameter.items():
             others = [value for value in values if value not in EVERY_TIME[world]]
             if len(others) > 10 and not whole:
-                rarest = sorted(others, key=lambda loss: LAYOUTS[loss])[: -(-len(others) // 10)]
+                rarest = sorted(others, key=lambda loss: LAYOUTS[loss])[: -(-len(others) // 5)]
                 LAYOUTS.update(rarest)
                 names = {f"{function.__name__}[{value}]" for value in set(others).difference(rarest)} - IN_TABLE
                 EVERY_CASE.update((world, check_name) for check_name in names)
