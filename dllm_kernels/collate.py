@@ -41,7 +41,8 @@ class DLLMCollator:
     ``lcm(block_size, pad_seq_len_divisible)``, then truncated to ``max_seq_len``, and at least 1.
 
     Examples:
-        >>> long = {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 1], "attention_mask": [1, 1, 1]}
+        >>> ids = [7, 8, 9]
+        >>> long = {"input_ids": ids, "loss_mask": [0, 1, 1], "attention_mask": [1, 1, 1]}
         >>> short = {"input_ids": [5], "loss_mask": [1], "attention_mask": [1]}
         >>> batch = DLLMCollator(pad_token_id=0, eos_token_id=2, block_size=2)([long, short])
         >>> batch["input_ids"].tolist(), batch["loss_mask"].tolist()

@@ -165,8 +165,11 @@ def corrupt_uniform(
 
     Examples:
         >>> ids, seeds = torch.arange(8).reshape(1, 8), torch.tensor([1])
-        >>> documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]])  # two packed documents, then padding
-        >>> _, noise_mask, p_mask = corrupt_uniform(ids, ids >= 0, 99, segment_ids=documents, seeds=seeds)
+        >>> # two packed documents, then padding
+        >>> documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, -1]])
+        >>> _, noise_mask, p_mask = corrupt_uniform(
+        ...     ids, ids >= 0, 99, segment_ids=documents, seeds=seeds
+        ... )
         >>> p_mask[0].unique_consecutive().shape, noise_mask[0, 7].item()
         (torch.Size([3]), False)
 
@@ -240,8 +243,11 @@ def corrupt_blockwise(
     :func:`corrupt_uniform` with ``block_size``.
 
     Examples:
-        >>> ids, generator = torch.arange(12).reshape(1, 12), torch.Generator().manual_seed(0)
-        >>> noisy, noise_mask, p_mask = corrupt_blockwise(ids, None, 99, block_size=4, generator=generator)
+        >>> ids = torch.arange(12).reshape(1, 12)
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> noisy, noise_mask, p_mask = corrupt_blockwise(
+        ...     ids, None, 99, block_size=4, generator=generator
+        ... )
         >>> torch.equal(noisy, torch.where(noise_mask, 99, ids)), p_mask.shape
         (True, torch.Size([1, 12]))
 
@@ -439,7 +445,9 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     p is in the complement with probability 1 - p.
 
     Examples:
-        >>> complementary(torch.tensor([[1, 0, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1, 1]])).tolist()
+        >>> complementary(
+        ...     torch.tensor([[1, 0, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1, 1]])
+        ... ).tolist()
         [[False, True, False, True]]
 
     Args:

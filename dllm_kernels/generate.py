@@ -141,12 +141,15 @@ def diffusion_generate(
         >>> class Model(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.body, self.lm_head = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 10)
+        ...         self.body = torch.nn.Embedding(10, 8)
+        ...         self.lm_head = torch.nn.Linear(8, 10)
         ...
         ...     def forward(self, ids):
         ...         return self.lm_head(self.body(ids))
         >>> prompt = torch.tensor([[1, 2, 3]])
-        >>> out = diffusion_generate(Model(), prompt, mask_token_id=9, max_new_tokens=4, steps=4, block_size=2)
+        >>> out = diffusion_generate(
+        ...     Model(), prompt, mask_token_id=9, max_new_tokens=4, steps=4, block_size=2
+        ... )
         >>> out.ids.shape, out.generated.tolist()
         (torch.Size([1, 7]), [[False, False, False, True, True, True, True]])
         >>> out.step_map.tolist()  # equal confidences: from left to right

@@ -49,7 +49,9 @@ class LossHead(nn.Linear):
         fully_shard(model.lm_head)
         fully_shard(model)
         ...
-        out = model.lm_head(hidden, lambda h, weight, bias: loss_fn.forward_fused(h, weight, target_ids, ...))
+        out = model.lm_head(
+            hidden, lambda h, weight, bias: loss_fn.forward_fused(h, weight, target_ids, ...)
+        )
 
     FSDP2 casts the outputs of a forward to the ``output_dtype`` of its ``MixedPrecisionPolicy``. This applies to the
     logits, but not to the result of a loss, which stays float32. An enclosing FSDP unit still casts its own outputs.

@@ -144,7 +144,8 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         >>> class Model(torch.nn.Module):
         ...     def __init__(self):
         ...         super().__init__()
-        ...         self.body, self.lm_head = torch.nn.Embedding(10, 8), torch.nn.Linear(8, 10, bias=False)
+        ...         self.body = torch.nn.Embedding(10, 8)
+        ...         self.lm_head = torch.nn.Linear(8, 10, bias=False)
         ...
         ...     def forward(self, ids):
         ...         return self.lm_head(self.body(ids))
@@ -152,7 +153,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         >>> masked, p = torch.tensor([[True, False, True, True]]), 0.75
         >>> with fused_head(model) as fused:
         ...     logits = model(ids)  # deferred
-        ...     nll = torch.nn.functional.cross_entropy(logits[masked], ids[masked], reduction="none")
+        ...     nll = torch.nn.functional.cross_entropy(
+        ...         logits[masked], ids[masked], reduction="none"
+        ...     )
         ...     loss = (nll / p).sum() / ids.numel()
         ...     loss.backward()
         >>> fused.materialized

@@ -6,9 +6,10 @@ Example::
         pass
 
     trainer = DiffusionTrainer(
-        model=model,                                                # bidirectional, e.g. BertForMaskedLM
-        args=TrainingArguments(..., remove_unused_columns=False),   # the collator needs the samples' loss_mask
-        train_dataset=samples,                                      # dicts: input_ids, loss_mask, attention_mask
+        model=model,  # bidirectional, e.g. BertForMaskedLM
+        # the collator needs the samples' loss_mask
+        args=TrainingArguments(..., remove_unused_columns=False),
+        train_dataset=samples,  # dicts: input_ids, loss_mask, attention_mask
         data_collator=MaskedDiffusionCollator(mask_token_id),
     )
     trainer.train()
@@ -32,9 +33,8 @@ alpha(t) = cos(pi t / 2) the mask probability is p = 1 - alpha(t), and the weigh
         angle = torch.acos(1 - p_mask)
         return noise_mask * torch.pi / 2 * angle.sin() / p_mask.clamp(min=1e-8)
 
-    trainer = DiffusionTrainer(
-        ..., data_collator=MaskedDiffusionCollator(mask_token_id, level=cosine_level), loss=cosine_weights
-    )
+    collator = MaskedDiffusionCollator(mask_token_id, level=cosine_level)
+    trainer = DiffusionTrainer(..., data_collator=collator, loss=cosine_weights)
 
 Put the mixin before the ``Trainer`` class among the bases. Only the mixin requires transformers.
 """

@@ -42,10 +42,13 @@ class DFlashDecayLoss(DraftLoss):
     arXiv 2605.18810, for the other weights.
 
     Examples:
-        >>> target_ids = torch.tensor([[5, 2, 7, 1, 4, 4]])  # two blocks of an anchor and three drafted tokens
+        >>> # two blocks of an anchor and three drafted tokens
+        >>> target_ids = torch.tensor([[5, 2, 7, 1, 4, 4]])
         >>> logits = 9.0 * torch.nn.functional.one_hot(target_ids, 10).float()
         >>> logits[0, 2] = 0  # the last token of the first block is wrong
-        >>> out = DFlashDecayLoss()(logits, target_ids, block_mask=torch.ones(1, 6), block_size=4)
+        >>> out = DFlashDecayLoss()(
+        ...     logits, target_ids, block_mask=torch.ones(1, 6), block_size=4
+        ... )
         >>> {name: round(value.item(), 2) for name, value in draft_accuracy(out).items()}
         {'draft_acc': 0.83, 'draft_acc_k1': 1.0, 'draft_acc_k2': 1.0, 'draft_acc_k3': 0.5}
         >>> acceptance_length(out, torch.ones(1, 6), block_size=4).item()

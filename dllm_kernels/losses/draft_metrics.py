@@ -100,8 +100,10 @@ def acceptance_stats(
     r"""Return numerator and denominator of :func:`acceptance_length`, to be summed over micro-batches and ranks.
 
     Examples:
-        >>> correct, mask = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.tensor([[1, 1, 1], [1, 0, 1]])
-        >>> total, count = acceptance_stats(correct, mask, block_size=4)  # a wrong token, and a hole
+        >>> correct = torch.tensor([[1, 1, 0], [1, 1, 1]])
+        >>> mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
+        >>> # a wrong token, and a hole
+        >>> total, count = acceptance_stats(correct, mask, block_size=4)
         >>> total.item(), count.item()
         (3.0, 2.0)
 

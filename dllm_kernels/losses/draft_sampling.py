@@ -39,7 +39,8 @@ def sample_anchors(
 
     Examples:
         >>> loss_mask = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0]])
-        >>> sample_anchors(loss_mask, 3, 4, seeds=torch.tensor([7]))  # only positions 1 and 2 begin a whole block
+        >>> # only positions 1 and 2 begin a whole block
+        >>> sample_anchors(loss_mask, 3, 4, seeds=torch.tensor([7]))
         (tensor([[1, 2, 0]]), tensor([[ True,  True, False]]))
 
     Args:

@@ -91,7 +91,8 @@ def encoder_ar_loss(
 
     Examples:
         >>> logits, ids = torch.zeros(1, 4, 10), torch.tensor([[3, 1, 4, 0]])
-        >>> loss = encoder_ar_loss(logits, ids, valid_mask=torch.tensor([[1, 1, 1, 0]]))  # two scored pairs
+        >>> # two scored pairs
+        >>> loss = encoder_ar_loss(logits, ids, valid_mask=torch.tensor([[1, 1, 1, 0]]))
         >>> round((loss / math.log(10)).item(), 4)
         1.0
 

@@ -43,10 +43,17 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     Examples:
         >>> ids, noise_mask = torch.tensor([[3, 1, 4, 1]]), torch.tensor([[1, 0, 1, 0]])
         >>> masks = noise_mask, torch.full((1, 4), 0.5), torch.ones(1, 4)
-        >>> logits = torch.zeros(1, 8, 10)  # the diffusion logits of 4 positions, then their AR logits
+        >>> # the diffusion logits of 4 positions, then their AR logits
+        >>> logits = torch.zeros(1, 8, 10)
         >>> counts = {"num_diffusion_tokens": 4, "num_ar_tokens": 3}
-        >>> out = HybridDiffusionLLMLoss(alpha=0.5)(logits, ids, *masks, loss_mask_ar=torch.ones(1, 4), **counts)
-        >>> [round((part / math.log(10)).item(), 4) for part in (out.total_loss, out.dllm_loss)]  # 1 + 0.5, and 0.5
+        >>> out = HybridDiffusionLLMLoss(alpha=0.5)(
+        ...     logits, ids, *masks, loss_mask_ar=torch.ones(1, 4), **counts
+        ... )
+        >>> # 1 + 0.5, and 0.5
+        >>> [
+        ...     round((part / math.log(10)).item(), 4)
+        ...     for part in (out.total_loss, out.dllm_loss)
+        ... ]
         [1.5, 0.5]
 
     Args:

@@ -25,15 +25,26 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
     Language Diffusion Models", eq. 3.
 
     Examples:
-        >>> ids, logits = torch.tensor([[3, 1, 4, 1]]), torch.zeros(1, 4, 10)  # equal probabilities: each NLL is log 10
-        >>> noise_mask, p_mask = torch.tensor([[True, False, True, False]]), torch.full((1, 4), 0.5)
+        >>> # equal probabilities: each NLL is log 10
+        >>> ids, logits = torch.tensor([[3, 1, 4, 1]]), torch.zeros(1, 4, 10)
+        >>> noise_mask = torch.tensor([[True, False, True, False]])
+        >>> p_mask = torch.full((1, 4), 0.5)
         >>> loss_fn = MDLMCrossEntropyLoss()
-        >>> out = loss_fn(logits, ids, noise_mask, p_mask, loss_mask=torch.ones(1, 4), num_diffusion_tokens=4)
+        >>> out = loss_fn(
+        ...     logits,
+        ...     ids,
+        ...     noise_mask,
+        ...     p_mask,
+        ...     loss_mask=torch.ones(1, 4),
+        ...     num_diffusion_tokens=4,
+        ... )
         >>> round(out.total_loss.item(), 4)  # two masked tokens of four, 1 / 0.5 each
         2.3026
         >>> hidden, weight = torch.zeros(1, 4, 8), torch.zeros(10, 8)  # without logits
         >>> masks = noise_mask, p_mask, torch.ones(1, 4)
-        >>> fused = loss_fn.forward_fused(hidden, weight, ids, *masks, num_diffusion_tokens=4)
+        >>> fused = loss_fn.forward_fused(
+        ...     hidden, weight, ids, *masks, num_diffusion_tokens=4
+        ... )
         >>> bool(fused.total_loss == out.total_loss)
         True
 

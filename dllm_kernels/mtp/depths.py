@@ -133,9 +133,17 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
 
     Examples:
         >>> logits = [torch.zeros(1, 4, 10), torch.zeros(1, 4, 10)]  # two depths
-        >>> labels = torch.tensor([[3, 1, 4, 1]])  # the labels of depth 0 are 1 4 1, those of depth 1 are 4 1
-        >>> options = {"labels": labels, "model": torch.nn.Module(), "num_label_tokens": 4, "scaling_factor": 1.0}
-        >>> loss = calculate_mtp_loss(MaskedCrossEntropy(), mtp_per_depth_logits=logits, **options)
+        >>> # the labels of depth 0 are 1 4 1, those of depth 1 are 4 1
+        >>> labels = torch.tensor([[3, 1, 4, 1]])
+        >>> options = {
+        ...     "labels": labels,
+        ...     "model": torch.nn.Module(),
+        ...     "num_label_tokens": 4,
+        ...     "scaling_factor": 1.0,
+        ... }
+        >>> loss = calculate_mtp_loss(
+        ...     MaskedCrossEntropy(), mtp_per_depth_logits=logits, **options
+        ... )
         >>> round((loss / math.log(10)).item(), 4)  # (3 + 2) / 4, over two depths
         0.625
 

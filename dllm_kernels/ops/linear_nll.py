@@ -76,9 +76,11 @@ def weighted_linear_nll(
     Source: :func:`weighted_nll` of the projected hidden states.
 
     Examples:
-        >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head
+        >>> # a frozen LM head
+        >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)
         >>> targets = torch.tensor([[1, 2, -100], [4, 5, 6]])  # -100: inactive row
-        >>> weights = torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 0.0]])  # rows of weight 0 are not projected
+        >>> # rows of weight 0 are not projected
+        >>> weights = torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 0.0]])
         >>> loss = weighted_linear_nll(hidden, weight, targets, weights).loss
         >>> round((loss / math.log(10)).item(), 4)
         4.0

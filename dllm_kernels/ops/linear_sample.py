@@ -73,13 +73,18 @@ def linear_sample(
     the lowest ids stay. Truncation runs in torch for both backends, on one chunk of logits in float32.
 
     Examples:
-        >>> hidden, head = torch.eye(3), torch.tensor([[0.0, 1.0, 5.0], [4.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
-        >>> linear_sample(hidden, head, temperature=0).ids.tolist()  # the lowest id wins a tie
+        >>> hidden = torch.eye(3)
+        >>> head = torch.tensor([[0.0, 1.0, 5.0], [4.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+        >>> # the lowest id wins a tie
+        >>> linear_sample(hidden, head, temperature=0).ids.tolist()
         [1, 0, 0]
         >>> out = linear_sample(hidden, head, seeds=torch.tensor([1, 2, 3]), return_top=2)
         >>> out.top_ids.tolist()
         [[1, 0], [0, 1], [0, 1]]
-        >>> linear_sample(hidden, head, seeds=torch.tensor([1, 2, 3]), top_p=0.3).ids.tolist()  # one token each
+        >>> # one token each
+        >>> linear_sample(
+        ...     hidden, head, seeds=torch.tensor([1, 2, 3]), top_p=0.3
+        ... ).ids.tolist()
         [1, 0, 0]
 
     Args:

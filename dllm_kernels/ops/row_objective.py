@@ -57,10 +57,15 @@ def row_objective(
     .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)
 
     Examples:
-        >>> def entropy_of_correct(stats, weights):  # confidence loss of correctly predicted tokens
+        >>> # confidence loss of correctly predicted tokens
+        >>> def entropy_of_correct(stats, weights):
         ...     return torch.where(stats.correct, stats.entropy, 0.0) * weights
-        >>> logits, targets, weights = torch.eye(4, requires_grad=True), torch.tensor([0, 1, 3, 3]), torch.ones(4)
-        >>> out = row_objective(logits, targets, entropy_of_correct, weights, entropy=True, with_correct=True)
+        >>> logits = torch.eye(4, requires_grad=True)
+        >>> targets = torch.tensor([0, 1, 3, 3])
+        >>> weights = torch.ones(4)
+        >>> out = row_objective(
+        ...     logits, targets, entropy_of_correct, weights, entropy=True, with_correct=True
+        ... )
         >>> out.correct.tolist(), (out.value > 0).tolist()
         ([True, True, False, True], [True, True, False, True])
         >>> out.loss.backward()
@@ -131,16 +136,23 @@ def linear_row_objective(
     product.
 
     Examples:
-        >>> def clipped(stats, old, ref, advantages):  # the clipped policy ratio with a k3 penalty of GRPO
-        ...     log_ratio = stats.log_probs - old  # bounded before the exponential, see the notes on fn
-        ...     above, below = log_ratio.clamp(max=math.log(1.2)), log_ratio.clamp(math.log(0.8), math.log(3))
+        >>> # the clipped policy ratio with a k3 penalty of GRPO
+        >>> def clipped(stats, old, ref, advantages):
+        ...     # bounded before the exponential, see the notes on fn
+        ...     log_ratio = stats.log_probs - old
+        ...     above = log_ratio.clamp(max=math.log(1.2))
+        ...     below = log_ratio.clamp(math.log(0.8), math.log(3))
         ...     ratio = torch.where(advantages > 0, above, below).exp()
         ...     away = (ref - stats.log_probs).clamp(-20, 20)
         ...     return 0.04 * (away.exp() - away - 1) - ratio * advantages
         >>> hidden, weight = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8)
         >>> tokens = torch.tensor([[3, 1, 4]])
-        >>> old, mask, advantages = torch.full((1, 3), -math.log(10)), torch.tensor([[1, 1, 0]]), torch.ones(1, 3)
-        >>> out = linear_row_objective(hidden, weight, tokens, clipped, old, old, advantages, active=mask)
+        >>> old = torch.full((1, 3), -math.log(10))
+        >>> mask = torch.tensor([[1, 1, 0]])
+        >>> advantages = torch.ones(1, 3)
+        >>> out = linear_row_objective(
+        ...     hidden, weight, tokens, clipped, old, old, advantages, active=mask
+        ... )
         >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, the penalty 0
         -1.0
         >>> out.loss.backward()

@@ -67,7 +67,8 @@ def row_stats(
     of -inf; its log-probabilities, H and F are NaN.
 
     Examples:
-        >>> logits, ids = torch.zeros(2, 10, requires_grad=True), torch.tensor([[3, 4], [5, -100]])
+        >>> logits = torch.zeros(2, 10, requires_grad=True)
+        >>> ids = torch.tensor([[3, 4], [5, -100]])
         >>> out = row_stats(logits, ids, entropy=True)
         >>> [[round(x, 4) for x in row] for row in out.log_probs.tolist()]
         [[-2.3026, -2.3026], [-2.3026, 0.0]]

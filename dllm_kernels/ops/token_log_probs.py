@@ -52,9 +52,16 @@ def token_log_probs(
     saved. Tokens with id -100 or ``active`` 0 are neither read nor projected.
 
     Examples:
-        >>> hidden, weight, ids = torch.zeros(1, 3, 8), torch.zeros(10, 8), torch.tensor([[3, 1, -100]])
-        >>> out = token_log_probs(hidden, ids, weight=weight, temperature=0.7, with_entropy=True)
-        >>> [round(x, 4) for x in out.log_probs[0].tolist()], [round(x, 4) for x in out.entropy[0].tolist()]
+        >>> hidden = torch.zeros(1, 3, 8)
+        >>> weight = torch.zeros(10, 8)
+        >>> ids = torch.tensor([[3, 1, -100]])
+        >>> out = token_log_probs(
+        ...     hidden, ids, weight=weight, temperature=0.7, with_entropy=True
+        ... )
+        >>> (
+        ...     [round(x, 4) for x in out.log_probs[0].tolist()],
+        ...     [round(x, 4) for x in out.entropy[0].tolist()],
+        ... )
         ([-2.3026, -2.3026, 0.0], [2.3026, 2.3026, 0.0])
 
     Args:

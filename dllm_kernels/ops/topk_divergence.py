@@ -84,8 +84,11 @@ def topk_divergence(
 
     Examples:
         >>> logits = torch.zeros(2, 10, requires_grad=True)
-        >>> teacher = torch.tensor([[0.7, 0.2], [0.5, 0.25]]).log()  # the rest of the mass, 0.1 and 0.25, is elsewhere
-        >>> out = topk_divergence(logits, torch.tensor([[3, 4], [5, 1]]), teacher, torch.tensor([0.5, 0.5]))
+        >>> # the rest of the mass, 0.1 and 0.25, is elsewhere
+        >>> teacher = torch.tensor([[0.7, 0.2], [0.5, 0.25]]).log()
+        >>> out = topk_divergence(
+        ...     logits, torch.tensor([[3, 4], [5, 1]]), teacher, torch.tensor([0.5, 0.5])
+        ... )
         >>> [round(x, 4) for x in out.value.tolist()]
         [1.2928, 0.743]
         >>> out.loss.backward()

@@ -98,14 +98,20 @@ class PolicyLoss(nn.Module):
     B, L and K above 1 if torch.compile treats them as dynamic.
 
     Examples:
-        >>> ids, loss_mask, MASK = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]]), 9
+        >>> ids = torch.tensor([[5, 6, 7, 8]])
+        >>> loss_mask = torch.tensor([[0, 1, 1, 1]])
+        >>> MASK = 9
         >>> views = policy_views(ids, loss_mask, MASK, "coupled", seeds=torch.tensor([0]))
         >>> hidden, head = torch.zeros(3, 1, 4, 16, requires_grad=True), torch.zeros(10, 16)
         >>> with torch.no_grad():  # before the first update: one product
-        ...     log_probs = token_log_probs(hidden, ids.expand(3, 1, 4), weight=head, active=views.scored).log_probs
+        ...     log_probs = token_log_probs(
+        ...         hidden, ids.expand(3, 1, 4), weight=head, active=views.scored
+        ...     ).log_probs
         ...     old = views.token_scores(log_probs)
         >>> policy_loss = PolicyLoss(PolicyObjective(clip_high=0.28))
-        >>> out = policy_loss.forward_fused(hidden, head, ids, views, old, torch.tensor([2.0]))
+        >>> out = policy_loss.forward_fused(
+        ...     hidden, head, ids, views, old, torch.tensor([2.0])
+        ... )
         >>> out.loss.item(), out.ratio.item(), out.clip_fraction.item()
         (-2.0, 1.0, 0.0)
         >>> out.loss.backward()

@@ -56,7 +56,8 @@ class PolicyObjective:
     Examples:
         >>> objective = PolicyObjective(clip_low=0.2, clip_high=0.28)
         >>> scores, old = torch.tensor([0.5, 0.1]), torch.zeros(2)
-        >>> objective(scores, old, advantages=torch.ones(2))  # the first ratio, 1.65, is clipped
+        >>> # the first ratio, 1.65, is clipped
+        >>> objective(scores, old, advantages=torch.ones(2))
         tensor([-1.2800, -1.1052])
 
     Args:

@@ -199,7 +199,8 @@ def policy_views(
 
     Examples:
         >>> ids, loss_mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
-        >>> views = policy_views(ids, loss_mask, 99, "trace", step_map=torch.tensor([[-1, 1, 0, 1]]))
+        >>> step_map = torch.tensor([[-1, 1, 0, 1]])
+        >>> views = policy_views(ids, loss_mask, 99, "trace", step_map=step_map)
         >>> views.noisy.tolist()
         [[[5, 99, 99, 99]], [[5, 99, 7, 99]]]
         >>> views.scored.int().tolist()

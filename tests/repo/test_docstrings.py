@@ -11,6 +11,7 @@ import torch
 import dllm_kernels as ours
 from dllm_kernels import distributed, mtp
 from dllm_kernels.integrations import names, nemo_automodel, speculators, transformers, trl
+from tests.support.readme import ROOT
 
 EXAMPLES = doctest.DocTestFinder(recurse=False)
 PUBLIC = {name: vars(ours)[name] for name in ours.__all__}
@@ -24,6 +25,14 @@ COMPLEX_CALLS = {
 
 def test_complex_calls_have_an_example():
     assert {name for name in PUBLIC if ">>>" in (inspect.getdoc(PUBLIC[name]) or "")} >= COMPLEX_CALLS
+
+
+def test_examples_fit_beside_both_menus():
+    """At 1280 pixels, 85 columns of code are visible."""
+    source = "\n".join(path.read_text() for path in (ROOT / "dllm_kernels").rglob("*.py"))
+    examples = re.findall(r"^ +((?:>>>|\.\.\.) .*)$", source, re.MULTILINE)
+    assert len(examples) > 100
+    assert [line for line in examples if len(line) > 85] == []
 
 
 @pytest.mark.parametrize("name", [n for n, o in PUBLIC.items() if ">>>" in (inspect.getdoc(o) or "")])
