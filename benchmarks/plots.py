@@ -42,25 +42,25 @@ def memory(found: Record) -> Picture:
     }
     right, top = max(v for v, _ in points["plain"]), 1.08 * max(y for _, y in points["plain"])
     picture = Picture(580, 340, "Peak memory of the loss against the vocabulary: the plain loss and this package")
-    x0, y0, width, height = 46, 290, 420, 236
+    x0, y0, width, height = 44, 290, 404, 230
 
     def at(v: float, y: float) -> Point:
         return x0 + width * v / right, y0 - height * y / top
 
-    picture.text(16, 24, f"Peak memory of one loss, forward + backward, {case['rows']:,} tokens", bold=True, size=14)
+    picture.text(16, 24, f"Peak memory of one loss, forward + backward, {case['rows']:,} tokens", bold=True, size=16)
     step = next(step for step in (0.5, 1, 2, 5, 10) if top / step < 8)
     for i in range(int(top / step) + 1):
         _, y = at(0, i * step)
         picture.line([(x0, y), (x0 + width, y)], colour="grid")
-        picture.text(x0 - 8, y + 4, f"{i * step:g}", colour="soft", anchor="end", size=12)
-    picture.text(16, 46, "GiB", colour="soft", size=12)
+        picture.text(x0 - 8, y + 5, f"{i * step:g}", colour="soft", anchor="end", size=15)
+    picture.text(16, 48, "GiB", colour="soft", size=15)
     for v in (32_000, 64_000, *MODELS):
         x, _ = at(v, 0)
         picture.line([(x, y0), (x, y0 + 5)], colour="soft")
         anchor = {126_464: "end", 151_936: "start"}.get(v, "middle")  # these two are close to each other
-        picture.text(x, y0 + 18, MODELS.get(v, f"{v // 1000}k"), colour="soft", anchor=anchor, size=12)
+        picture.text(x, y0 + 19, MODELS.get(v, f"{v // 1000}k"), colour="soft", anchor=anchor, size=15)
         if v in MODELS:
-            picture.text(x, y0 + 33, f"{v:,}", colour="soft", anchor=anchor, size=12)
+            picture.text(x, y0 + 36, f"{v:,}", colour="soft", anchor=anchor, size=15)
     logits = [(0.0, 0.0), (right, case["rows"] * bytes_each * right / GIB)]
     picture.line([at(*p) for p in logits], colour="soft", width=1.5, dashed=True)
     for name, colour in (("plain", "plain"), ("ours", "ours")):
@@ -70,10 +70,10 @@ def memory(found: Record) -> Picture:
     labels = {"plain": (points["plain"][-1], "plain loss"), "ours": (points["ours"][-1], "dllm_kernels")}
     for name, (p, label) in labels.items():
         x, y = at(*p)
-        picture.text(x + 8, y - 2, label, colour=name, bold=True)
-        picture.text(x + 8, y + 13, f"{p[1]:.2f} GiB", colour=name, size=12)
+        picture.text(x + 8, y - 2, label, colour=name, bold=True, size=15)
+        picture.text(x + 8, y + 15, f"{p[1]:.2f} GiB", colour=name, size=15)
     x, y = at(*logits[1])
-    picture.text(x + 8, y + 4, "the logits alone", colour="soft", size=12)
+    picture.text(x + 8, y + 4, "the logits alone", colour="soft", size=15)
     return picture
 
 

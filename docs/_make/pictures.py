@@ -172,7 +172,7 @@ def mtp() -> plt.Figure:
         for position, label in enumerate(mtp_labels(labels, depth, seq_idx=seq_idx).tolist()):
             axes.text(
                 position, depth, "-" if label < 0 else f"{label}", ha="center", va="center",
-                color=COLOURS[seq_idx[label]] if label >= 0 else COLOURS[4],
+                color=COLOURS[seq_idx[label]] if label >= 0 else INK,
             )  # fmt: skip
     axes.axvline(5.5, color=COLOURS[4], linestyle=":")
     axes.set(
