@@ -24,7 +24,9 @@ also need ``nvidia-cutlass-dsl``, ``nvidia-cutlass-dsl-libs-base``, ``nvidia-cut
 ``apache-tvm-ffi``, ``torch-c-dlpack-ext`` and ``einops``, and ``cuda-bindings`` and ``protobuf`` if the machine lacks
 them. ``nvidia-cutlass-dsl-libs-cu13`` is a compiler of 92 MB, the others have 8 MB together. Where a transfer is
 limited, split it (``split --bytes=46M WHEEL WHEEL.part-``) and give the folders of all parts to ``--wheels``, which
-joins them. Without its last part, pip rejects the wheel, and the run continues without these kernels.
+joins them. Without its last part, pip rejects the wheel, and the run continues without these kernels. The tests need
+``pytest``, ``pytest-timeout``, ``pytest-xdist`` with ``execnet``, and ``hypothesis`` with ``sortedcontainers``. Steps
+whose packages are missing are left out, which is said before the first step.
 
 ``--rehearse`` runs all steps at toy size on a CPU, with Triton's interpreter.
 """
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.machinery
 import json
 import os
 import shutil
@@ -92,6 +95,7 @@ PREDICTED = (
 )
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
+TEST_MODULES = ("pytest", "pytest_timeout", "xdist", "hypothesis")
 TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
 REFRESH = 15.0  # s between two updates of the files while a step runs
 RESERVE = 10.0  # s reserved for ending the last step and writing its outcome
@@ -110,6 +114,7 @@ class Step:
         toy: replacement for a run without a GPU.
         settings: environment variables.
         needs: a required program; the step is left out without it.
+        modules: required modules; the step is left out without them.
     """
 
     name: str
@@ -118,6 +123,7 @@ class Step:
     toy: tuple[str, ...]
     settings: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
+    modules: tuple[str, ...] = ()
 
 
 def steps(work: Path) -> list[Step]:
@@ -135,7 +141,8 @@ def steps(work: Path) -> list[Step]:
     def tests(name: str, minutes: float, *words: str) -> Step:
         # One thread, because twelve processes share the cores, and the memory of the CPU path depends on its threads.
         alone = {"OMP_NUM_THREADS": "1"}
-        return Step(name, minutes, (*PYTEST, *words), (*PYTEST, "--collect-only", "-q", *words), alone)
+        return Step(name, minutes, (*PYTEST, *words), (*PYTEST, "--collect-only", "-q", *words), alone,
+                    modules=TEST_MODULES)  # fmt: skip
 
     def sanitized(tool: str) -> Step:
         some = (
@@ -148,7 +155,7 @@ def steps(work: Path) -> list[Step]:
         run = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *PYTEST, "-x", *some)
         # Without this, an access beyond a tensor may still lie inside a block of torch's cache and go undetected.
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone, needs=run[0])
+        return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone, run[0], TEST_MODULES)
 
     shares = ("--share", "1.0", "--share", "0.5", "--share", "0.15")
     with_gpu_marks = [
@@ -241,14 +248,22 @@ class Run:
     def step(self, step: Step) -> None:
         """Run one step until it ends or reaches its time limit."""
         start = time.monotonic()
-        if step.needs is not None and not self.toy and shutil.which(step.needs) is None:
-            outcome = f"left out: {step.needs} is not installed"
+        if missing := self.missing(step):
+            outcome = f"left out: {missing} is not installed"
         else:
             outcome = self._outcome(step, start + 60 * step.minutes)
         seconds = round(time.monotonic() - start, 1)
         self.done[step.name] = {"outcome": outcome, "seconds": seconds, "command": list(self._command(step))}
         print(f"=== {step.name}: {outcome}, {seconds:.0f} s", flush=True)
         self.save()
+
+    def missing(self, step: Step) -> str | None:
+        """Return what the step needs and cannot find, in this environment or among the wheels."""
+        if step.needs is not None and not self.toy and shutil.which(step.needs) is None:
+            return step.needs
+        path = [*self.settings.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+        find = importlib.machinery.PathFinder.find_spec
+        return next((name for name in step.modules if find(name, path) is None), None)
 
     def _command(self, step: Step) -> tuple[str, ...]:
         return step.toy if self.toy else step.command
@@ -404,6 +419,8 @@ def _run_all(run: Run, todo: Sequence[Step], deadline: float) -> int:
     fits, left = plan(todo, (deadline - time.monotonic()) / 60)
     print(f"fits: {', '.join(f'{s.name} {s.minutes:g} min' for s in fits) or 'nothing'}", flush=True)
     print(f"fits only if others take less: {', '.join(s.name for s in left) or 'nothing'}", flush=True)
+    lacking = [f"{step.name} needs {missing}" for step in todo if (missing := run.missing(step))]
+    print(f"not installed: {', '.join(lacking) or 'nothing'}", flush=True)
     run.save()
     failed, left_out = 0, []
     for step in todo:

@@ -184,9 +184,10 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Freeze all current objects, so that garbage collections by Dynamo and by some tests skip them."""
+    """Freeze all current objects, so that garbage collections skip them, and collect rarely: Dynamo makes many objects."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.hookimpl(trylast=True)

@@ -69,6 +69,20 @@ def shell(name, text, minutes=1.0, **options):
     return Step(name, minutes, ("sh", "-c", text), ("sh", "-c", text), **options)
 
 
+def test_a_step_whose_packages_are_missing_is_left_out(rehearse, capfd):
+    plan = [shell("tests", "exit 1", modules=("torch", "no_such_package")), shell("measurement", "true")]
+    status, out = rehearse(lambda work: plan)
+    assert status == 0
+    assert outcomes(out) == {"tests": "left out: no_such_package is not installed", "measurement": "ok"}
+    assert "not installed: tests needs no_such_package" in capfd.readouterr().out
+
+
+def test_the_tests_have_the_packages_of_the_project_s_own_configuration():
+    """``-n`` is an option of xdist, ``timeout`` is one of pytest-timeout, and tests/conftest.py imports hypothesis."""
+    for step in on_gpu.steps(Path("work")):
+        assert (step.modules == on_gpu.TEST_MODULES) == ("pytest" in step.command)
+
+
 def quick(work):
     """Return all steps, each of which ends immediately with results."""
     return [shell(name, f"""echo table of {name}; echo '{{"results": []}}' > {work}/{name}.json""") for name in NAMES]
