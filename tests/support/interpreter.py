@@ -31,7 +31,7 @@ KNOWN = {
     "9c9078a13a654b9e",  # 3.7, 3.8
     "94065fedc15ba881",  # 3.9
 }
-KNOWN_TYPES = {"d0621450712c0e45"}  # 3.9
+KNOWN_TYPES = {"8a3d8f76d926c27c"}  # 3.9
 THEIRS = triton_interpreter._patch_lang
 core = triton_interpreter.tl.core
 
@@ -65,6 +65,8 @@ def sources_of_types():
         core.tuple.__init__,
         core.constexpr.__init__,
         core._unwrap_shape,
+        core._unwrap_if_constexpr,
+        core.pointer_type,
         TritonSemantic.make_tensor,
         TritonSemantic.binary_op_type_checking_impl,
         TritonSemantic._cast_to_computation_type,
@@ -72,12 +74,16 @@ def sources_of_types():
         TritonSemantic.broadcast_impl_value,
         TritonSemantic.cast,
         triton_interpreter._get_np_dtype,
+        triton_interpreter.TensorHandle,
+        triton_interpreter.InterpreterBuilder.get_block_ty,
+        triton_interpreter.InterpreterBuilder.get_ptr_ty,
     ]
 
 
 def types_made_once():
     """Return (owner, name, value) of the replacements in a launch that avoid creating and comparing types again."""
-    dtype, block_type, tensor, constexpr = core.dtype, core.block_type, core.tensor, core.constexpr
+    dtype, block_type, pointer_type = core.dtype, core.block_type, core.pointer_type
+    tensor, constexpr, unwrap = core.tensor, core.constexpr, core._unwrap_if_constexpr
     equal, equal_blocks, of_tensor = dtype.__eq__, block_type.__eq__, tensor.__init__
     np_dtype, binary = triton_interpreter._get_np_dtype, TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
@@ -107,11 +113,15 @@ def types_made_once():
         self.made = {}
 
     def with_element_ty(self, element_ty):
-        if type(element_ty) is not dtype:
+        if type(element_ty) is dtype:
+            key = element_ty.name
+        elif type(element_ty) is pointer_type and type(element_ty.element_ty) is dtype:
+            key = element_ty.element_ty.name, element_ty.address_space, element_ty.const
+        else:
             return block_type(element_ty, self.shape)
-        if element_ty.name not in self.made:
-            self.made[element_ty.name] = block_type(element_ty, self.shape)
-        return self.made[element_ty.name]
+        if key not in self.made:
+            self.made[key] = block_type(element_ty, self.shape)
+        return self.made[key]
 
     def tensor_init(self, handle, type):
         if not type.is_block():
@@ -139,6 +149,15 @@ def types_made_once():
                 return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
         return binary(self, lhs, rhs, *pointers, **checks)
 
+    def handle_init(self, data, dtype, attr=None):  # without the check of the size that each operation has chosen
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def unwrap_once(value):
+        kind = type(value)
+        if kind is constexpr:
+            return value.value
+        return value if kind is tensor or kind is int or kind is bool or kind is str else unwrap(value)
+
     def broadcast_once(self, lhs, rhs):
         return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
 
@@ -147,6 +166,9 @@ def types_made_once():
         (block_type, "__eq__", lambda self, other: self is other or equal_blocks(self, other)),
         (block_type, "__init__", block_init),
         (block_type, "with_element_ty", with_element_ty),
+        (block_type, "to_ir", lambda self, builder: self),  # the builder would return an equal type
+        (core, "_unwrap_if_constexpr", unwrap_once),
+        (triton_interpreter.TensorHandle, "__init__", handle_init),
         (tensor, "__init__", tensor_init),
         (triton_interpreter, "_get_np_dtype", np_dtype_once),
         (TritonSemantic, "binary_op_type_checking_impl", binary_once),
