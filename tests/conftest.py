@@ -184,7 +184,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Freeze all current objects, so that garbage collections skip them, and collect rarely: Dynamo makes many objects."""
+    """Freeze all current objects, so that garbage collections skip them, and collect rarely: Dynamo makes many."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

@@ -65,6 +65,7 @@ def test_inductor_gives_the_eager_result(B, L, block_size):
         assert torch.equal(theirs, ours)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
 def test_one_graph_serves_every_seed(backend):
     """No draw is a constant of the graph."""

@@ -50,13 +50,13 @@ def checks(world):
     return [pytest.param(name, marks=[*marks(name)]) for name in CHECKS[world]]
 
 
-@pytest.mark.everyday(12)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("name", checks(2))
 def test_in_two_processes(several_processes, name):
     judge(several_processes / "2", 2, name)
 
 
-@pytest.mark.everyday(12)
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("name", checks(4))
 def test_in_four_processes(several_processes, name):
     judge(several_processes / "4", 4, name)

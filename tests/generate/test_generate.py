@@ -112,8 +112,8 @@ def test_parity(shift, plan, truncation, temperature, remasking, backend):
         torch.testing.assert_close(out.log_probs[row], exact)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.many_draws
-@pytest.mark.everyday(1)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("remasking", ["confidence", "random"])
 @pytest.mark.parametrize("truncation", [{}, {"top_k": 30, "top_p": 0.9}], ids=str)

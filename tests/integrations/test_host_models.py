@@ -279,6 +279,7 @@ def batch_of_eagle():
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("loss", [None, "alpha", "lambda"], ids=["soft CE", "alpha", "lambda"])
 def test_eagle3_of_automodel(loss):
     """Both heads enter softmaxes, the draft's once per step of the unrolled loop: each call materializes once."""

@@ -163,6 +163,7 @@ CHANGED_CALLS = {
 }
 
 
+@pytest.mark.everyday(8)
 @pytest.mark.parametrize("change", CHANGED_CALLS)
 @pytest.mark.parametrize(("kind", "part"), CALLS)
 def test_a_changed_call_of_a_head_of_peft_is_rejected_and_kept(kind, part, change):

@@ -418,7 +418,7 @@ def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
     assert not counters["graph_break"]
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("form", ["logits", "hidden"])

@@ -241,7 +241,7 @@ def run_at_both_ends(name):
     run(name, at_end=False)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_beside_a_tensor_is_touched(name):
     assert in_a_child(run_at_both_ends, name) == 0

@@ -200,6 +200,7 @@ def test_metrics_of_shapes_that_do_not_fit():
         acceptance_length(mask, mask.flatten(1), 5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_in_a_compiled_graph(dynamic):
     targets, mask = per_row()

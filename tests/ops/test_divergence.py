@@ -382,8 +382,8 @@ def test_gradients_only_for_leaves_that_require_them():
         assert not linear_divergence(h, w, th, kind="kl").loss.requires_grad
 
 
+@pytest.mark.exhaustive
 @pytest.mark.many_draws
-@pytest.mark.everyday(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_memory_of_two_chunks(dtype):
     """Memory holds two chunks of logits, the gradient of the hidden states and cache-sized blocks, but never [N, V]."""

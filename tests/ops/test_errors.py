@@ -548,7 +548,7 @@ PROBABLE = [case for case in FIRSTS if "probability" in case.roles.values()]
 probable = pytest.mark.parametrize("case", PROBABLE, ids=lambda case: case.name)
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @probable
 def test_no_value_is_read_while_compiling(case):
     call = Call(case, "logits")

@@ -363,7 +363,7 @@ def _fresh_dynamo():
     torch.compiler.reset()
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 1), (1, 0, 0, 1, 0)], ids=str)

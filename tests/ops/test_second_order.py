@@ -132,6 +132,7 @@ def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
         (value + 10 * g.pow(2).sum()).backward()
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_op_keeps_no_input():
     """``weighted_linear_nll`` saves gradients and weights, as in eager mode; hidden states and head may be freed."""
     torch.compiler.reset()

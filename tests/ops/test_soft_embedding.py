@@ -230,6 +230,7 @@ def _fresh_dynamo():
     torch.compiler.reset()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_is_eager():
     """Self-conditioning: the mean embedding of one pass is an input of the next one, which alone has a gradient."""

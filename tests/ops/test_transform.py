@@ -129,6 +129,7 @@ def test_rows_far_apart_and_anywhere_in_memory(kind, path):
     torch.testing.assert_close(grad, oracle[1].float())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.many_draws
 def test_gradcheck():
     steps = {"softcap": 3.0, "scale": 0.8, "skip_id": 2}

@@ -31,7 +31,7 @@ def run(mode, out, cache, *more):
     return status, json.loads((out / f"{mode}.json").read_text())
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("corruption", ["ours", "reference"])
 @pytest.mark.parametrize("mode", usually(["scdd", "mdlm", "dflash"], TASKS))  # all modes run below, with 1 step
@@ -109,7 +109,7 @@ def test_correctly_filled_tokens_are_counted():
     assert 0.25 < filled.tokens / 1600 < 0.35
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", usually(["mdlm", "dflash", "distill"], TASKS))  # the others have the models of mdlm
 def test_minutes_determine_the_number_of_steps(mode, tmp_path, cache, monkeypatch):
     """On a fake clock, each training step takes an eighth of a second, and everything else no time."""

@@ -270,6 +270,7 @@ print((time.process_time() - start) / TORCH)
 """
 
 
+@pytest.mark.exhaustive
 def test_the_import_is_lazy_and_fast(tmp_path):
     """Importing loads and needs neither Triton nor a framework, and takes under a twentieth of torch's import time.
 
