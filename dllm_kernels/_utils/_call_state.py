@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dllm_kernels._utils._plain import autocasts, is_dtensor
 
@@ -40,18 +45,42 @@ class CallState(NamedTuple):
             yield
 
 
+_clock = itertools.count(1)
+# Optimizer -> time of its last step, because the kernels of ``fused=True`` do not increment version counters.
+_stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _stepped[optimizer] = next(_clock)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note_step)
+
+
 class Versions(NamedTuple):
-    """Version counters of tensors, which an in-place change increments."""
+    """Version counters of tensors, which an in-place change increments, and the time for steps of optimizers.
+
+    A write to ``.data`` is not detected, as it is not by autograd.
+    """
 
     tensors: tuple[torch.Tensor, ...]
     counters: tuple[int, ...]
+    time: int
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor | None]) -> Versions:
         """Record the counters. DTensors are omitted: FSDP writes to them whenever it gathers or frees a parameter."""
         kept = tuple(t for t in tensors if t is not None and not is_dtensor(t) and not t.is_inference())
-        return cls(kept, tuple(t._version for t in kept))
+        _watch_optimizers()
+        return cls(kept, tuple(t._version for t in kept), next(_clock))
 
     def changed(self) -> bool:
-        """Return True if one of the tensors was modified in place since."""
-        return any(t._version > then for t, then in zip(self.tensors, self.counters, strict=True))
+        """Return True if one of the tensors was modified in place since, also by an optimizer."""
+        if any(t._version > then for t, then in zip(self.tensors, self.counters, strict=True)):
+            return True
+        later = [optimizer for optimizer, time in _stepped.items() if time > self.time]
+        stepped = {id(p) for optimizer in later for group in optimizer.param_groups for p in group["params"]}
+        return any(id(t) in stepped for t in self.tensors)

@@ -55,6 +55,8 @@ class Deferred:
 class DeferredRows(Deferred):
     """Base class of deferred logits."""
 
+    hidden: torch.Tensor
+
     @property
     def logits_dtype(self) -> torch.dtype | None:
         """Option of the ops that receive the rows."""
@@ -155,6 +157,8 @@ def _transform(
     for other in others:
         if other.source[1:] != first.source[1:] or ("causal_logits" in rows and other.source != first.source):
             return None
+        if other.hidden.dtype != first.hidden.dtype:
+            return None
     owner, parameters = given.get("self"), signature.parameters
     names = [name for name in ("softcap", "scale", "temperature") if name in parameters or hasattr(owner, name)]
     own: dict[str, Any] = {name: given.get(name, getattr(owner, name, None)) for name in names}
@@ -192,7 +196,7 @@ def _arguments(rows: dict[str, DeferredRows], parameters: Any) -> dict[str, Any]
         return given
     second = parts[1]
     if names[1] == "teacher_logits":
-        if rows[names[0]].source[0] is not rows[names[1]].source[0]:
+        if rows[names[0]].source[0] != rows[names[1]].source[0]:
             given |= {"teacher_weight": second.weight, "teacher_bias": second.bias}
         return given | {"teacher_hidden": second.hidden, "teacher_extra": second.extra}
     if first.extra is None or second.extra is None:

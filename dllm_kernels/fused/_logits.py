@@ -68,7 +68,7 @@ class _Logits(TorchObject, DeferredRows):
         """Return a copy with changed attributes that is not materialized."""
         other = object.__new__(type(self))
         vars(other).update({**vars(self), **changes, "_derived": weakref.WeakSet()})
-        for source in other.made[0] if other.made else ():
+        for source in {id(s): s for s in (other.made[0] if other.made else ())}.values():  # each once, as in cat([z, z])
             source._derived.add(other)
         return other
 
@@ -87,7 +87,8 @@ class _Logits(TorchObject, DeferredRows):
     @property
     def requires_grad(self) -> bool:
         """True if the logits are part of an autograd graph."""
-        tensors = (self.hidden, self.low_rank, *self.parts.base.parameters())
+        adapters = (adapter.b.weight for adapter in self.parts.adapters)
+        tensors = (self.hidden, self.low_rank, *self.parts.current(), *adapters)
         return self.state.grad and any(t is not None and t.requires_grad for t in tensors)
 
     @property
@@ -107,8 +108,8 @@ class _Logits(TorchObject, DeferredRows):
 
     @property
     def source(self) -> tuple[Any, ...]:
-        """Head, soft cap and scale."""
-        return self.parts.base, self.softcap, None if self.scale == ONE else float(self.scale)
+        """Head with its active adapters, soft cap and scale."""
+        return self.parts.parameters_of, self.softcap, None if self.scale == ONE else float(self.scale)
 
     @property
     def softcap(self) -> float | None:
@@ -322,6 +323,16 @@ def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     return x.deferred and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
+def _same_device(value: Any, device: torch.device) -> bool:
+    """Return True if an argument of ``to`` or ``type`` names the device, or is no device."""
+    if isinstance(value, str) and value.startswith("torch."):  # type("torch.DoubleTensor")
+        return False
+    if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
+        return True
+    given = torch.device(value)
+    return given.type == device.type and given.index in (None, device.index)
+
+
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -335,7 +346,7 @@ def _cast(x: DeferredLogits, call: Call) -> Any:
             if value.device != x.device:
                 return NotImplemented
             dtype = value.dtype
-        elif isinstance(value, str | torch.device) and torch.device(value).type != x.device.type:
+        elif value is True or not _same_device(value, x.device):  # True: a copy, or without waiting
             return NotImplemented
     dtype = dtype or x.dtype
     if dtype not in FLOAT_DTYPES:
@@ -394,6 +405,8 @@ def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
     if factor is None or x.log or x.made is not None or len(x._derived):
         return NotImplemented
+    if x.requires_grad and not torch.is_grad_enabled():  # changes the values, not the graph
+        return NotImplemented
     before = x.changed()
     x.scale = x.scale / factor if "div" in call.function.__name__ else x.scale * factor
     x.made = ((before,), call.on)
@@ -442,7 +455,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 
 @rule("gather")
 def _gathered(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("dim", "index"), call.args, call.kwargs)
+    given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
     index = given.get("index")
     if not _on_classes(x, given.get("dim")) or not isinstance(index, Tensor) or given.get("sparse_grad"):
         return NotImplemented

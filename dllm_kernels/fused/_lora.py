@@ -76,10 +76,34 @@ def check_head(head: nn.Module | None, advice: str) -> None:
 
 
 class SplitHead(NamedTuple):
-    """Linear layer of a head, and the adapters that were active on it."""
+    """Linear layer of a head, the adapters that were active on it, and the layer's parameters at that time."""
 
     base: Any
     adapters: list[Adapter]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @property
+    def parameters_of(self) -> tuple[int, ...]:
+        """Identity of the layer, of its parameters and of the adapters, equal for calls of one function."""
+        layers = [layer for adapter in self.adapters for layer in (adapter.a, adapter.b)]
+        current = self.current()
+        return (*map(id, (self.base, *current, *layers)), *(hash(adapter.scale) for adapter in self.adapters))
+
+    def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of the head call, also if ``torch.func.functional_call`` passed them.
+
+        Those that sharding replaced or freed since are read from the layer, where it keeps them.
+        """
+        weight, bias = self.base.weight, self.base.bias
+        return self.weight if _kept(self.weight, weight) else weight, self.bias if _kept(self.bias, bias) else bias
+
+
+def _kept(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    """Return True unless sharding has replaced or freed the parameter of a head call."""
+    if then is None or now is None or is_dtensor(then) or is_dtensor(now):
+        return False
+    return then.shape == now.shape and (then.device.type == "meta" or then.untyped_storage().size() > 0)
 
 
 def split(head: nn.Module) -> SplitHead:
@@ -87,7 +111,8 @@ def split(head: nn.Module) -> SplitHead:
     module: Any = _chosen(head)
     if _is_peft(module) and module.disable_adapters and module.merged:
         module.unmerge()
-    return SplitHead(module.base_layer if _is_peft(module) else module, _adapters(module))
+    base = module.base_layer if _is_peft(module) else module
+    return SplitHead(base, _adapters(module), base.weight, base.bias)
 
 
 def low_rank_rows(head: SplitHead, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -101,15 +126,15 @@ def low_rank_rows(head: SplitHead, hidden: torch.Tensor) -> torch.Tensor | None:
 
 def weights(head: SplitHead, like: torch.Tensor, u: torch.Tensor | None) -> Head:
     """Return the head whose low-rank rows are ``u``, in the dtype of the hidden states ``like``."""
-    base, bias = head.base, head.base.bias
+    weight, bias = head.current()
     if u is None:
-        return Head(base.weight, bias)
+        return Head(weight, bias)
     columns = torch.cat([gathered_once(adapter.b.weight, like).to(like.dtype) for adapter in head.adapters], 1)
     for adapter in head.adapters:
         if adapter.b.bias is not None:
             own = gathered_once(adapter.b.bias, like) * adapter.scale
             bias = own if bias is None else gathered_once(bias, like) + own
-    return Head(base.weight, None if bias is None else bias.to(like.dtype), (u, columns))
+    return Head(weight, None if bias is None else bias.to(like.dtype), (u, columns))
 
 
 @contextlib.contextmanager

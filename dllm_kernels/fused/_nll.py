@@ -8,8 +8,9 @@ The NLL of rows, times or divided by constants, is recorded as row weights. A su
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,13 +30,16 @@ NO_INDEX = -(2**31)  # ignore_index of log-probabilities, for which no id is ign
 class DeferredNLL(TorchObject):
     """Weighted NLL of rows, ``factor * weights * nll``.
 
+    Logits, target and weights are as they were when they were given: copies, because the caller may write into them.
+
     Attributes:
         logits: deferred logits with the classes as the last dimension.
         target: integers, one per row.
         ignore_index: target with NLL 0.
-        weights: constants, one per row, or None.
+        weights: constants, one per row, in the dtype of the sum, or None.
         factor: a number.
         dtype: dtype of the values.
+        made: the NLL of which these are rows, and the operation on its values; None if they are all rows.
     """
 
     logits: Any
@@ -44,17 +48,22 @@ class DeferredNLL(TorchObject):
     weights: Tensor | None
     factor: float
     dtype: torch.dtype
+    made: tuple[DeferredNLL, Callable[[Tensor], Tensor]] | None = None
     _values: Tensor | None = None
+    _moved: weakref.WeakSet[DeferredNLL] = field(default_factory=weakref.WeakSet)
 
     @classmethod
     def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> DeferredNLL:
         """Return the NLL of logits with the classes in any dimension."""
         axis = logits.axis
+        logits = logits.moved(Move(lambda t: t.movedim(axis, -1), -1), lambda z: z.movedim(axis, -1))
+        return cls(logits, target.detach().clone(), ignore_index, None, factor, dtype)
+
+    def changed(self, **changes: Any) -> DeferredNLL:
+        """Return a copy with changed attributes, without a graph under ``torch.no_grad``."""
         if not torch.is_grad_enabled():
-            logits = logits.moved(Move(lambda t: t, axis), lambda z: z)
-        if axis != logits.ndim - 1:
-            logits = logits.moved(Move(lambda t: t.movedim(axis, -1), -1), lambda z: z.movedim(axis, -1))
-        return cls(logits, target.detach(), ignore_index, None, factor, dtype)
+            changes.setdefault("logits", self.logits.moved(Move(lambda t: t, -1), lambda z: z))
+        return replace(self, **{"made": None, "_values": None, "_moved": weakref.WeakSet(), **changes})
 
     @property
     def shape(self) -> torch.Size:
@@ -82,6 +91,27 @@ class DeferredNLL(TorchObject):
             with self.logits.state.restored(self.logits.hidden), own_graph():
                 self._values = self.values()
         return self._values
+
+    def before_in_place(self, use: str) -> Tensor:
+        """Compute all rows before a change in place, and every selection of them from these, which may share memory."""
+        first = self
+        while first.made is not None:
+            first = first.made[0]
+        first._share(use)
+        return self.materialize(use)
+
+    def _share(self, use: str) -> None:
+        values = self.materialize(use)
+        for other in list(self._moved):
+            if other._values is not None and other.made is not None:
+                raise RuntimeError(
+                    f"the NLL of rows must not be modified in place after rows of it were used, got {use}; modify a copy"
+                )
+        for other in list(self._moved):
+            assert other.made is not None
+            with torch.set_grad_enabled(self.logits.state.grad):
+                other._values = other.made[1](values)
+            other._share(use)
 
     def values(self) -> Tensor:
         """Compute the values of the rows under the current autograd state."""
@@ -116,14 +146,21 @@ class DeferredNLL(TorchObject):
 
     def weighted(self, weights: Tensor, dtype: torch.dtype) -> DeferredNLL:
         """Return the NLL with further weights, in a dtype."""
+        kept = accum_dtype(self.logits.hidden.dtype)
+        weights = weights.to(self.device, torch.promote_types(kept, weights.dtype), copy=self.weights is None)
         weights = weights if self.weights is None else self.weights * weights
-        return replace(self, weights=weights.expand(self.shape), dtype=dtype)
+        return self.changed(weights=weights.expand(self.shape), dtype=dtype)
 
     def moved(self, of_rows: Callable[[Tensor], Tensor], of_matrix: Callable[[Tensor], Tensor]) -> DeferredNLL:
         """Apply a move of rows, given for one value per row and for a vector per row."""
         logits = self.logits.moved(Move(of_matrix, -1), of_matrix)
         weights = None if self.weights is None else of_rows(self.weights)
-        return replace(self, logits=logits, target=of_rows(self.target), weights=weights)
+        made = self.changed(
+            logits=logits, target=of_rows(self.target), weights=weights, made=(self, of_rows),
+            dtype=self.dtype,
+        )  # fmt: skip
+        self._moved.add(made)
+        return made
 
     def unsqueezed(self, dim: int) -> DeferredNLL:
         """Return the NLL with a new dimension at ``dim``, not negative."""
@@ -164,19 +201,21 @@ def _weighted(x: DeferredNLL, call: Call) -> Any:
     if isinstance(other, int | float):
         if not math.isfinite(other) or (divides and other == 0):
             return NotImplemented
-        return replace(x, factor=x.factor / other if divides else x.factor * other)
+        return x.changed(factor=x.factor / other if divides else x.factor * other)
     if not isinstance(other, Tensor) or (other.requires_grad and torch.is_grad_enabled()) or other.is_complex():
         return NotImplemented
     if other.dim() > x.ndim or torch.broadcast_shapes(other.shape, x.shape) != x.shape:  # type: ignore[no-untyped-call]
         return NotImplemented
     dtype = torch.result_type(torch.empty(x.shape, dtype=x.dtype, device="meta"), other)
     other = other.detach()
-    return x.weighted(1 / other if divides else other, dtype)
+    if divides:  # in the dtype of the sum: 1 / p overflows float16
+        other = 1 / other.to(torch.promote_types(accum_dtype(x.logits.hidden.dtype), other.dtype))
+    return x.weighted(other, dtype)
 
 
 @rule("neg")
 def _negative(x: DeferredNLL, call: Call) -> Any:
-    return replace(x, factor=-x.factor)
+    return x.changed(factor=-x.factor)
 
 
 @rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
@@ -195,9 +234,14 @@ def _indexed(x: DeferredNLL, call: Call) -> Any:
     return x.moved(lambda t: t[index], lambda t: t[of_logits])
 
 
-@rule("contiguous", "clone")
+@rule("contiguous")
 def _kept(x: DeferredNLL, call: Call) -> Any:
     return x
+
+
+@rule("clone")
+def _cloned(x: DeferredNLL, call: Call) -> Any:
+    return x.changed()
 
 
 @rule("float", "double", "to")
@@ -207,7 +251,7 @@ def _cast(x: DeferredNLL, call: Call) -> Any:
         if not isinstance(value, torch.dtype) or not value.is_floating_point:
             return NotImplemented
         dtype = value
-    return replace(x, dtype=dtype)
+    return x if dtype == x.dtype else x.changed(dtype=dtype)
 
 
 @rule("detach")
@@ -218,7 +262,7 @@ def _detached(x: DeferredNLL, call: Call) -> Any:
 
 @rule("sum", "mean")
 def _reduced(x: DeferredNLL, call: Call) -> Any:
-    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
     dim, dtype = given.get("dim"), given.get("dtype")
     dims = range(x.ndim) if dim is None else sorted(d % x.ndim for d in ([dim] if isinstance(dim, int) else dim))
     if list(dims) != list(range(x.ndim)) or given.get("keepdim") or dtype is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -34,7 +35,12 @@ OF_SHAPE = (
 )  # fmt: skip
 OF_DEVICE = ("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "layout", "is_sparse", "is_quantized", "is_nested")
 VIEWS = ("T", "mT", "H", "mH")
+RENAMED = {"axis": "dim", "keepdims": "keepdim"}
 Rule = Callable[[Any, Call], Any]
+
+
+class UnknownArgument(Exception):
+    """A rule does not know an argument by name."""
 
 
 class TorchObject(Deferred):
@@ -42,6 +48,7 @@ class TorchObject(Deferred):
 
     rules: ClassVar[dict[str, Rule]]
     dtype: torch.dtype
+    __array_ufunc__ = None  # np.float64(2) * x is x.__rmul__
 
     @property
     def shape(self) -> torch.Size:
@@ -78,20 +85,22 @@ class TorchObject(Deferred):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         name, kwargs, args = ALIASES.get(name, name), dict(kwargs or {}), list(args)
+        kwargs = {RENAMED.get(key, key): value for key, value in kwargs.items()}
         if not args:  # the first argument by name
-            args = [kwargs.pop(next(iter(kwargs)))]
+            args = [kwargs.pop("input" if "input" in kwargs else next(iter(kwargs)))]
         objects = _objects((args, kwargs))
         if name in OF_SHAPE:
             return func(torch.empty(objects[0].shape, dtype=objects[0].dtype, device="meta"), *args[1:], **kwargs)
         rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
         if rule is not None:
             first, *others = args
-            if name == "mul" and not isinstance(first, TorchObject):
+            if name == "mul" and not isinstance(first, TorchObject) and others:
                 first, others = others[0], [first]
             if isinstance(first, TorchObject | tuple | list):  # a sequence: cat, stack
-                result = rule(first, Call(func, tuple(others), kwargs))
-                if result is not NotImplemented:
-                    return result
+                with contextlib.suppress(UnknownArgument):
+                    result = rule(first, Call(func, tuple(others), kwargs))
+                    if result is not NotImplemented:
+                        return result
         in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
         def value(x: Any) -> Any:
@@ -173,5 +182,11 @@ def _objects(tree: Any) -> list[TorchObject]:
 
 
 def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a function of torch by name."""
+    """Return the arguments of a function of torch by name.
+
+    Raises:
+        UnknownArgument: an argument has another name or place, so the operation needs the tensor.
+    """
+    if len(args) > len(names) or not kwargs.keys() <= set(names):
+        raise UnknownArgument
     return {**dict(zip(names, args, strict=False)), **kwargs}
