@@ -185,7 +185,8 @@ class Chunks:
             return _add_product(total, a, h)
         if total is None:
             total = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
-        if a.is_cuda:  # torch has no low-precision matmul into a float32 output with rocBLAS
+        # torch has no 16-bit matmul into a float32 output with rocBLAS, and with float16 that of a chunk may overflow.
+        if a.is_cuda and a.dtype != torch.float16:
             return total.add_(torch.mm(a, h))
         _add_product_by_slabs(total, a, h)
         return total

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 import torch
 
+from dllm_kernels._utils._plain import autocasts
+
 Part = TypeVar("Part", torch.Tensor, torch.Tensor | None)
 
 
@@ -16,7 +18,7 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:
     """Cast a gathered part of the head, or None, from its storage dtype to the compute dtype, unless autocast does."""
-    return t if t is None or torch.is_autocast_enabled(hidden.device.type) else t.to(hidden.dtype)
+    return t if t is None or autocasts(hidden) else t.to(hidden.dtype)
 
 
 def dtype_of_logits(hidden: torch.Tensor, logits_dtype: torch.dtype | None) -> torch.dtype | None:

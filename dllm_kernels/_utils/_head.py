@@ -6,6 +6,8 @@ adapter, a scale, hooks) would be omitted silently, and would not train.
 
 from __future__ import annotations
 
+import types
+
 from torch import nn
 
 from dllm_kernels._utils._checks import type_name
@@ -74,7 +76,7 @@ def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
 def own_forward(head: nn.Module) -> str | None:
     """Describe a ``forward`` that is set on the object, by accelerate or by a call that has not returned, or None."""
     forward = vars(head).get("forward")
-    if forward is None:
+    if forward is None or forward == types.MethodType(type(head).forward, head):
         return None
     ours = str(getattr(forward, "__module__", "")).startswith("dllm_kernels.")
     return "the forward of an outer call that replaces the same head" if ours else "a forward set on the object"

@@ -175,8 +175,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         TypeError: ``model`` or ``head`` is not a module.
         ValueError: the model has no LM head; the head does more than a linear layer (a ``forward`` or hooks of its
             own, another adapter); ``on_logits`` is unknown; or the head is fused already.
-        RuntimeError: ``on_logits="raise"`` and an operation needs the logits; or hidden states or head were modified in
-            place before the logits were used.
+        RuntimeError: ``on_logits="raise"`` and an operation needs the logits; hidden states or head were modified in
+            place, or by an optimizer, before the logits were used; or the NLL of rows was modified in place after rows
+            of it were used.
     """
     found = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)

@@ -68,7 +68,8 @@ class _Logits(TorchObject, DeferredRows):
         """Return a copy with changed attributes that is not materialized."""
         other = object.__new__(type(self))
         vars(other).update({**vars(self), **changes, "_derived": weakref.WeakSet()})
-        for source in {id(s): s for s in (other.made[0] if other.made else ())}.values():  # each once, as in cat([z, z])
+        sources = other.made[0] if other.made else ()
+        for source in {id(each): each for each in sources}.values():  # each once, also in cat([z, z])
             source._derived.add(other)
         return other
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -137,11 +138,28 @@ def weights(head: SplitHead, like: torch.Tensor, u: torch.Tensor | None) -> Head
     return Head(weight, None if bias is None else bias.to(like.dtype), (u, columns))
 
 
+class _Replacement:
+    """Forward of a head within a context. A copy of the head, by deepcopy or pickle, has the forward of its class."""
+
+    def __init__(self, head: nn.Module, forward: Callable[..., Any]) -> None:
+        self.head, self.forward = head, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        head = memo.get(id(self.head), self.head)
+        return types.MethodType(type(head).forward, head)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.head, "forward")  # while the attributes of the copy are not set yet
+
+
 @contextlib.contextmanager
 def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Set ``head.forward`` within the context, then restore what was there, which may be an attribute of the object."""
     before = {name: value for name, value in vars(head).items() if name == "forward"}
-    head.forward = forward
+    head.forward = _Replacement(head, forward)
     try:
         yield
     finally:

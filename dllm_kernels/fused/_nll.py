@@ -105,7 +105,8 @@ class DeferredNLL(TorchObject):
         for other in list(self._moved):
             if other._values is not None and other.made is not None:
                 raise RuntimeError(
-                    f"the NLL of rows must not be modified in place after rows of it were used, got {use}; modify a copy"
+                    "the NLL of rows must not be modified in place after rows of it were used, got "
+                    f"{use}; modify a copy"
                 )
         for other in list(self._moved):
             assert other.made is not None

@@ -39,7 +39,7 @@ RENAMED = {"axis": "dim", "keepdims": "keepdim"}
 Rule = Callable[[Any, Call], Any]
 
 
-class UnknownArgument(Exception):
+class UnknownArgumentError(Exception):
     """A rule does not know an argument by name."""
 
 
@@ -97,7 +97,7 @@ class TorchObject(Deferred):
             if name == "mul" and not isinstance(first, TorchObject) and others:
                 first, others = others[0], [first]
             if isinstance(first, TorchObject | tuple | list):  # a sequence: cat, stack
-                with contextlib.suppress(UnknownArgument):
+                with contextlib.suppress(UnknownArgumentError):
                     result = rule(first, Call(func, tuple(others), kwargs))
                     if result is not NotImplemented:
                         return result
@@ -185,8 +185,8 @@ def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any])
     """Return the arguments of a function of torch by name.
 
     Raises:
-        UnknownArgument: an argument has another name or place, so the operation needs the tensor.
+        UnknownArgumentError: an argument has another name or place, so the operation needs the tensor.
     """
     if len(args) > len(names) or not kwargs.keys() <= set(names):
-        raise UnknownArgument
+        raise UnknownArgumentError
     return {**dict(zip(names, args, strict=False)), **kwargs}

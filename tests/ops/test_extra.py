@@ -293,7 +293,8 @@ def test_the_gradient_of_the_second_part_is_summed_in_float32():
     ):
         (grad,) = torch.autograd.grad(value, second)
         exact = torch.tensor([-0.5, 0.5], device=DEVICE) * (1 + 300 / 4096)
-        torch.testing.assert_close(grad.flatten().float(), exact, rtol=2**-8, atol=0)
+        rtol = 2**-8 if torch.version.hip is None else 2**-7  # with rocBLAS the product of a chunk is rounded, too
+        torch.testing.assert_close(grad.flatten().float(), exact, rtol=rtol, atol=0)
 
 
 def test_small_weights_do_not_underflow_in_float16(backend):

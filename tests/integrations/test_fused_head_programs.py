@@ -1,0 +1,375 @@
+"""Programs that use logits and NLL in unusual ways: values and gradients under ``fused_head`` are those without it."""
+
+import contextlib
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+
+from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head
+from tests.conftest import DEVICE
+
+B, L, D, V = 2, 6, 8, 23
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.layer, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        self.to(DEVICE)
+
+    def forward(self, ids):
+        return self.lm_head(torch.tanh(self.layer(self.body(ids))))
+
+
+class Batch:
+    def __init__(self):
+        g = torch.Generator().manual_seed(0)
+        self.ids, self.noisy = (torch.randint(0, V, (B, L), generator=g).to(DEVICE) for _ in range(2))
+        self.masked = (torch.rand(B, L, generator=g) < 0.5).to(DEVICE)
+        self.masked[:, 2] = True
+
+    def nll(self, model):
+        return F.cross_entropy(model(self.noisy).transpose(1, 2), self.ids, reduction="none")
+
+
+def trained_and_gradients(program, make, fused):
+    """Return loss and gradients; ``make()`` returns a model with a module ``lm_head``."""
+    torch.manual_seed(1)
+    model = make()
+    with fused_head(model, on_logits="allow") if fused else contextlib.nullcontext():
+        loss = program(model, Batch())
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(program, make=Model):
+    expected, expected_gradients = trained_and_gradients(program, make, fused=False)
+    loss, gradients = trained_and_gradients(program, make, fused=True)
+    assert loss.dtype == expected.dtype
+    torch.testing.assert_close(loss, expected, rtol=2e-5, atol=1e-6)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in gradients.items():
+        size = float(expected_gradients[name].abs().max())
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=2e-5, atol=1e-5 * max(size, 1.0))
+
+
+def without_gradients(change):
+    """Return a program that weighs the NLL by a constant that was computed from it under ``no_grad``."""
+
+    def program(model, x):
+        nll = x.nll(model)
+        with torch.no_grad():
+            weights = change(nll)
+        return (weights.exp() * nll).mean()
+
+    return program
+
+
+def scaled_without_gradients(model, x):
+    logits = model(x.noisy)
+    with torch.no_grad():
+        logits /= 0.5
+    return F.cross_entropy(logits.transpose(1, 2), x.ids)
+
+
+def in_place(select):
+    """Return a program that sets some NLLs to 0 through ``select(nll)``, which may share their memory."""
+
+    def program(model, x):
+        nll = x.nll(model)
+        select(nll)[~x.masked.reshape(select(x.masked).shape)] = 0
+        return nll.sum()
+
+    return program
+
+
+def first_row_in_place(model, x):
+    nll = x.nll(model)
+    nll[0][~x.masked[0]] = 0
+    return nll.sum()
+
+
+def views_of_views_in_place(model, x):
+    nll = x.nll(model)
+    flat = nll.flatten()
+    square = flat.view(B, L)
+    square[x.masked] = 0
+    return flat.sum() + nll.square().sum()
+
+
+def copied_logits(model, x):
+    logits = model(x.noisy)
+    other = logits.to(torch.float32, copy=True)
+    other[..., 3] = -9.0
+    return F.cross_entropy(logits.transpose(1, 2), x.ids)
+
+
+def scaled_after_the_nll(model, x):
+    logits = model(x.noisy.flatten())
+    nll = F.cross_entropy(logits, x.ids.flatten(), reduction="none")
+    logits.div_(0.5)
+    return nll.sum()
+
+
+def weights_written_later(model, x):
+    weights = x.masked.float()
+    with torch.no_grad():
+        weighted = x.nll(model) * weights
+        weights.fill_(1.0)
+        return weighted.sum()
+
+
+def targets_written_later(model, x):
+    with torch.no_grad():
+        nll = x.nll(model)
+        x.ids.zero_()
+        return nll.sum()
+
+
+def called_with_other_weights(model, x):
+    with torch.no_grad():
+        logits = functional_call(model, {name: 2 * p for name, p in model.named_parameters()}, (x.noisy,))
+    return F.cross_entropy(logits.transpose(1, 2), x.ids)
+
+
+def maml(model, x):
+    """One step of first-order MAML."""
+    gradients = torch.autograd.grad(x.nll(model).mean(), list(model.parameters()))
+    moved = {name: p - 0.9 * g for (name, p), g in zip(model.named_parameters(), gradients, strict=True)}
+    return F.cross_entropy(functional_call(model, moved, (x.ids,)).transpose(1, 2), x.ids)
+
+
+def weighted(p, times=1):
+    """Return a program that divides or, with a factor ``times``, multiplies by a constant of another dtype."""
+
+    def program(model, x):
+        nll, constant = x.nll(model), p.to(DEVICE).expand(B, L)
+        for _ in range(times):
+            nll = nll * constant
+        return nll.mean() if times else (nll / constant).sum()
+
+    return program
+
+
+def joined(join):
+    def program(model, x):
+        logits = model(x.noisy)
+        return F.cross_entropy(join([logits, logits]).reshape(-1, V), x.ids.repeat(2, 1).flatten())
+
+    return program
+
+
+def teacher_of_another_dtype(model, x):
+    with torch.random.fork_rng():
+        teacher = Model().bfloat16()
+    fused = "forward" in vars(model.lm_head)
+    with fused_head(teacher, on_logits="allow") if fused else contextlib.nullcontext(), torch.no_grad():
+        target = teacher(x.noisy).float()
+    return divergence(model(x.noisy).float(), target, x.masked.float()).loss
+
+
+PROGRAMS = {
+    "sum over an axis": lambda m, x: (x.nll(m).sum(axis=1) / x.masked.sum(1)).square().sum(),
+    "mean over an axis": lambda m, x: x.nll(m).mean(axis=1).square().sum(),
+    "keepdims": lambda m, x: (x.nll(m).sum(axis=1, keepdims=True) * x.masked).sum(),
+    "chunks along an axis": lambda m, x: torch.chunk(m(x.noisy), 2, axis=-1)[0].square().mean(),
+    "input by name": lambda m, x: torch.log_softmax(dim=-1, input=m(x.noisy)).gather(-1, x.ids[..., None]).mean(),
+    "other by name": lambda m, x: torch.mul(x.masked, other=x.nll(m)).sum(),
+    "a NumPy factor": lambda m, x: F.cross_entropy((np.sqrt(2.0) * m(x.noisy)).transpose(1, 2), x.ids),
+    "type by name": lambda m, x: m(x.noisy).type("torch.DoubleTensor").square().mean(),
+    "a constant product": without_gradients(lambda nll: nll * 0.1),
+    "a constant quotient": without_gradients(lambda nll: nll / torch.full((L,), 8.0, device=nll.device)),
+    "a constant negative": without_gradients(lambda nll: -nll),
+    "a constant clone": without_gradients(lambda nll: nll.clone() * 0.1),
+    "a constant cast": without_gradients(lambda nll: nll.double().float() * 0.1),
+    "constant rows": without_gradients(lambda nll: -nll.flatten().view(B, L)),
+    "logits scaled in no_grad": scaled_without_gradients,
+    "a view in place": in_place(lambda nll: nll.view(-1)),
+    "a transposed view in place": in_place(lambda nll: nll.unsqueeze(1)),
+    "a row in place": first_row_in_place,
+    "views of views in place": views_of_views_in_place,
+    "a clone in place": in_place(lambda nll: nll.clone()),
+    "a copy of the logits in place": copied_logits,
+    "logits scaled after the NLL": scaled_after_the_nll,
+    "weights written later": weights_written_later,
+    "targets written later": targets_written_later,
+    "functional_call": called_with_other_weights,
+    "first-order MAML": maml,
+    "float16 probabilities": weighted(torch.tensor(1e-5).half(), times=0),
+    "bfloat16 probabilities": weighted(torch.tensor(0.3).bfloat16(), times=0),
+    "bytes as weights": weighted(torch.tensor(200, dtype=torch.uint8), times=2),
+    "logits twice in cat": joined(torch.cat),
+    "logits twice in stack": joined(torch.stack),
+    "a teacher of another dtype": teacher_of_another_dtype,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_the_value_and_the_gradients_without_it(name):
+    assert_same(PROGRAMS[name])
+
+
+# Adapters of one head ---------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A model whose head PEFT has adapted. ``off(ids)``: its logits without the adapter."""
+
+    def __init__(self, **options):
+        super().__init__()
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False, **options)
+        self.peft = peft.get_peft_model(Model(), config)
+        self.lm_head = self.peft.base_model.model.lm_head
+        self.to(DEVICE)
+
+    def forward(self, ids):
+        return self.peft(ids)
+
+    def off(self, ids):
+        with self.peft.disable_adapter():
+            return self.peft(ids)
+
+
+def mixed(first, second):
+    """Return a program that joins the logits of two calls of one head."""
+
+    def program(model, x):
+        logits = torch.cat([first(model, x.noisy), second(model, x.noisy)])
+        return F.cross_entropy(logits.transpose(1, 2), x.ids.repeat(2, 1))
+
+    return program
+
+
+def on(model, ids):
+    return model(ids)
+
+
+def off(model, ids):
+    return model.off(ids)
+
+
+def self_distillation(model, x):
+    with torch.no_grad():
+        teacher = model.off(x.noisy)
+    return divergence(model(x.noisy), teacher, x.masked.float()).loss
+
+
+def hybrid(noisy, causal):
+    """Return a program with a diffusion branch and a causal branch of one head."""
+
+    def program(model, x):
+        p, ones = torch.full((B, L), 0.5, device=DEVICE), torch.ones(B, L, device=DEVICE)
+        masks = x.masked, p, ones, ones
+        loss = HybridDiffusionLLMLoss()(noisy(model, x.noisy), x.ids, *masks, causal_logits=causal(model, x.ids))
+        return loss.total_loss
+
+    return program
+
+
+TWO_CALLS = {
+    "off, on": mixed(off, on), "on, off": mixed(on, off), "on, on": mixed(on, on), "off, off": mixed(off, off),
+    "self-distillation": self_distillation, "hybrid, off and on": hybrid(off, on),
+    "hybrid, on and off": hybrid(on, off), "hybrid, on and on": hybrid(on, on),
+}  # fmt: skip
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_calls_with_and_without_an_adapter_are_of_different_heads(name):
+    assert_same(TWO_CALLS[name], Adapted)
+
+
+@pytest.mark.peer
+def test_a_teacher_without_the_bias_of_the_adapter():
+    class WithBias(Adapted):
+        def __init__(self):
+            nn.Module.__init__(self)
+            peft = pytest.importorskip("peft")
+            model = Model()
+            model.lm_head = nn.Linear(D, V)
+            config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False, lora_bias=True)
+            self.peft = peft.get_peft_model(model, config)
+            self.lm_head = self.peft.base_model.model.lm_head
+            self.to(DEVICE)
+            with torch.no_grad():
+                self.lm_head.lora_B["default"].bias.normal_(std=3.0)
+
+    assert_same(self_distillation, WithBias)
+
+
+# Errors and copies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=str)
+def test_logits_are_not_used_after_an_optimizer_has_changed_the_head(options):
+    model, x = Model(), Batch()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, **options)
+    other = torch.optim.AdamW(Model().parameters(), 0.1, **options)
+    with fused_head(model):
+        logits = model(x.noisy).transpose(1, 2)
+        F.cross_entropy(logits, x.ids).backward()
+        other.step()  # of another model
+        F.cross_entropy(logits, x.ids)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="must not be modified in place between the head and the use"):
+            F.cross_entropy(logits, x.ids)
+        F.cross_entropy(model(x.noisy).transpose(1, 2), x.ids)
+
+
+def test_an_nll_is_not_changed_in_place_after_rows_of_it_were_used():
+    model, x = Model(), Batch()
+    with fused_head(model):
+        nll = x.nll(model)
+        rows = nll[0]
+        rows.exp()
+        with pytest.raises(
+            RuntimeError, match="must not be modified in place after rows of it were used, got __setitem__"
+        ):
+            nll[x.masked] = 0
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "torch.save"])
+def test_a_copy_of_the_model_has_its_own_head(copied):
+    model, x = Model(), Batch()
+    expected = model(x.noisy)
+    with fused_head(model):
+        other = copied(model)
+        assert torch.equal(other(x.noisy), expected)
+        assert not isinstance(model(x.noisy), torch.Tensor)
+        with fused_head(other) as fused:
+            with torch.no_grad():
+                other.lm_head.weight.zero_()
+            assert x.nll(other).mean().item() == pytest.approx(float(np.log(V)))
+        assert fused.materialized == 0
+    assert torch.equal(model(x.noisy), expected)
+    assert not other.lm_head.weight.any()
+    assert torch.equal(other(x.noisy), torch.zeros_like(expected))
+
+
+def test_a_model_without_values():
+    model = Model().to("meta")
+    ids = torch.zeros(B, L, dtype=torch.long, device="meta")
+    with fused_head(model) as fused:
+        nll = F.cross_entropy(model(ids).transpose(1, 2), ids, reduction="none")
+        assert (nll * torch.tensor(0.5)).sum().shape == ()
+    assert fused.materialized == 0
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a number on the CPU and an NLL on a GPU")
+def test_a_weight_that_is_a_number_on_the_cpu():
+    assert_same(lambda m, x: (x.nll(m) * torch.tensor(0.5) / torch.tensor(3)).sum())
