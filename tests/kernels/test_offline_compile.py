@@ -67,6 +67,9 @@ COMPILED = {
     "real": ("sm_90", "gfx942"), "real, bf16": ("sm_80", "sm_100"), "real, others": ("sm_80", "sm_100"),
     "odd": ("sm_90",), "odd, AMD": ("gfx942",),
 }  # fmt: skip
+# The compiler of Triton 3.6 spills some bytes of a few kernels.
+MOST_BYTES_SPILLED = {((3, 6), "gfx942"): 20, ((3, 6), "sm_90"): 8}
+OF_TRITON_3_9 = 1.02 if TRITON < (3, 9) else 1.0  # most issue slots over those of Triton 3.9, to which limits refer
 EVERY_CASE = "real, bf16", "real, others", "odd, AMD"
 exhaustive = pytest.mark.exhaustive
 
@@ -89,7 +92,10 @@ def of_targets(targets):
     ],
 )
 def test_nothing_spills(run, target, reports):
-    assert spills([r for r in reports(run) if r["target"] == target]) == []
+    allowed = MOST_BYTES_SPILLED.get((TRITON, target), 0)
+    assert [
+        spilled for spilled in spills([r for r in reports(run) if r["target"] == target]) if spilled[1] > allowed
+    ] == []
 
 
 def test_an_empty_report_fails():
@@ -233,7 +239,9 @@ def test_few_issue_slots_of_a_sample(target, reports):
     slots = {kernel: [p["slots"] for p in passes] for kernel, passes in found.items()}
     assert slots.keys() == MOST_SLOTS_OF_SAMPLES.keys()
     assert {
-        kernel: each for kernel, each in slots.items() if len(each) != 1 or each[0] > MOST_SLOTS_OF_SAMPLES[kernel]
+        kernel: each
+        for kernel, each in slots.items()
+        if len(each) != 1 or each[0] > OF_TRITON_3_9 * MOST_SLOTS_OF_SAMPLES[kernel]
     } == {}
 
 
@@ -268,7 +276,7 @@ def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
     (found,) = (r for r in counted(reports, target) if r["kernel"] == f"divergence_rows[bf16, {kind}]")
     passes, most = found["passes"], MOST_SLOTS_OF_PAIRS[kind]
     assert [2 * p["bytes"] for p in passes] == [4.0] * (len(most) - 1) + [6.0]
-    assert [i for i, p in enumerate(passes) if 2 * p["slots"] > most[i]] == []
+    assert [i for i, p in enumerate(passes) if 2 * p["slots"] > OF_TRITON_3_9 * most[i]] == []
     assert all(p["load_width"] == 16 and p["bytes_in_flight"] >= LEAST_BYTES_IN_FLIGHT for p in passes)
     bound = {gpu: {p["roofs"][gpu]["bound"] for p in passes} for gpu in passes[0]["roofs"]}
     if "jsd" in kind:  # its exponentials and logarithms allow 90 % of the copy rate of an H200

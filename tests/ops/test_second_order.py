@@ -17,6 +17,8 @@ from dllm_kernels.ops import (
 )
 from tests.conftest import DEVICE
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 N, V, D = 5, 11, 4
 IDS = torch.tensor([1, 0, 10, 3, 3], device=DEVICE)
 ROWS = torch.ones(1, N, device=DEVICE)
@@ -118,7 +120,10 @@ COMPILED = [
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
 def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
-    """AOTAutograd raises for every compiled backward pass; without it (backend="eager") the error would be lost."""
+    """AOTAutograd raises for every compiled backward pass; without it (backend="eager") the error would be lost.
+
+    Before torch 2.12 it returns a gradient without a graph if the backward pass reads no input.
+    """
     torch.compiler.reset()
     dtype = torch.float16 if half else torch.float32
     x = torch.randn(N, V if form == "logits" else D, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -128,6 +133,9 @@ def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
     (g,) = torch.autograd.grad(value, [x], create_graph=True)
     (plain,) = torch.autograd.grad(op(x).sum(), [x])
     assert torch.equal(g, plain)
+    if not g.requires_grad:
+        assert TORCH < (2, 12)
+        pytest.skip("torch returns a gradient without a graph")
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         (value + 10 * g.pow(2).sum()).backward()
 

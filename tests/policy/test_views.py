@@ -391,7 +391,8 @@ def test_one_graph_for_all_sizes(scheme, dynamic):
             ids, loss_mask, MASK, "full" if more.get("prompt_prob") else scheme, num=num, seeds=seeds, **more
         )
         log_probs = views.weights.log1p()
-        return (*views, views.token_scores(log_probs), views.sequence_scores(log_probs, mean=True))
+        fields = views.noisy, views.scored, views.weights  # torch 2.11 cannot unpack a dataclass in a graph
+        return (*fields, views.token_scores(log_probs), views.sequence_scores(log_probs, mean=True))
 
     compiled = torch.compile(make, backend="eager", fullgraph=True, dynamic=dynamic)
     for B, L, num in SIZES:

@@ -223,10 +223,17 @@ def direct(replaced):
     return call
 
 
+#: Triton 3.6 converts one-element arrays to integers, which NumPy 2.4 refuses.
+NEEDS_OLDER_NUMPY = (
+    "int(self.handle.data))" in inspect.getsource(triton_interpreter._patch_lang_tensor)
+    and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
+)
+
+
 def fix_indices():
     """Fix a conversion of one-element arrays to integers in Triton 3.6 that fails with NumPy 2.4."""
     of_tensor = triton_interpreter._patch_lang_tensor
-    if "int(self.handle.data))" not in inspect.getsource(of_tensor):
+    if not NEEDS_OLDER_NUMPY:
         return
 
     def patch_lang_tensor(tensor, scope):
