@@ -39,6 +39,7 @@ from dllm_kernels._corruption._corrupt import sample_level as _sample_level
 from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.ops.gumbel_topk import check_start, gumbel_topk_mask
@@ -59,6 +60,7 @@ __all__ = [
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
 
 
+@of_computed
 def gumbel_topk(
     log_w: torch.Tensor,
     k: int | torch.Tensor,
@@ -99,6 +101,7 @@ def gumbel_topk(
     return gumbel_topk_mask(log_w[None], k, uniform=uniform, generator=generator, backend=backend)[0]
 
 
+@of_computed
 def batched_gumbel_topk(
     log_w: torch.Tensor,
     k: torch.Tensor,

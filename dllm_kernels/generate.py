@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from dllm_kernels import ops
 from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
+from dllm_kernels._utils._dtypes import accum_dtype, dtype_of_logits, in_dtype_of
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
@@ -122,6 +122,7 @@ def diffusion_generate(
     The model is called as ``model(ids)``, or ``model(ids, attention_mask=...)`` if a mask is given, in evaluation mode
     and without gradients. Afterwards every submodule is in its earlier mode. The model must return the output of its LM
     head unchanged: a tensor, an object or a mapping with ``logits``, or a tuple that begins with it.
+    A cast of it changes no result.
 
     The number of steps of a block is ``steps // number of blocks`` if it divides; otherwise the steps are split evenly.
     Except that MASK is never sampled, the most likely tokens (``temperature=0``) are those of LLaDA's sampler.
@@ -225,7 +226,8 @@ def diffusion_generate(
         call = _seeds.resolve_seed(device, len(prompt), generator, seeds)
         of_rows = _philox.child_seeds(call.view(1), len(prompt))[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
-    tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift)
+    dtype = accum_dtype(_lora.split(found).base.weight.dtype)
+    tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift, dtype)
 
     def predict(compute: Callable[..., Tensor]) -> Tensor:
         return run_in_head(lambda: model(tokens.ids, **inputs), found, compute, _HeadTokens)[0]
@@ -297,14 +299,17 @@ class _Tokens:
     """Tokens of a batch during their decoding.
 
     ``seeds``: int64 ``[B, 1 + steps]``, the seeds of random remasking and of each step; None if nothing is drawn.
+    ``dtype``: that of the log-probabilities.
     """
 
-    def __init__(self, prompt: Tensor, length: int, sampling: _Sampling, seeds: Tensor | None, shift: bool) -> None:
+    def __init__(
+        self, prompt: Tensor, length: int, sampling: _Sampling, seeds: Tensor | None, shift: bool, dtype: torch.dtype
+    ) -> None:
         new = prompt.new_full((len(prompt), length), sampling.of_head["skip_id"])
         self.ids, self.prompt, self.shift = torch.cat([prompt, new], 1), prompt, shift
         self.sampling, self.seeds = sampling, seeds
         self.steps = torch.full_like(new, -1)
-        self.log_probs = torch.zeros(new.shape, dtype=torch.float32, device=new.device)
+        self.log_probs = torch.zeros(new.shape, dtype=dtype, device=new.device)
         self.unfinished = torch.ones(len(new), 1, dtype=torch.bool, device=new.device)
         self.order: Tensor | None = None
         if sampling.random and seeds is not None:
@@ -335,7 +340,7 @@ class _Tokens:
         kept = torch.zeros_like(masked).scatter_(1, ranked.indices[:, : step.decoded], True) & masked
         of_ids = slice(P + step.start, P + step.stop)
         self.ids[:, of_ids] = torch.where(kept, new.long(), self.ids[:, of_ids])
-        self.log_probs[:, block] = torch.where(kept, log_probs.float(), self.log_probs[:, block])
+        self.log_probs[:, block] = torch.where(kept, log_probs.to(self.log_probs.dtype), self.log_probs[:, block])
         self.steps[:, block] = self.steps[:, block].masked_fill(kept, i)
 
     def all_ended(self, step: Step, eos: list[int]) -> bool:

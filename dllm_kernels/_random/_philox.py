@@ -140,10 +140,10 @@ def random_bits(seed: Tensor, rows: int, layout: Layout) -> tuple[Tensor, Tensor
     counter = ZERO - layout.before + row * layout.stride + torch.arange(layout.stride, device=seed.device)
     zero = torch.zeros_like(counter)
     words = torch.stack(philox4x64((counter, zero, zero, zero), (seed.view(-1, 1), zero)), dim=-1)
-    draws = torch.stack([words & MASK32, _high(words)], dim=-1).view(rows, -1)
+    draws = torch.stack([words & MASK32, _high(words)], dim=-1).flatten(1)
     levels = draws[:, : 8 * layout.before].flip(1)[:, : layout.levels]
     if layout.whole_words:
-        whole = words.view(rows, -1)[:, 4 * layout.before :][:, : layout.positions]
+        whole = words.flatten(1)[:, 4 * layout.before :][:, : layout.positions]
         return levels, _high(whole), whole
     return levels, draws[:, 8 * layout.before :][:, : layout.positions], None
 

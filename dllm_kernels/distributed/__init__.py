@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 
 
+@of_computed
 def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum a tensor over the ranks of a group; returns a detached copy.
 

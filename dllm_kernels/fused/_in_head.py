@@ -26,6 +26,9 @@ class HeadOutput(Tensor):
     do not show a scale that begins at 1 or a large cap, and because reading them would sync with the GPU. It is a
     tensor subclass, because wrappers copy the outputs of a model, evaluation has no autograd graph, and
     ``torch.compile`` traces ``__torch_function__``.
+
+    A cast rounds the values, so they are only a sign that the model returned them: :func:`result_of_head` returns what
+    the head computed.
     """
 
     advice = ""  # end of the error message, set by each derived class
@@ -47,11 +50,6 @@ class HeadOutput(Tensor):
         if result is None or (tensors and not kept):  # None: an assignment or another in-place function
             refuse_output(f"a call of {name} on it", cls.advice)
         return result
-
-    def plain(self) -> Tensor:
-        """Return a plain tensor. A copy, because a view of the output of a Function cannot be scaled in place."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.clone()
 
 
 def refuse_output(got: str, advice: str) -> NoReturn:
@@ -92,22 +90,62 @@ def run_in_head(
 ) -> tuple[Tensor, Any]:
     """Call a model whose head computes ``rows(hidden, weight, bias, extra=)``; return rows and the model's output.
 
-    ``output`` is the class in which the rows pass through the model.
+    ``output`` is the class in which the rows pass through the model. The returned rows are :func:`result_of_head`.
     """
-    calls = 0
+    computed = list[Tensor]()
 
     def in_head(*args: Any, **extra: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return rows(*args, **extra).as_subclass(output)
+        computed.append(rows(*args, **extra))
+        return computed[-1].as_subclass(output)
 
     with computed_in_head(head, in_head, output.advice):
         outputs = call()
+    return result_of_head(computed, outputs, output), outputs
+
+
+def result_of_head(computed: list[Tensor], outputs: Any, output: type[HeadOutput]) -> Tensor:
+    """Return a copy of what the head computed, on the device of the model's output; see :class:`_Unrounded`.
+
+    Args:
+        computed: the results of the calls of the head.
+        outputs: output of the model.
+        output: class in which the result passed through the model.
+
+    Raises:
+        ValueError: the model did not call its head once and return the result, possibly cast or copied.
+    """
     found = logits_of(outputs)
-    if calls != 1 or not isinstance(found, output):
-        refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head", output.advice)
+    if len(computed) != 1 or not isinstance(found, output):
+        got = "another tensor" if len(computed) == 1 else f"{len(computed)} calls of the head"
+        refuse_output(got, output.advice)
     with torch._C.DisableTorchFunctionSubclass():
-        return found.as_subclass(Tensor), outputs
+        found = found.as_subclass(Tensor)
+    result: Tensor = _Unrounded.apply(computed[0] if found.requires_grad else computed[0].detach(), found)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Unrounded(torch.autograd.Function):
+    """Copy the result of the head, with its gradient, and pass the gradient zero to the output of the model.
+
+    Neither the value nor the gradient is rounded by a cast in the model. In float16, a cast would also overflow for the
+    gradient of a loss, which is the scale of a gradient scaler. The output stays in the graph, because DDP, FSDP and
+    DeepSpeed attach hooks to it that must run before the backward of the head. They do, because the engine runs the
+    backward of the head after that of everything computed from it.
+
+    A result that was computed without a gradient, as in a reentrant checkpoint, leaves the gradient to the output.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, output: Tensor) -> Tensor:
+        ctx.device, ctx.like = result.device, (output.shape, output.dtype, output.device)
+        return result.to(output.device, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
+        shape, dtype, device = ctx.like
+        if not ctx.needs_input_grad[0]:
+            return None, grad.to(dtype)
+        return grad.to(ctx.device), torch.zeros(shape, dtype=dtype, device=device)
 
 
 def logits_of(outputs: Any) -> Any:

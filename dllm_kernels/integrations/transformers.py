@@ -63,7 +63,7 @@ from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, refuse_output
+from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.integrations import _attention
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
@@ -663,7 +663,8 @@ class MaskedDiffusionTrainerMixin:
     ``unpack_labels(torch.as_tensor(prediction.label_ids))[0]`` are the tokens.
 
     ``nn.DataParallel`` (start one process per GPU instead) and sequences split over processes are not supported.
-    Auxiliary terms of the model's own loss (such as router balance) are not added.
+    Auxiliary terms of the model's own loss (such as router balance) are not added. A model that casts its logits
+    has the loss and the gradients of the uncast ones.
 
     Args:
         *args: arguments of the ``Trainer``.
@@ -807,8 +808,8 @@ class MaskedDiffusionTrainerMixin:
         made = list[Tensor]()
 
         def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
-            made.append(loss_call.from_hidden(hidden, *head, **extra).as_subclass(_LossOutput))  # type: ignore[arg-type]
-            return made[-1]
+            made.append(loss_call.from_hidden(hidden, *head, **extra))  # type: ignore[arg-type]
+            return made[-1].as_subclass(_LossOutput)
 
         unwrapped = self.accelerator.unwrap_model(model)
         self._in_head = made
@@ -843,10 +844,7 @@ class MaskedDiffusionTrainerMixin:
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
             return self._loss_call(labels, num_items_in_batch).from_logits(logits_of(outputs))
-        loss, calls = logits_of(outputs), len(self._in_head)
-        if calls != 1 or not isinstance(loss, _LossOutput):
-            refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head", FROM_LOGITS)
-        return loss.plain()
+        return result_of_head(self._in_head, outputs, _LossOutput)
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
         counts = self._counts if self._counts is not None and self._counts.hold_for(labels) else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync
@@ -118,6 +119,7 @@ class DraftLoss(TransformedLoss):
         return BlockWeights(self._weighting, gamma, self.dpace_alpha, self.normalize, self.anchor_row, self.decay_from)
 
     @_WeightingSetting
+    @of_computed
     def position_weights(
         self, block_mask: Tensor, block_size: int | None = None, token_nll: Tensor | None = None, *,
         prefix: Tensor | None = None,

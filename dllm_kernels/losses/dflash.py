@@ -10,6 +10,7 @@ from torch import Tensor
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._rows import checked
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
@@ -284,6 +285,7 @@ class DFlashDecayLoss(DraftLoss):
         counts = Counts(num_tokens, others.get("num_blocks"), others.get("num_sequences"))
         return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, others.get("prefix"))
 
+    @of_computed
     def weighted_mean(self, token_nll: Tensor, weights: Tensor) -> Tensor:
         """Compute ``sum(weights * token_nll) / (sum(weights) + 1e-6)``, as ``normalize="mean"`` does.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._block_weights import in_blocks, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
@@ -39,6 +40,7 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
     return {"draft_acc": overall, **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)}}
 
 
+@of_computed
 def acceptance_length(
     output: DLLMLossOutput | torch.Tensor,
     mask: torch.Tensor,
@@ -88,6 +90,7 @@ def acceptance_length(
     return total / count.clamp(min=1)
 
 
+@of_computed
 def acceptance_stats(
     output: DLLMLossOutput | torch.Tensor,
     mask: torch.Tensor,

@@ -156,7 +156,7 @@ def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor
     ids, anchors = all_plain(ids, anchors)
     B, L = ids.shape
     place = anchors.to(torch.int64).unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
-    place = place.view(B, -1)
+    place = place.flatten(1)
     known = (anchors >= 0) & (anchors < L)
     inside = (place < L) & known.repeat_interleave(block_size - 1, 1)
     padded = torch.cat([ids.to(torch.int64), ids.new_full((B, 1), 0, dtype=torch.int64)], 1)  # L may be 0

@@ -9,9 +9,11 @@ import torch
 from dllm_kernels._corruption._topk import choose, counts
 from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._opaque import traced
 
 
+@of_computed
 def gumbel_topk_mask(
     log_w: torch.Tensor,
     k: torch.Tensor | int,

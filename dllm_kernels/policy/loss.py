@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._options import Options
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
@@ -192,6 +193,7 @@ class PolicyLoss(nn.Module):
         rows = ModelOutput(LOGITS, options, logits)
         return self._loss(rows, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
 
+    @of_computed
     def forward_fused(
         self,
         hidden: Tensor,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.ops import RowStats
@@ -109,6 +110,7 @@ class PolicyObjective:
         elif self.kl_coef != 0:
             raise ValueError(f"kl must be given for kl_coef={self.kl_coef}, got None")
 
+    @of_computed
     def __call__(
         self, scores: Tensor | RowStats, old: Tensor | None, advantages: Tensor, ref: Tensor | None = None
     ) -> Tensor:
@@ -227,6 +229,7 @@ def score_metrics(
     return ScoreMetrics(ratio, clipped, kl)
 
 
+@of_computed
 def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Tensor:
     r"""Compute NLL weights so that the weighted sum of NLLs has the gradient of an objective.
 

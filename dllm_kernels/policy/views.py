@@ -23,6 +23,7 @@ from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._corruption._topk import check_start_range
 from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._computed import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
 from dllm_kernels.corruption import checked_mask_id, checked_start, corrupt_uniform, sample_level
@@ -82,6 +83,7 @@ class PolicyViews:
         """Yield noisy, scored and weights."""
         return iter((self.noisy, self.scored, self.weights))
 
+    @of_computed
     def token_scores(self, log_probs: Tensor) -> Tensor:
         r"""Score each token: :math:`\sum_k w_{kbi} \, l_{kbi}`.
 
@@ -98,6 +100,7 @@ class PolicyViews:
         """
         return (self.weights * torch.where(self.scored, _checked_log_probs(log_probs, self), 0.0)).sum(0)
 
+    @of_computed
     def sequence_scores(self, log_probs: Tensor, *, mean: bool = False) -> Tensor:
         r"""Score each sequence: :math:`S_b = \sum_k \sum_i w_{kbi} \, l_{kbi}`.
 
@@ -272,6 +275,7 @@ def policy_views(
     return views
 
 
+@of_computed
 def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     r"""Compute an upper bound on the evidence of each sequence, for completions with negative advantage.
 

@@ -103,12 +103,12 @@ def test_parity(shift, plan, truncation, temperature, remasking, backend):
     P = ids.shape[1]
     assert torch.equal(out.ids[:, :P], ids)
     assert torch.equal(out.generated, (torch.arange(P + N, device=DEVICE) >= P).expand(3, -1))
-    assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float32, torch.int64]
+    assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
     for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS.tolist(), strict=True)):
         tokens, log_probs, steps = expected(plain, prompt, seed, **options)
         assert out.ids[row, P:].tolist() == tokens
         assert out.step_map[row].tolist() == [-1] * P + steps
-        exact = torch.tensor([0.0] * P + log_probs, device=DEVICE)
+        exact = torch.tensor([0.0] * P + log_probs, dtype=torch.float64, device=DEVICE)
         torch.testing.assert_close(out.log_probs[row], exact)
 
 
@@ -307,6 +307,21 @@ def test_models_with_other_outputs(change):
     assert type(found.ids) is torch.Tensor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_of_the_logits_does_not_round_the_tokens(dtype):
+    model, (ids, on) = model_of(vocabulary=70_001), padded()
+    given = {"mask_token_id": 70_000, "seeds": SEEDS, "temperature": 1.0}
+    expected = generate(model, ids, on, **given)
+    assert not torch.equal(expected.ids, expected.ids.to(dtype).long())
+    found = generate(Returning(model, lambda z: z.to(dtype)), ids, on, **given)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probs_of_other_models_are_float32(dtype):
+    assert generate(model_of().to(dtype), *padded()).log_probs.dtype == torch.float32
+
+
 def test_a_head_that_is_not_found_by_its_name():
     ids, on = padded()
     model = model_of()
@@ -358,7 +373,8 @@ def test_no_prompt_no_row_and_masks_of_other_dtypes():
     assert torch.equal(out.ids[0], out.ids[1])
     assert out.ids.shape == (2, N)
     assert (out.ids != MASK).all()
-    assert [t.shape for t in generate(model, none[:0], eos_token_id=1)] == [(0, N)] * 4
+    for options in ({"eos_token_id": 1}, {"remasking": "random"}, {"seeds": SEEDS[:0], "temperature": 1.0}):
+        assert [t.shape for t in generate(model, none[:0], **options)] == [(0, N)] * 4
     ids, on = padded()
     expected = generate(model, ids, on)
     model.seen.clear()

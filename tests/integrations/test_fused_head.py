@@ -283,6 +283,72 @@ def test_losses_take_deferred_logits_of_two_calls(name):
     torch.testing.assert_close(found, plain)
 
 
+def views_of(x):
+    ones = torch.ones(1, B, L, device=DEVICE)
+    return dllm_kernels.PolicyViews(x.noisy[None], x.masked[None], ones * x.masked, scheme="full")
+
+
+def head_loss(x, weights):
+    """Compute a loss of another head, with an argument that comes from the first."""
+    g = torch.Generator().manual_seed(1)
+    hidden, weight = torch.randn(B, L, D, generator=g).to(DEVICE), torch.randn(V, D, generator=g).to(DEVICE)
+    return dllm_kernels.weighted_linear_nll(hidden, weight, x.ids, weights).loss
+
+
+REINFORCE = dllm_kernels.PolicyObjective("reinforce")
+DECAY = dllm_kernels.DFlashDecayLoss()
+# Functions of log-probabilities; a result without a gradient is a constant.
+DOORS = {
+    "token_scores": lambda lp, x: views_of(x).token_scores(lp[None]),
+    "sequence_scores": lambda lp, x: views_of(x).sequence_scores(log_probs=lp[None], mean=True),
+    "eubo": lambda lp, x: dllm_kernels.eubo(lp[None], views_of(x)),
+    "objective": lambda lp, x: REINFORCE(lp, None, x.advantages),
+    "nll_weights": lambda lp, x: dllm_kernels.nll_weights(lambda t: t.exp().sum(), lp),
+    "weighted_mean": lambda lp, x: DECAY.weighted_mean(-lp, x.masked.float()),
+    "position_weights": lambda lp, x: dllm_kernels.DFlashDecayLoss(position_weights="dpace").position_weights(
+        x.masked, token_nll=-lp
+    ),
+}  # fmt: skip
+CONSTANT_DOORS = {  # the argument must not require a gradient
+    "old": lambda lp, x: dllm_kernels.PolicyObjective()(x.old, lp, x.advantages),
+    "fused policy loss": lambda lp, x: dllm_kernels.PolicyLoss(REINFORCE).forward_fused(
+        torch.ones(1, B, L, D, device=DEVICE), torch.ones(V, D, device=DEVICE), x.ids, views_of(x), lp, lp
+    ).loss,
+    "dpace_weights": lambda lp, x: dllm_kernels.dpace_weights(lp / -100, x.masked),
+    "acceptance_length": lambda lp, x: dllm_kernels.acceptance_length(lp / -100, x.masked, 5, sampling=True),
+    "acceptance_stats": lambda lp, x: torch.stack(
+        dllm_kernels.acceptance_stats(lp / -100, x.masked, 5, sampling=True)
+    ),
+    "gumbel_topk": lambda lp, x: dllm_kernels.gumbel_topk(lp[0], 3, uniform=torch.full((L,), 0.5, device=DEVICE)),
+    "gumbel_topk of rows": lambda lp, x: dllm_kernels.batched_gumbel_topk(lp, 3, seeds=x.ids[:, 0]),
+    "gumbel_topk_mask": lambda lp, x: dllm_kernels.gumbel_topk_mask(lp, 3, seeds=x.ids[:, 0]),
+    "row weights": lambda lp, x: head_loss(x, -lp),
+    "row objective": lambda lp, x: dllm_kernels.linear_row_objective(
+        torch.ones(B, L, D, device=DEVICE), torch.ones(V, D, device=DEVICE), x.ids, lambda s, w: w * s.log_probs, lp
+    ).loss,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*DOORS, *CONSTANT_DOORS])
+def test_functions_of_log_probs_take_deferred_ones(name):
+    torch.manual_seed(0)
+    model, x = Model(bias=True), Batch()
+    function = (DOORS | CONSTANT_DOORS)[name]
+
+    def run():
+        lp = model(x.noisy).log_softmax(-1).gather(-1, x.ids[..., None]).squeeze(-1)
+        out = function(lp, x)
+        assert isinstance(out, torch.Tensor)
+        return lp, value_and_gradients(model, out.sum()) if out.requires_grad else [out]
+
+    with torch.set_grad_enabled(name in DOORS):
+        _, plain = run()
+        with fused_head(model, on_logits="raise"):
+            lp, found = run()
+    assert not isinstance(lp, torch.Tensor)
+    torch.testing.assert_close(found, plain)
+
+
 def test_a_teacher_with_a_head_of_its_own_is_deferred_too():
     torch.manual_seed(0)
     draft, target, x = Model(), Model(bias=True).requires_grad_(False), Batch()

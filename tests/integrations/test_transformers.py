@@ -1392,6 +1392,56 @@ def test_a_model_may_cast_and_view_its_logits(after, training):
         assert_scales(loss)
 
 
+NARROW = {
+    "bfloat16": lambda x: x.to(torch.bfloat16),
+    "float16": lambda x: x.half(),
+    "bfloat16 and back": lambda x: x.bfloat16().float(),
+    "a copy by a Function": lambda x: Detaches.apply(x.half()),
+}
+
+
+@pytest.mark.parametrize("after", NARROW.values(), ids=NARROW)
+def test_a_cast_of_the_logits_rounds_neither_loss_nor_gradient(after):
+    plain, cast = ChangingModel(), ChangingModel(after)
+    cast.load_state_dict(plain.state_dict())
+    losses = [step(BareTrainer(), model) for model in (plain, cast)]
+    assert losses[0].dtype == losses[1].dtype
+    assert losses[0] == losses[1] != losses[0].bfloat16()
+    for loss in losses:
+        (loss * 2**16 / 3).backward()  # the scale of a gradient scaler, more than the largest float16
+    assert torch.equal(plain.lm_head.weight.grad, cast.lm_head.weight.grad)
+
+
+@pytest.mark.parametrize("after", [lambda x: x, torch.Tensor.bfloat16], ids=["unchanged", "cast"])
+def test_a_hook_on_the_output_runs_before_the_backward_of_the_head(after):
+    """FSDP gathers the weights in such a hook."""
+    ran, model = [], ChangingModel(after)
+    model.lm_head.weight.register_hook(lambda grad: ran.append("weight"))
+    model.register_forward_hook(lambda _, args, x: x.register_hook(lambda grad: ran.append("output")) and None)
+    step(BareTrainer(), model).backward()
+    assert ran == ["output", "weight"]
+
+
+class Recomputed(torch.autograd.Function):
+    """Take the gradient of an output that was computed without one, as a reentrant checkpoint does."""
+
+    @staticmethod
+    def forward(ctx, x, anchor):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def test_the_output_has_the_gradient_if_the_head_ran_without():
+    model, anchor = ChangingModel(), torch.ones((), requires_grad=True)
+    head = torch.no_grad()(model.lm_head.__call__)
+    model.forward = lambda hidden: Recomputed.apply(head(hidden), anchor)
+    step(BareTrainer(), model).backward()
+    assert anchor.grad == 1
+
+
 def in_place(function):
     def after(x):
         function(x)

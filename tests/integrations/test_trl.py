@@ -724,6 +724,19 @@ def test_a_model_that_changes_its_logits_is_rejected(change, named):
     assert type(found) is torch.Tensor
 
 
+def test_a_cast_of_the_logits_rounds_neither_scores_nor_gradients():
+    found = []
+    for change in (lambda z: z, lambda z: z.half()):
+        torch.manual_seed(0)
+        model = Encoder(change)
+        out = Trainer(mask_token_id=MASK)._get_per_token_logps_and_entropies(model, *batch(), compute_entropy=True)
+        (out[0] / 3).sum().backward()
+        found.append((*out[:2], model.lm_head.weight.grad))
+    for plain, cast in zip(*found, strict=True):
+        assert plain.dtype == cast.dtype
+        assert torch.equal(plain, cast)
+
+
 def test_bad_arguments_of_the_mixin():
     for options, message in (
         ({"scheme": "none"}, "scheme must be"),

@@ -102,6 +102,21 @@ def test_targets_of_blocks():
     assert (targets == -100).all()
 
 
+@pytest.mark.parametrize("L", [0, 8])
+@pytest.mark.parametrize("seeds", [None, SEEDS[:0]])
+def test_no_rows(L, seeds):
+    mask = torch.ones(0, L, dtype=torch.bool, device=DEVICE)
+    seeds = None if seeds is None else seeds.to(DEVICE)
+    for overlap in (True, False):
+        anchors, real = sample_anchors(mask, 3, 4, seeds=seeds, overlap=overlap)
+        targets, inside = block_targets(mask.long(), anchors, 4)
+        assert [t.shape for t in (anchors, real, targets, inside)] == [(0, 3), (0, 3), (0, 9), (0, 9)]
+        assert [t.dtype for t in (anchors, real, targets, inside)] == [torch.int64, torch.bool] * 2
+    for shape in ((0,), (0, 3), (0, 0)):
+        prefix = sample_prefix(shape, 4, 0.5, seeds=seeds)
+        assert (prefix.shape, prefix.dtype) == (shape, torch.int64)
+
+
 @pytest.mark.everyday(11)
 @pytest.mark.parametrize("anchor_row", [False, True])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
