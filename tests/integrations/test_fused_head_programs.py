@@ -340,7 +340,7 @@ def pickled(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file, weights_only=False).to(DEVICE)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "torch.save"])
