@@ -124,8 +124,7 @@ def test_the_commands_on_a_gpu_state_their_durations():
     """The durations are those of ``on_gpu``."""
     limits = {step.name: step.minutes for step in on_gpu.steps(Path("work"))}
     text = README.read_text()
-    assert f"python -m benchmarks headline       # the main losses beside a copy and the bare products: estimated " \
-        f"{limits['headline']:g} minutes" in text  # fmt: skip
+    assert f"the main losses, a copy and the bare products: estimated {limits['headline']:g} minutes (H200)" in text
     assert f"`on_gpu` ends it after {limits['headline']:g} minutes" in (DOCS / "gpu.md").read_text()
     assert on_gpu._parser().get_default("minutes") == 9
-    assert "takes nine minutes a call" in " ".join(text.split())
+    assert "A call ends after nine minutes" in " ".join(text.split())

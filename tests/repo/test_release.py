@@ -60,13 +60,15 @@ def test_the_matrix_equals_the_supported_versions():
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"torch >= {floors['torch']}. On Linux, Triton >= {floors['triton']} is installed with it." in readme
     newest = re.search(
-        r"`make test` also passes with torch ([\d.]+) .*?, Triton ([\d.]+) .*? under Python ([\d.]+) and ([\d.]+)\.",
+        r"`make test` also passes with torch ([\d.]+) .*? and Triton ([\d.]+) under Python ([\d.]+), "
+        r"and with torch ([\d.]+) and Triton ([\d.]+) under Python ([\d.]+)\.",
         readme,
     )
     assert newest
-    assert newest[1] == torches[-1]
+    assert (newest[1], newest[4]) == (torches[-1], torches[0])
     assert tritons[torches[-1]].startswith(newest[2] + ".")
-    assert set(newest.groups()[2:]) <= set(pythons)
+    assert tritons[torches[0]].startswith(newest[5] + ".")
+    assert {newest[3], newest[6]} <= set(pythons)
 
 
 def test_publishing_has_no_secret_and_only_it_may_sign():
