@@ -189,7 +189,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
 def deferring(module: nn.Module, fused: FusedHead) -> Iterator[FusedHead]:
     """Replace the forward of the head within the context."""
     _lora.check_head(module, ADVICE)
-    with _lora.replaced_forward(module, fused.forward):
+    with _lora.replaced_forward(module, _lora.Replacement(module, fused.forward)):
         yield fused
 
 

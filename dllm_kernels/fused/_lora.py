@@ -138,7 +138,7 @@ def weights(head: SplitHead, like: torch.Tensor, u: torch.Tensor | None) -> Head
     return Head(weight, None if bias is None else bias.to(like.dtype), (u, columns))
 
 
-class _Replacement:
+class Replacement:
     """Forward of a head within a context. A copy of the head, by deepcopy or pickle, has the forward of its class."""
 
     def __init__(self, head: nn.Module, forward: Callable[..., Any]) -> None:
@@ -159,7 +159,7 @@ class _Replacement:
 def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Set ``head.forward`` within the context, then restore what was there, which may be an attribute of the object."""
     before = {name: value for name, value in vars(head).items() if name == "forward"}
-    head.forward = _Replacement(head, forward)
+    head.forward = forward
     try:
         yield
     finally:
