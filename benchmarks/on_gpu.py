@@ -155,7 +155,8 @@ def steps(work: Path) -> list[Step]:
         run = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *PYTEST, "-x", *some)
         # Without this, an access beyond a tensor may still lie inside a block of torch's cache and go undetected.
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone, run[0], TEST_MODULES)
+        return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone,
+                    needs=run[0], modules=TEST_MODULES)  # fmt: skip
 
     shares = ("--share", "1.0", "--share", "0.5", "--share", "0.15")
     with_gpu_marks = [

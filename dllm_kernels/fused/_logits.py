@@ -110,7 +110,7 @@ class _Logits(TorchObject, DeferredRows):
     @property
     def source(self) -> tuple[Any, ...]:
         """Head with its active adapters, soft cap and scale."""
-        return self.parts.parameters_of, self.softcap, None if self.scale == ONE else float(self.scale)
+        return self.parts.identity, self.softcap, None if self.scale == ONE else float(self.scale)
 
     @property
     def softcap(self) -> float | None:

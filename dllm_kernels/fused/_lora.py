@@ -85,11 +85,10 @@ class SplitHead(NamedTuple):
     bias: torch.Tensor | None
 
     @property
-    def parameters_of(self) -> tuple[int, ...]:
-        """Identity of the layer, of its parameters and of the adapters, equal for calls of one function."""
-        layers = [layer for adapter in self.adapters for layer in (adapter.a, adapter.b)]
-        current = self.current()
-        return (*map(id, (self.base, *current, *layers)), *(hash(adapter.scale) for adapter in self.adapters))
+    def identity(self) -> tuple[float, ...]:
+        """Layer, parameters and adapters, equal for calls of one function."""
+        adapters = [part for a in self.adapters for part in (id(a.a), id(a.b), a.scale)]
+        return (*map(id, (self.base, *self.current())), *adapters)
 
     def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias of the head call, also if ``torch.func.functional_call`` passed them.

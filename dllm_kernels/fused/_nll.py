@@ -103,16 +103,16 @@ class DeferredNLL(TorchObject):
     def _share(self, use: str) -> None:
         values = self.materialize(use)
         for other in list(self._moved):
-            if other._values is not None and other.made is not None:
+            if other._values is not None:
                 raise RuntimeError(
                     "the NLL of rows must not be modified in place after rows of it were used, got "
                     f"{use}; modify a copy"
                 )
-        for other in list(self._moved):
             assert other.made is not None
             with torch.set_grad_enabled(self.logits.state.grad):
                 other._values = other.made[1](values)
             other._share(use)
+        self._moved.clear()  # from here on, torch knows what shares memory
 
     def values(self) -> Tensor:
         """Compute the values of the rows under the current autograd state."""
@@ -156,10 +156,7 @@ class DeferredNLL(TorchObject):
         """Apply a move of rows, given for one value per row and for a vector per row."""
         logits = self.logits.moved(Move(of_matrix, -1), of_matrix)
         weights = None if self.weights is None else of_rows(self.weights)
-        made = self.changed(
-            logits=logits, target=of_rows(self.target), weights=weights, made=(self, of_rows),
-            dtype=self.dtype,
-        )  # fmt: skip
+        made = self.changed(logits=logits, target=of_rows(self.target), weights=weights, made=(self, of_rows))
         self._moved.add(made)
         return made
 

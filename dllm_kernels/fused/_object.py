@@ -85,7 +85,6 @@ class TorchObject(Deferred):
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         name, kwargs, args = ALIASES.get(name, name), dict(kwargs or {}), list(args)
-        kwargs = {RENAMED.get(key, key): value for key, value in kwargs.items()}
         if not args:  # the first argument by name
             args = [kwargs.pop("input" if "input" in kwargs else next(iter(kwargs)))]
         objects = _objects((args, kwargs))
@@ -98,7 +97,8 @@ class TorchObject(Deferred):
                 first, others = others[0], [first]
             if isinstance(first, TorchObject | tuple | list):  # a sequence: cat, stack
                 with contextlib.suppress(UnknownArgumentError):
-                    result = rule(first, Call(func, tuple(others), kwargs))
+                    named = {RENAMED.get(key, key): value for key, value in kwargs.items()}
+                    result = rule(first, Call(func, tuple(others), named))
                     if result is not NotImplemented:
                         return result
         in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))

@@ -18,9 +18,9 @@ B, L, D, V = 2, 6, 8, 23
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, *, bias=False):
         super().__init__()
-        self.body, self.layer, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        self.body, self.layer, self.lm_head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V, bias=bias)
         self.to(DEVICE)
 
     def forward(self, ids):
@@ -102,6 +102,15 @@ def views_of_views_in_place(model, x):
     square = flat.view(B, L)
     square[x.masked] = 0
     return flat.sum() + nll.square().sum()
+
+
+def twice_in_place(model, x):
+    """Both changes reach a view that was made before them."""
+    nll = x.nll(model)
+    flat = nll.flatten()
+    nll[0, 0] = 0
+    nll[1, 1] = 0
+    return flat.square().sum()
 
 
 def copied_logits(model, x):
@@ -195,6 +204,7 @@ PROGRAMS = {
     "a transposed view in place": in_place(lambda nll: nll.unsqueeze(1)),
     "a row in place": first_row_in_place,
     "views of views in place": views_of_views_in_place,
+    "twice in place": twice_in_place,
     "a clone in place": in_place(lambda nll: nll.clone()),
     "a copy of the logits in place": copied_logits,
     "logits scaled after the NLL": scaled_after_the_nll,
@@ -222,11 +232,11 @@ def test_a_program_has_the_value_and_the_gradients_without_it(name):
 class Adapted(nn.Module):
     """A model whose head PEFT has adapted. ``off(ids)``: its logits without the adapter."""
 
-    def __init__(self, **options):
+    def __init__(self, *, bias=False, **options):
         super().__init__()
         peft = pytest.importorskip("peft")
         config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False, **options)
-        self.peft = peft.get_peft_model(Model(), config)
+        self.peft = peft.get_peft_model(Model(bias=bias), config)
         self.lm_head = self.peft.base_model.model.lm_head
         self.to(DEVICE)
 
@@ -289,20 +299,13 @@ def test_calls_with_and_without_an_adapter_are_of_different_heads(name):
 
 @pytest.mark.peer
 def test_a_teacher_without_the_bias_of_the_adapter():
-    class WithBias(Adapted):
-        def __init__(self):
-            nn.Module.__init__(self)
-            peft = pytest.importorskip("peft")
-            model = Model()
-            model.lm_head = nn.Linear(D, V)
-            config = peft.LoraConfig(r=3, target_modules=["lm_head"], init_lora_weights=False, lora_bias=True)
-            self.peft = peft.get_peft_model(model, config)
-            self.lm_head = self.peft.base_model.model.lm_head
-            self.to(DEVICE)
-            with torch.no_grad():
-                self.lm_head.lora_B["default"].bias.normal_(std=3.0)
+    def make():
+        model = Adapted(bias=True, lora_bias=True)
+        with torch.no_grad():
+            model.lm_head.lora_B["default"].bias.normal_(std=3.0)
+        return model
 
-    assert_same(self_distillation, WithBias)
+    assert_same(self_distillation, make)
 
 
 # Errors and copies ------------------------------------------------------------------------------------------------
