@@ -39,7 +39,7 @@ from dllm_kernels._corruption._corrupt import sample_level as _sample_level
 from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.ops.gumbel_topk import check_start, gumbel_topk_mask

@@ -215,7 +215,8 @@ def diffusion_generate(
         logits_dtype,
         random=remasking == "random",
     )
-    sampling.check(_lora.split(found).base.out_features, device)
+    base = _lora.split(found).base
+    sampling.check(base.out_features, device)
     inputs = _model_inputs(prompt, attention_mask, max_new_tokens, model_kwargs, shift)
     eos = _checked_eos(eos_token_id)
     if pad_token_id is not None:
@@ -226,8 +227,7 @@ def diffusion_generate(
         call = _seeds.resolve_seed(device, len(prompt), generator, seeds)
         of_rows = _philox.child_seeds(call.view(1), len(prompt))[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
-    dtype = accum_dtype(_lora.split(found).base.weight.dtype)
-    tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift, dtype)
+    tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift, accum_dtype(base.weight.dtype))
 
     def predict(compute: Callable[..., Tensor]) -> Tensor:
         return run_in_head(lambda: model(tokens.ids, **inputs), found, compute, _HeadTokens)[0]

@@ -1,7 +1,8 @@
 """Deferred logits at the door of losses and ops: the form from hidden states runs in place of the form from logits.
 
 ``fused_head`` makes an LM head return objects that hold hidden states and the head in place of logits. Every public
-function that takes logits is decorated with :func:`from_hidden_states`, which is the only place that looks for them.
+function that takes logits is decorated with :func:`from_hidden_states`, and functions of log-probabilities or NLL with
+:func:`of_computed`. Only these look for deferred tensors.
 """
 
 from __future__ import annotations
@@ -114,6 +115,21 @@ def computed(value: Any, use: str) -> Any:
     if type(value) in (tuple, list):
         return type(value)(computed(each, use) for each in value)
     return value
+
+
+def of_computed(function: Function) -> Function:
+    """Decorate a function of tensors: called with deferred ones (of ``fused_head``), it receives their values."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Deferred):
+                use = function.__qualname__
+                args = tuple(computed(value, use) for value in args)
+                return function(*args, **{name: computed(value, use) for name, value in kwargs.items()})
+        return function(*args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
 
 
 def _of_deferred(function: Callable[..., Any], fused: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, readable_without_sync

@@ -10,8 +10,7 @@ from torch import Tensor
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._rows import checked
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
-from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._deferred import from_hidden_states, of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._block_weights import in_blocks, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch

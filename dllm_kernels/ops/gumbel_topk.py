@@ -9,7 +9,7 @@ import torch
 from dllm_kernels._corruption._topk import choose, counts
 from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._opaque import traced
 
 

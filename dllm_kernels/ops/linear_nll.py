@@ -36,7 +36,7 @@ from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
 from dllm_kernels._core._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor
 from dllm_kernels._utils._transform import Transform

@@ -28,8 +28,7 @@ from dllm_kernels._core._rows import checked
 from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._core._stats import Wanted
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
-from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._deferred import from_hidden_states, of_computed
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import all_plain, any_dtensor, has_values, plain
 from dllm_kernels._utils._transform import Transform

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._options import Options
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
-from dllm_kernels._utils._deferred import from_hidden_states
+from dllm_kernels._utils._deferred import from_hidden_states, of_computed
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import Count, check_counts, divide, next_tokens, shift_left

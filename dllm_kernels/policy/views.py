@@ -23,7 +23,7 @@ from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._corruption._topk import check_start_range
 from dllm_kernels._random import _philox, _seeds
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._computed import of_computed
+from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
 from dllm_kernels.corruption import checked_mask_id, checked_start, corrupt_uniform, sample_level
