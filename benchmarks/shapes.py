@@ -69,7 +69,7 @@ CPU_UPDATE = Shape("CPU 8x256", 8, 256, 32_000, 512, frozen=True)
 CPU_MTP = Shape("CPU MTP 2x480", 2, 480, 32_000, 256, depths=2, chunk=256)
 
 TOY_LOGITS = Shape("toy 2x30", 2, 30, 257, 32)
-TOY_ROWS = Shape("toy 1x4", 1, 4, 257, 32)  # of kernels that are launched many times
+TOY_ROWS = Shape("toy 1x1", 1, 1, 257, 32)  # of kernels that are launched many times
 TOY_FROZEN = Shape("toy 2x30 frozen", 2, 30, 257, 32, frozen=True, block_size=16, chunk=16)
 TOY_TRAINABLE = Shape("toy 2x30 trainable", 2, 30, 257, 32, block_size=16, chunk=16)
 TOY_UPDATE = Shape("toy 2x30 update", 2, 30, 257, 32, frozen=True)
