@@ -88,6 +88,8 @@ class TorchObject(Deferred):
         if not args:  # the first argument by name
             args = [kwargs.pop("input" if "input" in kwargs else next(iter(kwargs)))]
         objects = _objects((args, kwargs))
+        if func is torch.autograd.grad:
+            _check_inputs(args[1])
         if name in OF_SHAPE:
             return func(torch.empty(objects[0].shape, dtype=objects[0].dtype, device="meta"), *args[1:], **kwargs)
         rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
@@ -179,6 +181,16 @@ def _attribute(name: str) -> Callable[[Tensor], Any]:
 def _objects(tree: Any) -> list[TorchObject]:
     leaves = _pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, TorchObject))
     return [x for x in leaves if isinstance(x, TorchObject)]
+
+
+def _check_inputs(inputs: Sequence[Any]) -> None:
+    """Raise RuntimeError if ``torch.autograd.grad`` is asked for the gradient of a tensor that was never computed."""
+    for x in inputs:
+        if isinstance(x, TorchObject) and x.deferred:
+            raise RuntimeError(
+                "inputs of torch.autograd.grad must be tensors that the loss was computed from, got deferred ones of "
+                f"shape {tuple(x.shape)}, which a fused loss never computes; call materialize() of them before the loss"
+            )
 
 
 def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -346,6 +346,24 @@ def pickled(model):
     return torch.load(file, weights_only=False).to(DEVICE)
 
 
+@pytest.mark.parametrize("of", [lambda model, x: model(x.noisy), lambda model, x: x.nll(model)], ids=["logits", "NLL"])
+def test_the_gradient_of_what_was_never_computed(of):
+    model, x = Model(), Batch()
+
+    def loss(y):
+        return F.cross_entropy(y.flatten(0, 1), x.ids.flatten()) if y.ndim == 3 else y.sum()
+
+    with fused_head(model, on_logits="allow"):
+        y = of(model, x)
+        with pytest.raises(RuntimeError, match=r"inputs of torch\.autograd\.grad must .* call materialize\(\) of them"):
+            torch.autograd.grad(loss(y), [model.lm_head.weight, y], allow_unused=True)
+        y = of(model, x)
+        y.materialize()
+        (gradient,) = torch.autograd.grad(loss(y), y)
+    y = of(model, x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(loss(y), y)[0])
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["deepcopy", "torch.save"])
 def test_a_copy_of_the_model_has_its_own_head(copied):
     model, x = Model(), Batch()
