@@ -20,6 +20,7 @@ from dllm_kernels import ops
 from dllm_kernels._utils._call_state import CallState, Versions
 from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._moves import MOVES, Call, Move
@@ -104,8 +105,9 @@ class _Logits(TorchObject, DeferredRows):
 
     @property
     def usable(self) -> bool:
-        """True if the logits have not been materialized and their classes are the last dimension."""
-        return self.deferred and self.axis == len(self.shape) - 1 and not self.log
+        """True if the logits have not been materialized, and an op may take rows and head in their place."""
+        widened = accum_dtype(self.dtype) != accum_dtype(self.hidden.dtype)  # an op of logits computes in float64 then
+        return self.deferred and self.axis == len(self.shape) - 1 and not self.log and not widened
 
     @property
     def source(self) -> tuple[Any, ...]:

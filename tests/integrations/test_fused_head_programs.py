@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head
+from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head, token_nll
 from tests.conftest import DEVICE
 
 B, L, D, V = 2, 6, 8, 23
@@ -187,6 +187,7 @@ def teacher_of_another_dtype(model, x):
 PROGRAMS = {
     "sum over an axis": lambda m, x: (x.nll(m).sum(axis=1) / x.masked.sum(1)).square().sum(),
     "mean over an axis": lambda m, x: x.nll(m).mean(axis=1).square().sum(),
+    "an op on float64 logits": lambda m, x: token_nll(m(x.noisy).double(), x.ids).nll.mean(),
     "keepdims": lambda m, x: (x.nll(m).sum(axis=1, keepdims=True) * x.masked).sum(),
     "chunks along an axis": lambda m, x: torch.chunk(m(x.noisy), 2, axis=-1)[0].logsumexp(-1).mean(),
     "input by name": lambda m, x: torch.log_softmax(dim=-1, input=m(x.noisy)).gather(-1, x.ids[..., None]).mean(),
