@@ -207,7 +207,7 @@ class ScoreMetrics(NamedTuple):
 
     Attributes:
         ratio: ``exp(s - old)``, clamped as in the objective; None without ``old``.
-        clipped: bool, True if clipping changed the loss; None for "reinforce".
+        clipped: 1 if clipping changed the loss, otherwise 0; None for "reinforce".
         kl: the KL estimate, without its coefficient; None without ``kl``.
     """
 
@@ -226,7 +226,7 @@ def score_metrics(
     if objective.kind == "reinforce" or ratio is None:
         return ScoreMetrics(ratio, None, kl)
     clipped = _differ(ratio, objective._bounded(ratio, advantages)) & (advantages != 0)
-    return ScoreMetrics(ratio, clipped, kl)
+    return ScoreMetrics(ratio, clipped.to(s.dtype), kl)
 
 
 @of_computed

@@ -315,7 +315,7 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     # Exclude tokens without a score, because a logsumexp of only -inf has the gradient NaN.
     term = torch.where(scored | ~anywhere, term, -torch.inf)
     of_token = torch.where(anywhere, torch.logsumexp(term, 0), 0.0)
-    return of_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1))
+    return of_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1).to(of_token.dtype))
 
 
 class _ViewArguments(NamedTuple):
