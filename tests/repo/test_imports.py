@@ -16,21 +16,23 @@ PACKAGE = ROOT / "dllm_kernels"
 
 
 @functools.cache
-def parsed(path):
-    return ast.parse(path.read_text())
+def statements(path):
+    """Return (whether at the top level of the file, module, names imported from it) for every import of a file."""
+    tree, found = ast.parse(path.read_text()), []
+    top = set(map(id, tree.body))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(id(node) in top, alias.name, ()) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.append((id(node) in top, node.module, [alias.name for alias in node.names]))
+    return found
 
 
 def imports(path):
-    """Yield (module, whether at the top level of the file) for every import of a file."""
-    tree = parsed(path)
-    top = {id(node) for node in tree.body}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in top) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield node.module, id(node) in top
-            yield from ((f"{node.module}.{alias.name}", id(node) in top) for alias in node.names)
+    """Yield (module, whether at the top level of the file) for every module or name that a file imports."""
+    for at_top, module, names in statements(path):
+        yield from ((name, at_top) for name in (module, *(f"{module}.{name}" for name in names)))
 
 
 def files(*parts):
@@ -75,6 +77,7 @@ def home(module):
     return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists()), None)
 
 
+@functools.cache
 def import_graph():
     """Map every file of the package to the files that it imports, at the top or inside a function.
 
@@ -83,11 +86,9 @@ def import_graph():
     graph = {}
     for path in all_files():
         homes = set()
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.Import):
-                homes |= {home(alias.name) for alias in node.names if within(alias.name, "dllm_kernels")}
-            elif isinstance(node, ast.ImportFrom) and within(node.module, "dllm_kernels"):
-                homes |= {home(f"{node.module}.{alias.name}") or home(node.module) for alias in node.names}
+        for _, module, names in statements(path):
+            if within(module, "dllm_kernels"):
+                homes |= {home(f"{module}.{name}") or home(module) for name in names} if names else {home(module)}
         graph[path] = homes - {path, None}
     return graph
 
@@ -127,7 +128,7 @@ def test_no_import_cycles():
 
     Files that import no other file are removed repeatedly; any remaining file is in a cycle.
     """
-    remaining = import_graph()
+    remaining = dict(import_graph())
     while ready := [path for path, imported in remaining.items() if not imported & remaining.keys()]:
         for path in ready:
             del remaining[path]
