@@ -345,16 +345,8 @@ def test_all_candidates_of_a_policy_update_agree(scheme, frozen, options, monkey
 def test_table_and_json(options, capsys):
     x = torch.randn(100, 100)
     peers = {"plain": lambda _: (x + 1) * 2, "ours": lambda _: x * 2}
-    results = measure.compare(
-        "test",
-        {"N": 100},
-        "forward",
-        peers,
-        options,
-        errors={"ours": 1e-7},
-        floor_s=1e-9,
-        floor_bytes=x.nbytes,
-    )
+    given = {"errors": {"ours": 1e-7}, "floor_s": 1e-9, "floor_bytes": x.nbytes}
+    results = measure.compare("test", {"N": 100}, "forward", peers, options, **given)
     ceilings = measure.ceilings(CPU, torch.float32, "toy")
     record.report(results, options, baseline="plain", measured_ceilings=ceilings)
     printed = capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_llada_sft():
     answer_lengths = loss_mask.sum(1, keepdim=True).expand_as(ids)
     expected = (token_loss / answer_lengths[masked]).sum() / len(ids)
     torch.testing.assert_close(example.loss_of(model, batch, seeds), expected, rtol=1e-6, atol=0)
-    before, after = example.main(steps=60)
+    before, after = example.main(steps=30)
     assert after < 0.5 * before
 
 
@@ -132,7 +132,7 @@ def test_specforge_dflash(loss_type):
 
 
 def test_dflash_anchors():
-    first, last, accepted = load("dflash_anchors").main()
+    first, last, accepted = load("dflash_anchors").main(steps=45)
     assert last < 0.5 * first
     assert accepted > 2
 
@@ -194,7 +194,7 @@ def test_coupled_grpo():
     expected.backward()
     torch.testing.assert_close(found.loss, expected)
     same_gradients(several[0], grads)
-    means = example.main(steps=12)
+    means = example.main(steps=8)
     assert sum(means[-3:]) > sum(means[:3]) + 0.3
 
 
@@ -223,7 +223,7 @@ def test_espo():
     expected.backward()
     torch.testing.assert_close(found, expected)
     same_gradients(several[0], grads)
-    means = example.main(steps=12)
+    means = example.main(steps=8)
     assert sum(means[-3:]) > sum(means[:3]) + 0.3
 
 
@@ -245,7 +245,7 @@ def test_vrpo():
     expected.backward()
     torch.testing.assert_close(found, expected)
     same_gradients(policy, grads)
-    means = example.main(steps=12)
+    means = example.main(steps=8)
     assert sum(means[-3:]) > sum(means[:3]) + 0.3
 
 
@@ -273,7 +273,7 @@ def test_llada2_confidence():
     torch.testing.assert_close(out.loss, expected)
     for found, exact in zip(grads, torch.autograd.grad(expected, (hidden, head)), strict=True):
         torch.testing.assert_close(found, exact)
-    without, with_it = example.main(steps=60)
+    without, with_it = example.main(steps=30)
     assert with_it < without
 
 

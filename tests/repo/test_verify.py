@@ -17,18 +17,8 @@ NAMES = ["trained head", "logits", "policy", "frozen head", "float32 logits", "c
 @pytest.fixture
 def check(monkeypatch, tmp_path):
     """Return a function: (name, replacements of ops) -> findings of that check, in bfloat16 on the torch path."""
-    argv = [
-        "--size",
-        "toy",
-        "--device",
-        "cpu",
-        "--dtype",
-        "bfloat16",
-        "--backend",
-        "torch",
-        "--out",
-        str(tmp_path / "v.json"),
-    ]
+    argv = ["--size", "toy", "--device", "cpu", "--dtype", "bfloat16", "--backend", "torch"]
+    argv += ["--out", str(tmp_path / "v.json")]
 
     def run(name, **replaced):
         options = measure.parse(measure.arguments("verify"), argv)
