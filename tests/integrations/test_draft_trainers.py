@@ -82,17 +82,17 @@ def of_automodel(module, name, **options):
     return trainer, head
 
 
-@pytest.mark.parametrize("ours", [False, True], ids=["the host's loss", "the package's loss"])
 @pytest.mark.parametrize("gamma", [None, 2.0])
 @pytest.mark.parametrize("objective", ["dflash", "variable_prefix"])
-def test_dflash_of_automodel(objective, gamma, ours, monkeypatch):
-    """No logits are materialized: not for the loss, and not for the metrics."""
+def test_dflash_of_automodel(objective, gamma, monkeypatch):
+    """With this package's loss, no logits are materialized: not for the loss, and not for the metrics.
+
+    ``test_host_models.py`` has the loss of the host, beside a whole draft model.
+    """
     with trainers.loaded(trainers.AUTOMODEL, "components.speculative.dflash.core") as modules:
-        if ours:  # as patch() does
-            monkeypatch.setattr(modules.core, "DFlashDecayLoss", dllm_kernels.DFlashDecayLoss)
-        trainer, head = of_automodel(
-            modules.core, "DFlashTrainerModule", loss_type=objective, loss_decay_gamma=gamma
-        )  # fmt: skip
+        monkeypatch.setattr(modules.core, "DFlashDecayLoss", dllm_kernels.DFlashDecayLoss)  # as patch() does
+        options = {"loss_type": objective, "loss_decay_gamma": gamma}
+        trainer, head = of_automodel(modules.core, "DFlashTrainerModule", **options)
         assert_same_step(trainer, [head], lambda: trainer(**inputs()))
 
 

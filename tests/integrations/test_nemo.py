@@ -8,11 +8,9 @@ import importlib.util
 import inspect
 import itertools
 import math
-import os
 import pickle
 import re
 import runpy
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -27,7 +25,7 @@ from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.support import nemo_lora
-from tests.support.hosts import assert_patched_once
+from tests.support.hosts import assert_patched_once, found
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
@@ -69,22 +67,20 @@ def assert_identical(before, after):
 # Through the host's recipe and strategies -----------------------------------------------------------------------------
 
 
-def run_recipe(out):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.nemo_recipe", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
-def steps(once):
-    """Results of steps of the recipe; they take 20 seconds, so the exhaustive half makes them."""
-    return torch.load(once("recipe_steps.pt", run_recipe), weights_only=False)
+def steps(several_processes):
+    """Results of steps of the recipe, whose imports take long, so the exhaustive half makes them."""
+    return found(several_processes, "recipe")
+
+
+def with_recipe(test):
+    return pytest.mark.exhaustive(pytest.mark.ranks("recipe", "")(test))
 
 
 RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
 
 
-@pytest.mark.exhaustive
+@with_recipe
 @pytest.mark.parametrize(
     ("mode", "variant"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
 )
@@ -98,7 +94,7 @@ def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, variant):
         assert_as_good_as_plain(ours, exact, largest_error(host, exact), f"{mode}, result {place}", steps["sizes"])
 
 
-@pytest.mark.exhaustive
+@with_recipe
 @pytest.mark.parametrize("mode", ["dflash", "dflash logits"])
 def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
     for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
@@ -108,7 +104,7 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
             assert torch.equal(o, h)
 
 
-@pytest.mark.exhaustive
+@with_recipe
 @pytest.mark.parametrize("mode", RECIPES)
 def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
     """A step calls one linear op, or two if the encoder also has a loss. Soft caps are passed on."""
@@ -117,7 +113,7 @@ def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 
-@pytest.mark.exhaustive
+@with_recipe
 @pytest.mark.parametrize("variant", ["excluded", "built before", "of this package"])
 def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, variant):
     """A loss of the host and a loss of this package are computed from hidden states."""
@@ -131,7 +127,7 @@ def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, variant):
         assert "made" not in calls
 
 
-@pytest.mark.exhaustive
+@with_recipe
 @pytest.mark.parametrize("mode", ["mdlm", "hybrid"])
 def test_a_recipe_corrupts_within_its_rules(steps, mode):
     for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
@@ -147,7 +143,7 @@ def test_a_recipe_corrupts_within_its_rules(steps, mode):
         assert (o["_p_mask"] <= 1).all()
 
 
-@pytest.mark.exhaustive
+@with_recipe
 def test_names_in_imported_recipes_are_replaced(steps):
     ours = {name for name, home in steps["held"].items() if home.startswith("dllm_kernels")}
     assert {
@@ -443,12 +439,9 @@ def test_every_gamma_of_dflash(strategy, gamma, normalize):
 
 
 @pytest.mark.parametrize("gamma_shape", [-0.5, -2.0, 0])
-def test_every_shape_of_the_schedule(strategy, gamma_shape):
+def test_scdd_with_every_shape_of_the_schedule(strategy, gamma_shape):
     home, t = module("components.loss.dllm_loss"), torch.tensor([0.1, 0.5, 0.9])
     settings = {"max_ratio": 0.2, "gamma_shape": gamma_shape, "t_peak": 0.4}
-    ours, host = dllm_kernels.scdd_schedule(t, **settings), home.scdd_schedule(t, **settings)
-    for name in vars(host):
-        torch.testing.assert_close(getattr(ours, name), getattr(host, name))
     ids = torch.randint(0, V - 1, (3, 8))
     z = torch.where(torch.rand(3, 8) < 0.5, V - 1, ids)
     batch = (torch.randn(3, 8, V), ids, z != ids, t[:, None].expand(3, 8), torch.ones(3, 8))
@@ -502,15 +495,16 @@ def test_idlm_equals_the_host(strategy):
                 torch.testing.assert_close(ours, host)
 
 
-def test_the_schedule_of_scdd_is_the_host_s(strategy):
-    host = module("components.loss.dllm_loss").scdd_schedule
-    for settings in ((0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2)):
-        options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
-        t = torch.linspace(-0.1, 1.1, 241)
-        ours, theirs = dllm_kernels.scdd_schedule(t, **options), host(t, **options)
-        assert dataclasses.asdict(ours).keys() == dataclasses.asdict(theirs).keys()
-        for name in dataclasses.asdict(ours):
-            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+@pytest.mark.parametrize(
+    ("max_ratio", "gamma_shape", "t_peak"),
+    [(0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2), *((0.2, shape, 0.4) for shape in (-0.5, -2.0, 0))],
+)
+def test_the_schedule_of_scdd_is_the_host_s(strategy, max_ratio, gamma_shape, t_peak):
+    options = {"max_ratio": max_ratio, "gamma_shape": gamma_shape, "t_peak": t_peak}
+    t = torch.linspace(-0.1, 1.1, 241) if gamma_shape > 0 else torch.linspace(0.1, 0.9, 81)
+    ours = dllm_kernels.scdd_schedule(t, **options)
+    host = module("components.loss.dllm_loss").scdd_schedule(t, **options)
+    torch.testing.assert_close(dataclasses.asdict(ours), dataclasses.asdict(host))
 
 
 def test_modules_imported_after_patch_are_restored_too(patched, monkeypatch):
@@ -979,39 +973,21 @@ def test_excluded_losses_use_the_replaced_parts(strategy):
     assert logits.grad.isfinite().all()
 
 
+SAMPLES = [
+    {"input_ids": [*range(5, 5 + n)], "loss_mask": [0] * m + [1] * (n - m), "attention_mask": [1] * n}
+    for n, m in ((5, 2), (2, 1), (9, 2))
+]
+
+
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("sizes", [{"pad_seq_len_divisible": 0}, {"pad_seq_len_divisible": -3}, {"max_seq_len": 0},
-                                   {"max_seq_len": -2}], ids=str)  # fmt: skip
-def test_every_size_of_the_collator(strategy, sizes, window):
-    home = module("components.datasets.dllm.collate")
-    samples = [
-        {"input_ids": [*range(5, 5 + n)], "loss_mask": [0] + [1] * (n - 1), "attention_mask": [1] * n} for n in (5, 2)
-    ]
-    host, ours = (
-        collator(block_size=4, eos_token_id=2, response_window=window, **sizes)(samples)
-        for collator in (home.DLLMCollator, dllm_kernels.DLLMCollator)
-    )
-    for name in host:
-        assert torch.equal(ours[name], host[name])
-
-
-def test_the_collator_of_the_host_and_ours_agree(strategy):
-    home = module("components.datasets.dllm.collate")
-    samples = [
-        {"input_ids": [*range(5, 5 + n)], "loss_mask": [0] * 2 + [1] * (n - 2), "attention_mask": [1] * n}
-        for n in (5, 9)
-    ]
-    options = {
-        "pad_token_id": 3,
-        "eos_token_id": 2,
-        "block_size": 4,
-        "pad_seq_len_divisible": 6,
-        "response_window": True,
-    }
-    host = home.DLLMCollator(**options)(samples)
+                                   {"max_seq_len": -2}, {"pad_seq_len_divisible": 6, "pad_token_id": 3}],
+                         ids=str)  # fmt: skip
+def test_the_collator_of_the_host_and_ours_agree(strategy, sizes, window):
+    home, options = module("components.datasets.dllm.collate"), {"block_size": 4, "eos_token_id": 2, **sizes}
+    host = home.DLLMCollator(response_window=window, **options)(SAMPLES)
     integration.patch()
-    ours = home.DLLMCollator(**options)(samples)
-    integration.unpatch()
+    ours = home.DLLMCollator(response_window=window, **options)(SAMPLES)
     assert host.keys() == ours.keys()
     for name in host:
         assert ours[name].dtype == host[name].dtype

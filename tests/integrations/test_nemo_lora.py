@@ -2,10 +2,6 @@
 
 import importlib.util
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from dllm_kernels.integrations.transformers import loss_in_head
 from tests.conftest import every_time
 from tests.support import nemo_lora as host
+from tests.support.hosts import found
 from tests.support.nemo_lora import LOSSES, adapted, batch, results
 
 absent = [name for name in ("nemo_automodel", "transformers", "peft") if importlib.util.find_spec(name) is None]
@@ -291,27 +288,25 @@ def test_deferred_logits_lead_to_every_trained_parameter():
     assert logits.shape == (3, 2, 8, host.V)
 
 
-def run_ranks(out):
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.nemo_lora_ranks", str(out)]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
-def ranks(once):
+def ranks(several_processes):
     """Return the results of the two ranks of ``nemo_lora_ranks.py``."""
-    return torch.load(once("nemo_lora_ranks.pt", run_ranks), weights_only=False)
+    return found(several_processes, "lora")
 
 
-@pytest.mark.covering(most=2)
+def sharded_cases():
+    """Each loss runs with one kind and one unit; ``test_a_head_with_lora_trains_as_from_logits`` has all kinds."""
+    for case in itertools.product(LOSSES, SHARDED, UNITS):
+        i = [*LOSSES].index(case[0])
+        rare = [] if case[1:] == (SHARDED[i % 3], UNITS[i % 2]) else [pytest.mark.every_case]
+        yield pytest.param(*case, marks=[pytest.mark.ranks("lora", case), *rare])
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("kind", SHARDED)
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("loss", "kind", "unit"), [*sharded_cases()])
 def test_a_sharded_head_with_lora_trains_as_from_logits(ranks, loss, kind, unit):
-    for found in ranks:
-        sharded, expected = found[loss, kind, unit]
+    for of_rank in ranks:
+        sharded, expected = of_rank[loss, kind, unit]
         assert sum("lora_" in name for name, grad in expected.items() if grad is not None) >= 2
         for name, value in expected.items():
             if value is None:
@@ -321,9 +316,10 @@ def test_a_sharded_head_with_lora_trains_as_from_logits(ranks, loss, kind, unit)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.ranks("lora", ())
 def test_adapters_split_by_tensor_parallelism_are_rejected(ranks):
-    for found in ranks:
-        for error, placement in zip(found["tensor parallel"], ("Replicate()", "Shard(dim=0)"), strict=True):
+    for of_rank in ranks:
+        for error, placement in zip(of_rank["tensor parallel"], ("Replicate()", "Shard(dim=0)"), strict=True):
             assert error.startswith("the adapter of the LM head must not be split by tensor parallelism for hidden")
             assert f"got ({placement},); use a base loss from logits" in error
 

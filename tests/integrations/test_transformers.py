@@ -28,6 +28,7 @@ from dllm_kernels.integrations.transformers import (
 from dllm_kernels.ops import weighted_linear_nll
 from reference.mdlm import mdlm_loss
 from tests.conftest import every_time
+from tests.support.hosts import found
 
 ROOT = Path(__file__).parents[2]
 absent = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
@@ -286,12 +287,6 @@ def test_ranks_draw_differently_from_equal_generators(monkeypatch):
     assert two_equal_batches(DRAWING) == runs[0]
 
 
-@pytest.mark.parametrize("rank", [True, "0", 1.0])
-def test_an_invalid_rank_is_rejected(rank):
-    with pytest.raises(TypeError, match=f"rank must be an int, got {type(rank).__name__}"):
-        MaskedDiffusionCollator(99, rank=rank)
-
-
 OUT_OF_RANGE = (2**63, -(2**63) - 1)
 
 
@@ -309,13 +304,17 @@ def test_numbers_have_64_bits():
     assert all_differ(rows([SEEDED([sample(64, seed) for seed in limits[:2]])]))
 
 
-@pytest.mark.parametrize("number", ["0", 1.5, None])
+@pytest.mark.parametrize("number", ["0", 1.5, True, None])
 def test_numbers_are_whole(number):
     kind = type(number).__name__
+    if number is not None:  # which stands for the rank of the process
+        with pytest.raises(TypeError, match=f"^rank must be an int, got {kind}$"):
+            MaskedDiffusionCollator(99, rank=number)
     with pytest.raises(TypeError, match=f"^epoch must be an int, got {kind}$"):
         MaskedDiffusionCollator(99).set_epoch(number)
-    with pytest.raises(TypeError, match=f"^sample 0, field 'seed' must be an int, got {kind}$"):
-        SEEDED([sample(4, number), sample(4)])
+    if number is not True:
+        with pytest.raises(TypeError, match=f"^sample 0, field 'seed' must be an int, got {kind}$"):
+            SEEDED([sample(4, number), sample(4)])
 
 
 def test_a_corruption_that_does_not_mask_is_rejected():
@@ -494,13 +493,6 @@ def test_workers_and_epochs_differ_reproducibly(collator, persistent):
     assert runs[0] == runs[1]
 
 
-@pytest.mark.exhaustive
-def test_spawned_workers_receive_the_epoch():
-    samples = [sample(64, seed) for seed in range(2)]
-    spawned = loaded(SEEDED, samples, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
-    assert spawned == loaded(SEEDED, samples)
-
-
 def seeded_alike(worker):
     torch.manual_seed(0)
 
@@ -519,8 +511,9 @@ class EachOf:
     ("context", "persistent"),
     [
         ("fork", True),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("fork", False), ("spawn", True))),
-        pytest.param("spawn", False, marks=pytest.mark.every_case),  # the two above contain it
+        pytest.param("spawn", True, marks=pytest.mark.exhaustive),
+        # Workers of one epoch alone start in it; test_workers_and_epochs_differ_reproducibly has such workers.
+        *(pytest.param(context, False, marks=pytest.mark.every_case) for context in ("fork", "spawn")),
     ],
 )
 def test_copies_have_a_separate_epoch_that_workers_receive(context, persistent):
@@ -573,35 +566,39 @@ def first_rows(context):
     return rows(torch.utils.data.DataLoader([sample(64)] * 2, batch_size=2, collate_fn=DRAWING, **options))
 
 
-@pytest.mark.parametrize("context", every_time([None, "fork"], [None, "fork", "spawn", "forkserver"]))
+@pytest.mark.parametrize(
+    "context",
+    [
+        *every_time([None, "fork"], [None, "fork", "spawn"]),
+        pytest.param("forkserver", marks=pytest.mark.every_case),  # it pickles the collator as "spawn" does
+    ],
+)
 def test_workers_of_different_ranks_draw_differently(monkeypatch, rank_of_two, context):
-    """The rank is known to the process group only, which a spawned worker does not have."""
+    """The rank is known to the process group only, which a spawned worker does not have. A repetition is equal."""
     monkeypatch.delenv("RANK", raising=False)
     runs = []
     for rank in (0, 1):
         rank_of_two(rank)
         runs.append(first_rows(context))
+        assert first_rows(context and "fork") == runs[rank]
     assert all_differ(*runs)
-    assert runs[1] == first_rows(context)
 
 
-def draws_in_a_rank(rank, collator, path):
-    """Draw in a process that received a collator when it was spawned, and in its workers."""
+def draws_in_a_rank(i, rank, collator, path):
+    """Draw in a process of this rank, which may have received the collator when it was spawned, and in a worker."""
     os.environ["RANK"] = str(rank)
     found = [two_equal_batches(collator)]
-    for context in ("fork", "spawn"):
-        torch.manual_seed(3)
-        loader = torch.utils.data.DataLoader(
-            [sample(64)], collate_fn=collator, num_workers=1, multiprocessing_context=context
-        )
-        found.append(rows(loader))
+    torch.manual_seed(3)
+    options = {"num_workers": 1, "multiprocessing_context": "fork"}
+    found.append(rows(torch.utils.data.DataLoader([sample(64)], collate_fn=collator, **options)))
     Path(path, str(rank)).write_bytes(pickle.dumps(found))
 
 
 @pytest.mark.exhaustive
 def test_a_collator_sent_to_spawned_ranks_has_no_rank_yet(monkeypatch, tmp_path):
     monkeypatch.setenv("RANK", "0")  # the rank of the launching process
-    torch.multiprocessing.spawn(draws_in_a_rank, (DRAWING, str(tmp_path)), nprocs=2)
+    draws_in_a_rank(0, 0, DRAWING, tmp_path)
+    torch.multiprocessing.spawn(draws_in_a_rank, (1, DRAWING, tmp_path))
     one, other = (pickle.loads((tmp_path / str(rank)).read_bytes()) for rank in range(2))
     for mine, theirs in zip(one, other, strict=True):
         assert all_differ(mine, theirs)
@@ -633,18 +630,6 @@ def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
     torch.testing.assert_close(loss, expected)
     grads = [torch.autograd.grad(value, logits)[0] for value in (loss, expected)]
     torch.testing.assert_close(*grads)
-
-
-def test_a_uniform_prediction_has_a_loss_of_log_v():
-    """The average over the noise is log V only if the number of supervised tokens is the denominator."""
-    V, n = 16, 400
-    torch.manual_seed(4)
-    collator = MaskedDiffusionCollator(V, eps=0.1)
-    text = {"input_ids": [3] * 32, "loss_mask": [0] * 8 + [1] * 24, "attention_mask": [1] * 32}
-    losses = [mdlm_loss_func((torch.zeros(1, 32, V),), collator([text])["labels"]) for _ in range(n)]
-    mean, spread = torch.stack(losses).mean(), torch.stack(losses).std() / n**0.5
-    assert abs(mean - torch.tensor(V).log()) < 4 * spread
-    assert spread < 0.1
 
 
 # Other losses ---------------------------------------------------------------------------------------------------------
@@ -688,14 +673,20 @@ def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss
         torch.testing.assert_close(trainer.compute_loss(model, inputs, num_items_in_batch=count), expected.total_loss)
 
 
-def test_the_weights_of_a_schedule_that_is_not_linear():
-    """A uniform prediction has a loss of log V with this schedule, too, because weights and levels match."""
-    V, n = 16, 400
+@pytest.mark.parametrize(
+    ("noise", "weights"), [({"eps": 0.1}, None), ({"level": cosine_level}, cosine_weights)], ids=["linear", "cosine"]
+)
+def test_a_uniform_prediction_has_a_loss_of_log_v(noise, weights):
+    """The average over the noise is log V only if weights and levels match, and supervised tokens are the denominator.
+
+    Each of the batches has 20 rows with noise of their own.
+    """
+    V, n, B = 16, 20, 20
     torch.manual_seed(4)
-    collator = MaskedDiffusionCollator(V, level=cosine_level)
+    collator = MaskedDiffusionCollator(V, **noise)
     text = {"input_ids": [3] * 32, "loss_mask": [0] * 8 + [1] * 24, "attention_mask": [1] * 32}
-    batches = [collator([text])["labels"] for _ in range(n)]
-    losses = torch.stack([mdlm_loss_func((torch.zeros(1, 32, V),), b, loss=cosine_weights) for b in batches])
+    batches = [collator([text] * B)["labels"] for _ in range(n)]
+    losses = torch.stack([mdlm_loss_func((torch.zeros(B, 32, V),), b, loss=weights) for b in batches])
     spread = losses.std() / n**0.5
     assert abs(losses.mean() - torch.tensor(V).log()) < 4 * spread
     assert spread < 0.1
@@ -1234,14 +1225,6 @@ def test_an_adapter_beyond_low_rank_is_rejected_by_name(ranks, tmp_path):
 
 
 @needs_trainer
-def test_a_hook_on_a_head_with_adapters_is_rejected(ranks, tmp_path):
-    model = adapted(ranks, "an adapter")
-    model.get_output_embeddings().register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="must have no hooks for a loss to run inside it, got a hook, "):
-        ranks.trained(model, tmp_path, 4, 1)
-
-
-@needs_trainer
 def test_a_second_loss_function_is_rejected(ranks, tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func must be None"):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
@@ -1274,12 +1257,10 @@ def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_pa
 class Bare:
     """The parts of a Trainer that the mixin needs, so that a test can set the output of its model."""
 
-    parallelism_config = None
-
-    def __init__(self, **arguments):
+    def __init__(self, parallelism_config=None, **arguments):
         self.compute_loss_func = None
         self.args = SimpleNamespace(**{"n_gpu": 1, "label_smoothing_factor": 0.0} | arguments)
-        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, parallelism_config=self.parallelism_config)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, parallelism_config=parallelism_config)
 
     def _prepare_inputs(self, inputs):
         return dict(inputs)
@@ -1293,10 +1274,21 @@ class BareTrainer(MaskedDiffusionTrainerMixin, Bare):
     pass
 
 
-@pytest.mark.parametrize("option", ["shift", "allow_causal", "seed_evaluation"])
-def test_options_are_bools(option):
-    with pytest.raises(TypeError, match=f"^{option} must be a bool, got str$"):
-        BareTrainer(**{option: "no"})
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        *(({name: "no"}, TypeError, f"^{name} must be a bool, got str$")
+          for name in ("shift", "allow_causal", "seed_evaluation")),
+        ({"n_gpu": 2}, ValueError, "one process must see one GPU, got 2: start it with torchrun"),
+        ({"label_smoothing_factor": 0.1}, ValueError,
+         r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has no label smoothing"),
+        *(({"parallelism_config": SimpleNamespace(cp_size=cp, sp_size=sp)}, ValueError,
+           f"parallelism_config must have cp_size and sp_size 1, got {cp} and {sp}") for cp, sp in ((2, 1), (1, 4))),
+    ],
+)  # fmt: skip
+def test_invalid_arguments_of_the_trainer_are_rejected(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BareTrainer(**arguments)
 
 
 def test_the_mixin_comes_before_the_trainer():
@@ -1313,11 +1305,6 @@ def test_the_mixin_comes_before_the_trainer():
         message = rf"^MaskedDiffusionTrainerMixin must come before \w+ among the bases, got Wrong\({names}\), "
         with pytest.raises(TypeError, match=message):
             type("Wrong", bases, {})
-
-
-def test_data_parallel_is_rejected():
-    with pytest.raises(ValueError, match="one process must see one GPU, got 2: start it with torchrun"):
-        BareTrainer(n_gpu=2)
 
 
 class ChangingModel(nn.Module):
@@ -1534,27 +1521,9 @@ def test_a_compiled_model_is_checked_while_it_is_traced(training):
         loss = step(BareTrainer(), torch.compile(model, backend="aot_eager", fullgraph=True))
         torch.testing.assert_close(loss, step(BareTrainer(), model))
         assert_scales(loss)
+    if training:  # the change is found while the model is traced, before any gradient
         with pytest.raises(ValueError, match="got a call of mul on it"):
             step(BareTrainer(), torch.compile(changing, backend="eager"))
-
-
-@needs_trainer
-def test_label_smoothing_is_rejected(ranks, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has no label smoothing",
-    ):
-        ranks.trainer(ranks.model(), tmp_path, 4, 1, arguments={"label_smoothing_factor": 0.1})
-
-
-@pytest.mark.parametrize(("cp_size", "sp_size"), [(2, 1), (1, 4)])
-def test_sequences_split_by_the_trainer_are_rejected(cp_size, sp_size):
-    class Split(BareTrainer):
-        parallelism_config = SimpleNamespace(cp_size=cp_size, sp_size=sp_size)
-
-    message = f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}"
-    with pytest.raises(ValueError, match=message):
-        Split()
 
 
 # Two ranks ------------------------------------------------------------------------------------------------------------
@@ -1586,17 +1555,14 @@ def test_all_ranks_reject_a_causal_model(two_ranks):
 @pytest.fixture(scope="module")
 def two_ranks(several_processes):
     """Return the results of the two ranks, see ``trainer_ranks.main``."""
-    folder = several_processes / "trainer"
-    logs = [path.read_text()[-3000:] for path in sorted(folder.glob("*.log"))]
-    assert Path(folder, "found.pt").exists(), "\n".join(logs)
-    return torch.load(folder / "found.pt")
+    return found(several_processes, "trainer")
 
 
 def kinds(*names, rare=()):
     """Return kinds of noise, each of which takes two trainings.
 
-    The rare ones start many processes. ``test_a_collator_sent_to_spawned_ranks_has_no_rank_yet`` and
-    ``test_workers_of_different_ranks_draw_differently`` contain them without a Trainer.
+    The rare ones are contained in those by workers, or, without a Trainer, in
+    ``test_a_collator_sent_to_spawned_ranks_has_no_rank_yet`` and ``test_workers_of_different_ranks_draw_differently``.
     """
     marks = {name: [pytest.mark.ranks("trainer", name)] for name in (*names, *rare)}
     return [
@@ -1608,7 +1574,7 @@ def kinds(*names, rare=()):
 @needs_trainer
 @pytest.mark.parametrize(
     "kind",
-    kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers", rare=["drawn by spawned workers"]),
+    kinds("drawn by workers", "seeded, by persistent workers", rare=["drawn", "seeded", "drawn by spawned workers"]),
 )
 def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
     """Samples have equal tokens. There are 2 ranks, 2 epochs of 4 batches, and a repetition of the training."""
@@ -1620,7 +1586,7 @@ def test_noise_differs_between_ranks_and_epochs_reproducibly(two_ranks, kind):
 
 @pytest.mark.exhaustive
 @needs_trainer
-@pytest.mark.parametrize("kind", kinds("tensor parallel", "tensor parallel, by workers"))
+@pytest.mark.parametrize("kind", kinds("tensor parallel, by workers", rare=["tensor parallel"]))
 def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
     """The two ranks form one data-parallel rank."""
     ((one, other),) = two_ranks["noise"][kind]

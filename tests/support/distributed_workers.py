@@ -2,9 +2,9 @@
 
 Starting processes is slow, so one start serves all tests of a session. If the system can fork, the imports of the
 ranks run once, before the ranks are forked. FOLDER's ``asked.json`` lists the requests by group: the checks of two and
-of four ranks, the ways to lose a peer, the kinds of noise of a Trainer. Each rank of a group of checks runs the checks
-in order, and writes the outcome after each. ``tests/distributed/test_distributed.py`` reads the outcomes and has one
-test per check. With WORLD, the checks of this size run whose names start with BEGINNING.
+of four ranks, the ways to lose a peer, and those of the frameworks. Each rank of a group of checks runs the checks in
+order, and writes the outcome after each. ``tests/distributed/test_distributed.py`` reads the outcomes and has one test
+per check. With WORLD, the checks of this size run whose names start with BEGINNING.
 
 If the process that started the workers is killed, the workers end, too.
 """
@@ -48,10 +48,14 @@ with contextlib.suppress(ImportError):
     import dllm_kernels._backends.triton.token_nll  # noqa: F401
 
 
-def join(rank, world, folder, seconds):
+def redirect(rank, folder):
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+
+
+def join(rank, world, folder, seconds):
+    redirect(rank, folder)
     dist.init_process_group(
         "gloo", rank=rank, world_size=world, init_method=f"file://{folder}/store",
         timeout=datetime.timedelta(seconds=seconds),
@@ -114,6 +118,22 @@ def train(rank, world, folder, kinds):
     trainer_ranks.main(f"{folder}/found.pt", [kind for kind in kinds if kind])
 
 
+def adapt(rank, world, folder, cases):
+    """Compute losses of a framework with LoRA on a sharded head."""
+    join(rank, world, folder, 120)
+    from tests.support import nemo_lora_ranks
+
+    nemo_lora_ranks.main(f"{folder}/found.pt", [case for case in cases if case])
+
+
+def follow_a_recipe(rank, world, folder, _):
+    """Run training steps of a framework's recipe, in one process."""
+    redirect(rank, folder)
+    from tests.support import nemo_recipe
+
+    nemo_recipe.main(Path(folder, "found.pt"))
+
+
 def groups(folder, requested):
     """Yield lists of groups that run at once: (folder, function of a rank, number of ranks, its requests)."""
     if any("compiled" in name for names in requested.values() for name in names):
@@ -121,10 +141,12 @@ def groups(folder, requested):
     lost = [(how, lose_a_peer, 2, how) for how in requested.get("lost", ())]  # mostly waiting
     yield [*lost, ("2", run_checks, 2, requested["2"])] if "2" in requested else lost
     yield [("4", run_checks, 4, requested["4"])] if "4" in requested else []
-    if "trainer" in requested:
+    frameworks = {"trainer": (train, 2), "lora": (adapt, 2), "recipe": (follow_a_recipe, 1)}
+    if frameworks.keys() & requested:
         with contextlib.suppress(ImportError):
-            import tests.support.trainer_ranks  # noqa: F401
-    yield [("trainer", train, 2, requested["trainer"])] if "trainer" in requested else []
+            import tests.support.trainer_ranks  # noqa: F401 (transformers, which all of them import)
+    os.environ.pop("DLLM_KERNELS_CHECK", None)
+    yield [(name, *run, requested[name]) for name, run in frameworks.items() if name in requested]
 
 
 def with_parent(parent, function, *arguments):

@@ -1,7 +1,17 @@
-"""Checks that hold for the patch of every framework."""
+"""Checks that hold for the patch of every framework, and results of frameworks in processes of their own."""
 
 import contextlib
 import threading
+
+import torch
+
+
+def found(several_processes, group):
+    """Return the results of a group of processes; fail with the end of their output if there are none."""
+    folder = several_processes / group
+    logs = [several_processes / "log", *sorted(folder.glob("*.log"))]
+    assert (folder / "found.pt").exists(), "\n".join(path.read_text()[-3000:] for path in logs)
+    return torch.load(folder / "found.pt", weights_only=False)
 
 
 def assert_patched_once(integration, host_attributes, monkeypatch):

@@ -1,16 +1,11 @@
 """Two processes with the losses of ``tests/support/nemo_lora.py`` and an LM head that FSDP2 shards.
 
-Run as ``python -m tests.support.nemo_lora_ranks OUT``. For each case, OUT contains the results of each rank: from the
-hidden states with the sharded head, and from the logits of an unsharded one, with parameter gradients averaged over the
-ranks.
+Run by ``tests/support/distributed_workers.py``. The results of each rank are those from the hidden states with the
+sharded head, and from the logits of an unsharded one, with parameter gradients averaged over the ranks.
 """
-
-import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,7 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.support import nemo_lora as host
 
 WORLD = 2
-KINDS = "LinearLoRA", "patched", "PEFT"
 
 
 def own_unit(model):
@@ -65,25 +59,13 @@ def split_by_tensor_parallelism(placement):
         return str(error)
 
 
-def run(rank, out):
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, init_method=f"file://{out}.store")
-    found = {}
+def main(out, cases):
+    """Write the results of all ranks to a file: of the cases, and of adapters split by tensor parallelism."""
     with host.fused():
-        for loss in host.LOSSES:
-            for kind in KINDS:
-                for unit in UNITS:
-                    found[loss, kind, unit] = sharded(loss, kind, unit)
+        found = {case: sharded(*case) for case in map(tuple, cases)}
         found["tensor parallel"] = [split_by_tensor_parallelism(p) for p in (Replicate(), Shard(0))]
     everywhere = [None] * WORLD
     dist.all_gather_object(everywhere, found)
-    if rank == 0:
+    if dist.get_rank() == 0:
         torch.save(everywhere, out)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    host.lora()  # imported once, before the ranks are forked
-    torch.set_num_threads(1)
-    context = torch.multiprocessing.start_processes(
-        run, (str(Path(sys.argv[1])),), WORLD, start_method="fork" if sys.platform == "linux" else "spawn"
-    )

@@ -1,7 +1,7 @@
 """Training steps of nemo_automodel's own recipe and strategies, unpatched and patched, on a tiny model.
 
-Run in a process of its own (``python -m tests.support.nemo_recipe OUT``): the recipe imports packages that its losses
-do not need and that may be missing, and here they are replaced by empty modules.
+Run in a process of its own by ``tests/support/distributed_workers.py``: the recipe imports packages that its losses do
+not need and that may be missing, and here they are replaced by empty modules.
 """
 
 import collections
@@ -11,7 +11,6 @@ import importlib.machinery
 import inspect
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -280,7 +279,3 @@ def main(out):
     }
     tokens = max(run["drawn"]["input_ids"].numel() for run in cases["mdlm"]["host"])
     torch.save({"cases": cases, "held": held, "sizes": (V, D, tokens)}, out)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
