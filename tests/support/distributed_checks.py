@@ -24,8 +24,15 @@ from tests.support.cases import FEWER, Case
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
 LAYOUTS = Counter()  # loss -> number of the checks of long lists that run it
-# (world size, name) of what these checks omit, and of a slow check with a similar one
-EVERY_CASE = {(2, "inside_a_compiled_step[logits]")}
+# (world size, name) of what these checks omit, and of slow checks with a similar one
+EVERY_CASE = {
+    (2, "inside_a_compiled_step[logits]"),
+    (2, "fsdp_kernels[hybrid]"),
+    (2, "tp_linear_sample[transformed]"),
+    (2, "tp_soft_embedding[plain]"),
+    (4, "tp_soft_embedding[plain]"),
+    (4, "tp_linear_sample[top_k]"),
+}
 # (world size, name) of checks that only ``make test-exhaustive`` runs: slow ones with a similar check, and the ones
 # that ``check`` adds.
 EXHAUSTIVE = {
@@ -34,24 +41,17 @@ EXHAUSTIVE = {
     (2, "tp_divergence_of_logits[kl]"),
     (4, "special_rows_of_a_divergence"),
     (4, "a_teacher_whose_rows_one_rank_has"),
-    *((2, f"fsdp_reshard_after_forward[{name}]") for name in ("mdlm, counted", "dflash")),
-    *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
-    (4, "tp_soft_embedding[plain]"),
     (4, "tp_linear_sample[transformed]"),
     (4, "a_rank_without_columns[row_stats]"),
     (4, "every_rank_copies_the_same_pieces_of_the_teacher"),
     (4, "fsdp_gathers_once_a_call"),
-    (2, "fsdp_kernels[hybrid]"),
     (2, "tp_extra_in_every_dtype_and_through_the_kernels"),
     (2, "tp_kernels[dflash]"),
     (2, "inside_a_compiled_step[hidden states]"),
     *((2, f"fsdp_mixed_precision[{name}]") for name in ("token_nll", "dflash")),
-    (4, "tp_logits[policy]"),
-    *((4, f"a_rank_without_columns[{name}]") for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")),
     *(
-        (4, f"{check_of}[{name}]")
-        for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary")
-        for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id", "policy")
+        (4, f"{check_of}[token_nll, softcap scale skip_id]")
+        for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")
     ),
 }
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.
@@ -125,7 +125,7 @@ TABLE = {
     ),
     "`DistributedDataParallel`": (
         ["distributed_data_parallel"],
-        ["distributed_data_parallel", "distributed_data_parallel_deferred_logits"],
+        ["distributed_data_parallel", "fused_head_with_frozen_and_unused_parameters"],
         ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
     ),
     "Context parallelism, plain tensors, unshifted losses (MDLM, block diffusion, SCDD, DFlash)": (

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import dllm_kernels as ours
 from dllm_kernels import ops
 from dllm_kernels.distributed import global_token_count, summed_over
-from dllm_kernels.fused._head import deferred_logits
 from dllm_kernels.mtp import mtp_labels
 from tests.support.cases import BLOCK, BY_NAME
 from tests.support.distributed_checks import BY_NAME as BY_JOB
@@ -31,7 +30,6 @@ from tests.support.distributed_checks import (
     same_gradients,
 )
 
-FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
 # Count of the inputs of one call -> the mask whose entries it counts.
 COUNTED = {
     "num_diffusion_tokens": lambda i: (
@@ -82,7 +80,7 @@ def accumulate(job, model, micros, form):
 
 
 @check(2, name=NAMES)
-@check(4, name=FEW)
+@check(4, name=("hybrid", "MTP"))
 def data_parallel(name):
     """From logits and hidden states; micro-batches; counts as ints, as tensors, and from all ranks' masks."""
     world = dist.get_world_size()
@@ -146,56 +144,6 @@ def distributed_data_parallel(name):
                 total += part.detach()
             close(summed_over(total), loss)
             same_gradients(wrapped.module, grads)
-
-
-class HalfUsed(Model):
-    """A model that calls its head, which returns its input unchanged, and has a parameter that no step uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.unused = torch.nn.Parameter(torch.zeros(3).double())
-
-    def forward(self, ids):
-        return {"logits": self.lm_head(super().forward(ids))}
-
-
-DDP_OPTIONS = {"find unused": {"find_unused_parameters": True}, "static graph": {"static_graph": True}}
-
-
-@check(2, options=DDP_OPTIONS)
-def distributed_data_parallel_deferred_logits(options):
-    """DDP searches forward's result for used parameters, which does not contain the head's weight yet.
-
-    The loss is computed from hidden states, and from materialized logits.
-    """
-    for form, frozen in (("hidden", ()), ("logits", ()), ("hidden", ("weight",)), ("hidden", ("weight", "bias"))):
-        job, model, expected = Job("mdlm, counted", form), HalfUsed(), Model()
-        for name in frozen:
-            model.lm_head.get_parameter(name).requires_grad_(False)
-            expected.lm_head.get_parameter(name).requires_grad_(False)
-        loss, grads = job.expected(expected, 4)
-        wrapped = DistributedDataParallel(model, **DDP_OPTIONS[options])
-        losses = [run_deferred_part(job, wrapped, 2 * dist.get_rank() + micro) for micro in range(2)]
-        close(summed_over(sum(losses)), loss)
-        assert model.unused.grad is None or not model.unused.grad.any()
-        del model.unused
-        same_gradients(model, grads)
-
-
-def run_deferred_part(job, wrapped, part):
-    """Run one of four parts of the job, forward and backward; the gradients are averaged each time."""
-
-    def run(ids, loss):
-        with deferred_logits(wrapped) as defers:
-            logits = wrapped(ids)["logits"]
-            assert defers
-            assert logits.usable
-            head = logits.head.module
-            return loss(logits.hidden, head.weight, head.bias) if job.form == "hidden" else loss(logits.materialize())
-
-    mine = job.loss(run, part, 4)
-    (2 * mine).backward()
-    return mine.detach()
 
 
 @check(2)

@@ -257,21 +257,13 @@ def fsdp_divergence():
         want.loss.backward()
         for head in heads:
             fully_shard(head, mesh=mesh)
-        mine, teacher_logits = (x.chunk(dist.get_world_size())[rank] for x in (h, teacher))
-        out = ops.linear_divergence(
-            mine,
-            heads[0].weight,
-            teacher_logits,
-            teacher_weight=heads[1].weight if own else None,
-            kind="tv",
-            backend="torch",
-        )
-        (out.loss * dist.get_world_size()).backward()
-        close(out.acceptance_rate, want.acceptance_rate.chunk(dist.get_world_size())[rank])
-        close(
-            h.grad.chunk(dist.get_world_size())[rank] / dist.get_world_size(),
-            same.grad.chunk(dist.get_world_size())[rank],
-        )
+        world, options = dist.get_world_size(), {"kind": "tv", "backend": "torch"}
+        mine, theirs = (x.chunk(world)[rank] for x in (h, teacher))
+        options["teacher_weight"] = heads[1].weight if own else None
+        out = ops.linear_divergence(mine, heads[0].weight, theirs, **options)
+        (out.loss * world).backward()
+        close(out.acceptance_rate, want.acceptance_rate.chunk(world)[rank])
+        close(h.grad.chunk(world)[rank] / world, same.grad.chunk(world)[rank])
         assert heads[1].weight.grad is None
         if trains:
             assert isinstance(heads[0].weight.grad, DTensor)

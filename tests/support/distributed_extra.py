@@ -233,21 +233,15 @@ def extra_that_cannot_be_served():
     split, whole = shard(w, mesh, Shard(0)), shard(w, mesh, Replicate())
     like = "extra[1] must be laid out like the LM head's weight, "
     tp = shard(second, mesh, Shard(0))
-    raises(
-        ValueError,
-        f"{like}Shard(dim=0) over tp, got a plain tensor",
-        ops.linear_token_nll,
-        h,
-        split,
-        y,
-        extra=(u, second),
-    )
-    raises(ValueError, f"{like}a plain tensor, got Shard(dim=0) over tp", ops.linear_token_nll, h, w, y, extra=(u, tp))
-    raises(ValueError, f"{like}Replicate() over tp, got Shard(dim=0)", ops.linear_token_nll, h, whole, y, extra=(u, tp))
     partial = DTensor.from_local(second, mesh, [Partial()], run_check=False)
-    raises(ValueError, "extra[1] must not be Partial", ops.linear_token_nll, h, split, y, extra=(u, partial))
-    narrow = tp.bfloat16()
-    raises(ValueError, "extra[1] must have the dtype of hidden", ops.linear_token_nll, h, split, y, extra=(u, narrow))
+    for message, head, part in (
+        (f"{like}Shard(dim=0) over tp, got a plain tensor", split, second),
+        (f"{like}a plain tensor, got Shard(dim=0) over tp", w, tp),
+        (f"{like}Replicate() over tp, got Shard(dim=0)", whole, tp),
+        ("extra[1] must not be Partial", split, partial),
+        ("extra[1] must have the dtype of hidden", split, tp.bfloat16()),
+    ):
+        raises(ValueError, message, ops.linear_token_nll, h, head, y, extra=(u, part))
     elsewhere = shard(u, other, Replicate()), tp
     here = shard(h, mesh, Replicate())
     raises(

@@ -160,14 +160,8 @@ def pipeline_of_sharded_stages(output):
 def pipeline_output_that_cannot_be_served():
     """A stage cannot return MTP outputs as a tuple if the loss takes hidden states."""
     last = LastStage("hidden states")
-    hidden = torch.zeros(B, L, D).double()
-    raises(
-        ValueError,
-        "logits first",
-        schedule_loss(last, last.output),
-        (hidden, hidden),
-        torch.zeros(B, L, dtype=torch.long),
-    )
+    outputs, labels = (torch.zeros(B, L, D).double(),) * 2, torch.zeros(B, L, dtype=torch.long)
+    raises(ValueError, "logits first", schedule_loss(last, last.output), outputs, labels)
 
 
 @check(2, form=("logits", "hidden states"))

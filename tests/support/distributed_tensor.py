@@ -36,52 +36,56 @@ NAMES = [case.name for case in (*FEWER, *POLICIES)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CHUNKED = tuple(zip(DTYPES, (5, None, 5, None), strict=True))
 FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id", "policy")
+FEWEST = ("row_stats", "hybrid, one tensor", "token_nll, softcap scale skip_id")  # on four ranks
 
 
-def logits_draw(case, dtype, columns=V, rows=B):
-    return lambda _: ([(3 * torch.randn(rows, L * case.width, columns)).to(dtype)], upstream(case, rows))
+def over(mesh, *placements):
+    """Return a function that distributes a tensor over the mesh."""
+    return lambda t: shard(t, mesh, *placements)
 
 
-def hidden_draw(case, dtype, columns=V, rows=B):
+def as_it_is(t):
+    return t
+
+
+def logits_parity(case, inputs, laid, dtype=torch.float64, columns=V, rows=B, **options):
+    """Compare a loss from logits, distributed by ``laid``, with the oracle."""
+    assert_parity(
+        lambda x: case.logits_form(laid(x), inputs, **{"backend": "torch"} | options),
+        lambda x: case.oracle(x, inputs),
+        lambda _: ([(3 * torch.randn(rows, L * case.width, columns)).to(dtype)], upstream(case, rows)),
+    )
+
+
+def hidden_parity(case, inputs, laid, head_laid, dtype=torch.float64, columns=V, rows=B, **options):
+    """Compare a loss from hidden states and head, distributed by ``laid`` and ``head_laid``, with the oracle."""
     shapes = (rows, L * case.width, D), (columns, D), (columns,)
-    return lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows))
-
-
-def linear_oracle(case, inputs):
-    def oracle(h, w, b):
-        return case.oracle(torch.nn.functional.linear(h, w, b), inputs)
-
-    return oracle
+    options = {"backend": "torch"} | options
+    assert_parity(
+        lambda h, w, b: case.hidden_form(laid(h), head_laid(w), head_laid(b), inputs, **options),
+        lambda h, w, b: case.oracle(torch.nn.functional.linear(h, w, b), inputs),
+        lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows)),
+    )
 
 
 @check(2, whole=True, name=NAMES)
-@check(4, name=FEW)
+@check(4, name=FEWEST)
 def tp_logits(name):
     """Every loss, from logits split along the vocabulary; in every dtype those that differ in their ops."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
-    for dtype in (torch.float64,) if mesh.size() == 4 else DTYPES if name in FEW else DTYPES[::2]:
-        assert_parity(
-            lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="torch"),
-            lambda x: case.oracle(x, inputs),
-            logits_draw(case, dtype),
-        )
+    for dtype in DTYPES if name in FEW and mesh.size() == 2 else DTYPES[:1]:
+        logits_parity(case, inputs, over(mesh, Shard(2)), dtype)
 
 
 @check(2, name=NAMES)
-@check(4, name=FEW)
+@check(4, name=FEWEST)
 def tp_hidden(name):
     """The vocabulary of the head is split, the hidden states are equal on every rank, in several chunks or one."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
-    for dtype, chunk_size in CHUNKED if name in FEW and mesh.size() == 2 else CHUNKED[:2]:
-        assert_parity(
-            lambda h, w, b, n=chunk_size: case.hidden_form(
-                h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, chunk_size=n, backend="torch"
-            ),
-            linear_oracle(case, inputs),
-            hidden_draw(case, dtype),
-        )
+    for dtype, chunk_size in CHUNKED if name in FEW and mesh.size() == 2 else CHUNKED[:1]:
+        hidden_parity(case, inputs, as_it_is, over(mesh, Shard(0)), dtype, chunk_size=chunk_size)
 
 
 @check(2)
@@ -133,23 +137,13 @@ def tp_mtp(name):
         same_gradients(model, grads)
 
 
-@check(2, name=("row_stats", "dflash", "token_nll, softcap scale skip_id", "policy"))
+@check(2, name=("row_stats", "dflash"))
 def tp_kernels(name):
-    """The Triton kernels give equal results."""
-    case, mesh, rows = BY_NAME[name], mesh_of("tp"), 2
-    inputs = drawn(case, rows=rows)
-    assert_parity(
-        lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="triton"),
-        lambda x: case.oracle(x, inputs),
-        logits_draw(case, torch.float32, rows=rows),
-    )
-    assert_parity(
-        lambda h, w, b: case.hidden_form(
-            h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="triton"
-        ),
-        linear_oracle(case, inputs),
-        hidden_draw(case, torch.float32, rows=rows),
-    )
+    """The Triton kernels give equal results; special values and transforms run through them in the checks below."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs, options = drawn(case, rows=2), {"dtype": torch.float32, "rows": 2, "backend": "triton"}
+    logits_parity(case, inputs, over(mesh, Shard(2)), **options)
+    hidden_parity(case, inputs, as_it_is, over(mesh, Shard(0)), **options)
 
 
 @check(2)
@@ -191,33 +185,17 @@ def tp_frozen_head(name):
 
 @check(2, name=FEW)
 def sequence_parallel_hidden(name):
-    """Hidden states are split along the sequence over the ranks that split the vocabulary, also unevenly."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
-    for dim in (0, 1):
-        assert_parity(
-            lambda h, w, b, d=dim: case.hidden_form(
-                shard(h, mesh, Shard(d)), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="torch"
-            ),
-            linear_oracle(case, inputs),
-            hidden_draw(case, torch.float64),
-        )
+    """Hidden states are split over the ranks that split the vocabulary, also unevenly, or equal on all of them.
 
-
-@check(2, name=FEW)
-def replicated_hidden(name):
-    """Hidden states are a DTensor on the head's mesh, which means tensor parallelism for any dimension name."""
-    case, mesh = BY_NAME[name], mesh_of("some_name")
+    Replicated ones on the head's mesh mean tensor parallelism for any dimension name.
+    """
+    case = BY_NAME[name]
     inputs = drawn(case)
-    with Sent() as sent:
-        assert_parity(
-            lambda h, w, b: case.hidden_form(
-                shard(h, mesh, Replicate()), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="torch"
-            ),
-            linear_oracle(case, inputs),
-            hidden_draw(case, torch.float64),
-        )
-    assert sent.calls
+    for placement in (Shard(0), Shard(1), Replicate()):
+        mesh = mesh_of("some_name" if placement == Replicate() else "tp")
+        with Sent() as sent:
+            hidden_parity(case, inputs, over(mesh, placement), over(mesh, Shard(0)))
+        assert sent.calls
 
 
 @check(2, name=NAMES)
@@ -226,11 +204,7 @@ def split_rows_of_logits(name):
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     for dim in (0, 1):
-        assert_parity(
-            lambda x, d=dim: case.logits_form(shard(x, mesh, Shard(d)), inputs, backend="torch"),
-            lambda x: case.oracle(x, inputs),
-            logits_draw(case, torch.float64),
-        )
+        logits_parity(case, inputs, over(mesh, Shard(dim)))
 
 
 @check(2, name=FEW)
@@ -244,13 +218,7 @@ def split_rows_of_hidden(name):
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     for rows in (Shard(1), Replicate()):
-        assert_parity(
-            lambda h, w, b, rows=rows: case.hidden_form(
-                shard(h, mesh, rows), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()), inputs, backend="torch"
-            ),
-            linear_oracle(case, inputs),
-            hidden_draw(case, torch.float64),
-        )
+        hidden_parity(case, inputs, over(mesh, rows), over(mesh, Replicate()))
 
 
 @check(4, name=NAMES)
@@ -259,40 +227,23 @@ def rows_and_vocabulary_of_logits(name):
     case, mesh = BY_NAME[name], mesh_of("dp", "tp")
     inputs = drawn(case)
     for placements in ((Shard(0), Shard(2)), (Replicate(), Shard(2)), (Shard(1), Replicate())):
-        assert_parity(
-            lambda x, p=placements: case.logits_form(shard(x, mesh, *p), inputs, backend="torch"),
-            lambda x: case.oracle(x, inputs),
-            logits_draw(case, torch.float64),
-        )
+        logits_parity(case, inputs, over(mesh, *placements))
 
 
-@check(4, name=FEW)
+@check(4, name=FEWEST)
 def rows_of_hidden_and_vocabulary(name):
     """On a 2-D mesh, hidden states are split over one dimension, and the head by vocabulary over the other alone."""
     case, mesh = BY_NAME[name], mesh_of("dp", "tp")
-    inputs, tp = drawn(case), mesh_of("dp", "tp")["tp"]
+    inputs, rows = drawn(case), over(mesh, Shard(0), Replicate())
 
     def summed(w):
         """The data-parallel ranks have equal heads and different rows, and their gradients are summed."""
-        return shard(w, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
+        whole = shard(w, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
+        return shard(whole, mesh["tp"], Shard(0))
 
-    assert_parity(
-        lambda h, w, b: case.hidden_form(
-            shard(h, mesh, Shard(0), Replicate()), shard(summed(w), tp, Shard(0)), shard(summed(b), tp, Shard(0)),
-            inputs, backend="torch",
-        ),
-        linear_oracle(case, inputs),
-        hidden_draw(case, torch.float64),
-    )  # fmt: skip
+    hidden_parity(case, inputs, rows, summed)
     # On the whole mesh, like the hidden states: FSDP2 is not involved, and the gradients are summed.
-    assert_parity(
-        lambda h, w, b: case.hidden_form(
-            shard(h, mesh, Shard(0), Replicate()), shard(w, mesh, Replicate(), Shard(0)),
-            shard(b, mesh, Replicate(), Shard(0)), inputs, backend="torch",
-        ),
-        linear_oracle(case, inputs),
-        hidden_draw(case, torch.float64),
-    )  # fmt: skip
+    hidden_parity(case, inputs, rows, over(mesh, Replicate(), Shard(0)))
 
 
 @check(2)
@@ -315,6 +266,7 @@ SPECIAL = {
     "large": lambda x: 1e4 * x,
     "targets at the edges": lambda x: x,
 }
+OF_MERGES = ("ties", "-inf in one shard", "targets at the edges")  # kinds whose shards differ; the kernels run on them
 # The rows for the kernels, because under Triton's interpreter a row takes as long as a call does elsewhere. Special ids
 # are in the first four, special values in row 1 or in all; targets at the edges of the shards are in these rows.
 OF_KERNELS = [0, 1, 2, 3, 9, 10, 18]
@@ -325,6 +277,7 @@ OF_KERNELS = [0, 1, 2, 3, 9, 10, 18]
 def special_values(kind):
     """NLL, logsumexp, argmax match and gradient of special values, from logits and from hidden states."""
     mesh, N = mesh_of("tp"), 24
+    with_kernels = OF_MERGES if mesh.size() == 2 else ()
     x = SPECIAL[kind](torch.randn(N, V)).double()
     y = torch.randint(0, V, (N,))
     y[:4] = torch.tensor([-100, V, -7, 1 << 40])
@@ -332,22 +285,12 @@ def special_values(kind):
         y = torch.arange(N) % V
     active, g = torch.rand(N) < 0.8, torch.randn(N).double() * (torch.rand(N) < 0.8)
     for ignore_index in (-100, 0, 9, 10):
-        for backend in ("torch", "triton") if ignore_index == 10 and mesh.size() == 2 else ("torch",):
-            flags = {
-                "active": active,
-                "ignore_index": ignore_index,
-                "with_lse": True,
-                "with_correct": True,
-                "backend": backend,
-            }
+        for backend in ("torch", "triton") if ignore_index == 10 and kind in with_kernels else ("torch",):
             rows = slice(None) if backend == "torch" else OF_KERNELS
-            per_row = {"active": active[rows]}
-            _same(
-                lambda t, f=flags | per_row, y=y[rows]: ops.token_nll(t, y, **f),
-                x[rows],
-                shard(x[rows], mesh, Shard(1)),
-                g[rows],
-            )
+            flags = {"active": active[rows], "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
+            flags["backend"] = backend
+            split = shard(x[rows], mesh, Shard(1))
+            _same(lambda t, f=flags, y=y[rows]: ops.token_nll(t, y, **f), x[rows], split, g[rows])
     eye = torch.eye(V).double()  # logits = hidden: 0 * inf is NaN, so finite ones only
     if kind in ("ties", "large", "targets at the edges"):
         for ignore_index in (-100, 10):
@@ -363,6 +306,7 @@ def special_values(kind):
 def special_row_statistics(kind):
     """Every statistic and their joint gradient, with ids of all kinds and a skipped column."""
     mesh, N = mesh_of("tp"), 24
+    with_kernels = OF_MERGES if mesh.size() == 2 else ()
     x = SPECIAL[kind](torch.randn(N, V)).double()
     ids = torch.randint(0, V, (N, 3))
     ids[:4, 1] = torch.tensor([-100, V, -7, 1 << 40])
@@ -370,21 +314,13 @@ def special_row_statistics(kind):
         ids = torch.stack([torch.arange(N) % V] * 2, 1)
     active, mix = torch.rand(N) < 0.8, (torch.rand(N).double() * (torch.rand(N) < 0.7), torch.rand(N).double() + 0.1)
     transforms = {}, {"skip_id": 9}, {"softcap": 3.0, "scale": 0.6, "skip_id": V - 1}
-    of_kernels = transforms[2 if kind in ("ties", "large", "targets at the edges") else 1]  # which keeps infinities
+    of_kernels = transforms[1 if kind == "-inf in one shard" else 2]  # which keeps infinities
     for transform in transforms:
-        for backend in ("torch", "triton") if transform is of_kernels and mesh.size() == 2 else ("torch",):
+        for backend in ("torch", "triton") if transform is of_kernels and kind in with_kernels else ("torch",):
             rows = slice(None) if backend == "torch" else OF_KERNELS
-            flags = {
-                "active": active[rows],
-                "mix": [t[rows] for t in mix],
-                "entropy": True,
-                "with_correct": True,
-                **transform,
-            }
-            leaves = [
-                x[rows].clone().requires_grad_(),
-                shard(x[rows], mesh, Shard(1)).detach().clone().requires_grad_(),
-            ]
+            flags = {"active": active[rows], "entropy": True, "with_correct": True, **transform}
+            flags["mix"] = [t[rows] for t in mix]
+            leaves = [t.detach().clone().requires_grad_() for t in (x[rows], shard(x[rows], mesh, Shard(1)))]
             expected = ops.row_stats(leaves[0], ids[rows], **flags)
             got = ops.row_stats(leaves[1], ids[rows], backend=backend, **flags)
             grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in expected[:4]]
@@ -430,13 +366,8 @@ def row_statistics_of_split_rows_in_the_global_shape():
 @check(2)
 def token_log_probs_with_a_split_head():
     """From split logits and from a split head, at a temperature."""
-    mesh, h, w, y = (
-        mesh_of("tp"),
-        torch.randn(B, L, D).double(),
-        torch.randn(V, D).double(),
-        torch.randint(0, V, (B, L)),
-    )
-    y[0, 0] = -100
+    mesh, h, w = mesh_of("tp"), torch.randn(B, L, D).double(), torch.randn(V, D).double()
+    y = torch.randint(0, V, (B, L)).index_fill(0, torch.tensor([0]), -100)
     expected = ops.token_log_probs(h @ w.T, y, temperature=0.7, with_entropy=True)
     from_logits = ops.token_log_probs(shard(h @ w.T, mesh, Shard(2)), y, temperature=0.7, with_entropy=True)
     from_head = ops.token_log_probs(h, y, weight=shard(w, mesh, Shard(0)), temperature=0.7, with_entropy=True)
@@ -490,12 +421,8 @@ def fewer_columns_than_ranks():
             x, y = torch.randn(*shape, columns).double(), torch.randint(0, columns, shape)
             for backend in ("torch", "triton") if columns == 5 and not shape else ("torch",):
                 flags = {"with_correct": True, "with_lse": True, "backend": backend}
-                _same(
-                    lambda t, f=flags, y=y: ops.token_nll(t, y, **f),
-                    x,
-                    shard(x, mesh, Shard(len(shape))),
-                    torch.randn(shape).double(),
-                )
+                split, g = shard(x, mesh, Shard(len(shape))), torch.randn(shape).double()
+                _same(lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, split, g)
             h, w = torch.randn(*shape, D).double(), torch.randn(columns, D).double()
             grads = []
             for head in (w, shard(w, mesh, Shard(0)).detach()):
@@ -508,25 +435,15 @@ def fewer_columns_than_ranks():
     assert ops.token_nll(shard(x, mesh, Shard(1)), torch.zeros(0, dtype=torch.long)).nll.shape == (0,)
 
 
-@check(4, name=[name for name in FEW if name != "policy"])
+@check(4, name=FEWEST)
 def a_rank_without_columns(name):
     """V = 5 as 2, 2, 1, 0, with every parameter trained: the last rank holds no column of logits, head or bias."""
     case, mesh, columns = BY_NAME[name], mesh_of("tp"), 5
     torch.manual_seed(0)
     inputs = case.draw(B, L, columns)
     for dtype, chunk_size in CHUNKED[1:3]:  # in a wide dtype and a narrow one
-        assert_parity(
-            lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="torch"),
-            lambda x: case.oracle(x, inputs),
-            logits_draw(case, dtype, columns),
-        )
-        assert_parity(
-            lambda h, w, b, n=chunk_size: case.hidden_form(
-                h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, chunk_size=n, backend="torch"
-            ),
-            linear_oracle(case, inputs),
-            hidden_draw(case, dtype, columns),
-        )
+        logits_parity(case, inputs, over(mesh, Shard(2)), dtype, columns)
+        hidden_parity(case, inputs, as_it_is, over(mesh, Shard(0)), dtype, columns, chunk_size=chunk_size)
 
 
 @check(4, loss=("weighted_linear_nll", "linear_token_nll"))
@@ -691,15 +608,8 @@ def autocast_with_a_split_head():
         grads.append((loss.detach(), head.grad))
     close(grads[1][0], grads[0][0])
     close(grads[1][1].full_tensor().bfloat16(), grads[0][1].bfloat16())
-    raises(
-        ValueError,
-        "dtype of hidden",
-        ops.weighted_linear_nll,
-        hidden.bfloat16(),
-        distribute_tensor(w, mesh, [Shard(0)]),
-        y,
-        torch.ones(B, L),
-    )
+    narrow, head = hidden.bfloat16(), distribute_tensor(w, mesh, [Shard(0)])
+    raises(ValueError, "dtype of hidden", ops.weighted_linear_nll, narrow, head, y, torch.ones(B, L))
 
 
 @check(2, name=BY_NAME)
@@ -777,51 +687,21 @@ def layouts_that_cannot_be_served():
         uneven, mesh, [Shard(2)], run_check=False, shape=torch.Size((B, L, 10)), stride=(L * 10, 10, 1)
     )
     raises(ValueError, "torch.chunk", ops.token_nll, odd, y)
-    hidden, w = torch.zeros(B, L, D), torch.zeros(V, D)
-    columns = distribute_tensor(w, mesh, [Shard(1)])
+    hidden, w, bias = torch.zeros(B, L, D), torch.zeros(V, D), torch.zeros(V)
+    columns, rows, whole = (distribute_tensor(w, mesh, [p]) for p in (Shard(1), Shard(0), Replicate()))
     raises(ValueError, "Shard(0)", ops.linear_token_nll, hidden, columns, y)
-    rows = distribute_tensor(w, mesh, [Shard(0)])
-    raises(
-        ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=torch.zeros(V)
-    )
-    whole_bias = distribute_tensor(torch.zeros(V), mesh, [Replicate()])
-    raises(ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=whole_bias)
-    replicated = distribute_tensor(w, mesh, [Replicate()])
-    raises(
-        ValueError,
-        "got a plain tensor; redistribute it",
-        ops.linear_token_nll,
-        hidden,
-        replicated,
-        y,
-        bias=torch.zeros(V),
-    )
-    raises(
-        ValueError,
-        "bias must be laid out like its weight",
-        ops.linear_token_nll,
-        hidden,
-        w,
-        y,
-        bias=distribute_tensor(torch.zeros(V), mesh, [Shard(0)]),
-    )
+    for weight, its_bias, message in (
+        (rows, bias, "bias must be laid out like its weight"),
+        (rows, distribute_tensor(bias, mesh, [Replicate()]), "bias must be laid out like its weight"),
+        (whole, bias, "got a plain tensor; redistribute it"),
+        (w, distribute_tensor(bias, mesh, [Shard(0)]), "bias must be laid out like its weight"),
+    ):
+        raises(ValueError, message, ops.linear_token_nll, hidden, weight, y, bias=its_bias)
     partial_head = DTensor.from_local(w, mesh, [Partial()], run_check=False)
     raises(ValueError, "redistribute", ops.linear_token_nll, hidden, partial_head, y)
-    raises(
-        ValueError,
-        "targets must have shape",
-        ops.token_nll,
-        distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)]),
-        y[:1],
-    )
-    raises(
-        IndexError,
-        "(0, 0)",
-        ops.token_nll,
-        distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)]),
-        y + V,
-        check_targets=True,
-    )
+    logits = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)])
+    raises(ValueError, "targets must have shape", ops.token_nll, logits, y[:1])
+    raises(IndexError, "(0, 0)", ops.token_nll, logits, y + V, check_targets=True)
 
 
 @check(4)
