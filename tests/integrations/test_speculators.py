@@ -377,18 +377,10 @@ def test_metrics_of_dspark(host, weighting, confident):
 def test_an_anchor_that_predicts_nothing_is_not_counted_masked_or_not(weighting):
     masked, unmasked = sequence(), sequence()
     unmasked.mask[:, ::BLOCK] = True
-    rates = [
-        integration.speculators_metrics(
-            i.hidden,
-            i.head,
-            i.teacher,
-            i.mask,
-            BLOCK,
-            per_position_loss_weight=weighting,
-            confidence_logits=i.confidence,
-        )[1]
-        for i in (masked, unmasked)
-    ]
+    rates = []
+    for i in (masked, unmasked):
+        options = {"per_position_loss_weight": weighting, "confidence_logits": i.confidence}
+        rates.append(integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, **options)[1])
     for name in rates[0]:
         if "loss" not in name:
             torch.testing.assert_close(rates[1][name], rates[0][name], msg=name)
@@ -411,27 +403,11 @@ def test_metrics_without_the_host():
     The result equals that of full logits.
     """
     i, columns = sequence(), torch.randperm(V + 3, device=DEVICE)[:V]
-    hidden, own = (
-        torch.randn(1, 40, 5, device=DEVICE),
-        (torch.randn(V + 3, 5, device=DEVICE), torch.randn(V + 3, device=DEVICE)),
-    )
-    rows, extra = (
-        torch.randint(0, 40, (1, T), device=DEVICE),
-        (torch.randn(1, T, 2, device=DEVICE), torch.randn(V, 2, device=DEVICE)),
-    )
+    hidden, *drawn = (torch.randn(s, device=DEVICE) for s in ((1, 40, 5), (V + 3, 5), (V + 3,), (1, T, 2), (V, 2)))
+    own, extra, rows = drawn[:2], tuple(drawn[2:]), torch.randint(0, 40, (1, T), device=DEVICE)
     arguments = {"teacher_weight": own[0], "teacher_bias": own[1], "teacher_rows": rows, "draft_to_target": columns}
-    loss, metrics = integration.speculators_metrics(
-        i.hidden,
-        i.head,
-        hidden,
-        i.mask,
-        BLOCK,
-        loss_config={"ce": 1},
-        acceptance=True,
-        extra=extra,
-        chunk_size=5,
-        **arguments,
-    )
+    arguments |= {"loss_config": {"ce": 1}, "acceptance": True, "extra": extra, "chunk_size": 5}
+    loss, metrics = integration.speculators_metrics(i.hidden, i.head, hidden, i.mask, BLOCK, **arguments)
     z, t = F.linear(i.hidden, i.head) + F.linear(*extra), F.linear(hidden, *own)[:, rows[0]][..., columns]
     k = torch.arange(T, device=DEVICE) % BLOCK
     decay = torch.exp(-(k - 1).clamp(min=0) / 4) * (k > 0) * i.mask

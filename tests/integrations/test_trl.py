@@ -632,16 +632,8 @@ def test_the_iteration_that_changes_the_masks_is_an_option():
         assert torch.equal(
             integration.row_seeds(ids, not_padding, keep, whole), integration.row_seeds(ids, not_padding, keep, 1)
         )
-    for wrong in (
-        "1",
-        True,
-        1.0,
-        np.float64(1),
-        np.bool_(True),
-        torch.tensor(1.0),
-        torch.tensor(True),
-        torch.ones(1).int(),
-    ):
+    tensors = torch.tensor(1.0), torch.tensor(True), torch.ones(1).int()
+    for wrong in ("1", True, 1.0, np.float64(1), np.bool_(True), *tensors):
         with pytest.raises(TypeError, match=r"^iteration must be an int, a function of the trainer or None, got "):
             scores(0, iteration=wrong)
         with pytest.raises(TypeError, match=r"^iteration must be a function that returns an int, got "):
@@ -1068,15 +1060,8 @@ def autoregressive_trainer(name, trl, example, folder):
     }[name]
     online = name in ("GRPO", "RLOO")
     options = {"num_generations": 4, "max_completion_length": 4, "beta": 0.1, "temperature": 0.8} if online else {}
-    args = getattr(trl, f"{name}Config")(
-        output_dir=str(folder),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=0.5,
-        optim="sgd",
-        **options,
-        **QUIET,
-    )
+    options |= {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 0.5, "optim": "sgd"}
+    args = getattr(trl, f"{name}Config")(output_dir=str(folder), **options, **QUIET)
     rewarded = {"reward_funcs": example.reward} if online else {}
     return getattr(trl, f"{name}Trainer")(
         model=str(folder), args=args, train_dataset=example.Dataset.from_dict(columns),

@@ -123,16 +123,8 @@ class OracleSCDD:
         self.settings = {name: getattr(loss, name) for name in ("num_timesteps", "max_ratio", "gamma_shape", "t_peak")}
 
     def __call__(self, logits, target_ids, p_mask, loss_mask, num_diffusion_tokens, noisy_input_ids, **unused):
-        loss = scdd_loss(
-            logits,
-            target_ids,
-            p_mask,
-            loss_mask,
-            noisy_input_ids,
-            self.mask_token_id,
-            num_diffusion_tokens,
-            **self.settings,
-        )
+        rows = logits, target_ids, p_mask, loss_mask, noisy_input_ids
+        loss = scdd_loss(*rows, self.mask_token_id, num_diffusion_tokens, **self.settings)
         return DLLMLossOutput(loss, loss.detach())
 
 
@@ -166,13 +158,8 @@ def step(module, mode, seed, dtype, noise=None, fused=None, target=None, loss_fn
     torch.manual_seed(seed)
     strategy = module.get_dllm_strategy(mode)
     model = {"dflash": Draft, "block_diffusion": BlockDenoiser}.get(mode, Denoiser)().to(dtype)
-    config = {
-        "vocab_size": V,
-        "mask_token_id": MASK,
-        "ar_loss_alpha": 0.3,
-        "num_timesteps": 20,
-        "clean_loss_weight": 0.4,
-    }
+    config = {"vocab_size": V, "mask_token_id": MASK, "ar_loss_alpha": 0.3, "num_timesteps": 20}
+    config["clean_loss_weight"] = 0.4
     config["dflash"] = {"target_model_id": target, "target_torch_dtype": str(dtype).removeprefix("torch."),
                         "num_blocks_per_sample": 3, "use_fused_linear_ce": fused, "ce_chunk_size": 5}  # fmt: skip
     recipe = bare_recipe(module, strategy, model, config, dllm_block_size=8 if mode == "hybrid" else None)
@@ -255,14 +242,8 @@ def counted():
 
 def target_model(folder):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=V,
-        hidden_size=D,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
+    sizes = {"hidden_size": D, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=V, num_key_value_heads=2, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
