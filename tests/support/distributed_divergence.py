@@ -149,7 +149,6 @@ def every_rank_copies_the_same_pieces_of_the_teacher():
 
 
 @check(2)
-@check(4)
 def metrics_of_a_smaller_vocabulary():
     """Ranks share the student's vocabulary, and the teacher's whole rows for their normalisers."""
     mesh, (teacher, options) = mesh_of("tp"), drawn("all others")
@@ -176,7 +175,6 @@ def metrics_of_a_smaller_vocabulary():
 
 
 @check(2)
-@check(4)
 def a_teacher_whose_rows_one_rank_has():
     """The layout, not the local rows, decides whether a rank gathers: a batch of one is split over all ranks."""
     mesh = mesh_of("tp")

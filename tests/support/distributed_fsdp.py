@@ -319,7 +319,6 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
 
 
 @check(2, trains=(True, False))
-@check(4, trains=(True, False))
 def fsdp_row_statistics(trains):
     """A sharded head is gathered once each way.
 
@@ -487,7 +486,6 @@ def fsdp_output_dtype_of_counts():
 
 
 @check(2)
-@check(4)
 def fsdp_gathers_once_a_call():
     """A call gathers and reduces weight and bias once, for any number of chunks.
 

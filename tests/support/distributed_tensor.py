@@ -116,7 +116,6 @@ def tp_float32_logits():
 
 
 @check(2, name=("MTP", "pipeline"))
-@check(4, name=("MTP", "pipeline"))
 def tp_mtp(name):
     """The main loss and two depths, from split logits and a split head; hidden states are split along the sequence."""
     mesh = mesh_of("tp")
