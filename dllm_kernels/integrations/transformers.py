@@ -465,7 +465,7 @@ def _seed(i: int, field: str, value: Any) -> int:
     """Return the seed of sample i, an integer of Python, NumPy or torch, as an int."""
     name = f"sample {i}, field {field!r}"
     try:
-        seed = operator.index(value)
+        seed = value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {_checks.type_name(value)}") from None
     _checks.check_int64(name, seed)

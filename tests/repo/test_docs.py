@@ -777,7 +777,7 @@ def as_text(node):
     if isinstance(node, ast.JoinedStr):
         return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
     if isinstance(node, ast.BinOp):
-        return as_text(node.expected_mass) + as_text(node.right)
+        return as_text(node.left) + as_text(node.right)
     return "{}"
 
 
