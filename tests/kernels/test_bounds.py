@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dllm_kernels import HybridDiffusionLLMLoss, corruption, ops
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, usually
 from tests.support import interpreter
 from tests.support.parity import small_tiles
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     DEVICE != "cpu" or sys.platform != "linux", reason="pages are closed by mprotect, around memory of the CPU"
 )
 PAGE = mmap.PAGESIZE
-N, V, D, K = 5, 43, 6, 3
+N, V, D, K = 4, 43, 6, 3
 B, L, MASK = 3, 21, 40
 
 
@@ -57,7 +57,7 @@ class Guarded:
 
 def logits_and_targets(guarded, dtype):
     x = guarded.copy((3 * torch.randn(N, V)).to(dtype)).requires_grad_()
-    y = guarded.copy(torch.tensor([0, V - 1, -100, 7, V]))
+    y = guarded.copy(torch.tensor([0, V - 1, -100, V]))
     return x, y
 
 
@@ -69,7 +69,7 @@ def token_nll(guarded, dtype, **options):
 
 def weighted_nll(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
-    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
+    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
     out = ops.weighted_nll(x, y, weights, with_correct=True, backend="triton", **options)
     out.loss.backward(guarded.copy(torch.tensor(0.3, dtype=out.loss.dtype)))
 
@@ -78,7 +78,7 @@ def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
     _, y = logits_and_targets(guarded, dtype)
     h, w, b = (guarded.copy(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (V, D), (V,)))
     b.requires_grad_(bias_grad)
-    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0]))
+    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0]))
     out = ops.weighted_linear_nll(
         h, w, y, weights, bias=b, chunk_size=2, with_correct=True, backend="triton", **options
     )
@@ -96,15 +96,15 @@ def row_stats(guarded, dtype, **options):
 def divergence(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
     t = guarded.copy((3 * torch.randn(N - 1, V)).to(dtype))
-    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
-    rows = guarded.copy(torch.tensor([N - 2, 0, -1, 1, N - 1]))
+    weights = guarded.copy(torch.tensor([1.0, 0.0, 2.0, 0.3]))
+    rows = guarded.copy(torch.tensor([N - 2, 0, -1, N - 1]))
     out = ops.divergence(x, t, weights, targets=y, teacher_rows=rows, backend="triton", **options)
     out.loss.backward(guarded.copy(torch.tensor(0.3, dtype=out.loss.dtype)))
 
 
 def linear_divergence(guarded, dtype, **options):
     h, t, w = (guarded.copy(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (N, D), (V, D)))
-    weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    weights = guarded.copy(torch.tensor([1.0, 0.0, 2.0, 0.3]))
     ops.linear_divergence(h, w, t, weights, chunk_size=2, backend="triton", **options).loss.backward()
 
 
@@ -194,9 +194,9 @@ CONTEXT = multiprocessing.get_context("forkserver")  # a fork of this process ma
 CONTEXT.set_forkserver_preload([__name__])
 
 
-def in_a_child(function, *args):
+def in_a_child(function, *args, context=CONTEXT):
     """Call the function in a separate process and return its exit code, below 0 for a signal."""
-    process = CONTEXT.Process(target=without_faulthandler, args=(function, *args))
+    process = context.Process(target=without_faulthandler, args=(function, *args))
     process.start()
     process.join(120)
     process.kill()
@@ -241,12 +241,19 @@ def run_at_both_ends(name):
     run(name, at_end=False)
 
 
+# The same kernels run in another dtype, which is a multiple of the same number of bytes, or transformed.
+CONTAINED = {
+    *("token_nll, torch.float32", "weighted_nll, torch.float64", "weighted_linear_nll, torch.float32"),
+    *("row_stats, torch.float32", "masked diffusion, torch.float64"),
+}
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", usually([name for name in RUNS if name not in CONTAINED], RUNS))
 def test_nothing_beside_a_tensor_is_touched(name):
     assert in_a_child(run_at_both_ends, name) == 0
 
 
 @pytest.mark.parametrize("past", [-1, V * N])
 def test_memory_beside_is_inaccessible(past):
-    assert in_a_child(read_beside, past) == -signal.SIGSEGV
+    assert in_a_child(read_beside, past, context=multiprocessing.get_context("fork")) == -signal.SIGSEGV

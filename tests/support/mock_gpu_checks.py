@@ -465,7 +465,7 @@ def blockwise_with_levels(L):
     launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32, level=levels)
 
 
-LENGTHS = range(992, 1057)
+LENGTHS = (992, 993, 1000, 1008, 1023, 1024, 1025, 1040, 1056)  # multiples of 16, of 8, and others
 ANY_LENGTH = {  # (function of the length, kernels for these lengths): a whole row is sorted in a tile of a power of two
     "corrupt_uniform": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L), 1),
     "corrupt_all_masked": (lambda L: launches.corrupt(corruption.corrupt_all_masked, 8, L), 1),
