@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from benchmarks import measure
 from dllm_kernels.ops import divergence, linear_divergence
-from tests.conftest import DEVICE, every_time
+from tests.conftest import DEVICE
 from tests.support.kinds import ALIASES, HALVES, NAMES, OF_BOTH
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, poison_empty, small_blocks
 
@@ -86,7 +86,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.mark.everyday(13)
 @every_kind
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)  # from hidden states, each kind runs in torch, and tests/kernels has each in a kernel
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("transform", "reduction"), list(zip(TRANSFORMS, ("sum", "none", "sum", "none"), strict=True)))
 def test_parity_from_logits(name, dtype, transform, reduction, backend):
@@ -163,11 +163,9 @@ def parity_from_hidden_states(name, dtype, setting, backend):
 
 
 @every_kind
-@pytest.mark.parametrize("path", ["at once", "a row at a time", "on three threads"])
-def test_results_besides_the_loss(name, path, monkeypatch):
-    """Value, a and agreement equal the oracle's: detached, 0 in inactive rows, bit-identical for any blocks."""
-    if path != "at once":
-        small_blocks(monkeypatch, threads=3 if "three" in path else 1)
+def test_results_besides_the_loss(name, monkeypatch):
+    """Value, a and agreement equal the oracle's: detached, 0 in inactive rows."""
+    small_blocks(monkeypatch, threads=3)
     poison_empty(monkeypatch)
     weights, rows = drawn(11)
     ours, oracle = both_options(name, 11)
@@ -312,15 +310,6 @@ def test_a_row_missing_in_the_teacher(form, backend):
     check()
 
 
-def test_num_active_too_small_gives_nan():
-    h, w = torch.randn(4, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    out = linear_divergence(h, w, 2 * h, num_active=2)
-    assert out.loss.isnan()
-    assert out.value.isnan().all()
-    assert out.acceptance_rate.isnan().all()
-    assert linear_divergence(h, w, 2 * h, num_active=4).acceptance_rate.isfinite().all()
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_targets(backend):
     """With -100, the cross-entropy is 0; with an id out of range, it is NaN in its row.
@@ -384,10 +373,10 @@ def test_gradients_only_for_leaves_that_require_them():
 
 @pytest.mark.exhaustive
 @pytest.mark.many_draws
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_memory_of_two_chunks(dtype):
     """Memory holds two chunks of logits, the gradient of the hidden states and cache-sized blocks, but never [N, V]."""
-    N, V, chunk = 4096, 4096, 64
+    N, V, chunk = 2048, 4096, 64
     h, th = (torch.randn(N, D).to(dtype) for _ in range(2))
     h.requires_grad_()
     w = torch.randn(V, D).to(dtype)
@@ -436,14 +425,6 @@ def test_a_second_backward():
         torch.testing.assert_close(first, second)
 
 
-def test_logits_are_not_modified(backend):
-    z, t = torch.randn(2, 5, V, device=DEVICE, requires_grad=True), torch.randn(2, 5, V, device=DEVICE)
-    before = [x.detach().clone() for x in (z, t)]
-    divergence(z, t, kind=MANY, backend=backend).loss.backward()
-    assert torch.equal(z.detach(), before[0])
-    assert torch.equal(t, before[1])
-
-
 LAYOUTS = {
     "positions sliced": lambda: (torch.randn(2, 6, V)[:, :-1], torch.randn(2, 6, V)[:, 1:]),
     "transposed": lambda: (torch.randn(5, 2, V).transpose(0, 1), torch.randn(2, 5, V)),
@@ -455,6 +436,7 @@ LAYOUTS = {
 
 
 @pytest.mark.everyday(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columns", [False, True])
 def test_layouts(layout, columns, backend):
@@ -467,14 +449,8 @@ def test_layouts(layout, columns, backend):
     results = []
     for function in (divergence, reference.divergence):
         leaf = z.detach().requires_grad_()
-        out = function(
-            leaf,
-            t,
-            weights,
-            kind={"jsd": 1.0, "ce": 0.5},
-            **same,
-            **({"backend": backend} if function is divergence else {}),
-        )
+        chosen = {"backend": backend} if function is divergence else {}
+        out = function(leaf, t, weights, kind={"jsd": 1.0, "ce": 0.5}, **same, **chosen)
         results.append((*(x.detach() for x in out), torch.autograd.grad(out.loss, leaf)[0]))
     torch.testing.assert_close(*results)
 
@@ -604,50 +580,10 @@ def test_one_graph_of_a_smaller_vocabulary(form, teacher):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize(
-    "options", [{"kind": "kl"}, {"kind": SUM, "reduction": "none"}, {"kind": "lk", "alpha": "mean"}], ids=str
-)
-def test_one_graph_under_compile(form, options):
-    weights, rows = drawn(9)
-    h, w, th = (torch.randn(s, device=DEVICE) for s in ((9, D), (V, D), (R, D)))
-    if isinstance(options["kind"], dict):
-        options = options | {"targets": torch.zeros(9, dtype=torch.long, device=DEVICE)}
-
-    def step(h, w, th):
-        if form == "logits":
-            return divergence(h @ w.t(), th @ w.t(), weights, teacher_rows=rows, temperature=1.5, **options).loss.sum()
-        return linear_divergence(h, w, th, weights, teacher_rows=rows, temperature=1.5, **options).loss.sum()
-
-    results = []
-    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        leaves = [t.clone().requires_grad_() for t in (h, w)]
-        loss = function(*leaves, th)
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.exhaustive
-def test_coefficients_that_change_from_step_to_step_are_one_graph():
-    z, t = torch.randn(4, V, requires_grad=True), torch.randn(4, V)
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    step = torch.compile(lambda c: divergence(z, t, kind={"kl": c, "tv": 1.0}).loss, backend=backend, fullgraph=True)
-    for c in (0.9, 0.8, 0.7, 0.6):
-        torch.testing.assert_close(step(c), divergence(z, t, kind={"kl": c, "tv": 1.0}).loss)
-    assert len(graphs) <= 2
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kinds", every_time([{"jsd": 0.5, "kl": 1.0}], [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}]))
-def test_a_beta_that_reaches_0_or_1_in_one_graph(kinds):
+def test_a_beta_that_reaches_0_or_1_in_one_graph():
     """jsd is defined as kl at 0 and as rkl at 1. The formula of jsd does not have these limits."""
     torch.manual_seed(0)
+    kinds = {"jsd": 0.5, "kl": 1.0}
     z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))
     step = torch.compile(
         lambda z, beta: divergence(z, t, kind=kinds, beta=beta).loss, backend="aot_eager", fullgraph=True
@@ -659,13 +595,6 @@ def test_a_beta_that_reaches_0_or_1_in_one_graph(kinds):
             loss = function(x, beta)
             found.append((loss.detach(), *torch.autograd.grad(loss, x)))
         torch.testing.assert_close(*found)
-
-
-def test_meta_tensors():
-    z, t = (torch.empty(2, 5, V, device="meta") for _ in range(2))
-    out = divergence(z.requires_grad_(), t, kind="tv")
-    assert out.loss.shape == ()
-    assert out.value.shape == out.agree.shape == (2, 5)
 
 
 LOGITS = lambda *a, **o: divergence(torch.zeros(3, V), *(a or (torch.zeros(3, V),)), **o)  # noqa: E731

@@ -107,8 +107,8 @@ rare = {"marks": pytest.mark.exhaustive}, {"marks": pytest.mark.every_case}
     ("columns", "N", "options"),
     [(40, 20_000, options) for options in FREQUENT]
     # Of long rows, which take long, usually those with all options; top_p alone sorts whole rows.
-    + [pytest.param(1000, 50_000, o, **marks) for some, marks in zip((ALL, EACH), rare, strict=True) for o in some]
-    + [pytest.param(151_936, 800, o, **marks) for some, marks in zip((ALL, EACH), rare, strict=True) for o in some],
+    + [pytest.param(1000, 20_000, o, **marks) for some, marks in zip((ALL, EACH), rare, strict=True) for o in some]
+    + [pytest.param(151_936, 400, o, **marks) for some, marks in zip((ALL, EACH), rare, strict=True) for o in some],
     ids=str,
 )
 def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
@@ -168,8 +168,8 @@ def test_supports_by_hand(logits, options, support, backend):
 @pytest.mark.parametrize(
     ("columns", "N", "truncation"),
     [(70, 3, t) for t in TRUNCATIONS if t]
-    + [pytest.param(1000, 4, t, marks=pytest.mark.exhaustive) for t in TRUNCATIONS if t]
-    + [pytest.param(100_003, 1, TRUNCATIONS[i], marks=pytest.mark.exhaustive) for i in (2, 4)],
+    + [pytest.param(1000, 4, TRUNCATIONS[2], marks=pytest.mark.exhaustive)]
+    + [pytest.param(100_003, 1, TRUNCATIONS[4], marks=pytest.mark.exhaustive)],
     ids=str,
 )
 def test_both_backends_draw_equal_ids(columns, N, truncation):
@@ -287,7 +287,7 @@ def test_the_generator_decides_without_seeds():
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 33, 600])
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 33, 130])
 def test_any_vocabulary(columns, backend):
     (h, w, b), seeds = draw(columns=columns)
     got = linear_sample(h, w, bias=b, seeds=seeds, return_top=columns, backend=backend)
@@ -321,6 +321,7 @@ def test_any_leading_shape_and_strides(shape, backend):
 
 
 @pytest.mark.everyday(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("truncation", [{}, {"top_k": V}, {"top_p": 0.99999}, {"min_p": 1e-9}], ids=str)
 def test_special_rows(truncation, temperature, path):
@@ -359,7 +360,7 @@ def test_a_skipped_column_is_never_chosen(backend):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("num_active", [None, 8, 9])
 def test_inactive_rows_cost_nothing(num_active, path):
     (h, w, b), seeds = draw()
@@ -417,29 +418,6 @@ def test_autocast():
     with torch.autocast(DEVICE, torch.bfloat16):
         wide = linear_sample(h, w.bfloat16(), seeds=seeds)
     assert all(torch.equal(a, b) for a, b in zip(narrow[:3], wide[:3], strict=True))
-
-
-@pytest.fixture
-def _fresh_dynamo():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("_fresh_dynamo")
-def test_compiled_is_eager():
-    (h, w, b), seeds = draw()
-
-    def step(h, w, b, seeds, temperature):
-        out = linear_sample(h, w, bias=b, seeds=seeds, temperature=temperature, return_top=2, chunk_size=5)
-        few = linear_sample(h, w, bias=b, seeds=seeds, temperature=temperature, top_k=9, top_p=0.7 * temperature)
-        return out, few.log_probs + linear_sample(h, w, temperature=0).ids
-
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for temperature in (1.0, 0.5):
-        (a, greedy), (b_, greedy_) = step(h, w, b, seeds, temperature), compiled(h, w, b, seeds, temperature)
-        assert all(torch.equal(x, y) for x, y in zip((*a, greedy), (*b_, greedy_), strict=True))
 
 
 def test_without_values():

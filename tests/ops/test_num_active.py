@@ -24,7 +24,7 @@ from dllm_kernels.ops import (
     token_log_probs,
     weighted_linear_nll,
 )
-from tests.conftest import DEVICE, every_time
+from tests.conftest import DEVICE, usually
 
 N, V, D, R = 6, 11, 5, 2
 INACTIVE = 1  # one row is not active; the others are one more than num_active
@@ -198,11 +198,13 @@ def test_a_bound_that_is_exact_changes_nothing(op, trained):
         torch.testing.assert_close(got, expected)
 
 
+# In a graph, the same code runs inside of custom ops; three of them differ in who computes the gradients.
+IN_A_GRAPH = ["weighted_linear_nll", "linear_row_objective", "token_log_probs"]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize(
-    "op", every_time(["weighted_linear_nll", "linear_row_stats"], [name for name in OPS if "some" not in name])
-)
+@pytest.mark.parametrize("op", usually(IN_A_GRAPH, [name for name in OPS if "some" not in name]))
 @pytest.mark.parametrize("trained", ["head", "rows"])
 def test_every_result_and_gradient_of_a_graph_is_nan(op, trained):
     torch.compiler.reset()

@@ -230,31 +230,6 @@ def test_inactive_rows_have_no_effect():
     assert linear_row_objective(h, w, ids, log_of_nll, active=active & False).loss == 0
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_one_graph_under_compile(form):
-    ids, aux, active = draw_inputs(clipped, torch.float32, 2, 5)
-    (h, w, _), _ = hidden_draw(torch.float32)(0)
-
-    def step(h, w):
-        if form == "logits":
-            return row_objective(h @ w.t(), ids, clipped, *aux, active=active).loss
-        return linear_row_objective(h, w, ids, clipped, *aux, active=active, chunk_size=4).loss
-
-    results = []
-    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        leaves = [t.clone().requires_grad_() for t in (h, w)]
-        loss = function(*leaves)
-        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(*results)
-
-
-def test_too_small_a_bound_gives_nan():
-    ids, aux, _ = draw_inputs(focal, torch.float32, 9)
-    h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    assert linear_row_objective(h, w, ids, focal, *aux, num_active=8).loss.isnan()
-
-
 FORMS = {
     "logits": lambda fn, *aux, **o: row_objective(torch.zeros(3, V), torch.tensor([1, 2, 3]), fn, *aux, **o),
     "hidden": lambda fn, *aux, **o: linear_row_objective(

@@ -15,7 +15,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, usually
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -114,11 +114,16 @@ COMPILED = [
     ("hidden", "weighted_linear_nll", True),
     ("frozen", "weighted_linear_nll", True),
 ]
+# It is autograd of compiled graphs that raises. These differ in what the backward pass reads.
+RAISING = [
+    ("logits", "token_nll", False),
+    ("hidden", "linear_row_stats", False),
+    ("frozen", "weighted_linear_nll", True),
+]
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize(("form", "name", "half"), COMPILED)
+@pytest.mark.parametrize(("form", "name", "half"), usually(RAISING, COMPILED))
 def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
     """AOTAutograd raises for every compiled backward pass; without it (backend="eager") the error would be lost.
 

@@ -67,7 +67,7 @@ def hidden_draw(dtype, reduction):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("K", [1, 8, 64])
+@pytest.mark.parametrize("K", [1, 8, 20])
 def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend):
     ids, log_q, weights = teacher(K, 2, 5)
     options = {"tail": tail, "reduction": reduction, **KINDS[kind], **TRANSFORMS[transform]}
@@ -88,7 +88,7 @@ def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("K", [1, 8, 64])
+@pytest.mark.parametrize("K", [1, 8, 20])
 @pytest.mark.parametrize("sizes", [{"chunk_size": 3}, {}, {"chunk_size": 4, "num_active": 10}], ids=str)
 def test_parity_from_hidden_states(kind, tail, dtype, transform, reduction, K, sizes, backend):
     ids, log_q, weights = teacher(K, 2, 5)
@@ -208,6 +208,7 @@ def test_all_columns_are_the_whole_divergence(kind, backend):
 
 
 @pytest.mark.everyday(1)
+@pytest.mark.covering(1, most=2)
 @three_kinds
 @tails
 def test_outputs_beside_the_loss(kind, tail, backend):
@@ -317,26 +318,6 @@ def test_narrow_ids(form, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.exhaustive  # the everyday case is in tests/internals/test_compile.py
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@tails
-def test_one_graph_under_compile(form, tail):
-    ids, log_q, weights = teacher(8, 2, 5)
-    (h, w, _), _ = hidden_draw(torch.float32, "sum")(0)
-
-    def step(h, w):
-        if form == "logits":
-            return topk_divergence(h @ w.t(), ids, log_q, weights, tail=tail)
-        return linear_topk_divergence(h, w, ids, log_q, weights, tail=tail, chunk_size=4)
-
-    results = []
-    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
-        leaves = [t.clone().requires_grad_() for t in (h, w)]
-        out = function(*leaves)
-        results.append((*(t.detach() for t in out), *torch.autograd.grad(out.loss, leaves)))
-    torch.testing.assert_close(*results)
-
-
 def test_a_second_backward_raises_with_advice():
     ids, log_q, _ = teacher(2, 4)
     h = torch.randn(4, D, device=DEVICE, requires_grad=True)
@@ -344,15 +325,6 @@ def test_a_second_backward_raises_with_advice():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"computes its gradients in the forward pass"):
         loss.backward()
-
-
-def test_too_small_a_bound_gives_nan():
-    ids, log_q, _ = teacher(2, 9)
-    h, w = torch.randn(9, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
-    for reduction in ("sum", "none"):
-        out = linear_topk_divergence(h, w, ids, log_q, num_active=8, reduction=reduction)
-        assert out.loss.isnan().all()
-        assert torch.autograd.grad(out.loss.sum(), h)[0].isnan().all()
 
 
 IDS, LOG_Q = torch.tensor([[1, 2], [3, 4], [5, -100]]), torch.full((3, 2), 0.4).log()

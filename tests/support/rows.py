@@ -2,14 +2,19 @@
 
 import math
 
+import pytest
 import torch
 
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, usually
 from tests.support.parity import small_blocks, small_tiles
 
 NAN, INF = math.nan, math.inf
 LOWEST = torch.finfo(torch.float32).min
 PATHS = ("torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows")
+# One path of each backend, with all of the code that depends on the layout and the size of a row.
+of_each_backend = pytest.mark.parametrize(
+    "path", usually(("torch, one row at a time", "triton, split rows"), PATHS), indirect=True
+)
 HEAD_PATHS = ("torch", "torch, on three threads", "triton")
 # (shape of the rows, V): one row and several, V of one column, odd and even, at the edge of a tile and beyond it.
 SHAPES = (((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17))
