@@ -119,11 +119,7 @@ def over_a_chunk(logits, targets, scale):
     return nll, logits, correct, torch.ones_like(scale).unsqueeze(1)
 
 
-PATHS = {
-    "whole rows": forward_and_backward,
-    "split rows": forward_and_backward,
-    "chunk": over_a_chunk,
-}
+PATHS = {"whole rows": forward_and_backward, "split rows": forward_and_backward, "chunk": over_a_chunk}
 
 
 DTYPES = {

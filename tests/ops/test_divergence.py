@@ -597,124 +597,83 @@ def test_a_beta_that_reaches_0_or_1_in_one_graph():
         torch.testing.assert_close(*found)
 
 
-LOGITS = lambda *a, **o: divergence(torch.zeros(3, V), *(a or (torch.zeros(3, V),)), **o)  # noqa: E731
-HIDDEN = lambda *a, **o: linear_divergence(  # noqa: E731
-    torch.zeros(3, D), torch.zeros(V, D), *(a or (torch.zeros(3, D),)), **o
-)
 THREE = torch.zeros(3, dtype=torch.long)
-BAD = {
-    "a kind that there is not": (
-        LOGITS, (), {"kind": "hinge"}, ValueError, r"^kind must be one of kl, rkl, .*, got 'hinge'$",
+VALID = {
+    divergence: {"logits": torch.zeros(3, V), "teacher_logits": torch.zeros(3, V)},
+    linear_divergence: {"hidden": torch.zeros(3, D), "weight": torch.zeros(V, D), "teacher_hidden": torch.zeros(3, D)},
+}
+BAD = [
+    ({"kind": "hinge"}, ValueError, "kind must be one of kl, rkl, .*, got 'hinge'$"),
+    ({"kind": ["kl"]}, TypeError, "kind must be a name or a dict"),
+    ({"kind": {"kl": "1"}}, TypeError, r"kind\['kl'\] must be a number, got str$"),
+    ({"kind": {"kl": INF}}, ValueError, r"kind\['kl'\] must be finite, got inf$"),
+    ({"kind": {"kl": 0}}, ValueError, "kind must have a coefficient that is not 0"),
+    ({"beta": 0.5}, ValueError, "beta only applies to kind='jsd', got kind='kl'$"),
+    ({"alpha": "row"}, ValueError, "alpha only applies to kind='lk', got kind='kl'$"),
+    ({"kind": "jsd", "beta": 2}, ValueError, r"beta must lie in \[0.0, 1.0\], got 2.0$"),
+    ({"kind": "nla", "floor": "low"}, TypeError, "floor must be a number, got str$"),
+    ({"kind": "lk", "alpha": "max"}, ValueError, "alpha must be one of row, mean, got 'max'$"),
+    ({"kind": "lk", "base": "tv"}, ValueError, "base must be one of kl, soft_ce, got 'tv'$"),
+    ({"kind": "ce"}, ValueError, "targets must be given for kind 'ce', got None$"),
+    ({"targets": THREE}, ValueError, "targets only apply to kind='ce', "),
+    ({"kind": "ce", "targets": THREE[:2]}, ValueError, r"targets must have shape \(3,\)"),
+    ({"weights": torch.ones(4)}, ValueError, r"weights must have shape \(3,\)"),
+    ({"logits": None}, TypeError, "logits must be a torch.Tensor, got NoneType$"),
+    ({"teacher_logits": None}, TypeError, "teacher_logits must be a torch.Tensor, got NoneType$"),
+    (
+        {"teacher_logits": torch.zeros(3, V, dtype=torch.float64)}, ValueError,
+        "teacher_logits must have dtype float32, got float64$",
     ),
-    "a list of kinds": (LOGITS, (), {"kind": ["kl"]}, TypeError, r"^kind must be a name or a dict"),
-    "a word for a coefficient": (
-        LOGITS, (), {"kind": {"kl": "1"}}, TypeError, r"^kind\['kl'\] must be a number, got str$",
+    ({"teacher_logits": torch.zeros(3, 0)}, ValueError, r"teacher_logits must have shape \[..., V\]"),
+    (
+        {"teacher_logits": torch.zeros(4, V)}, ValueError,
+        r"teacher_logits must have shape \(3, '\*'\), the rows of logits, unless teacher_rows is given, got \(4, 23\)$",
     ),
-    "an infinite coefficient": (
-        LOGITS, (), {"kind": {"kl": INF}}, ValueError, r"^kind\['kl'\] must be finite, got inf$",
+    (
+        {"teacher_logits": torch.zeros(3, V + 1)}, ValueError,
+        "teacher_logits must have the vocabulary of logits, 23 columns, unless draft_to_target is given, got 24$",
     ),
-    "no coefficient": (LOGITS, (), {"kind": {"kl": 0}}, ValueError, r"^kind must have a coefficient that is not 0"),
-    "an option of another kind": (
-        LOGITS, (), {"beta": 0.5}, ValueError, r"^beta only applies to kind='jsd', got kind='kl'$",
+    (
+        {"teacher_logits": torch.zeros(0, V), "teacher_rows": THREE}, ValueError,
+        "teacher_logits must have at least one row",
     ),
-    "alpha of another kind": (
-        LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha only applies to kind='lk', got kind='kl'$",
+    ({"teacher_rows": THREE[:2]}, ValueError, r"teacher_rows must have shape \(3,\)"),
+    ({"teacher_rows": torch.ones(3)}, ValueError, "teacher_rows must have dtype"),
+    ({"draft_to_target": THREE}, ValueError, r"draft_to_target must have shape \(23,\)"),
+    ({"reduction": "mean"}, ValueError, "reduction must be sum or none, got 'mean'$"),
+    ({"temperature": None}, TypeError, "temperature must be a number, got NoneType$"),
+    ({"temperature": 0.0}, ValueError, "temperature must be positive"),
+    ({"teacher_transform": 3.0}, TypeError, "teacher_transform must be a dict or None"),
+    ({"teacher_transform": {"cap": 3.0}}, ValueError, "teacher_transform must have no keys but softcap, scale, "),
+    ({"teacher_transform": {"skip_id": V}}, ValueError, r"skip_id must lie in \[0, 23\), got 23$"),
+]  # fmt: skip
+BAD_HIDDEN = [
+    ({"hidden": None}, TypeError, "hidden must be a torch.Tensor, got NoneType$"),
+    ({"teacher_bias": torch.zeros(V)}, ValueError, "teacher_bias requires teacher_weight: "),
+    (
+        {"teacher_hidden": torch.zeros(3, D + 1)}, ValueError,
+        r"teacher_hidden must have shape \[..., 6\] to go with weight",
     ),
-    "an option out of range": (
-        LOGITS, (), {"kind": "jsd", "beta": 2}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$",
+    (
+        {"teacher_weight": torch.zeros(V, D + 1)}, ValueError,
+        r"teacher_hidden must have shape \[..., 7\] to go with teacher_weight",
     ),
-    "a word for an option": (
-        LOGITS, (), {"kind": "nla", "floor": "low"}, TypeError, r"^floor must be a number, got str$",
+    (
+        {"teacher_hidden": torch.zeros(3, D).double(), "teacher_weight": torch.zeros(V, D).double()}, ValueError,
+        "teacher_hidden must have the dtype of hidden, torch.float32, got torch.float64$",
     ),
-    "another alpha": (
-        LOGITS, (), {"kind": "lk", "alpha": "max"}, ValueError, r"^alpha must be one of row, mean, got 'max'$",
+    (
+        {"teacher_extra": (torch.zeros(3, 2), torch.zeros(V, 3))}, ValueError,
+        r"teacher_extra\[0\] must have shape \(3, 3\)",
     ),
-    "another base": (
-        LOGITS, (), {"kind": "lk", "base": "tv"}, ValueError, r"^base must be one of kl, soft_ce, got 'tv'$",
-    ),
-    "no targets": (LOGITS, (), {"kind": "ce"}, ValueError, r"^targets must be given for kind 'ce', got None$"),
-    "targets for nothing": (LOGITS, (), {"targets": THREE}, ValueError, r"^targets only apply to kind='ce', "),
-    "targets of another shape": (
-        LOGITS, (), {"kind": "ce", "targets": THREE[:2]}, ValueError, r"^targets must have shape \(3,\)",
-    ),
-    "weights of another shape": (
-        LOGITS, (), {"weights": torch.ones(4)}, ValueError, r"^weights must have shape \(3,\)",
-    ),
-    "no logits": (
-        divergence, (None, torch.zeros(3, V)), {}, TypeError, r"^logits must be a torch.Tensor, got NoneType$",
-    ),
-    "no hidden states": (
-        linear_divergence, (None, torch.zeros(V, D), torch.zeros(3, D)), {}, TypeError,
-        r"^hidden must be a torch.Tensor, got NoneType$",
-    ),
-    "no teacher": (LOGITS, (None,), {}, TypeError, r"^teacher_logits must be a torch.Tensor, got NoneType$"),
-    "a teacher of another dtype": (
-        LOGITS, (torch.zeros(3, V, dtype=torch.float64),), {}, ValueError,
-        r"^teacher_logits must have dtype float32, got float64$",
-    ),
-    "a teacher without columns": (
-        LOGITS, (torch.zeros(3, 0),), {}, ValueError, r"^teacher_logits must have shape \[..., V\]",
-    ),
-    "other rows": (
-        LOGITS, (torch.zeros(4, V),), {}, ValueError,
-        r"^teacher_logits must have shape \(3, '\*'\), the rows of logits, unless teacher_rows is given, "
-        r"got \(4, 23\)$",
-    ),
-    "other columns": (
-        LOGITS, (torch.zeros(3, V + 1),), {}, ValueError,
-        r"^teacher_logits must have the vocabulary of logits, 23 columns, unless draft_to_target is given, got 24$",
-    ),
-    "no row": (
-        LOGITS, (torch.zeros(0, V),), {"teacher_rows": THREE}, ValueError,
-        r"^teacher_logits must have at least one row",
-    ),
-    "rows of another shape": (
-        LOGITS, (), {"teacher_rows": THREE[:2]}, ValueError, r"^teacher_rows must have shape \(3,\)",
-    ),
-    "fractions of rows": (LOGITS, (), {"teacher_rows": torch.ones(3)}, ValueError, r"^teacher_rows must have dtype"),
-    "columns of another length": (
-        LOGITS, (), {"draft_to_target": THREE}, ValueError, r"^draft_to_target must have shape \(23,\)",
-    ),
-    "another reduction": (
-        LOGITS, (), {"reduction": "mean"}, ValueError, r"^reduction must be sum or none, got 'mean'$",
-    ),
-    "no temperature": (LOGITS, (), {"temperature": None}, TypeError, r"^temperature must be a number, got NoneType$"),
-    "a temperature of 0": (LOGITS, (), {"temperature": 0.0}, ValueError, r"^temperature must be positive"),
-    "a transform that is none": (
-        LOGITS, (), {"teacher_transform": 3.0}, TypeError, r"^teacher_transform must be a dict or None",
-    ),
-    "a transform's key": (
-        LOGITS, (), {"teacher_transform": {"cap": 3.0}}, ValueError,
-        r"^teacher_transform must have no keys but softcap, scale, ",
-    ),
-    "a skipped column that there is not": (
-        LOGITS, (), {"teacher_transform": {"skip_id": V}}, ValueError, r"^skip_id must lie in \[0, 23\), got 23$",
-    ),
-    "a bias without its head": (
-        HIDDEN, (), {"teacher_bias": torch.zeros(V)}, ValueError, r"^teacher_bias requires teacher_weight: ",
-    ),
-    "hidden states of another size": (
-        HIDDEN, (torch.zeros(3, D + 1),), {}, ValueError,
-        r"^teacher_hidden must have shape \[..., 6\] to go with weight",
-    ),
-    "a head of another size": (
-        HIDDEN, (), {"teacher_weight": torch.zeros(V, D + 1)}, ValueError,
-        r"^teacher_hidden must have shape \[..., 7\] to go with teacher_weight",
-    ),
-    "a teacher in another dtype": (
-        HIDDEN, (torch.zeros(3, D).double(),), {"teacher_weight": torch.zeros(V, D).double()}, ValueError,
-        r"^teacher_hidden must have the dtype of hidden, torch.float32, got torch.float64$",
-    ),
-    "a second part of another size": (
-        HIDDEN, (), {"teacher_extra": (torch.zeros(3, 2), torch.zeros(V, 3))}, ValueError,
-        r"^teacher_extra\[0\] must have shape \(3, 3\)",
-    ),
-    "no chunk": (HIDDEN, (), {"chunk_size": 0}, ValueError, r"^chunk_size must be at least 1, got 0$"),
-}  # fmt: skip
+    ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0$"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    function, arguments, options, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        function(*arguments, **options)
+@pytest.mark.parametrize(
+    ("function", "given", "error", "message"),
+    [(divergence, *each) for each in BAD] + [(linear_divergence, *each) for each in BAD_HIDDEN],
+)
+def test_bad_input(function, given, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        function(**VALID[function] | given)

@@ -72,11 +72,8 @@ def test_logits_ops(op):
     raises(ValueError, f"logits must have dtype {FLOATS}, got int64", op, X.long(), Y)
     raises(ValueError, f"targets must have dtype {INTS}, got float32", op, X, Y.float())
     raises(ValueError, f"targets must have dtype {INTS}, got bool", op, X, Y.bool())
-    raises(
-        ValueError,
-        "targets must have shape (3, 3) (that of logits without its last dimension), got (2, 3)",
-        op, torch.randn(3, 3, V), Y,
-    )  # fmt: skip
+    message = "targets must have shape (3, 3) (that of logits without its last dimension), got (2, 3)"
+    raises(ValueError, message, op, torch.randn(3, 3, V), Y)
     raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", op, X[..., :0], Y)
     raises(TypeError, "active must be a torch.Tensor, got int", op, X, Y, active=1)
     raises(ValueError, "active must have shape (2, 3) (that of targets), got (2, 1)", op, X, Y, active=ON[:, :1])
@@ -124,15 +121,8 @@ def test_row_statistics_of_bad_rows():
     raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", row_stats, X[..., :0], Y)
     raises(TypeError, "logits must be a torch.Tensor, got list", row_stats, [[0.0]], Y)
     raises(ValueError, "weight must have shape [V, D], got (4,)", linear_row_stats, H, W[0], Y)
-    raises(
-        ValueError,
-        "bias must have shape (5,) (one entry per row of weight), got (4,)",
-        linear_row_stats,
-        H,
-        W,
-        Y,
-        bias=BIAS[1:],
-    )
+    message = "bias must have shape (5,) (one entry per row of weight), got (4,)"
+    raises(ValueError, message, linear_row_stats, H, W, Y, bias=BIAS[1:])
     raises(ValueError, "chunk_size must be at least 1, got 0", linear_row_stats, H, W, Y, chunk_size=0)
     raises(ValueError, "num_active must be an int in [0, 6], got 7", linear_row_stats, H, W, Y, num_active=7)
 
@@ -171,11 +161,8 @@ def test_linear_ops(op):
     )
     raises(ValueError, "weight must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", op, H, W[:0], Y)
     raises(ValueError, "weight must have shape [V, D] with V >= 1 and D >= 1, got (5, 0)", op, H[..., :0], W[:, :0], Y)
-    raises(
-        ValueError,
-        "targets must have shape (3, 3) (that of hidden without its last dimension), got (2, 3)",
-        op, torch.randn(3, 3, D), W, Y,
-    )  # fmt: skip
+    message = "targets must have shape (3, 3) (that of hidden without its last dimension), got (2, 3)"
+    raises(ValueError, message, op, torch.randn(3, 3, D), W, Y)
     raises(TypeError, "bias must be a torch.Tensor, got float", op, H, W, Y, bias=0.0)
     raises(ValueError, "bias must have shape (5,) (one entry per row of weight), got (4,)", op, H, W, Y, bias=BIAS[1:])
     raises(ValueError, f"bias must have dtype {FLOATS}, got int64", op, H, W, Y, bias=BIAS.long())
@@ -579,12 +566,8 @@ def test_a_type_is_named_with_its_module():
 def test_idlm_settings():
     raises(TypeError, "clean_loss_weight must be a number, got str", IDLMLoss, "0.2")
     raises(TypeError, "clean_loss_weight must be a number, got bool", IDLMLoss, True)
-    raises(
-        TypeError,
-        "clean_loss_weight must be a number, got torch.nn.parameter.Parameter",
-        IDLMLoss,
-        torch.nn.Parameter(torch.ones(())),
-    )
+    message = "clean_loss_weight must be a number, got torch.nn.parameter.Parameter"
+    raises(TypeError, message, IDLMLoss, torch.nn.Parameter(torch.ones(())))
     raises(ValueError, "clean_loss_weight must be finite, got nan", IDLMLoss, float("nan"))
     loss = IDLMLoss(np.float32(0.5), np.bool_(True))
     assert loss.auto_balance is True
@@ -729,12 +712,8 @@ def test_acceptance_length_arguments():
 
 
 def test_dflash_settings():
-    raises(
-        ValueError,
-        "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'",
-        DFlashDecayLoss,
-        normalize="sum",
-    )
+    message = "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'"
+    raises(ValueError, message, DFlashDecayLoss, normalize="sum")
     raises(ValueError, "loss_gamma must be a number other than 0, or None, got 0.0", DFlashDecayLoss, 0)
     raises(ValueError, "loss_gamma must be a number other than 0, or None, got nan", DFlashDecayLoss, float("nan"))
     for word in ("7", True):
@@ -848,19 +827,13 @@ def test_mtp_errors_use_the_names_of_the_caller():
         ValueError, f"mtp_per_depth_logits[0] must have dtype {FLOATS}, got int64", masked, mtp_per_depth_logits=logits
     )
     raises(ValueError, "lm_weight must have shape [V, D], got (4,)", fused, mtp_per_depth_h=h, lm_weight=W[0])
-    raises(
-        ValueError, "mtp_per_depth_h[1] must have shape [..., 4] to go with lm_weight [V, D] = (5, 4), got (2, 3, 3)",
-        fused, mtp_per_depth_h=[h[0], h[1][..., :3]],
-    )  # fmt: skip
+    message = "mtp_per_depth_h[1] must have shape [..., 4] to go with lm_weight [V, D] = (5, 4), got (2, 3, 3)"
+    raises(ValueError, message, fused, mtp_per_depth_h=[h[0], h[1][..., :3]])
     targets = [Y, Y.float()]
-    raises(
-        ValueError, f"mtp_per_depth_targets[1] must have dtype {INTS}, got float32",
-        fused, mtp_per_depth_h=h, mtp_per_depth_targets=targets,
-    )  # fmt: skip
-    raises(
-        ValueError, "mtp_per_depth_targets[1] must be on cpu like mtp_per_depth_h[1], got meta",
-        fused, mtp_per_depth_h=h, mtp_per_depth_targets=[Y, Y.to("meta")],
-    )  # fmt: skip
+    message = f"mtp_per_depth_targets[1] must have dtype {INTS}, got float32"
+    raises(ValueError, message, fused, mtp_per_depth_h=h, mtp_per_depth_targets=targets)
+    message = "mtp_per_depth_targets[1] must be on cpu like mtp_per_depth_h[1], got meta"
+    raises(ValueError, message, fused, mtp_per_depth_h=h, mtp_per_depth_targets=[Y, Y.to("meta")])
 
 
 def test_an_unknown_backend_in_the_environment(monkeypatch):
@@ -885,14 +858,8 @@ def test_triton_on_cpu_tensors_without_the_interpreter(by, monkeypatch):
         source, options = "backend", {"backend": "triton"}
     else:
         monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")
-    raises(
-        ValueError,
-        f"{source}='triton' needs a CUDA or ROCm tensor, got one on cpu; set TRITON_INTERPRET=1",
-        token_nll,
-        X,
-        Y,
-        **options,
-    )
+    message = f"{source}='triton' needs a CUDA or ROCm tensor, got one on cpu; set TRITON_INTERPRET=1"
+    raises(ValueError, message, token_nll, X, Y, **options)
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,7 @@ from dllm_kernels import ops
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
 from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
-from tests.support.parity import assert_parity, value_and_grads
+from tests.support.parity import assert_close_with_grads, assert_parity, value_and_grads
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 B, L, V, D, R = 2, 6, 37, 5, 3
@@ -93,8 +93,7 @@ def test_token_log_probs():
         return torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
 
     upstream = torch.randn(B, L, device=DEVICE)
-    for got, wanted in zip(*(value_and_grads(f, leaves, upstream) for f in (log_probs, expected)), strict=True):
-        torch.testing.assert_close(got, wanted)
+    assert_close_with_grads(log_probs, expected, leaves, upstream)
 
 
 def test_extra_with_every_other_option(backend):
@@ -121,19 +120,13 @@ def test_any_leading_shape_and_strides(shape, backend):
     targets, weights = torch.randint(0, V, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
     leaves = hidden, weight, u, second
     for op, of_weights in ((ops.weighted_linear_nll, (weights,)), (ops.linear_token_nll, ())):
-        got = value_and_grads(
-            lambda h, w, u, s, op=op, o=of_weights: op(h, w, targets, *o, extra=(u, s), backend=backend)[0].sum(),
-            leaves,
-            torch.tensor(2.0),
-        )
         theirs = reference.weighted_linear_nll if of_weights else reference.linear_token_nll
-        wanted = value_and_grads(
+        assert_close_with_grads(
+            lambda h, w, u, s, op=op, o=of_weights: op(h, w, targets, *o, extra=(u, s), backend=backend)[0].sum(),
             lambda h, w, u, s, f=theirs, o=of_weights: f(h, w, targets, *o, extra=(u, s)).sum(),
             leaves,
             torch.tensor(2.0),
         )
-        for a, e in zip(got, wanted, strict=True):
-            torch.testing.assert_close(a, e)
 
 
 TRAINS = [
@@ -390,28 +383,6 @@ def test_compiled_is_eager(name, trains):
             torch.testing.assert_close(compiled, eager)
 
 
-def test_a_markov_head_of_a_drafter():
-    """Gradients equal those of plain PyTorch.
-
-    Here, u is a row of a trained table, looked up by the previous token; the head is frozen.
-    """
-    torch.manual_seed(0)
-    table = torch.randn(V, R, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    second = torch.randn(V, R, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    hidden, weight = (torch.randn(s, dtype=torch.float64, device=DEVICE) for s in ((B, L, D), (V, D)))
-    ids, mask = torch.randint(0, V, (B, L + 1), device=DEVICE), torch.ones(B, L, device=DEVICE)
-    loss, targets = DFlashDecayLoss(chunk_size=5), ids[:, 1:]
-    fused = loss.forward_fused(hidden, weight, targets, mask, 7, 4, extra=(F.embedding(ids[:, :-1], table), second))
-    logits = F.linear(hidden, weight) + F.embedding(ids[:, :-1], table) @ second.T
-    whole = loss(logits, targets, mask, 7, 4)
-    torch.testing.assert_close(fused.total_loss, whole.total_loss)
-    assert torch.equal(fused.draft_correct, whole.draft_correct)
-    for got, wanted in zip(
-        *(torch.autograd.grad(out.total_loss, (table, second)) for out in (fused, whole)), strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
-
-
 CALLS = {
     "weighted_linear_nll": lambda h, w, y, **o: ops.weighted_linear_nll(h, w, y, torch.ones(B, L), **o),
     "linear_token_nll": ops.linear_token_nll,
@@ -439,15 +410,10 @@ def test_bad_input(name):
     raises(TypeError, "extra[1] must be a torch.Tensor, got list", (u, [1.0]))
     raises(ValueError, "extra[0] must have dtype float16, bfloat16, float32, float64, got int64", (u.long(), second))
     raises(ValueError, "extra[1] must have shape [V, r], got (37,)", (u, second[:, 0]))
-    raises(
-        ValueError,
-        f"extra[1] must have shape (37, r) with r >= 1, as many rows as {head}, got (36, 3)",
-        (u, second[1:]),
-    )
-    raises(
-        ValueError, f"extra[1] must have shape (37, r) with r >= 1, as many rows as {head}, got (37, 0)",
-        (u[..., :0], second[:, :0]),
-    )  # fmt: skip
+    message = f"extra[1] must have shape (37, r) with r >= 1, as many rows as {head}, got (36, 3)"
+    raises(ValueError, message, (u, second[1:]))
+    message = f"extra[1] must have shape (37, r) with r >= 1, as many rows as {head}, got (37, 0)"
+    raises(ValueError, message, (u[..., :0], second[:, :0]))
     shape = f"extra[0] must have shape (2, 6, 3) (the rows of {rows}, the columns of extra[1]), got "
     raises(ValueError, shape + "(2, 6, 2)", (u[..., 1:], second))
     raises(ValueError, shape + "(2, 5, 3)", (u[:, 1:], second))

@@ -84,7 +84,7 @@ def critical(freedom, tail=3.719):
 
 
 @pytest.mark.many_draws
-@pytest.mark.parametrize("columns", [7, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("columns", [7, pytest.param(200, marks=pytest.mark.exhaustive)])
 def test_token_frequencies_equal_their_probabilities(columns):
     N = 50_000
     x = torch.linspace(-1, 1, columns, dtype=torch.float32, device=DEVICE)
@@ -444,15 +444,11 @@ def test_bad_input():
     raises(ValueError, "scale must be positive, from ", h, w, scale=0.0)
     raises(TypeError, "seeds must be a torch.Tensor, got int", h, w, seeds=3)
     raises(ValueError, "seeds must have dtype int64, got int32", h, w, seeds=seeds.int())
-    raises(
-        ValueError, "seeds must have the shape of leading dimensions of hidden, of (2, 6), got (6,)",
-        h, w, seeds=torch.zeros(6, dtype=torch.int64),
-    )  # fmt: skip
+    message = "seeds must have the shape of leading dimensions of hidden, of (2, 6), got (6,)"
+    raises(ValueError, message, h, w, seeds=torch.zeros(6, dtype=torch.int64))
     raises(ValueError, "seeds must be on cpu like the tensors, got meta", h, w, seeds=seeds.to("meta"))
-    raises(
-        ValueError, "generator and seeds exclude each other: expected one of them, got both",
-        h, w, seeds=seeds, generator=torch.Generator(),
-    )  # fmt: skip
+    message = "generator and seeds exclude each other: expected one of them, got both"
+    raises(ValueError, message, h, w, seeds=seeds, generator=torch.Generator())
     raises(TypeError, "generator must be a torch.Generator or None, got int", h, w, generator=1)
     for name in ("return_top", "top_k"):
         raises(TypeError, f"{name} must be an int, got float", h, w, **{name: 2.0})

@@ -223,10 +223,7 @@ LOSSES = {
     "block diffusion": (BlockDiffusionCrossEntropyLoss, batch),
     "hybrid": (HybridDiffusionLLMLoss, batch),
     "scdd": (lambda: SCDDLoss(MASK), lambda: batch() | {"noisy_input_ids": torch.full((2, 3), MASK, device=DEVICE)}),
-    "dflash": (
-        DFlashDecayLoss,
-        lambda: {"target_ids": batch()["target_ids"], "block_mask": batch()["loss_mask"]},
-    ),
+    "dflash": (DFlashDecayLoss, lambda: {"target_ids": batch()["target_ids"], "block_mask": batch()["loss_mask"]}),
 }
 
 

@@ -11,12 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from dllm_kernels.ops import linear_row_stats, row_stats
 from tests.conftest import DEVICE
-from tests.support.parity import (
-    PLAIN_DRAWS,
-    assert_as_good_as_plain,
-    largest_error,
-    reduction_sizes,
-)
+from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.support.rows import (
     LAYOUTS,
     PATHS,
@@ -170,30 +165,6 @@ def test_each_output_alone(requested, dtype, path):
         (grad,) = torch.autograd.grad(out, logits, grads)
         for got, want in zip([*out, grad], [*expected, wanted], strict=True):
             torch.testing.assert_close(got, want)
-
-
-@pytest.mark.many_draws
-@pytest.mark.everyday(2)
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("K", [None, 1, 2, 5])
-@pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "scale": 1.5, "skip_id": 1}], ids=str)
-def test_gradcheck(K, transform, path):
-    if path == "triton" and (K != 2 or transform):
-        pytest.skip("the interpreter is slow, and parity compares the gradients that are right on this path")
-    torch.manual_seed(0)
-    V = 5 if path == "triton" else 19
-    logits = torch.randn(1, 2, V, dtype=torch.float64, device=DEVICE, requires_grad=True)
-    ids, arguments = options((1, 2), V, K, torch.float64, skip_id=transform.get("skip_id"))
-    arguments["active"][0, 0] = True
-
-    def function(x):
-        return differentiable(row_stats(x, ids, entropy=True, backend=path, **arguments, **transform))
-
-    assert torch.autograd.gradcheck(lambda x: tuple(function(x)), logits)
-    weights = upstream(function(logits))
-    assert torch.autograd.gradcheck(
-        lambda x: sum((w * t).sum() for w, t in zip(weights, function(x), strict=True)), logits
-    )
 
 
 # A kernel compares the columns of a tile with few ids in another loop than with many.

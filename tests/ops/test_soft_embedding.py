@@ -256,15 +256,11 @@ def test_bad_input():
     raises(ValueError, "bump and bump_ids must both be given or neither, got bump_ids alone", h, w, e, bump_ids=ids)
     raises(TypeError, "bump must be a number or a tensor, got str", h, w, e, bump="high", bump_ids=ids)
     raises(ValueError, "bump must be finite, got inf", h, w, e, bump=math.inf, bump_ids=ids)
-    raises(
-        ValueError, "bump must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)",
-        h, w, e, bump=bump[:, 1:], bump_ids=ids,
-    )  # fmt: skip
+    message = "bump must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)"
+    raises(ValueError, message, h, w, e, bump=bump[:, 1:], bump_ids=ids)
     raises(ValueError, "bump must be on cpu like hidden, got meta", h, w, e, bump=bump.to("meta"), bump_ids=ids)
-    raises(
-        ValueError, "bump_ids must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)",
-        h, w, e, bump=1.0, bump_ids=ids[:, 1:],
-    )  # fmt: skip
+    message = "bump_ids must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)"
+    raises(ValueError, message, h, w, e, bump=1.0, bump_ids=ids[:, 1:])
     raises(ValueError, "bias must have shape (37,)", h, w, e, bias=b[1:])
     raises(ValueError, "active must have shape (2, 6)", h, w, e, active=ids[:, 1:])
     raises(ValueError, "chunk_size must be at least 1, got 0", h, w, e, chunk_size=0)

@@ -324,11 +324,7 @@ def programs_apart():
         launches[-1].note(launches[-1].written, pointers, mask)
         return store(pointers, value, mask, *rest)
 
-    accesses = {
-        "create_masked_load": masked_load,
-        "create_masked_store": masked_store,
-        "set_grid_idx": set_grid_idx,
-    }
+    accesses = {"create_masked_load": masked_load, "create_masked_store": masked_store, "set_grid_idx": set_grid_idx}
     with mock.patch.object(executor, "__call__", launched), mock.patch.multiple(builder, **accesses):
         yield (kernels := set())
     for one in launches:

@@ -43,6 +43,14 @@ def value_and_grads(function: Function, leaves: Sequence[torch.Tensor], upstream
     return [value.detach(), *grads]
 
 
+def assert_close_with_grads(
+    ours: Function, plain: Function, leaves: Sequence[torch.Tensor], upstream: torch.Tensor
+) -> None:
+    """Compare value and gradients by the default tolerances of ``torch.testing``."""
+    for got, expected in zip(*(value_and_grads(f, leaves, upstream) for f in (ours, plain)), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def reduction_sizes(leaves: Sequence[torch.Tensor]) -> set[int]:
     """Return the sizes of the sums over these tensors: along their last dimension, and along their rows."""
     return {n for leaf in leaves if leaf.numel() for n in (leaf.shape[-1], leaf.numel() // leaf.shape[-1])}
