@@ -38,6 +38,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
+from tests.conftest import usually
 from tests.support.cases import BY_NAME, FIRSTS, LOSSES, Case
 
 B, L, V, D = 2, 3, 5, 4
@@ -269,14 +270,22 @@ OTHERS = (
     ),
 )
 FORMS = [(case, form) for case in LOSSES for form in ("logits", "hidden")]
-every_loss = pytest.mark.parametrize(("case", "form"), [*FORMS, *OTHERS], ids=lambda v: getattr(v, "name", v))
-losses_alone = pytest.mark.parametrize(("case", "form"), FORMS, ids=lambda v: getattr(v, "name", v))
+# Cases that differ in their arguments, or in whether they shift; the others only in settings.
+DISTINCT = {(case.loss, *case.roles.items(), case.shifted, case.extra): case for case in reversed(LOSSES)}.values()
+
+
+def of_losses(cases):
+    """Parametrize with these pairs of a case and a form, with those of other settings only with every case."""
+    usual = [(case, form) for case, form in cases if case in DISTINCT or case not in LOSSES]
+    return pytest.mark.parametrize(("case", "form"), usually(usual, cases, lambda pair: f"{pair[0].name}-{pair[1]}"))
+
+
+every_loss, losses_alone = of_losses([*FORMS, *OTHERS]), of_losses(FORMS)
 
 
 def losses_with_roles(*roles):
     """Parametrize with the losses, in both forms, that have an argument with one of these roles."""
-    chosen = [(case, form) for case, form in FORMS if set(roles) & set(case.roles.values())]
-    return pytest.mark.parametrize(("case", "form"), chosen, ids=lambda v: getattr(v, "name", v))
+    return of_losses([(case, form) for case, form in FORMS if set(roles) & set(case.roles.values())])
 
 
 class Call:
@@ -367,9 +376,9 @@ def test_invalid_rows_and_targets(case, form):
         raises(ValueError, message, call, **{targets: y[:, :2]})
 
 
-@pytest.mark.parametrize("case", [case for case, form in (*FORMS, *OTHERS) if form == "hidden"], ids=lambda c: c.name)
-def test_an_invalid_head(case):
-    call = Call(case, "hidden")
+@of_losses([(case, form) for case, form in (*FORMS, *OTHERS) if form == "hidden"])
+def test_an_invalid_head(case, form):
+    call = Call(case, form)
     hidden, (weight, bias), N = call.rows, case.head, call.arguments[call.rows].shape[1]
     for error, message, value in (
         (TypeError, "must be a torch.Tensor, got NoneType", None),
@@ -576,18 +585,15 @@ def test_idlm_settings():
     raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
 
 
-SCDD = [case for case in LOSSES if case.loss is SCDDLoss]
-scdd = pytest.mark.parametrize("case", SCDD, ids=lambda case: case.name)
+scdd = of_losses([(case, form) for case, form in FORMS if case.loss is SCDDLoss])
 
 
-@forms
 @scdd
 def test_scdd_needs_the_noisy_tokens(case, form):
     message = "noisy_input_ids must be given, got None; pass the tokens that the model received"
     raises(ValueError, message, Call(case, form), noisy_input_ids=None)
 
 
-@forms
 @scdd
 @pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf")])
 def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(case, form, bad):

@@ -1,7 +1,6 @@
 """Linear NLL: parity, gradients and their cost, chunks, compaction, memory, autocast."""
 
 import functools
-import gc
 import itertools
 import math
 import weakref
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
 from tests.conftest import DEVICE
+from tests.support.memory import without_garbage_collection
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -511,9 +511,7 @@ def test_backward_after_autocast_has_ended(backend):
 
 def test_no_reference_cycle_keeps_anything_alive(backend):
     (hidden, weight, _), targets, weights = inputs()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_garbage_collection():
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         refs = [weakref.ref(h), weakref.ref(w)]
         weighted_linear_nll(h, w, targets, weights, backend=backend).loss.backward()
@@ -522,8 +520,6 @@ def test_no_reference_cycle_keeps_anything_alive(backend):
         unused = weighted_linear_nll(h, w, targets, weights, backend=backend)
         del h, w, loss, unused
         assert [ref() for ref in refs] == [None, None]
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("unchecked")

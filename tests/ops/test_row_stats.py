@@ -1,6 +1,5 @@
 """Row statistics: parity of every output and of their joint gradients, extreme and bad rows, both forms, memory."""
 
-import gc
 import math
 import weakref
 
@@ -11,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from dllm_kernels.ops import linear_row_stats, row_stats
 from tests.conftest import DEVICE
+from tests.support.memory import without_garbage_collection
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.support.rows import (
     LAYOUTS,
@@ -383,9 +383,7 @@ def test_backward_twice(backend):
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_the_logits_are_freed(with_grad, backend):
-    gc.collect()
-    gc.disable()
-    try:
+    with without_garbage_collection():
         logits = torch.randn(3, 37, device=DEVICE, requires_grad=with_grad)
         seen = weakref.ref(logits)
         out = row_stats(logits, torch.zeros(3, dtype=torch.long, device=DEVICE), entropy=True, backend=backend)
@@ -393,8 +391,6 @@ def test_the_logits_are_freed(with_grad, backend):
             out.entropy.sum().backward()
         del logits, out
         assert seen() is None
-    finally:
-        gc.enable()
 
 
 def linear_draw(dtype, *, N=9, V=37, D=5, K=2, skip_id=None):

@@ -1,6 +1,5 @@
 """Token NLL: parity over dtypes, shapes and strides; extreme and bad rows; the backward pass; memory; in place."""
 
-import gc
 import itertools
 import math
 import weakref
@@ -11,6 +10,7 @@ import torch
 import reference
 from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
+from tests.support.memory import without_garbage_collection
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -548,9 +548,7 @@ def test_without_inplace_backward_the_logits_are_unchanged(path):
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
     logits, targets = inputs()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_garbage_collection():
         x = logits.clone().requires_grad_()
         ref = weakref.ref(x)
         out = token_nll(x, targets, with_lse=True, with_correct=True, backend=backend)
@@ -558,8 +556,6 @@ def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
             out.nll.sum().backward()
         del x, out
         assert ref() is None
-    finally:
-        gc.enable()
 
 
 def test_autocast_changes_nothing(backend):

@@ -38,6 +38,14 @@ def teacher(K, *rows, mass=0.9, V=V, missing=True):
     return ids, log_q, weights
 
 
+def of_form(form, x, *given, **options):
+    """Call the op on logits, or on the same logits as hidden states before an identity as head."""
+    if form == "logits":
+        return topk_divergence(x, *given, **options)
+    eye = torch.eye(V, dtype=x.dtype, device=DEVICE)
+    return linear_topk_divergence(x, eye, *given, chunk_size=4, **options)
+
+
 def logits_draw(dtype, reduction, confident=None):
     def draw(seed):
         torch.manual_seed(seed + 100)
@@ -115,13 +123,9 @@ def test_a_student_with_a_billionth_elsewhere(kind, K, mass, backend):
     want = reference.topk_divergence(exact, ids, log_q, weights, **KINDS[kind])
     (want_grad,) = torch.autograd.grad(want.loss, exact)
     others = torch.ones_like(z, dtype=torch.bool).scatter_(-1, ids, False)
-    eye = torch.eye(V, device=DEVICE)
     for form in ("logits", "hidden"):
         x = z.clone().requires_grad_()
-        if form == "logits":
-            got = topk_divergence(x, ids, log_q, weights, backend=backend, **KINDS[kind])
-        else:
-            got = linear_topk_divergence(x, eye, ids, log_q, weights, chunk_size=4, backend=backend, **KINDS[kind])
+        got = of_form(form, x, ids, log_q, weights, backend=backend, **KINDS[kind])
         (grad,) = torch.autograd.grad(got.loss, x)
         torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(grad.double(), want_grad, rtol=1e-5, atol=5e-7)
@@ -134,13 +138,9 @@ def test_a_teacher_with_a_billionth_elsewhere(form):
     """The mass is that of the given log-probabilities, in float64."""
     log_q = torch.tensor([[-1e-9], [-1e-12], [0.0], [-1e-4]], device=DEVICE)
     ids, z = torch.arange(4, device=DEVICE)[:, None], torch.randn(4, V, device=DEVICE)
-    eye = torch.eye(V, device=DEVICE)
     for kind in ("kl", "rkl", "jsd"):
         want = reference.topk_divergence(z.double(), ids, log_q, kind=kind)
-        if form == "logits":
-            got = topk_divergence(z, ids, log_q, kind=kind)
-        else:
-            got = linear_topk_divergence(z, eye, ids, log_q, kind=kind)
+        got = of_form(form, z, ids, log_q, kind=kind)
         torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
 
 
@@ -169,13 +169,11 @@ def test_a_teacher_without_mass_elsewhere(shares, dtype, form, kind, backend):
         infinite = torch.full_like(infinite, bool(infinite[0]))
     want = reference.topk_divergence(z.double(), ids, log_q, **KINDS[kind])
     assert torch.equal(want.value.isinf(), infinite)
-    if form == "logits":
-        x = z.clone().requires_grad_()
-        got = topk_divergence(x, ids, log_q, backend=backend, **KINDS[kind])
-    else:  # a head makes no -inf of finite hidden states
-        x, eye = z.clamp(min=-200.0).requires_grad_(), torch.eye(V, dtype=dtype, device=DEVICE)
+    x = z.clone()
+    if form == "hidden":  # a head makes no -inf of finite hidden states
+        x.clamp_(min=-200.0)
         infinite[2] |= infinite[0]
-        got = linear_topk_divergence(x, eye, ids, log_q, backend=backend, **KINDS[kind])
+    got = of_form(form, x.requires_grad_(), ids, log_q, backend=backend, **KINDS[kind])
     assert torch.equal(got.value.isinf(), infinite)
     finite = ~infinite
     torch.testing.assert_close(got.value[finite].double(), want.value[finite], rtol=1e-5, atol=1e-6)
@@ -271,12 +269,8 @@ def test_inactive_and_special_rows(form, tail, backend, monkeypatch):
     z = torch.randn(6, V, device=DEVICE)
     z[1], z[2], z[5, 0] = NAN, NAN, NAN
     x = z.requires_grad_()
-    if form == "logits":
-        out = topk_divergence(x, ids, log_q, weights, tail=tail, backend=backend)
-    else:
-        out = linear_topk_divergence(
-            x, torch.eye(V, device=DEVICE), ids, log_q, weights, tail=tail, backend=backend, reduction="none"
-        )
+    reduction = "sum" if form == "logits" else "none"
+    out = of_form(form, x, ids, log_q, weights, tail=tail, backend=backend, reduction=reduction)
     (grad,) = torch.autograd.grad(out.loss.sum(), x)
     bad = torch.tensor([False, False, False, True, False, True], device=DEVICE)
     if form == "hidden":  # a NaN in the last hidden state
@@ -309,12 +303,7 @@ def test_minus_infinity_outside_the_ids(backend):
 def test_narrow_ids(form, dtype):
     ids, log_q, weights = teacher(8, 5, missing=False)
     z = torch.randn(5, V, device=DEVICE)
-    results = [
-        topk_divergence(z, y, log_q, weights)
-        if form == "logits"
-        else linear_topk_divergence(z, torch.eye(V, device=DEVICE), y, log_q, weights)
-        for y in (ids, ids.to(dtype))
-    ]
+    results = [of_form(form, z, y, log_q, weights) for y in (ids, ids.to(dtype))]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

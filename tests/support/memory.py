@@ -1,4 +1,7 @@
-"""Memory that torch's own products take on a CPU."""
+"""Memory that torch's own products take on a CPU, and memory that is freed without the garbage collector."""
+
+import gc
+from contextlib import contextmanager
 
 import torch
 
@@ -16,3 +19,14 @@ def copied_by_products(rows, V, D, dtype):
     for product in products:
         product(0)
     return max(peak_memory(product, "cpu") for product in products)
+
+
+@contextmanager
+def without_garbage_collection():
+    """Free nothing but what no reference keeps, so that a reference cycle keeps its tensors."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
