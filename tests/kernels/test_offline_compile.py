@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -22,10 +23,18 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 DRAWS = ("corrupt", "gumbel", "sample_level")
-# Arguments of ``inspect``. Disassembling takes as long as compiling, so it is limited to kernels whose instructions are
+# Rows of bfloat16 whose instructions are judged: plain and scaled NLLs, statistics, samples, and kinds of divergences.
+JUDGED = (
+    *("[bf16]", "[bf16, correct]", "[bf16, weight=*fp32]", "[bf16, correct, weight=*fp32]", "[bf16, factor=*fp32]"),
+    *("[bf16, logit_scale=i64]", "[bf16, correct, logit_scale=i64]", "[bf16, entropy]", "[bf16, correct, entropy]"),
+    *("row_stats_bwd[bf16, BLOCK", "row_stats_bwd[bf16, log, BLOCK", "sample[bf16, noise", "[bf16, grad, fast]"),
+    *("[bf16, grad, fast, tv=i64]", "[bf16, grad, fast, rkl=i64]", "[bf16, grad, fast, jsd=i64]"),
+    "[bf16, grad, fast, out=",
+)
+# Arguments of ``inspect``. To disassemble a kernel takes a second, so it is limited to kernels whose instructions are
 # tested.
 RUNS = {
-    "real": "--target sm_90 " + " ".join(f"--roofline {name}" for name in ("[bf16", *DRAWS)),
+    "real": "--target sm_90 " + " ".join(f"--roofline '{name}'" for name in (*JUDGED, *DRAWS)),
     "real, AMD": "--no-roofline --target gfx942 --kernel [bf16 --kernel [fp32 --kernel [i64 --kernel [u1",
     "real, others of AMD": "--no-roofline --target gfx942 --kernel [fp16 --kernel [fp64",
     "real, bf16": "--target sm_80 --target sm_100 --kernel [bf16 --roofline [bf16",
@@ -39,7 +48,7 @@ RUNS = {
 def inspect(run, out):
     """Run ``inspect`` in a separate process, because Triton interprets in this one."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    arguments = [*RUNS[run].split(), "--json", "--out", str(out)]
+    arguments = [*shlex.split(RUNS[run]), "--json", "--out", str(out)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert out.exists(), done.stderr[-2000:]
@@ -136,15 +145,6 @@ def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
 
 
 @exhaustive
-@of_targets(TARGETS)
-def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
-    lanes = 64 if target.startswith("gfx") else 32
-    records = usual(reports, target)
-    assert records
-    assert all(r["num_warps"] * lanes <= 1024 for r in records)
-
-
-@exhaustive
 def test_the_instructions_of_a_draw_are_counted(reports):
     records = [r for r in usual(reports, "sm_90") if any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
@@ -181,6 +181,8 @@ def row_passes(reports, target):
     """
     rows = [r for r in counted(reports, target) if "nll" in r["function"]]
     rows = [r for r in rows if "inv_softcap=" not in r["kernel"] and "skip_id=" not in r["kernel"]]
+    rows = [r for r in rows if not r["function"].endswith("merge")]
+    assert all(r["passes"] for r in rows)
     return [(r["kernel"], "gradient" if p["bytes"] > 2 else "forward", p) for r in rows for p in r["passes"]]
 
 
@@ -210,10 +212,10 @@ def test_weights_cost_nothing_per_element(target, reports):
 
 
 @exhaustive
-@counted_targets
-def test_every_kernel_over_rows_has_a_roofline(target, reports):
+@pytest.mark.every_case  # those that are judged have one
+def test_every_kernel_over_rows_has_a_roofline(reports):
     names = ("nll", "row_stats", "divergence")
-    rows = [r for r in counted(reports, target) if any(name in r["function"] for name in names)]
+    rows = [r for r in counted(reports, "sm_80") if any(name in r["function"] for name in names)]
     rows = [r for r in rows if not r["function"].endswith("merge")]
     assert len({r["function"] for r in rows}) >= 8
     assert [r["kernel"] for r in rows if not r["passes"]] == []
@@ -301,31 +303,14 @@ def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
 
 @exhaustive
 @counted_targets
-@pytest.mark.parametrize("which", MOST_SLOTS)
-def test_few_issue_slots_per_element(which, target, reports):
-    passes = [(kernel, p["slots"]) for kernel, kind, p in row_passes(reports, target) if kind == which]
-    assert passes
-    assert [(kernel, slots) for kernel, slots in passes if slots > MOST_SLOTS[which]] == []
-
-
-@exhaustive
-@counted_targets
-def test_wide_loads_leave_together(target, reports):
-    forward = [(kernel, p) for kernel, kind, p in row_passes(reports, target) if kind == "forward"]
-    assert {p["load_width"] for _, p in forward} == {16}
-    assert [(kernel, p["loads_in_flight"]) for kernel, p in forward if p["loads_in_flight"] < LEAST_LOADS] == []
-
-
-@exhaustive
-@counted_targets
-def test_enough_bytes_are_in_flight(target, reports):
-    passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports, target)]
-    assert [(kernel, nbytes) for kernel, nbytes in passes if nbytes < LEAST_BYTES_IN_FLIGHT] == []
-
-
-@exhaustive
-@counted_targets
 def test_memory_is_the_bound(target, reports):
-    roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports, target)]
-    assert all(found for _, found in roofs)
-    assert [(kernel, gpu) for kernel, found in roofs for gpu, roof in found.items() if roof["bound"] != "memory"] == []
+    """Few issue slots per element, wide loads that leave together, and enough bytes in flight."""
+    passes = row_passes(reports, target)
+    assert {kind for _, kind, _ in passes} == set(MOST_SLOTS)
+    for kernel, kind, p in passes:
+        assert {roof["bound"] for roof in p["roofs"].values()} == {"memory"}, kernel
+        assert p["slots"] <= MOST_SLOTS[kind], kernel
+        assert p["bytes_in_flight"] >= LEAST_BYTES_IN_FLIGHT, kernel
+        if kind == "forward":
+            assert p["load_width"] == 16, kernel
+            assert p["loads_in_flight"] >= LEAST_LOADS, kernel

@@ -205,13 +205,6 @@ def test_there_is_no_gradient_and_inputs_are_not_modified(backend):
     assert all(torch.equal(a, x) for a, x in zip((h, w, e, b, bump, ids), before, strict=True))
 
 
-def test_a_second_part_of_the_head(backend):
-    (h, w, e, b), (bump, ids) = draw(torch.float64)
-    extra = torch.randn(B, L, 3, device=DEVICE).double(), torch.randn(V, 3, device=DEVICE).double()
-    got = soft_embedding(h, w, e, bias=b, extra=extra, bump=bump, bump_ids=ids, chunk_size=5, backend=backend)
-    torch.testing.assert_close(got, reference.soft_embedding(h, w, e, b, bump, ids, extra=extra))
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_autocast(tied):
     (h, w, e, _), _ = draw(torch.float32)

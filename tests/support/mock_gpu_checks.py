@@ -376,9 +376,9 @@ def grids_of_gradients_beyond_a_card_of_80_gb(gpu):
 
 
 def grid_fits(launch, limits):
-    threads = launch.grid[0] * launch.specimen.options["num_warps"] * limits.warp_size
-    programs_fit = all(0 < n <= most for n, most in zip(launch.grid, GRID, strict=True))
-    return programs_fit and threads <= (limits.threads_of_grid or math.inf)
+    threads = launch.specimen.options["num_warps"] * limits.warp_size  # of a program
+    programs_fit = threads <= 1024 and all(0 < n <= most for n, most in zip(launch.grid, GRID, strict=True))
+    return programs_fit and launch.grid[0] * threads <= (limits.threads_of_grid or math.inf)
 
 
 def specimens_of(calls):
