@@ -1,4 +1,4 @@
-"""The mean embedding of a row's distribution: parity, bumps, cost, inactive rows, compilation, bad input."""
+"""The mean embedding of a row's distribution: parity, bumps, cost, inactive rows, bad input."""
 
 import math
 import re
