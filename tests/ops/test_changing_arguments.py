@@ -1,4 +1,4 @@
-"""Compiled steps in which everything changes at once: batch size, length, counts and numbers, five times over.
+"""Compiled steps in which everything changes at once: batch size, length, counts and numbers, ten times over.
 
 Every public function is part of a graph without breaks. The first step compiles it, the second one with symbols for
 all that changed, and no later step compiles anything.
@@ -19,7 +19,7 @@ from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import FIRSTS, value_of
 
 V, D, MASK = 19, 8, 2
-STEPS = 5
+STEPS = 10
 # Batch sizes and lengths that are neither 1 nor equal to each other or to V and D in the second step.
 SHAPES = [(2 + k % 4, 3 * (4 + (5 * k) % 7)) for k in range(STEPS)]
 
