@@ -59,7 +59,7 @@ def batches(draw):
     return batch, options
 
 
-@drawn(100, 400, case=batches())
+@drawn(60, 150, case=batches())
 def test_equals_the_reference(case):
     batch, options = case
     before = copy.deepcopy(batch)
@@ -71,7 +71,7 @@ def test_equals_the_reference(case):
     assert batch == before
 
 
-@drawn(exhaustive=100, case=batches(), kind=st.sampled_from(["tuple", "tensor", "array"]))
+@drawn(exhaustive=40, case=batches(), kind=st.sampled_from(["tuple", "tensor", "array"]))
 def test_containers_make_no_difference(case, kind):
     batch, options = case
     fields = ("input_ids", "loss_mask", "attention_mask")
@@ -81,7 +81,7 @@ def test_containers_make_no_difference(case, kind):
 
 
 @pytest.mark.peer
-@drawn(exhaustive=200, case=batches())
+@drawn(exhaustive=60, case=batches())
 def test_equals_the_original(case):
     original = pytest.importorskip("nemo_automodel.components.datasets.dllm.collate").DLLMCollator
     batch, options = case
@@ -94,83 +94,95 @@ def test_equals_the_original(case):
         assert torch.equal(ours[name], tensor), name
 
 
-def test_plain_padding():
-    out = DLLMCollator(pad_token_id=9)([sample(3), sample(1)])
-    assert out["input_ids"].tolist() == [[1, 2, 3], [1, 9, 9]]
-    assert out["loss_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert out["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert out["input_lengths"].tolist() == [3, 1]
-    assert [out[k].dtype for k in ("input_ids", "loss_mask", "attention_mask", "input_lengths")] == [
-        torch.int64,
-        torch.float32,
-        torch.int64,
-        torch.int64,
-    ]
+def ours(batch, **options):
+    return DLLMCollator(**options)(batch)
 
 
-def test_block_fill_is_supervised_and_not_attended():
-    out = DLLMCollator(0, eos_token_id=8, block_size=4)([sample(5, [0, 0, 1, 1, 0]), sample(2)])
-    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 8, 8, 8], [1, 2, 8, 8, 0, 0, 0, 0]]
-    assert out["loss_mask"].tolist() == [[0, 0, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]]
-    assert out["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]]
+both = pytest.mark.parametrize("collated", [ours, collate], ids=["package", "oracle"])
+FILL, WINDOW = {"eos_token_id": 8, "block_size": 4}, {"eos_token_id": 8, "block_size": 4, "response_window": True}
+BY_HAND = {  # options, batch; rows of ids, of loss_mask, of attention_mask
+    "plain": (
+        {"pad_token_id": 9}, [sample(3, [0, 1, 1]) | {"attention_mask": [1, 0, 1], "ignored": {"pad": 0}}, sample(1)],
+        [[1, 2, 3], [1, 9, 9]], [[0, 1, 1], [1, 0, 0]], [[1, 0, 1], [1, 0, 0]],
+    ),
+    "a block fill is supervised and not attended": (
+        FILL, [sample(5, [0, 0, 1, 1, 0]), sample(2)],
+        [[1, 2, 3, 4, 5, 8, 8, 8], [1, 2, 8, 8, 0, 0, 0, 0]],
+        [[0, 0, 1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0, 0]], [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]],
+    ),
+    "whole blocks": ({"block_size": 2}, [sample(4)], [[1, 2, 3, 4]], [[1] * 4], [[1] * 4]),
+    "blocks of one": ({"block_size": 1}, [sample(3)], [[1, 2, 3]], [[1] * 3], [[1] * 3]),
+    "fill of the pad id": ({"pad_token_id": 7, "block_size": 2}, [sample(1)], [[1, 7]], [[1, 1]], [[1, 0]]),
+    "fill of eos 0": (
+        {"pad_token_id": 7, "eos_token_id": 0, "block_size": 2}, [sample(1)], [[1, 0]], [[1, 1]], [[1, 0]],
+    ),
+    "blocks from the response on, with an attended fill": (
+        WINDOW, [sample(5, [0, 0, 0, 1, 1]), sample(2, [0, 1]), sample(2, [0, 0])],
+        [[1, 2, 3, 4, 5, 8, 8], [1, 2, 8, 8, 8, 0, 0], [1, 2, 0, 0, 0, 0, 0]],
+        [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0], [0] * 7],
+        [[1] * 7, [1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0, 0]],
+    ),
+    "a response ends with the content": (
+        WINDOW, [sample(4, [0, 1, 0, 0])], [[1, 2, 3, 4, 8]], [[0, 1, 0, 0, 1]], [[1] * 5],
+    ),
+    "a window without blocks": (
+        {"eos_token_id": 8, "response_window": True}, [sample(3, [0, 1, 1]), sample(1)],
+        [[1, 2, 3], [1, 0, 0]], [[0, 1, 1], [1, 0, 0]], [[1, 1, 1], [1, 0, 0]],
+    ),
+    "a response past the cut has no fill": (
+        WINDOW | {"max_seq_len": 6}, [sample(9, [0] * 8 + [1]), sample(3, [0, 1, 1])],
+        [[1, 2, 3, 4, 5, 6], [1, 2, 3, 8, 8, 0]], [[0] * 6, [0, 1, 1, 1, 1, 0]], [[1] * 6, [1, 1, 1, 1, 1, 0]],
+    ),
+    "a fill is cut where the row ends": (
+        FILL | {"max_seq_len": 7}, [sample(5), sample(1)],
+        [[1, 2, 3, 4, 5, 8, 8], [1, 8, 8, 8, 0, 0, 0]],
+        [[1] * 7, [1, 1, 1, 1, 0, 0, 0]], [[1, 1, 1, 1, 1, 0, 0], [1, 0, 0, 0, 0, 0, 0]],
+    ),
+    "a cap within a block": (
+        {"block_size": 3, "pad_seq_len_divisible": 4, "max_seq_len": 4}, [sample(5)],
+        [[1, 2, 3, 4]], [[1] * 4], [[1] * 4],
+    ),
+    "content is cut, its length is not": (
+        {"max_seq_len": 3}, [sample(5, [0, 0, 1, 1, 1]), sample(1)],
+        [[1, 2, 3], [1, 0, 0]], [[0, 0, 1], [1, 0, 0]], [[1, 1, 1], [1, 0, 0]],
+    ),
+    "supervised padding": (
+        {"block_size": 2, "pad_seq_len_divisible": 3, "supervise_padding": True}, [sample(2, [0, 1]), sample(1, [0])],
+        [[1, 2, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]], [[0, 1, 1, 1, 1, 1]] * 2, [[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]],
+    ),
+    "at least one position": ({"pad_token_id": 4, "block_size": 4}, [sample(0)], [[4]], [[0]], [[0]]),
+    "no row": (WINDOW, [], [], [], []),
+}  # fmt: skip
 
 
-def test_response_window_counts_blocks_from_the_response_and_attends_to_the_fill():
-    out = DLLMCollator(0, eos_token_id=8, block_size=4, response_window=True)(
-        [sample(5, [0, 0, 0, 1, 1]), sample(2, [0, 0])]
-    )
-    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 8, 8], [1, 2, 0, 0, 0, 0, 0]]
-    assert out["loss_mask"].tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]]
-    assert out["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0]]
-
-
-def test_response_window_without_fill():
-    out = DLLMCollator(0, eos_token_id=8, response_window=True)([sample(3, [0, 1, 1]), sample(1)])
-    assert out["input_ids"].tolist() == [[1, 2, 3], [1, 0, 0]]
-    assert out["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-
-
-def test_response_that_begins_past_the_cut_gets_no_fill():
-    collator = DLLMCollator(0, eos_token_id=8, block_size=4, max_seq_len=6, response_window=True)
-    out = collator([sample(9, [0] * 8 + [1]), sample(3, [0, 1, 1])])
-    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 8, 8, 0]]
-    assert out["loss_mask"].tolist() == [[0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]]
-    assert out["input_lengths"].tolist() == [9, 3]
-
-
-def test_a_fill_is_cut_where_the_row_ends():
-    out = DLLMCollator(0, eos_token_id=8, block_size=4, max_seq_len=7)([sample(5), sample(1)])
-    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 8, 8], [1, 8, 8, 8, 0, 0, 0]]
-
-
-def test_supervised_padding():
-    out = DLLMCollator(0, block_size=2, supervise_padding=True)([sample(4), sample(1, [0])])
-    assert out["loss_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
-
-
-def test_length_is_rounded_to_the_common_multiple_and_then_capped():
-    assert DLLMCollator(block_size=4, pad_seq_len_divisible=6)([sample(5)])["input_ids"].shape == (1, 12)
-    assert DLLMCollator(block_size=4, pad_seq_len_divisible=6, max_seq_len=10)([sample(5)])["input_ids"].shape == (
-        1,
-        10,
-    )
-    assert DLLMCollator(pad_seq_len_divisible=1)([sample(5)])["input_ids"].shape == (1, 5)
-
-
-def test_content_is_cut_and_its_length_is_not():
-    out = DLLMCollator(max_seq_len=3)([sample(5)])
-    assert out["input_ids"].tolist() == [[1, 2, 3]]
-    assert out["input_lengths"].tolist() == [5]
-
-
-def test_length_is_at_least_one():
-    assert DLLMCollator(pad_token_id=4)([sample(0)])["input_ids"].tolist() == [[4]]
-
-
-def test_an_empty_batch_gives_empty_tensors():
-    out = DLLMCollator(block_size=4, response_window=True)([])
-    assert [tuple(t.shape) for t in out.values()] == [(0, 1), (0, 1), (0, 1), (0,)]
+@both
+@pytest.mark.parametrize(("options", "batch", "ids", "loss_mask", "attention_mask"), BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(collated, options, batch, ids, loss_mask, attention_mask):
+    out = collated(batch, **options)
+    lengths = [len(s["input_ids"]) for s in batch]
+    expected = {"input_ids": ids, "loss_mask": loss_mask, "attention_mask": attention_mask, "input_lengths": lengths}
+    assert {name: t.tolist() for name, t in out.items()} == expected
     assert [t.dtype for t in out.values()] == [torch.int64, torch.float32, torch.int64, torch.int64]
+    assert batch or out["input_ids"].shape == (0, 1)
+
+
+@both
+@pytest.mark.parametrize(
+    ("n", "block_size", "divisible", "L"),
+    [
+        (5, None, None, 5),
+        (5, None, 1, 5),
+        (5, None, 4, 8),
+        (8, None, 4, 8),
+        (5, 4, 1, 8),
+        (5, 4, 6, 12),
+        (13, 4, 6, 24),
+    ],
+)
+def test_length_is_rounded_to_the_common_multiple_and_then_capped(collated, n, block_size, divisible, L):
+    options = {"block_size": block_size, "pad_seq_len_divisible": divisible}
+    assert collated([sample(n)], **options)["input_ids"].shape == (1, L)
+    assert collated([sample(n)], **options, max_seq_len=10)["input_ids"].shape == (1, min(L, 10))
 
 
 def test_a_generator_is_a_batch():
@@ -201,19 +213,6 @@ def test_whole_numbers_are_taken_in_any_form(ones, field):
 
 def test_fractions_of_a_loss_mask_are_kept():
     assert DLLMCollator()([sample(3, [0.5, 1, True])])["loss_mask"].tolist() == [[0.5, 1, 1]]
-
-
-def test_takes_tensors_and_arrays_and_ignores_other_keys():
-    lists = sample(3, [0, 1, 1])
-    others = {
-        "input_ids": torch.tensor(lists["input_ids"]),
-        "loss_mask": np.array(lists["loss_mask"], dtype=np.float64),
-        "attention_mask": tuple(lists["attention_mask"]),
-        "___PAD_TOKEN_IDS___": {"input_ids": 0},
-    }
-    expected, got = DLLMCollator()([lists]), DLLMCollator()([others])
-    assert all(torch.equal(expected[k], got[k]) for k in expected)
-    assert "___PAD_TOKEN_IDS___" in others
 
 
 def test_documented_helpers():
@@ -248,14 +247,13 @@ def test_helpers_of_a_subclass_are_used():
     assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 8]]
 
 
-def test_more_than_one_run_is_an_error_on_every_batch():
-    collator = DLLMCollator(block_size=4, response_window=True)
+@both
+def test_more_than_one_run_is_an_error_on_every_batch(collated):
+    batch = [sample(3), sample(4, [1, 0, 0, 1])]
     for _ in range(2):
-        with pytest.raises(
-            ValueError, match=r"sample 1, field 'loss_mask' must have at most one supervised run .* got 2"
-        ):
-            collator([sample(3), sample(4, [1, 0, 0, 1])])
-    DLLMCollator(block_size=4)([sample(4, [1, 0, 0, 1])])
+        with pytest.raises(ValueError, match=r"sample 1.*loss_mask.* one supervised run .* got 2"):
+            collated(batch, block_size=4, response_window=True)
+    collated(batch, block_size=4)
 
 
 def test_a_run_past_the_cut_is_still_a_second_run():

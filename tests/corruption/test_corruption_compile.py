@@ -8,21 +8,26 @@ import torch
 from torch._dynamo.utils import counters
 
 from dllm_kernels import corruption
-from tests.conftest import every_time
 
 V, MASK = 1_000, 999
 
 
-def every_routine(ids, loss_mask, seeds, block_size):
+def of_blocks(ids, loss_mask, seeds, block_size):
+    return (
+        *corruption.corrupt_uniform(ids, loss_mask, MASK, block_size=block_size, seeds=seeds),
+        *corruption.corrupt_blockwise(ids, loss_mask, MASK, block_size, seeds=seeds),
+        *corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds),
+    )
+
+
+def every_routine(ids, loss_mask, seeds, *block_sizes):
     """Return all outputs of all routines, traced as one graph."""
     log_w = torch.linspace(-2, 2, ids.shape[1], device=ids.device).expand(ids.shape)
     k = torch.arange(len(ids), device=ids.device)
     p = torch.linspace(0, 0.5, len(ids), device=ids.device)
     return [
         *corruption.corrupt_uniform(ids, loss_mask, MASK, seeds=seeds),
-        *corruption.corrupt_uniform(ids, loss_mask, MASK, block_size=block_size, seeds=seeds),
-        *corruption.corrupt_blockwise(ids, loss_mask, MASK, block_size, seeds=seeds),
-        *corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds),
+        *(t for size in block_sizes for t in of_blocks(ids, loss_mask, seeds, size)),
         *corruption.corrupt_all_masked(ids, loss_mask, MASK),
         corruption.batched_gumbel_topk(log_w, k, seeds=seeds),
         *corruption.corrupt_uniform(ids, loss_mask, MASK, level=p, exact=True, seeds=seeds),
@@ -39,43 +44,19 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-# Compiling a graph of all routines takes long. No blocks and a block longer than the row are compiled beside the short
-# last block of test_one_graph_serves_every_seed. The others have short and full last blocks, or one position per block.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("B", "L", "block_size"),
-    [
-        (3, 41, None),
-        (2, 9, 40),
-        *(
-            pytest.param(*sizes, marks=pytest.mark.every_case)
-            for sizes in [(1, 100, 32), (2, 7, 3), (2, 64, 32), (2, 5, 1)]
-        ),
-    ],
-)
-def test_inductor_gives_the_eager_result(B, L, block_size):
-    generator = torch.Generator().manual_seed(L)
-    ids = torch.randint(0, V, (B, L), generator=generator)
-    loss_mask = torch.rand(B, L, generator=generator) < 0.7
-    seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)
-    expected = every_routine(ids, loss_mask, seeds, block_size)
+def test_inductor_gives_the_eager_result_for_every_seed():
+    """No draw is a constant of the graph. Blocks: none, longer than the row, a short or a full last one, positions."""
+    ids, loss_mask = torch.arange(60).view(3, 20) * 16, torch.arange(60).view(3, 20) % 4 != 0
+    sizes = None, 40, 6, 5, 1
     compiled = torch.compile(every_routine, backend="inductor", fullgraph=True)
-    for theirs, ours in zip(expected, compiled(ids, loss_mask, seeds, block_size), strict=True):
-        assert theirs.dtype == ours.dtype
-        assert torch.equal(theirs, ours)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("backend", every_time(["aot_eager"], ["aot_eager", "inductor"]))
-def test_one_graph_serves_every_seed(backend):
-    """No draw is a constant of the graph."""
-    ids, loss_mask = torch.arange(30).view(2, 15), torch.arange(30).view(2, 15) % 4 != 0
-    compiled = torch.compile(every_routine, backend=backend, fullgraph=True)
     for first in (0, 7, -3):
-        seeds = torch.tensor([first, first + 1])
-        got = compiled(ids, loss_mask, seeds, 4)
-        assert all(torch.equal(a, b) for a, b in zip(every_routine(ids, loss_mask, seeds, 4), got, strict=True))
-    assert not torch.equal(got[0], compiled(ids, loss_mask, seeds + 1, 4)[0])
+        seeds = torch.arange(first, first + 3)
+        got = compiled(ids, loss_mask, seeds, *sizes)
+        for theirs, ours in zip(every_routine(ids, loss_mask, seeds, *sizes), got, strict=True):
+            assert theirs.dtype == ours.dtype
+            assert torch.equal(theirs, ours)
+    assert not torch.equal(got[0], compiled(ids, loss_mask, seeds + 1, *sizes)[0])
 
 
 SHARES = {
@@ -100,7 +81,7 @@ def test_a_number_that_changes_from_step_to_step(name):
     ids, loss_mask, seeds = torch.arange(60).view(2, 30), torch.ones(2, 30, dtype=torch.bool), torch.tensor([5, 6])
     compiled = torch.compile(SHARES[name], backend="aot_eager", fullgraph=True)
     counters.clear()
-    for k in range(8):
+    for k in range(4):
         expected, got = (routine(ids, loss_mask, seeds, 0.01 + k / 10) for routine in (SHARES[name], compiled))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert counters["stats"]["unique_graphs"] == 2

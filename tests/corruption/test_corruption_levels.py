@@ -25,7 +25,7 @@ def same(a, b):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 @pytest.mark.parametrize("routine", ["uniform", "exact", "blockwise", "blocks"])
 def test_passing_the_level_that_would_be_drawn_changes_nothing(routine, source, backend, device):
@@ -240,14 +240,6 @@ def test_mix_accepts_rounding_errors(backend, device):
     assert (noisy[1][noise[1]] == MASK).all()
 
 
-def test_mix_rejects_a_sum_above_1_on_the_cpu():
-    ids, loss_mask, seeds = batch(2, 5)
-    sums = r"mask_prob \+ uniform_prob must be at most 1, got up to 1.1"
-    for p, message in ((0.6, sums), (float("nan"), r"mask_prob must lie in \[0, 1\], got values from nan")):
-        with pytest.raises(ValueError, match=message):
-            mixed(ids, loss_mask, mask_prob=torch.tensor([0.1, p]), uniform_prob=torch.full((2,), 0.5), seeds=seeds)
-
-
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
 def test_mix_of_any_integer_dtype(dtype, backend, device):
     ids, loss_mask, seeds = batch(2, 40, device)
@@ -314,9 +306,6 @@ META = torch.zeros(2, device="meta")
         ("sample", {"low": 0.5, "high": 0.2}, ValueError, "low and high must satisfy .* got 0.5 and 0.2"),
         ("sample", {"high": 1.5}, ValueError, "low and high must satisfy .* got 0.0 and 1.5"),
         ("sample", {"low": "0"}, TypeError, "low must be a float, got str"),
-        ("sample", {"seeds": torch.tensor([1])}, ValueError, r"seeds must have shape \(3,\), one per row, got \(1,\)"),
-        ("sample", {"seeds": [1, 2, 3]}, TypeError, "seeds must be a torch.Tensor, got list"),
-        ("sample", {"backend": "gpu"}, ValueError, "backend must be one of auto, triton, torch, got 'gpu'"),
     ],
 )  # fmt: skip
 def test_errors(call, arguments, error, message):

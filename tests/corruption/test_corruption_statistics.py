@@ -38,8 +38,11 @@ def plackett_luce(log_w, k):
     return sets
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-@pytest.mark.parametrize("log_w", [[0.0] * 5, [0.0, 1.0, -2.0, 0.5, 3.0], [-4.0, 0.0, 0.1, 0.2, 4.0]])
+@pytest.mark.parametrize(
+    ("log_w", "k"),
+    [([0.0] * 5, 2), *(([0.0, 1.0, -2.0, 0.5, 3.0], k) for k in (1, 3)), ([-4.0, 0.0, 0.1, 0.2, 4.0], 4)],
+    ids=str,
+)
 def test_sets_have_their_plackett_luce_probabilities(log_w, k):
     N, D = 60_000, len(log_w)
     chosen = gumbel_topk_mask(torch.tensor([log_w]).expand(N, D), k, generator=torch.Generator().manual_seed(k))
@@ -210,7 +213,7 @@ def test_mix_splits_at_its_rates_and_other_tokens_are_uniform(vocab_size):
 @pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])
 def test_each_sampled_level_is_uniform(method):
     """A single row has the uniform distribution, whatever couples the rows of a batch."""
-    seeds = range(3000)
+    seeds = range(1000)
     batches = [corruption.sample_level(4, method=method, seeds=torch.full((4,), seed)) for seed in seeds]
     if method == "uniform":  # four equal seeds would give four equal levels
         batches = [corruption.sample_level(4, seeds=4 * seed + torch.arange(4)) for seed in seeds]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from dllm_kernels import corruption, gumbel_topk_mask, policy_views
 from tests.conftest import every_time
-from tests.corruption.test_corruption import MASK, ROUTINES, Routine, batch, every_routine, same
+from tests.corruption.test_corruption import MASK, ROUTINES, batch, every_routine, same
 
 pytestmark = pytest.mark.indices
 
@@ -60,9 +60,9 @@ def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
 
 
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("name", every_time(["uniform, block 7", "sequence", "mix"], [*ROUTINES]))
+@pytest.mark.parametrize("name", ["uniform, block 7", "sequence", "mix"])
 def test_backends_agree_on_padded_rows(name, device):
-    """Also with a generator, and on rows whose views are not contiguous."""
+    """With a generator, and on rows whose views are not contiguous; each routine with seeds: the test above."""
     ids, loss_mask, seeds = batch(4, 70, device)
     routine, loss_mask, start = (
         ROUTINES[name],
@@ -82,18 +82,13 @@ def test_a_start_of_0_changes_nothing(routine, backend, device):
     assert same(routine(ids, loss_mask, seeds=seeds, start=seeds * 0, backend=backend), expected)
 
 
-LONG = [
-    Routine(lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, **kw)),
-    Routine(lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, exact=True, **kw)),
-]
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("routine", LONG, ids=["sequence", "exact"])
-def test_padded_rows_longer_than_the_registers(routine, device):
+def test_padded_rows_longer_than_the_registers(device):
     ids, loss_mask, seeds = batch(2, 4200, device)
     start = torch.tensor([3, 4100], device=device)
-    by_kernel, by_torch = (routine(ids, loss_mask, seeds=seeds, start=start, backend=b) for b in ("triton", "torch"))
+    by_kernel, by_torch = (
+        corruption.corrupt_blockwise(ids, loss_mask, MASK, seeds=seeds, start=start, backend=b)
+        for b in ("triton", "torch")
+    )
     assert same(by_kernel, by_torch)
 
 
@@ -188,10 +183,6 @@ def test_compiled_routines_of_padded_rows(backend):
         compiled(ids, loss_mask, seeds, torch.tensor([0, 4, 19]))
 
 
-class Split(torch.Tensor):
-    device_mesh = None  # the attribute by which DTensors are recognised
-
-
 START = torch.tensor([0, 1])
 
 
@@ -199,7 +190,6 @@ START = torch.tensor([0, 1])
     ("start", "error", "message"),
     [
         ([0, 1], TypeError, "start must be a torch.Tensor, got list"),
-        (START.as_subclass(Split), TypeError, "start must be a plain torch.Tensor, got DTensor"),
         (START.int(), ValueError, "start must have dtype int64, got int32"),
         (START[:1], ValueError, r"start must have shape \(2,\) \(the rows of .*\), got \(1,\)"),
         (START.to("meta"), ValueError, "start must be on cpu like .*, got meta"),
@@ -216,20 +206,10 @@ def test_errors_of_start(start, error, message):
     for scheme in ("full", "elbo"):
         with pytest.raises(error, match=message):
             policy_views(ids, loss_mask, MASK, scheme, seeds=seeds, start=start)
-    if not isinstance(start, Split):
-        with pytest.raises(error, match=message):
-            gumbel_topk_mask(ids.float(), 2, seeds=seeds, start=start)
+    with pytest.raises(error, match=message):
+        gumbel_topk_mask(ids.float(), 2, seeds=seeds, start=start)
 
 
 def test_a_start_with_given_draws():
     with pytest.raises(ValueError, match="start must be None with uniform, which already has one value per column"):
         gumbel_topk_mask(torch.zeros(2, 3), 1, uniform=torch.full((2, 3), 0.5), start=START)
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
-def test_empty_padded_batches(shape, backend, device):
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    start = torch.zeros(shape[0], dtype=torch.int64, device=device)
-    for routine in ROUTINES.values():
-        outputs = routine(ids, ids > 0, start=start, backend=backend)
-        assert [t.shape for t in outputs] == [ids.shape] * 3

@@ -85,13 +85,6 @@ def test_segments_of_a_padded_row(backend, device):
     assert (outputs[2][2] == 1).all()
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
-def test_empty_batches_with_segments(shape, backend, device):
-    ids = torch.zeros(shape, dtype=torch.int64, device=device)
-    outputs = corrupt_uniform(ids, ids > 0, MASK, segment_ids=ids, backend=backend)
-    assert [t.shape for t in outputs] == [ids.shape] * 3
-
-
 @pytest.mark.parametrize("options", [{"block_size": 8}, {"segments": True}], ids=str)
 def test_noise_over_its_probability_has_the_expectation_1_in_every_position(options):
     """20,000 rows, within 4 standard errors; ``corrupt_blockwise`` fails by 40 %."""
@@ -112,8 +105,8 @@ def test_noise_over_its_probability_has_the_expectation_1_in_every_position(opti
 
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 def test_levels_of_blocks_and_segments_are_independent(source):
-    """No pair of levels of a row is correlated, within 4.5 standard errors of 20,000 rows and 28 pairs."""
-    B, L = 20_000, 16
+    """No pair of levels of a row is correlated, within 4.5 standard errors of 8,000 rows and 28 pairs."""
+    B, L = 8_000, 16
     ids = torch.zeros(B, L, dtype=torch.int64)
     runs = (torch.arange(L) // 2).expand(B, L)
     for given in ({"block_size": 2}, {"segment_ids": runs}):
@@ -167,11 +160,3 @@ SHAPES = r"\(2,\) or \(2, 1\) or "
 def test_errors_of_blocks_and_segments(options, error, message):
     with pytest.raises(error, match=message):
         corrupt_uniform(IDS, ON, MASK, **options)
-
-
-def test_a_dtensor_of_segments_raises_with_advice():
-    class Split(torch.Tensor):
-        device_mesh = None  # the attribute by which DTensors are recognised
-
-    with pytest.raises(TypeError, match=r"^segment_ids must be a plain torch\.Tensor, got DTensor"):
-        corrupt_uniform(IDS, ON, MASK, segment_ids=IDS.clone().as_subclass(Split))

@@ -87,8 +87,12 @@ def test_dtensors_are_refused_in_our_words(dtensor):
             assert torch.equal(call(seeds=seeds).ids, call(seeds=SEEDS).ids)
         else:
             raises(TypeError, message.format("seeds"), call, seeds=seeds)
-    for call in (c.corrupt_uniform, c.corrupt_blockwise):
-        raises(TypeError, message.format("level"), call, IDS, ON, 8, level=half)
+    given = {"level": half, "segment_ids": dtensor(IDS), "start": seeds}
+    for name, t in given.items():
+        raises(TypeError, message.format(name), c.corrupt_uniform, IDS, ON, 8, **{name: t})
+    raises(TypeError, message.format("level"), c.corrupt_blockwise, IDS, ON, 8, level=half)
+    raises(TypeError, message.format("input_ids"), c.corrupt_uniform, dtensor(IDS), ON, 8)
+    raises(TypeError, message.format("loss_mask"), c.corrupt_uniform, IDS, dtensor(ON), 8)
     raises(TypeError, message.format("level"), policy_views, IDS, ON, 8, "elbo", level=half)
     raises(TypeError, message.format("mask_prob"), c.corrupt_mix, IDS, ON, 8, V, mask_prob=half, uniform_prob=LEVEL)
     raises(TypeError, message.format("uniform_prob"), c.corrupt_mix, IDS, ON, 8, V, mask_prob=LEVEL, uniform_prob=half)

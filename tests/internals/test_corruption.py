@@ -27,24 +27,19 @@ def draws(seeds, L, block_size, whole_words=False):
     return _rules.uniform(levels), bits, words
 
 
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (4, 129)])
-def test_uniform_equals_the_reference(B, L, backend, device):
+UNIFORM = [(1, 1, {}), (3, 50, {}), (4, 129, {}), *((3, 50, {"block_size": size}) for size in (1, 7, 64))]
+
+
+@pytest.mark.everyday(4)
+@pytest.mark.parametrize(("B", "L", "options"), UNIFORM, ids=str)
+def test_uniform_equals_the_reference(B, L, options, backend, device):
     ids, loss_mask, seeds = batch(B, L, device)
-    level, bits, _ = draws(seeds, L, None)
-    uniform = _rules.uniform(bits)
-    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, t_uniform=level[:, 0], uniform=uniform)
-    assert same(corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, seeds=seeds, backend=backend), expected)
-
-
-@pytest.mark.parametrize("block_size", [1, 7, 64])
-def test_uniform_with_blocks_equals_the_reference(block_size, backend, device):
-    ids, loss_mask, seeds = batch(3, 50, device)
-    level, bits, _ = draws(seeds, 50, block_size)
-    drawn = {"t_uniform": level, "uniform": _rules.uniform(bits)}
-    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, block_size=block_size, **drawn)
-    got = corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, block_size=block_size, seeds=seeds, backend=backend)
-    assert same(got, expected)
+    level, bits, _ = draws(seeds, L, options.get("block_size"))
+    drawn = {"t_uniform": level if options else level[:, 0], "uniform": _rules.uniform(bits)}
+    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, **drawn)
+    assert same(
+        corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, seeds=seeds, backend=backend), expected
+    )
 
 
 @pytest.mark.parametrize("with_level", [False, True])
@@ -55,8 +50,9 @@ def test_uniform_with_segments_equals_the_reference(with_level, backend, device)
     options = {"segment_ids": segment_ids, "level": level.flip(1) if with_level else None}
     drawn = {"t_uniform": level, "uniform": _rules.uniform(bits)}
     expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, **drawn)
-    got = corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, seeds=seeds, backend=backend)
-    assert same(got, expected)
+    assert same(
+        corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, **options, seeds=seeds, backend=backend), expected
+    )
 
 
 @pytest.mark.covering(1)
@@ -71,7 +67,7 @@ def test_blockwise_equals_the_reference(block_size, eps, half_life_ratio, backen
     assert same(corruption.corrupt_blockwise(ids, loss_mask, *options, seeds=seeds, backend=backend), expected)
 
 
-@pytest.mark.parametrize("block_size", [None, 1, 6, 32])
+@pytest.mark.parametrize("block_size", [None, 1, 4, 6, 32])
 def test_uniform_random_equals_the_reference(block_size, backend, device):
     ids, loss_mask, seeds = batch(3, 50, device)
     level, bits, words = draws(seeds, 50, block_size, whole_words=True)

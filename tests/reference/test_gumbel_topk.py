@@ -1,6 +1,5 @@
-"""The oracle of Gumbel top-k: scores chosen by hand, every edge of k, and Plackett-Luce frequencies."""
+"""The oracle of Gumbel top-k: scores chosen by hand, and every edge of k."""
 
-import itertools
 import math
 
 import pytest
@@ -94,27 +93,3 @@ def test_draws_lie_strictly_inside_the_unit_interval(monkeypatch):
     u = draw_uniform((2,), torch.device("cpu"), None)
     assert ((u > 0) & (u < 1)).all()
     assert (-torch.log(-torch.log(u))).isfinite().all()
-
-
-def plackett_luce_inclusion(weights, k):
-    """Compute P(i is among the first k) when drawing without replacement in proportion to the weights."""
-    inclusion = [0.0] * len(weights)
-    for order in itertools.permutations(range(len(weights)), k):
-        left, probability = sum(weights), 1.0
-        for i in order:
-            probability *= weights[i] / left
-            left -= weights[i]
-        for i in order:
-            inclusion[i] += probability
-    return inclusion
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("k", [1, 2])
-def test_inclusion_frequencies_equal_plackett_luce(k):
-    # Six binomial frequencies in all, each within 5.5 standard deviations: false alarm below 6 * 4e-8 < 1e-6.
-    weights, n = [1.0, 2.0, 5.0], 4000
-    log_w = torch.tensor(weights).log().expand(n, 3)
-    counts = batched_gumbel_topk(log_w, torch.full((n,), k), generator=torch.Generator().manual_seed(0)).sum(0)
-    for count, p in zip(counts.tolist(), plackett_luce_inclusion(weights, k), strict=True):
-        assert abs(count / n - p) < 5.5 * math.sqrt(p * (1 - p) / n)
