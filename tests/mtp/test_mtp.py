@@ -18,7 +18,7 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
 )
 from dllm_kernels.mtp.head import head_weight
-from tests.conftest import DEVICE, every_time
+from tests.conftest import DEVICE
 from tests.support.parity import assert_parity
 
 B, S, H, V, D = 2, 11, 8, 37, 3
@@ -50,6 +50,10 @@ class HeadWithLeaf(nn.Module):
         return self.head
 
 
+def mtp_loss(loss_fn, hidden, labels, model, **options):
+    return calculate_mtp_loss(loss_fn, mtp_per_depth_h=hidden, labels=labels, model=model, **options)
+
+
 def labels_with_padding():
     labels = torch.randint(0, V, (B, S))
     labels[0, 3] = labels[1, 0] = -100
@@ -72,7 +76,7 @@ def packings():
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("packing", packings())
 @pytest.mark.parametrize("base", BASES)
 def test_value_and_gradients_equal_the_reference(base, packing, backend):
@@ -87,11 +91,11 @@ def test_value_and_gradients_equal_the_reference(base, packing, backend):
 
     def ours(*leaves):
         chunked = {"chunk_size": 5} if base is FusedLinearCrossEntropy else {}
-        return calculate_mtp_loss(
+        return mtp_loss(
             base(backend=backend, **chunked),
-            mtp_per_depth_h=list(leaves[:-1]),
-            labels=labels,
-            model=HeadWithLeaf(leaves[-1]),
+            list(leaves[:-1]),
+            labels,
+            HeadWithLeaf(leaves[-1]),
             num_label_tokens=17,
             **options,
         )
@@ -103,6 +107,7 @@ def test_value_and_gradients_equal_the_reference(base, packing, backend):
     assert_parity(ours, plain, draw)
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("base", BASES)
 def test_low_precision_is_as_good_as_plain(base, dtype):
@@ -115,9 +120,7 @@ def test_low_precision_is_as_good_as_plain(base, dtype):
 
     def ours(*leaves):
         model = HeadWithLeaf(leaves[-1])
-        return calculate_mtp_loss(
-            base(), mtp_per_depth_h=list(leaves[:-1]), labels=labels, model=model, scaling_factor=0.3
-        )
+        return mtp_loss(base(), list(leaves[:-1]), labels, model, scaling_factor=0.3)
 
     def plain(*leaves):
         return reference.mtp_loss([h @ leaves[-1].t() for h in leaves[:-1]], labels, 0.3).loss
@@ -130,15 +133,7 @@ def test_depths_come_unscaled_and_with_their_graphs(base):
     torch.manual_seed(2)
     hidden, labels, model = hiddens(), labels_with_padding(), Model(bias=torch.randn(V, dtype=torch.float64))
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.2, 9)
-    out = calculate_mtp_loss(
-        base(),
-        mtp_per_depth_h=hidden,
-        labels=labels,
-        model=model,
-        scaling_factor=0.2,
-        num_label_tokens=9,
-        return_per_depth=True,
-    )
+    out = mtp_loss(base(), hidden, labels, model, scaling_factor=0.2, num_label_tokens=9, return_per_depth=True)
     assert isinstance(out, mtp.MTPLossOutput)
     assert len(out.per_depth_losses) == D
     torch.testing.assert_close(out.loss, expected.loss)
@@ -158,9 +153,7 @@ def test_the_weight_sum_of_the_labels_of_all_depths(base, weighted):
     hidden, labels, model = hiddens(), labels_with_padding(), Model()
     weights = torch.rand(labels.shape, dtype=torch.float64) if weighted else torch.ones(labels.shape)
     options = {"loss_weights": weights} if weighted else {}
-    out = calculate_mtp_loss(
-        base(), mtp_per_depth_h=hidden, labels=labels, model=model, num_label_tokens=9, return_per_depth=True, **options
-    )
+    out = mtp_loss(base(), hidden, labels, model, num_label_tokens=9, return_per_depth=True, **options)
     expected = sum(weights[reference.mtp_labels(labels, k) != -100].sum() for k in range(D))
     torch.testing.assert_close(out.weight_sum, expected.to(out.weight_sum.dtype))
     assert not out.weight_sum.requires_grad
@@ -184,7 +177,7 @@ def test_logits_and_given_targets():
 def test_flat_labels_with_a_batch_of_one(base):
     torch.manual_seed(4)
     labels, hidden, model = labels_with_padding()[0], [h[:1] for h in hiddens()], Model()
-    got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    got = mtp_loss(base(), hidden, labels, model)
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels[None], 0.1).loss
     torch.testing.assert_close(got, expected)
 
@@ -195,14 +188,12 @@ def test_a_loss_with_its_own_ignore_index(base):
     labels, hidden, model = labels_with_padding(), hiddens(), Model()
     labels[0, 5] = 7
     elsewhere = torch.where(labels == 7, -100, labels)
-    expected = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=elsewhere, model=model)
+    expected = mtp_loss(base(), hidden, elsewhere, model)
     for index in (-100, None, 7):
-        got = calculate_mtp_loss(
-            base(ignore_index=7), mtp_per_depth_h=hidden, labels=labels, model=model, ignore_index=index
-        )
+        got = mtp_loss(base(ignore_index=7), hidden, labels, model, ignore_index=index)
         torch.testing.assert_close(got, expected)
     with pytest.raises(ValueError, match="ignore_index must be -100 or that of loss_fn, 7, got 3"):
-        calculate_mtp_loss(base(ignore_index=7), mtp_per_depth_h=hidden, labels=labels, model=model, ignore_index=3)
+        mtp_loss(base(ignore_index=7), hidden, labels, model, ignore_index=3)
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -215,21 +206,18 @@ def test_loss_weights_and_counts(base):
         targets = reference.mtp_labels(labels, k, -100)
         expected = expected + (reference.token_nll(model.lm_head(h), targets) * weights).sum() / 13
     for count in (13, torch.tensor(13)):
-        got = calculate_mtp_loss(
-            base(), mtp_per_depth_h=hidden, labels=labels, model=model, loss_weights=weights, num_label_tokens=count
-        )
+        got = mtp_loss(base(), hidden, labels, model, loss_weights=weights, num_label_tokens=count)
         torch.testing.assert_close(got, expected * 0.1 / D)
     for count in (0, torch.tensor(0)):
-        got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model, num_label_tokens=count)
+        got = mtp_loss(base(), hidden, labels, model, num_label_tokens=count)
         assert got.item() == 0
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], BASES))
-def test_a_negative_count_raises(base):
+def test_a_negative_count_raises():
     """A negative count would change the sign of the loss, which would then be maximised."""
     labels, hidden, model = labels_with_padding(), hiddens(), Model()
-    call = functools.partial(calculate_mtp_loss, base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    call = functools.partial(mtp_loss, FusedLinearCrossEntropy(), hidden, labels, model)
     for count in (-3, torch.tensor(-3)):
         with pytest.raises(ValueError, match=r"^num_label_tokens must not be negative, got -3$"):
             call(num_label_tokens=count)
@@ -243,66 +231,71 @@ def test_more_depths_than_positions(base):
     model = Model()
     hidden = [torch.randn(B, 2, H, dtype=torch.float64, requires_grad=True) for _ in range(4)]
     labels = torch.randint(0, V, (B, 2))
-    got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    got = mtp_loss(base(), hidden, labels, model)
     expected = reference.token_nll(model.lm_head(hidden[0][:, :1]), labels[:, 1:]).sum() * 0.1 / 4
     torch.testing.assert_close(got, expected)
     got.backward()
     assert all(h.grad.abs().sum() == 0 for h in hidden[1:])
 
 
+def raises(error, message, function, *args, **options):
+    with pytest.raises(error, match=re.escape(message)):
+        function(*args, **options)
+
+
+GIVEN = "must be given to dllm_kernels.mtp.cross_entropy."
+
+
 def test_bad_input():
-    hidden, labels, model = hiddens(), labels_with_padding(), Model()
-    logits = [model.lm_head(h) for h in hidden]
-    call = {"labels": labels, "model": model}
-    fused, masked = FusedLinearCrossEntropy(), MaskedCrossEntropy()
-    with pytest.raises(
-        ValueError, match="exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got neither"
-    ):
-        calculate_mtp_loss(masked, **call)
-    with pytest.raises(ValueError, match=r"exactly one .* got both"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_logits=logits, **call)
-    with pytest.raises(ValueError, match="must hold at least one depth"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=[], **call)
-    with pytest.raises(
-        ValueError, match=r"mtp_per_depth_h must be given to dllm_kernels\.mtp\.cross_entropy\.FusedLinearCrossEntropy"
-    ):
-        calculate_mtp_loss(fused, mtp_per_depth_logits=logits, **call)
-    with pytest.raises(ValueError, match=r"the output of MTP depth 1 must have shape \(2, 11, 8\)"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=[hidden[0], hidden[1][:, :5]], **call)
-    with pytest.raises(ValueError, match=r"seq_idx must have shape \(2, 11\) like labels"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, seq_idx=torch.zeros(3, S), **call)
-    with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[num_seqs \+ 1\]"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, cu_seqlens=torch.zeros(2, 3), **call)
-    with pytest.raises(ValueError, match="mtp_per_depth_targets must not be combined"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels] * D, seq_idx=labels, **call)
-    with pytest.raises(ValueError, match="mtp_per_depth_targets must hold 3 tensors, one per depth, got 2"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels] * 2, **call)
-    with pytest.raises(ValueError, match=r"mtp_per_depth_targets\[0\] must have shape"):
-        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels[:1]] * D, **call)
-    with pytest.raises(ValueError, match="model must have get_output_embeddings"):
-        calculate_mtp_loss(fused, mtp_per_depth_h=hidden, labels=labels, model=nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="reduction must be one of sum, mean, none, got 'avg'"):
-        MaskedCrossEntropy(reduction="avg")
-    with pytest.raises(
-        ValueError, match="num_label_tokens must be None unless reduction is 'sum', got reduction='mean'"
-    ):
-        MaskedCrossEntropy(reduction="mean")(logits[0], labels, num_label_tokens=3)
-    with pytest.raises(ValueError, match="loss_weights must be None unless reduction is 'sum'"):
-        FusedLinearCrossEntropy(reduction="none")(
-            hidden[0], labels, model.lm_head.weight, loss_weights=torch.ones(B, S)
-        )
-    with pytest.raises(ValueError, match=r"logit_softcapping must be positive, from 1e-18 to 1e[+]18, got 1e[+]19"):
-        FusedLinearCrossEntropy(logit_softcapping=-1e19)
-    with pytest.raises(TypeError, match="logit_softcapping must be a number or None, got str"):
-        FusedLinearCrossEntropy(logit_softcapping="30")
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
-        FusedLinearCrossEntropy(chunk_size=0)
-    with pytest.raises(ValueError, match=r"mask must have shape \(22,\)"):
-        masked(logits[0], labels, mask=torch.ones(3))
-    with pytest.raises(
-        ValueError, match=r"logits must be given to dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
-    ):
-        calculate_loss(masked, labels=labels, model=model)
+    hidden, labels, model, meta = hiddens(), labels_with_padding(), Model(), torch.zeros(B, S, device="meta").int()
+    masked, fused = MaskedCrossEntropy(), FusedLinearCrossEntropy()
+
+    def wrong(error, message, loss_fn=masked, **changes):
+        given = {"mtp_per_depth_h": hidden, "labels": labels, "model": model, **changes}
+        raises(error, message, calculate_mtp_loss, loss_fn, **given)
+
+    one = "exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got "
+    wrong(ValueError, one + "neither", mtp_per_depth_h=None)
+    wrong(ValueError, one + "both", mtp_per_depth_logits=hidden)
+    wrong(ValueError, "must hold at least one depth", mtp_per_depth_h=[])
+    logits = {"mtp_per_depth_h": None, "mtp_per_depth_logits": hidden}
+    wrong(ValueError, f"mtp_per_depth_h {GIVEN}FusedLinearCrossEntropy", fused, **logits)
+    depth = "the output of MTP depth 1 must have shape (2, 11, 8)"
+    wrong(ValueError, depth, mtp_per_depth_h=[hidden[0], hidden[1][:, :5]])
+    wrong(ValueError, "seq_idx must have shape (2, 11) like labels", seq_idx=torch.zeros(3, S))
+    wrong(TypeError, "seq_idx must be a torch.Tensor, got list", seq_idx=[0])
+    wrong(ValueError, "seq_idx must be on cpu like labels, got meta", seq_idx=meta)
+    wrong(ValueError, "cu_seqlens must have shape [num_seqs + 1]", cu_seqlens=torch.zeros(2, 3))
+    wrong(TypeError, "cu_seqlens must be a torch.Tensor, got list", cu_seqlens=[0, 4])
+    wrong(
+        ValueError,
+        "cu_seqlens must have dtype int64, int32, int16, int8, uint8, got float32",
+        cu_seqlens=torch.tensor([0.0, 4.0]),
+    )
+    wrong(ValueError, "cu_seqlens must be on cpu like labels, got meta", cu_seqlens=meta[0])
+    targets = "mtp_per_depth_targets"
+    wrong(ValueError, f"{targets} must not be combined", mtp_per_depth_targets=[labels] * D, seq_idx=labels)
+    wrong(ValueError, f"{targets} must hold 3 tensors, one per depth, got 2", mtp_per_depth_targets=[labels] * 2)
+    wrong(ValueError, f"{targets}[0] must have shape", mtp_per_depth_targets=[labels[:1]] * D)
+    wrong(ValueError, "model must have get_output_embeddings", fused, model=nn.Linear(2, 2))
+    wrong(TypeError, "labels must be a torch.Tensor, got list", labels=[1])
+
+
+def test_bad_input_of_the_base_losses():
+    hidden, labels, model = hiddens()[0], labels_with_padding(), Model()
+    masked, fused, x = MaskedCrossEntropy, FusedLinearCrossEntropy, model.lm_head(hidden)
+    raises(ValueError, "reduction must be one of sum, mean, none, got 'avg'", masked, reduction="avg")
+    count = "num_label_tokens must be None unless reduction is 'sum', got reduction='mean'"
+    raises(ValueError, count, masked(reduction="mean"), x, labels, num_label_tokens=3)
+    weights, call = "loss_weights must be None unless reduction is 'sum'", fused(reduction="none")
+    raises(ValueError, weights, call, hidden, labels, model.lm_head.weight, loss_weights=torch.ones(B, S))
+    softcap = "logit_softcapping must be positive, from 1e-18 to 1e+18, got 1e+19"
+    raises(ValueError, softcap, fused, logit_softcapping=-1e19)
+    raises(TypeError, "logit_softcapping must be a number or None, got str", fused, logit_softcapping="30")
+    raises(ValueError, "chunk_size must be at least 1, got 0", fused, chunk_size=0)
+    raises(ValueError, "mask must have shape (22,)", masked(), x, labels, mask=torch.ones(3))
+    raises(ValueError, f"logits {GIVEN}MaskedCrossEntropy, got None", calculate_loss, masked(), labels=labels)
+    raises(ValueError, f"labels {GIVEN}MaskedCrossEntropy, got None", calculate_loss, masked(), logits=x)
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
@@ -407,7 +400,7 @@ class ByGetter(nn.Module):
 def test_the_head_is_found(base, model):
     weight = max((p for p in model.parameters()), key=torch.Tensor.numel)
     hidden, labels = hiddens(grad=False), labels_with_padding()
-    got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    got = mtp_loss(base(), hidden, labels, model)
     torch.testing.assert_close(got, reference.mtp_loss([h @ weight.t() for h in hidden], labels, 0.1).loss)
 
 
@@ -496,10 +489,7 @@ def test_a_row_of_packing_beside_labels_of_one_dimension(packing):
     model, labels = Model(), torch.randint(0, V, (S,))
     hidden = [h[0] for h in hiddens()]
     one = {"seq_idx": torch.tensor([0] * 5 + [1] * 6), "cu_seqlens": torch.tensor([0, 5, S])}[packing]
-    flat, row = (
-        calculate_mtp_loss(MaskedCrossEntropy(), mtp_per_depth_h=hidden, labels=labels, model=model, **{packing: t})
-        for t in (one, one[None])
-    )
+    flat, row = (mtp_loss(MaskedCrossEntropy(), hidden, labels, model, **{packing: t}) for t in (one, one[None]))
     torch.testing.assert_close(flat, row)
 
 
@@ -528,7 +518,7 @@ def test_a_foreign_linear_loss_receives_the_head():
 
     torch.manual_seed(11)
     model, hidden, labels = Model(), hiddens(), labels_with_padding()
-    got = calculate_mtp_loss(Theirs(), mtp_per_depth_h=hidden, labels=labels, model=model, grad_reduce_group=object())
+    got = mtp_loss(Theirs(), hidden, labels, model, grad_reduce_group=object())
     torch.testing.assert_close(got, reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss)
 
 
@@ -545,9 +535,7 @@ def test_a_custom_ignore_index_is_not_a_bad_target(base, reduction, monkeypatch)
     if reduction != "none":
         depths = [h, h]
         for return_per_depth in (False, True):
-            total = calculate_mtp_loss(
-                loss_fn, mtp_per_depth_h=depths, labels=labels, model=model, return_per_depth=return_per_depth
-            )
+            total = mtp_loss(loss_fn, depths, labels, model, return_per_depth=return_per_depth)
             assert (total.loss if return_per_depth else total).isfinite()
     with pytest.raises(IndexError, match="got 37 at position"):
         loss_fn(*first[:1], torch.full_like(labels, V), *first[2:])
@@ -587,7 +575,7 @@ def test_a_low_rank_part_of_the_head(how):
     expected = (2 if how == "subclass" else 1) * reference.mtp_loss(logits, labels.reshape(-1, S), 0.3).loss
     loss_fn = Doubled() if how == "subclass" else FusedLinearCrossEntropy()
     options = {"extra": (u, second), "lm_bias": bias, "return_per_depth": how == "per depth"}
-    got = calculate_mtp_loss(loss_fn, mtp_per_depth_h=hidden, labels=labels, model=model, scaling_factor=0.3, **options)
+    got = mtp_loss(loss_fn, hidden, labels, model, scaling_factor=0.3, **options)
     got = got.loss if how == "per depth" else got
     torch.testing.assert_close(got, expected)
     leaves = [*hidden, u, second, bias, *model.parameters()]
@@ -680,19 +668,15 @@ def test_a_mask_of_one_entry_applies_to_every_label(on):
 
 
 def test_labels_whose_layout_does_not_fit_the_logits():
-    loss_fn, logits = MaskedCrossEntropy(), torch.randn(2, 6, V)
+    loss_fn, logits, labels = MaskedCrossEntropy(), torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.long)
     for shape in ((6, 2), (3, 4), (2, 5), (2, 6, 1, 2), (1,), ()):
         message = f"labels must have shape (2, 6) (that of logits without its last dimension), got {shape}"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            loss_fn(logits, torch.zeros(shape, dtype=torch.long))
-    with pytest.raises(ValueError, match="labels must be on cpu like logits, got meta"):
-        loss_fn(logits, torch.zeros(12, dtype=torch.long, device="meta"))
-    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
-        loss_fn(logits, [1])
-    with pytest.raises(TypeError, match=r"mask must be a torch.Tensor, got list"):
-        loss_fn(logits, torch.zeros(2, 6, dtype=torch.long), mask=[1])
-    with pytest.raises(ValueError, match=r"loss_weights must have shape \(12,\) \(that of labels\), got \(2, 6\)"):
-        loss_fn(logits, torch.zeros(12, dtype=torch.long), loss_weights=torch.ones(2, 6))
+        raises(ValueError, message, loss_fn, logits, torch.zeros(shape, dtype=torch.long))
+    raises(ValueError, "labels must be on cpu like logits, got meta", loss_fn, logits, labels.flatten().to("meta"))
+    raises(TypeError, "labels must be a torch.Tensor, got list", loss_fn, logits, [1])
+    raises(TypeError, "mask must be a torch.Tensor, got list", loss_fn, logits, labels, mask=[1])
+    message = "loss_weights must have shape (12,) (that of labels), got (2, 6)"
+    raises(ValueError, message, loss_fn, logits, labels.flatten(), loss_weights=torch.ones(2, 6))
 
 
 NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
@@ -710,10 +694,7 @@ def test_labels_of_a_narrow_type(base, dtype, packing):
     if dtype == torch.uint8:
         labels[:, 2::3] = 156
     options = packings()[packing]
-    narrow, wide = (
-        calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=y, model=model, **options)
-        for y in (labels.to(dtype), labels)
-    )
+    narrow, wide = (mtp_loss(base(), hidden, y, model, **options) for y in (labels.to(dtype), labels))
     assert torch.equal(narrow, wide)
     torch.testing.assert_close(
         wide, reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1, **options).loss
@@ -749,41 +730,16 @@ def test_a_narrow_dtype_of_cu_seqlens_holds_only_its_boundaries():
     boundaries = torch.tensor([0, 100, 120])
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1, cu_seqlens=boundaries).loss
     for dtype in (torch.int8, torch.int32):
-        got = calculate_mtp_loss(
-            MaskedCrossEntropy(), mtp_per_depth_h=hidden, labels=labels, model=model, cu_seqlens=boundaries.to(dtype)
-        )
+        got = mtp_loss(MaskedCrossEntropy(), hidden, labels, model, cu_seqlens=boundaries.to(dtype))
         torch.testing.assert_close(got, expected)
-
-
-def test_packing_arguments_are_checked():
-    call = {"mtp_per_depth_h": hiddens(), "labels": labels_with_padding(), "model": Model()}
-    loss_fn, meta = MaskedCrossEntropy(), torch.zeros(B, S, dtype=torch.int32, device="meta")
-    with pytest.raises(TypeError, match=r"seq_idx must be a torch.Tensor, got list"):
-        calculate_mtp_loss(loss_fn, seq_idx=[0], **call)
-    with pytest.raises(ValueError, match="seq_idx must be on cpu like labels, got meta"):
-        calculate_mtp_loss(loss_fn, seq_idx=meta, **call)
-    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch.Tensor, got list"):
-        calculate_mtp_loss(loss_fn, cu_seqlens=[0, 4], **call)
-    with pytest.raises(ValueError, match=r"cu_seqlens must have dtype int64, .*, got float32"):
-        calculate_mtp_loss(loss_fn, cu_seqlens=torch.tensor([0.0, 4.0]), **call)
-    with pytest.raises(ValueError, match="cu_seqlens must be on cpu like labels, got meta"):
-        calculate_mtp_loss(loss_fn, cu_seqlens=meta[0], **call)
-    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
-        calculate_mtp_loss(loss_fn, **(call | {"labels": [1]}))
-    with pytest.raises(
-        ValueError, match=r"labels must be given to dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
-    ):
-        calculate_loss(loss_fn, logits=torch.randn(B, S, V))
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_an_ignore_index_is_an_int(base):
     loss_fn = base(ignore_index=np.int64(7))
     assert type(loss_fn.ignore_index) is int
-    with pytest.raises(TypeError, match="ignore_index must be an int, got NoneType"):
-        base(ignore_index=None)
-    with pytest.raises(TypeError, match="ignore_index must be an int, got bool"):
-        base(ignore_index=True)
+    raises(TypeError, "ignore_index must be an int, got NoneType", base, ignore_index=None)
+    raises(TypeError, "ignore_index must be an int, got bool", base, ignore_index=True)
 
 
 def test_a_numpy_ignore_index_in_a_foreign_loss():
@@ -863,7 +819,7 @@ def test_decorated_compiled_and_replaced_forwards_receive_their_arguments():
     hidden = hiddens(grad=False)
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss
     for loss_fn in (Decorated(), replaced, compiled):
-        got = calculate_mtp_loss(loss_fn, mtp_per_depth_h=hidden, labels=labels, model=model)
+        got = mtp_loss(loss_fn, hidden, labels, model)
         torch.testing.assert_close(got, expected)
 
 
