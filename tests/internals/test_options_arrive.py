@@ -26,9 +26,11 @@ def called(case, form, **options):
 def test_the_backend(case, form, monkeypatch):
     requested, torch_primitives = set(), _setup.row_primitives(False)
     monkeypatch.setattr(_setup, "row_primitives", lambda triton: requested.add(triton) or torch_primitives)
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")  # the backend of a call that names none
     called(case, form, backend="torch")
     assert requested <= {False}  # a short path requests none
     requested.clear()
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "torch")
     called(case, form, backend="triton")
     assert requested == {True}
 

@@ -7,13 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import reference
-from dllm_kernels import (
-    DFlashDecayLoss,
-    acceptance_length,
-    acceptance_stats,
-    draft_accuracy,
-    fused_head,
-)
+from dllm_kernels import DFlashDecayLoss, acceptance_length, acceptance_stats, draft_accuracy, fused_head
 from tests.conftest import DEVICE
 from tests.support.parity import assert_parity
 
@@ -201,11 +195,10 @@ def test_metrics_of_shapes_that_do_not_fit():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_in_a_compiled_graph(dynamic):
+def test_in_a_compiled_graph():
     targets, mask = per_row()
     loss = DFlashDecayLoss(normalize="mean")
-    step = torch.compile(lambda x, t, m: loss(x, t, m), backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    step = torch.compile(lambda x, t, m: loss(x, t, m), backend="aot_eager", fullgraph=True, dynamic=True)
     logits = torch.randn(*SHAPE, V, device=DEVICE)
     got, want = step(logits, targets, mask), loss(logits, targets, mask)
     for ours, plain in zip(got, want, strict=True):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
-from dllm_kernels import DraftDistillationLoss, acceptance_length, acceptance_stats, dpace_weights, linear_divergence
+from dllm_kernels import DraftDistillationLoss, acceptance_length, dpace_weights, linear_divergence
 from tests.conftest import DEVICE
 from tests.support import trainers
 from tests.support.parity import value_and_grads
@@ -107,18 +107,6 @@ def specforge_dflash(specforge, i, h, w, loss_type="dflash", gamma=None, alpha=0
     return numerator / (denominator if loss_type == "dflash" else float(B))
 
 
-def formula_of_dflash(i, h, w, loss_type="dflash", gamma=None, alpha=0.5):
-    nll = F.cross_entropy(F.linear(h, w).flatten(0, 1), i.targets.flatten(), reduction="none").reshape(B, T)
-    mask = i.mask.to(h.dtype)
-    if loss_type == "dflash":
-        k = torch.arange(T, device=h.device) % BLOCK
-        weights = mask * (torch.exp(-(k - 1).clamp(min=0) / gamma) if gamma else 1.0)
-        return (weights * nll).sum() / weights.sum()
-    q = torch.exp(-nll.detach())
-    weights = reference.dpace_weights(in_blocks(q), in_blocks(mask), alpha, loss_type, anchor_row=True).reshape(B, T)
-    return (weights * nll).sum() / B
-
-
 def specforge_dspark(specforge, i, h, w, s, gamma, teacher_rows):
     """Run DSpark. The teacher's hidden states cover the sequence; each row takes the one before its label's."""
     draft_model = SimpleNamespace(
@@ -137,38 +125,17 @@ def specforge_dspark(specforge, i, h, w, s, gamma, teacher_rows):
     return loss, metrics["ratio_metrics"]
 
 
-def formula_of_dspark(i, h, w, s, gamma, teacher_rows):
-    z, t = F.linear(h, w), F.linear(i.teacher, w).detach().flatten(0, 1)[teacher_rows]
-    p, q = z.softmax(-1), t.softmax(-1)
-    nll = F.cross_entropy(z.flatten(0, 1), i.targets.flatten(), reduction="none").reshape(B, T)
-    l1 = (p - q).abs().sum(-1)
-    bce = F.binary_cross_entropy_with_logits(s, (1 - l1 / 2).detach().clamp(0, 1), reduction="none")
-    weights = i.mask * (torch.exp(-(torch.arange(T, device=h.device) % BLOCK) / gamma) if gamma else 1.0)
-    return (weights * (0.1 * nll + 0.9 * l1 + bce)).sum() / weights.sum()
-
-
 LABELS = ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only")
 DFLASH = [("dflash", None), ("dflash", 5.0), *((name, None) for name in LABELS)]
-OWN_NAMES = dict(zip(LABELS, ("dpace", "prefix", "continuation"), strict=True))
 
 
-def ours_of_dflash(form, loss_type, gamma, i):
+def ours_of_dflash(loss_type, gamma, i):
     if loss_type == "dflash":
         loss = DraftDistillationLoss.preset("specforge-dflash", loss_gamma=gamma)
     else:
         loss = DraftDistillationLoss.preset("specforge-dpace", position_weights=loss_type)
     arguments = {"num_sequences": B, "block_size": BLOCK}
-    if form == "logits":
-        return lambda h, w: loss(F.linear(h, w), None, i.targets, i.mask, **arguments).total_loss
     return lambda h, w: loss.forward_fused(h, w, None, i.targets, i.mask, **arguments).total_loss
-
-
-@forms
-@pytest.mark.parametrize(("loss_type", "gamma"), DFLASH)
-def test_the_formulas_of_specforge_without_a_teacher(form, loss_type, gamma):
-    i = drawn()
-    ours, name = ours_of_dflash(form, loss_type, gamma, i), OWN_NAMES.get(loss_type, loss_type)
-    assert_same(ours, lambda h, w: formula_of_dflash(i, h, w, name, gamma), i.hidden, i.head)
 
 
 @pytest.mark.parametrize(("loss_type", "gamma"), DFLASH)
@@ -177,7 +144,7 @@ def test_specforge_without_a_teacher(specforge, loss_type, gamma):
     i = drawn()
     i.mask[:, 1::BLOCK] = True
     i.mask[:, 3::BLOCK] &= i.mask[:, 2::BLOCK]
-    ours = ours_of_dflash("hidden", loss_type, gamma, i)
+    ours = ours_of_dflash(loss_type, gamma, i)
     assert_same(ours, lambda h, w: specforge_dflash(specforge, i, h, w, loss_type, gamma), i.hidden, i.head)
 
 
@@ -187,26 +154,15 @@ def draw_teacher_rows():
     return (torch.randint(0, T, (B, T)) + T * torch.arange(B)[:, None]).to(DEVICE)
 
 
-def ours_of_dspark(i, gamma, teacher_rows, found=None):
+def ours_of_dspark(i, gamma, teacher_rows, found):
     loss = DraftDistillationLoss.preset("specforge-dspark", loss_gamma=gamma)
 
     def value(h, w, s):
-        out = loss.forward_fused(
-            h, w, i.teacher, i.targets, i.mask, block_size=BLOCK, teacher_rows=teacher_rows, confidence_logits=s
-        )
-        if found is not None:
-            found.append(out)
-        return out.total_loss
+        arguments = {"block_size": BLOCK, "teacher_rows": teacher_rows, "confidence_logits": s}
+        found.append(loss.forward_fused(h, w, i.teacher, i.targets, i.mask, **arguments))
+        return found[-1].total_loss
 
     return value
-
-
-@pytest.mark.parametrize("gamma", [None, 3.0])
-def test_the_formula_of_dspark(gamma):
-    """The rows of the teacher are read in place."""
-    i, rows = drawn(), draw_teacher_rows()
-    theirs = lambda h, w, s: formula_of_dspark(i, h, w, s, gamma, rows)  # noqa: E731
-    assert_same(ours_of_dspark(i, gamma, rows), theirs, i.hidden, i.head, i.confidence)
 
 
 @pytest.mark.parametrize("gamma", [None, 3.0])
@@ -246,29 +202,6 @@ SPECULATORS = {
 }  # fmt: skip
 
 
-def plain_speculators(i, h, w, s, loss_fn, weighting, from_anchor):
-    """Compute the loss with all sequences of the batch packed into one."""
-    z, t, mask = (
-        F.linear(h, w).flatten(0, 1),
-        F.linear(i.teacher, w).detach().flatten(0, 1),
-        i.mask.flatten().to(h.dtype),
-    )
-    log_p, log_q, k = z.log_softmax(-1), t.log_softmax(-1), torch.arange(B * T, device=h.device) % BLOCK
-    a = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
-    ce = F.cross_entropy(z, t.argmax(-1), reduction="none")
-    value = {"ce": ce, "kl_div": F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)}.get(loss_fn)
-    value = 0.1 * ce + 0.9 * (1 - a) if value is None else value
-    decay = torch.exp(-k / 4.0) if from_anchor else torch.exp(-(k - 1).clamp(min=0) / 4.0) * (k > 0)
-    weights = mask * decay
-    if weighting == "dpace":
-        q = torch.exp(-ce.detach()).reshape(-1, BLOCK)
-        weights = reference.dpace_weights(q, mask.reshape(-1, BLOCK), anchor_row=True).flatten()
-    bce = (
-        0.0 if s is None else F.binary_cross_entropy_with_logits(s.flatten(), a.detach().clamp(0, 1), reduction="none")
-    )
-    return (weights * (value + bce)).sum() / (mask.sum() + 1e-5)
-
-
 def speculators_metrics(speculators, i, h, w, s, loss_fn, weighting, from_anchor):
     config = speculators.losses.resolve_loss_config(loss_fn, "eager")
     z, t, mask = (
@@ -287,7 +220,7 @@ def speculators_metrics(speculators, i, h, w, s, loss_fn, weighting, from_anchor
     )
 
 
-def speculators_case(name, form, i, found=None):
+def speculators_case(name, i, found):
     """Return (loss of the package, its leaves, further arguments of the loss of speculators)."""
     preset, changes, *theirs = SPECULATORS[name]
     loss = DraftDistillationLoss.preset(preset, **changes)
@@ -297,20 +230,10 @@ def speculators_case(name, form, i, found=None):
 
     def ours(h, w, s=None):
         arguments = {"num_tokens": i.mask.sum() + 1e-5, "block_size": BLOCK, "confidence_logits": s}
-        out = total(loss, form, i, h, w, **arguments)
-        if found is not None:
-            found.append(out)
-        return out.total_loss
+        found.append(total(loss, "hidden", i, h, w, **arguments))
+        return found[-1].total_loss
 
     return ours, leaves, theirs
-
-
-@forms
-@pytest.mark.parametrize("name", SPECULATORS)
-def test_the_formulas_of_speculators(name, form):
-    i = drawn()
-    ours, leaves, theirs = speculators_case(name, form, i)
-    assert_same(ours, lambda h, w, s=None: plain_speculators(i, h, w, s, *theirs), *leaves)
 
 
 @pytest.mark.parametrize("name", SPECULATORS)
@@ -322,7 +245,7 @@ def test_speculators(speculators, name):
     i, found, metrics = drawn(), [], []
     i.mask = in_blocks(i.mask | (torch.arange(T, device=DEVICE) % BLOCK == 0)).int().cumprod(-1).bool().reshape(B, T)
     i.mask[:, ::BLOCK] = False
-    ours, leaves, theirs = speculators_case(name, "hidden", i, found)
+    ours, leaves, theirs = speculators_case(name, i, found)
 
     def value(h, w, s=None):
         loss, call_metrics = speculators_metrics(speculators, i, h, w, s, *theirs)
@@ -503,32 +426,6 @@ def test_sampling_accepts_by_hand():
         acceptance_length(DraftDistillationLoss("ce")(logits, None, mask, mask), mask, 4, sampling=True)
 
 
-@pytest.mark.parametrize("bonus", [False, True])
-def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
-    """10^5 drafts of every block, by a draft with a third of the target's vocabulary; one block has a hole."""
-    torch.manual_seed(0)
-    draws, rows, columns = 100_000, BLOCK - 1, torch.randperm(3 * V)[:V].to(DEVICE)
-    z, t = (2 * torch.randn(2, 2 * rows, size, device=DEVICE) for size in (V, 3 * V))
-    t[..., columns] += 3 + z  # otherwise few tokens are accepted
-    mask = torch.ones(2, 2 * rows, dtype=torch.bool, device=DEVICE)
-    mask[1, 1] = False
-    out = DraftDistillationLoss("kl")(z, t, mask.long(), mask, block_size=BLOCK, draft_to_target=columns)
-    p, q = z.softmax(-1).flatten(0, 1), t.softmax(-1)[..., columns].flatten(0, 1)
-    tokens = torch.multinomial(p, draws, replacement=True)
-    sampled = torch.rand(tokens.shape, device=DEVICE) < (q / p).gather(1, tokens)
-    greedy = (columns[z.argmax(-1)] == t.argmax(-1)).flatten()[:, None]
-    for accepted, sampling in ((sampled, True), (greedy, False)):
-        kept = (accepted & mask.flatten()[:, None]).view(4, rows, -1).long().cumprod(1)
-        lengths = (kept.sum(1) + bonus).sum(0).double()
-        found, count = acceptance_stats(out, mask, BLOCK, bonus=bonus, sampling=sampling)
-        error = lengths.std().item() / math.sqrt(draws) if sampling else 1e-6
-        assert count.item() == 4
-        assert abs(found.item() - lengths.mean().item()) <= 4 * error
-        assert not sampling or 4 * bonus < lengths.mean().item() < 4 * (rows + bonus)
-        mean = acceptance_length(out, mask, BLOCK, bonus=bonus, sampling=sampling)
-        torch.testing.assert_close(mean, found / count)
-
-
 @pytest.mark.many_draws
 @forms
 def test_parts_of_a_step_add_up(form):
@@ -578,14 +475,15 @@ def test_products_with_a_frozen_head(kind, settings, products):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("form", ["hidden", "logits"])
-def test_compiled(form):
+def test_compiled():
     """The graph has no break, and serves another count."""
     i = drawn()
     loss = DraftDistillationLoss.preset("specforge-dspark", loss_gamma=3.0)
 
     def step(h, s, weight):
-        return total(loss, form, i, h, i.head, block_size=BLOCK, confidence_logits=s, total_weight=weight).total_loss
+        return total(
+            loss, "hidden", i, h, i.head, block_size=BLOCK, confidence_logits=s, total_weight=weight
+        ).total_loss
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for weight in (3.5, torch.tensor(7.25)):
@@ -617,11 +515,7 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
         (TypeError, "temperature must be a number, got NoneType", {"temperature": None}),
         (TypeError, "confidence_weight must be a number, got str", {"confidence_weight": "1"}),
         (ValueError, "confidence_weight must be finite and non-negative, got -1.0", {"confidence_weight": -1.0}),
-        (
-            ValueError,
-            "confidence_weight must be finite and non-negative, got nan",
-            {"confidence_weight": float("nan")},
-        ),
+        (ValueError, "confidence_weight must be finite and non-negative, got nan", {"confidence_weight": float("nan")}),
         (TypeError, "decay_from must be an int, got float", {"decay_from": 1.0}),
         (ValueError, "decay_from must be at least 0, got -1", {"decay_from": -1}),
         (ValueError, "normalize must be one of tokens, rows, mean, blocks, ", {"normalize": "sum"}),
@@ -727,15 +621,14 @@ def test_a_wrong_teacher(message, changes):
 
 
 @pytest.mark.exhaustive
-@forms
-def test_a_negative_total_weight_that_cannot_be_read_makes_the_loss_nan(form):
+def test_a_negative_total_weight_that_cannot_be_read_makes_the_loss_nan():
     """In a compiled step, as on a GPU, reading it would be a host sync."""
     step = torch.compile(
-        lambda n: call(form, {"normalize": "mean"}, total_weight=n), backend="aot_eager", fullgraph=True
+        lambda n: call("hidden", {"normalize": "mean"}, total_weight=n), backend="aot_eager", fullgraph=True
     )
     assert step(torch.tensor(-1.0)).total_loss.isnan()
     torch.testing.assert_close(
-        step(torch.tensor(2.0)).total_loss, call(form, {"normalize": "mean"}, total_weight=2).total_loss
+        step(torch.tensor(2.0)).total_loss, call("hidden", {"normalize": "mean"}, total_weight=2).total_loss
     )
 
 

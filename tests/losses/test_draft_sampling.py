@@ -117,7 +117,8 @@ def test_no_rows(L, seeds):
         assert (prefix.shape, prefix.dtype) == (shape, torch.int64)
 
 
-@pytest.mark.everyday(11)
+@pytest.mark.everyday(8)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("anchor_row", [False, True])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("normalize", ["mean", "rows"])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.conftest import DEVICE, drawn
-from tests.support.cases import BY_NAME, CASES, FIRSTS, SUMS
+from tests.support.cases import BY_NAME, CASES, FIRSTS, upstream_for
 from tests.support.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
 V, D = 11, 4
@@ -23,13 +23,14 @@ garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
 def cases(selection=CASES):
     """Parametrize with cases and numbers of examples.
 
-    The first case of each loss runs every day, with 6 examples, and in ``make test-exhaustive``, with 16, beside the
-    first of each of its kinds. Variants differ from one of these in numbers alone; ``make test-every-case`` runs them.
+    Some of the first cases of each loss run every day, with 6 examples, and the first of each of its kinds in ``make
+    test-exhaustive``, with 10. Variants differ from one of these in numbers alone; ``make test-every-case`` runs them.
     """
 
     def parametrized(test):
-        pairs = [(c, n) for c in selection for n in (6, 16) if n == 16 or c in FIRSTS]
-        marks = {6: (), 16: (pytest.mark.exhaustive,)}
+        everyday = [c for c in selection if c in FIRSTS][::3]
+        pairs = [*((c, 6) for c in everyday), *((c, 10) for c in selection)]
+        marks = {6: (), 10: (pytest.mark.exhaustive,)}
         every = [
             pytest.param(c, n, marks=[*marks[n], *([pytest.mark.every_case] if c.variant else [])], id=f"{n}-{c.name}")
             for c, n in pairs
@@ -49,10 +50,10 @@ def draw(case, seed, size, dtype=torch.float32):
     return inputs, {"logits": [logits], "hidden": hidden}
 
 
-def value_of(case, form, inputs):
+def value_of(case, form, inputs, chunk=4):
     if form == "logits":
         return lambda x: case.logits_form(x, inputs, backend="torch")
-    return lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=4, backend="torch")
+    return lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=chunk, backend="torch")
 
 
 def ones_like_value(case, size):
@@ -66,7 +67,6 @@ def rows_with_gradient(case, inputs, logits):
     return grad.ne(0).any(-1)
 
 
-@pytest.mark.everyday(5)
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, value=garbage)
 def test_rows_without_weight_are_inert_for_any_values(case, seed, size, form, value):
@@ -97,7 +97,6 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
     assert_as_good_as_plain([both], [a * v1 + b * v2, terms], 0.0, sizes=reduction_sizes(leaves[form]))
 
 
-@pytest.mark.everyday(5)
 @cases([case for case in CASES if not case.transform])  # otherwise the transformed logits differ in rounding
 @drawn(exhaustive=None, seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
@@ -110,36 +109,6 @@ def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
         assert_as_good_as_plain([a], [b], 0.0, sizes=reduction_sizes([logits]))
 
 
-@pytest.mark.everyday(5)
-@cases()
-@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
-def test_permuting_the_sequences_permutes_the_gradients(case, seed, size, form):
-    inputs, leaves = draw(case, seed, size, torch.float64)
-    order = torch.randperm(size[0], device=DEVICE)
-    permuted = {name: t[order] if t.dim() else t for name, t in inputs.items()}
-    upstream = ones_like_value(case, size)
-    expected = value_and_grads(value_of(case, form, inputs), leaves[form], upstream)
-    rows, *rest = leaves[form]
-    got = value_and_grads(value_of(case, form, permuted), [rows[order], *rest], upstream)
-    torch.testing.assert_close(got[0], expected[0][order] if case.per_row else expected[0])
-    torch.testing.assert_close(got[1], expected[1][order])
-    for a, b in zip(got[2:], expected[2:], strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@drawn(seed=seeds, size=sizes)
-def test_permuting_rows_permutes_the_nll(form, seed, size):
-    case = BY_NAME["token_nll"]
-    inputs, leaves = draw(case, seed, size, torch.float64)
-    order = torch.randperm(size[1], device=DEVICE)
-    rows, *rest = leaves[form]
-    permuted = {name: t[:, order] for name, t in inputs.items()}
-    got = value_of(case, form, permuted)(rows[:, order], *rest)
-    torch.testing.assert_close(got, value_of(case, form, inputs)(rows, *rest)[:, order])
-
-
-@pytest.mark.everyday(5)
 @cases()
 @drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
 def test_inputs_are_never_modified(case, seed, size, form):
@@ -154,33 +123,17 @@ def test_inputs_are_never_modified(case, seed, size, form):
     assert [t._version for t in tensors] == versions
 
 
-@pytest.mark.everyday(5)
 @cases()
-@drawn(exhaustive=None, seed=seeds, size=sizes, chunk=st.integers(1, 40))
-def test_the_hidden_form_equals_the_logits_form_of_the_projection(case, seed, size, chunk):
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, chunk=st.integers(1, 40))
+def test_both_forms_equal_the_oracle_for_any_sizes(case, seed, size, form, chunk):
     inputs, leaves = draw(case, seed, size, torch.float64)
-    upstream = ones_like_value(case, size)
-    ours = value_and_grads(
-        lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=chunk, backend="torch"), leaves["hidden"], upstream
-    )
-    unfused = value_and_grads(
-        lambda h, w, b: case.logits_form(torch.nn.functional.linear(h, w, b), inputs, backend="torch"),
-        leaves["hidden"],
-        upstream,
-    )
-    for a, b in zip(ours, unfused, strict=True):
+    upstream = upstream_for(case, *size)
+    project = torch.nn.functional.linear if form == "hidden" else lambda x: x
+    expected = value_and_grads(lambda *x: case.oracle(project(*x), inputs), leaves[form], upstream)
+    for a, b in zip(
+        value_and_grads(value_of(case, form, inputs, chunk), leaves[form], upstream), expected, strict=True
+    ):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.everyday(4)
-@cases(SUMS)
-@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
-def test_gradients_are_linear_in_the_upstream_gradient(case, seed, size, form, factor):
-    inputs, leaves = draw(case, seed, size, torch.float64)
-    function = value_of(case, form, inputs)
-    unit, scaled = (value_and_grads(function, leaves[form], torch.tensor(f)) for f in (1.0, factor))
-    for a, b in zip(scaled[1:], unit[1:], strict=True):
-        torch.testing.assert_close(a, factor * b)
 
 
 @drawn(seed=seeds, size=sizes)

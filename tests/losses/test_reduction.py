@@ -10,14 +10,10 @@ import torch.nn.functional as F
 
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
     IDLMLoss,
-    MDLMCrossEntropyLoss,
-    encoder_ar_loss,
-    encoder_ar_loss_fused,
 )
 from tests.conftest import DEVICE, usually
-from tests.support.cases import BLOCK, BY_NAME, LOSSES, ROWS
+from tests.support.cases import BY_NAME, FIRSTS, LOSSES, ROWS
 
 V, D = 19, 8
 CLASSES = [case for case in ROWS if isinstance(case.loss, type)]
@@ -74,55 +70,6 @@ def drawn(name, B=2, L=6):
     return BY_NAME[name].draw(B, L, V), torch.randn(B, L, D), torch.randn(V, D)
 
 
-def test_the_mean_of_each_sequence_and_then_of_the_batch():
-    """Trainers of masked diffusion normalise per sequence; the test does it in plain torch."""
-    i, h, w = drawn("mdlm", 3, 8)
-    i["target_ids"] = i["target_ids"].clamp(min=0)
-    supervised, masked = i["loss_mask"].bool(), i["noise_mask"] & i["loss_mask"].bool()
-    loss = MDLMCrossEntropyLoss(reduction="none")
-
-    def ours(h, w):
-        out = loss.forward_fused(h, w, **i)
-        return (out.row_losses.sum(1) / supervised.sum(1).clamp(min=1)).mean()
-
-    def plain(h, w):
-        nll = F.cross_entropy(F.linear(h, w)[masked], i["target_ids"][masked], reduction="none")
-        tokens_per_sequence = supervised.sum(1, keepdim=True).expand_as(masked)[masked]
-        return (nll / i["p_mask"][masked] / tokens_per_sequence).sum() / len(masked)
-
-    results = []
-    for function in (ours, plain):
-        leaves = [t.clone().requires_grad_() for t in (h, w)]
-        value = function(*leaves)
-        results.append((value.detach(), *torch.autograd.grad(value, leaves)))
-    torch.testing.assert_close(*results)
-
-
-@pytest.mark.parametrize("position_weights", ["decay", "dpace"])
-def test_numerators_and_denominators_of_micro_batches(position_weights):
-    """Trainers of draft models add up numerators and denominators. Sums and rows give equal results."""
-    d, h, w = drawn("dflash", 4, 6)
-    numerator = denominator = rows = row_weights = right = valid = 0.0
-    for part in (slice(0, 1), slice(1, 4)):
-        part_inputs = {name: t[part] for name, t in d.items() if t.dim()}
-        out = DFlashDecayLoss(position_weights=position_weights).forward_fused(
-            h[part], w, **part_inputs, block_size=BLOCK
-        )
-        numerator, denominator = numerator + out.total_loss, denominator + out.weight_sum
-        loss = DFlashDecayLoss(position_weights=position_weights, reduction="none")
-        out = loss.forward_fused(h[part], w, **part_inputs, block_size=BLOCK)
-        rows, row_weights = rows + out.row_losses.sum(), row_weights + out.row_weights.sum()
-        right, valid = (
-            right + (out.draft_correct * part_inputs["block_mask"]).sum(),
-            valid + out.draft_count_per_pos.sum(),
-        )
-    whole = DFlashDecayLoss(normalize="mean", position_weights=position_weights)
-    expected = whole.forward_fused(h, w, d["target_ids"], d["block_mask"], block_size=BLOCK)
-    torch.testing.assert_close(numerator / denominator, expected.total_loss)
-    torch.testing.assert_close(rows / row_weights, expected.total_loss)
-    torch.testing.assert_close(right / valid, expected.draft_correct_per_pos.sum() / expected.draft_count_per_pos.sum())
-
-
 @forms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_rounded_row_keeps_its_gradient_and_its_infinity(form, dtype):
@@ -145,11 +92,13 @@ def test_a_rounded_row_keeps_its_gradient_and_its_infinity(form, dtype):
     assert out.row_losses.tolist() == [[math.inf, torch.tensor(V).log().to(dtype).item()]]
 
 
-def test_a_copy_of_weight_0_is_not_read():
-    i, x = BY_NAME["idlm"].draw(2, 6, V), torch.randn(2, 12, V)
+@forms
+def test_a_copy_of_weight_0_is_not_read(form):
+    i, x, eye = BY_NAME["idlm"].draw(2, 6, V), torch.randn(2, 12, V), torch.eye(V)
     x[:, 6:] = math.nan
-    out = IDLMLoss(0.0, reduction="none")(x, **i, seq_len=6)
-    torch.testing.assert_close(out.total_loss, IDLMLoss(0.0)(x, **i, seq_len=6).total_loss)
+    losses = IDLMLoss(0.0, reduction="none"), IDLMLoss(0.0)
+    out, total = (f(x, **i, seq_len=6) if form == "logits" else f.forward_fused(x, eye, **i, seq_len=6) for f in losses)
+    torch.testing.assert_close([out.total_loss, total.dllm_loss], [total.total_loss] * 2)
     assert out.row_losses[:, 6:].eq(0).all()
     assert out.row_weights[:, 6:].eq(0).all()
 
@@ -167,33 +116,24 @@ MESSAGE = "^reduction must be one of total, none, got "
 
 
 @pytest.mark.parametrize("value", NOT_ONE, ids=str)
-@pytest.mark.parametrize("case", [case for case in LOSSES if isinstance(case.loss, type)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in FIRSTS if case in LOSSES], ids=lambda case: case.name)
 def test_an_unknown_reduction_is_rejected_also_when_assigned(case, value):
-    with pytest.raises(ValueError, match=MESSAGE):
-        case.loss(**case.settings | {"reduction": value})
-    loss = case.loss(**case.settings)
-    loss.reduction = value
+    torch.manual_seed(0)
+    inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
     for form in ("logits", "hidden"):
-        torch.manual_seed(0)
         rows, *head = leaves_of(case, form)
-        inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
         arguments = case.arguments(form, rows, inputs, tuple(head))
         with pytest.raises(ValueError, match=MESSAGE):
-            case._of(loss, form)(**arguments)
+            case.output(form, arguments, reduction=value)
+        if isinstance(case.loss, type):
+            loss = case.loss(**case.settings)
+            loss.reduction = value
+            with pytest.raises(ValueError, match=MESSAGE):
+                case._of(loss, form)(**arguments)
 
 
-@pytest.mark.parametrize("value", NOT_ONE, ids=str)
-def test_an_unknown_reduction_is_rejected_by_the_function(value):
-    x, ids = torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.long)
-    with pytest.raises(ValueError, match=MESSAGE):
-        encoder_ar_loss(x, ids, reduction=value)
-    with pytest.raises(ValueError, match=MESSAGE):
-        encoder_ar_loss_fused(x, torch.randn(V, V), ids, reduction=value)
-
-
-# One case per loss; its other cases run in eager mode. The forms alternate; with a summed loss, both are compiled.
-EACH = {case.loss: case.name for case in reversed(ROWS)}
-COMPILED = usually([*EACH.values()], [case.name for case in ROWS])
+# Other losses have the code of these, of the logged rows in tests/internals/test_compile.py, or of their summed form.
+COMPILED = usually(["distillation, rows", "idlm, rows", "scdd, counted, rows"], [case.name for case in ROWS])
 COMPILED = [pytest.param(*p.values, form, marks=p.marks) for p, form in zip(COMPILED, cycle(("hidden", "logits")))]
 
 

@@ -160,12 +160,16 @@ class Case:
 
     def oracle(self, x: torch.Tensor, inputs: Inputs, **options: Any) -> torch.Tensor:
         """Return the value in plain PyTorch."""
+        return value_of(self.oracle_output(x, inputs, **options))
+
+    def oracle_output(self, x: torch.Tensor, inputs: Inputs, **options: Any) -> Any:
+        """Return the output of the oracle."""
         if self.transform:
             x = reference.transformed(x, **self.transform)
         x, extra = self.extra("logits", x, inputs)
         supplied = {**inputs, **extra, **self.settings, **options}
         accepted = inspect.signature(self.equation).parameters
-        return value_of(self.equation(x, **{name: value for name, value in supplied.items() if name in accepted}))
+        return self.equation(x, **{name: value for name, value in supplied.items() if name in accepted})
 
 
 def value_of(output: Any) -> torch.Tensor:
