@@ -45,46 +45,28 @@ def rows(dtype):
     return logits, ids, active
 
 
-def nothing_special(logits, ids, active):
-    return logits, ids, active
+def of_one_row(row, logits=None, target=None):
+    """Return the inputs with other logits, or another id, in one row."""
+
+    def changed(x, ids, active):
+        at = torch.tensor([row], device="cpu")
+        x = x if logits is None else x.index_fill(0, at, logits)
+        return x, ids if target is None else ids.index_fill(0, at, target), active
+
+    return changed
 
 
-def all_active(logits, ids, active):
-    return logits.nan_to_num(0, neginf=-1.0), ids, torch.ones_like(active)
-
-
-def impossible_target(logits, ids, active):
-    return logits, ids.index_fill(0, torch.tensor([1], device="cpu"), V), active
-
-
-def no_target(logits, ids, active):
-    return logits, ids.index_fill(0, torch.tensor([1], device="cpu"), -100), active
-
-
-def nan_row(logits, ids, active):
-    return logits.index_fill(0, torch.tensor([1], device="cpu"), math.nan), ids, active
-
-
-def row_of_minus_infinity(logits, ids, active):
-    return logits.index_fill(0, torch.tensor([6], device="cpu"), -math.inf), ids, active
-
-
-def improbable_target(logits, ids, active):
-    return logits, ids.index_fill(0, torch.tensor([4], device="cpu"), 0), active
-
-
-def nothing_active(logits, ids, active):
-    return logits, ids, torch.zeros_like(active)
-
-
-def columns_apart(logits, ids, active):
-    return logits.t().contiguous().t(), ids, active
-
-
-SPECIAL = (
-    nothing_special, all_active, impossible_target, no_target, nan_row, row_of_minus_infinity, improbable_target,
-    nothing_active, columns_apart,
-)  # fmt: skip
+SPECIAL = {
+    "nothing": lambda x, ids, active: (x, ids, active),
+    "all active": lambda x, ids, active: (x.nan_to_num(0, neginf=-1.0), ids, torch.ones_like(active)),
+    "impossible target": of_one_row(1, target=V),
+    "no target": of_one_row(1, target=-100),
+    "NaN": of_one_row(1, math.nan),
+    "minus infinity": of_one_row(6, -math.inf),
+    "improbable target": of_one_row(4, target=0),
+    "nothing active": lambda x, ids, active: (x, ids, torch.zeros_like(active)),
+    "columns apart": lambda x, ids, active: (x.t().contiguous().t(), ids, active),
+}
 
 
 def run_nll(x, ids, active):
@@ -137,7 +119,7 @@ def outputs(op, x, *others):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_one_block_gives_the_bits_of_one_row_per_block(op, dtype, special, monkeypatch):
-    inputs = special(*rows(dtype))
+    inputs = SPECIAL[special](*rows(dtype))
     one_block = outputs(op, *inputs)
     small_blocks(monkeypatch)
     for got, expected in zip(one_block, outputs(op, *inputs), strict=True):

@@ -55,7 +55,7 @@ def test_uniform_with_segments_equals_the_reference(with_level, backend, device)
     )
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("block_size", [None, 1, 4, 7, 32, 64])
 @pytest.mark.parametrize(("eps", "half_life_ratio"), [(1e-3, 0.25), (0.0, 1.0), (0.5, 0.05)])
 def test_blockwise_equals_the_reference(block_size, eps, half_life_ratio, backend, device):

@@ -1,7 +1,7 @@
 """Names and specs of the divergences, their custom ops, and the conversion of a teacher's head."""
 
-import subprocess
-import sys
+import ast
+import itertools
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from dllm_kernels import ops
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
 from dllm_kernels._utils._transform import Transform
 from tests.ops.test_divergence import MANY
+from tests.repo.test_imports import PACKAGE, home, parsed
 
 
 def test_names():
@@ -56,11 +57,28 @@ def test_the_teacher_s_head_is_converted_before_the_host_sync(reduction):
     assert casts_of_head[0] < read_back[0]
 
 
+def imported_on_import(path):
+    """Yield the modules that the file imports outside of functions, and the packages that contain them."""
+    nodes = [parsed(path)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            base = [f"{node.module}."] if isinstance(node, ast.ImportFrom) else [""]
+            for name in (base[0] + alias.name for alias in node.names):
+                yield from itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")
+
+
 def test_importing_the_package_loads_no_engine():
     """The kinds are data beside the interface of the backends. The worker threads register a hook of forks."""
-    code = (
-        "import sys, dllm_kernels; names = ('_divergence', '_workers', '_blocks');"
-        "print(*(n for n in names if f'dllm_kernels._backends.torch.{n}' in sys.modules))"
+    loaded, new = set(), {PACKAGE / "__init__.py"}
+    while new:
+        loaded |= new
+        new = {home(module) for path in new for module in imported_on_import(path)} - loaded - {None}
+        new = {path for path in new if path.is_relative_to(PACKAGE)}
+    assert PACKAGE / "ops" / "divergence.py" in loaded
+    assert (
+        not {home(f"dllm_kernels._backends.torch.{name}") for name in ("_divergence", "_workers", "_blocks")} & loaded
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not done.stdout.split()

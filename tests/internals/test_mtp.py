@@ -2,10 +2,7 @@
 
 import pytest
 
-from dllm_kernels.mtp import (
-    FusedLinearCrossEntropy,
-    calculate_mtp_loss,
-)
+from dllm_kernels.mtp import FusedLinearCrossEntropy, calculate_mtp_loss
 from tests.mtp.test_mtp import B, D, H, Model, S, hiddens, labels_with_padding
 from tests.support.recorded import record_ops
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dllm_kernels._utils import _opaque
 
@@ -19,6 +20,12 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def signature(func, *arguments):
+    """Return what the checks depend on: the layouts of tensors, and other arguments. Chunks of a call share it."""
+    leaves = tree_leaves(arguments)
+    return func, *((t.shape, t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves)
+
+
 def opcheck_calls(run, monkeypatch):
     """Check each custom op that ``run`` calls, with its arguments; return their names.
 
@@ -27,7 +34,7 @@ def opcheck_calls(run, monkeypatch):
     monkeypatch.setattr(_opaque, "traced", lambda x: True)
     with Recorder() as recorder:
         run()
-    for func, args, kwargs in recorder.calls:
+    for func, args, kwargs in {signature(*call): call for call in recorder.calls}.values():
         args = tuple(t.detach().clone() if isinstance(t, torch.Tensor) else t for t in args)
         torch.library.opcheck(func, args, kwargs)
     return {func._opname for func, _, _ in recorder.calls}
