@@ -87,7 +87,7 @@ PLANS = ({"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3,
 
 
 @pytest.mark.everyday(2)
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("remasking", ["confidence", "random"])
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
@@ -114,9 +114,7 @@ def test_parity(shift, plan, truncation, temperature, remasking, backend):
 
 @pytest.mark.exhaustive
 @pytest.mark.many_draws
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("remasking", ["confidence", "random"])
-@pytest.mark.parametrize("truncation", [{}, {"top_k": 30, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(("truncation", "remasking"), [({}, "random"), ({"top_k": 30, "top_p": 0.9}, "confidence")])
 def test_both_backends_generate_equal_ids(truncation, remasking):
     pytest.importorskip("triton")
     model, (ids, on) = model_of(width=16, vocabulary=300).float(), padded()
@@ -399,7 +397,7 @@ def test_a_compiled_model():
     model.seen = SimpleNamespace(append=lambda _: None)
     options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3}
     expected = generate(model, ids, on, **options)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend="eager")
     found = generate(compiled, ids, on, **options)
     assert torch.equal(found.ids, expected.ids)
     torch.compiler.reset()

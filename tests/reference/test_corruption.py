@@ -160,14 +160,7 @@ def test_uniform_random_replaces_by_the_given_tokens_below_the_level_of_the_bloc
 def test_uniform_random_has_one_level_for_each_sequence_without_blocks():
     u = torch.full((2, 3), 0.4)
     out = corrupt_uniform_random(
-        ids(2, 3),
-        None,
-        9,
-        None,
-        0.2,
-        t_uniform=torch.tensor([0.0, 0.5]),
-        uniform=u,
-        tokens=torch.full((2, 3), 8),
+        ids(2, 3), None, 9, None, 0.2, t_uniform=torch.tensor([0.0, 0.5]), uniform=u, tokens=torch.full((2, 3), 8)
     )
     assert out.noisy_input_ids.tolist() == [[0, 1, 2], [8, 8, 8]]
 
@@ -176,12 +169,7 @@ def test_uniform_random_tokens_cover_the_vocabulary():
     # t = 1 here: every position is replaced. 4000 tokens over 5: each within 5.5 standard deviations of a
     # binomial with p = 1/5, a false alarm below 5 * 4e-8 < 1e-6.
     out = corrupt_uniform_random(
-        torch.full((1, 4000), 7),
-        None,
-        5,
-        eps=0.0,
-        t_uniform=torch.ones(1),
-        generator=torch.Generator().manual_seed(0),
+        torch.full((1, 4000), 7), None, 5, eps=0.0, t_uniform=torch.ones(1), generator=torch.Generator().manual_seed(0)
     )
     counts = torch.bincount(out.noisy_input_ids[0], minlength=5)
     assert counts.shape == (5,)
@@ -230,31 +218,21 @@ def test_outputs_and_inputs(routine, dtype):
 
 
 @pytest.mark.parametrize("routine", ROUTINES[:-1])
-def test_draws_come_from_the_generator_alone(routine):
-    def draw(seed):
-        torch.manual_seed(123)
+def test_draws_come_from_the_generator_alone_or_from_torchs_own(routine):
+    def draw(seed, supervised=None):
         state = torch.get_rng_state()
-        out = routine(ids(4, 30), None, torch.Generator().manual_seed(seed))
+        out = routine(ids(4, 30), supervised, torch.Generator().manual_seed(seed))
         assert torch.get_rng_state().equal(state)
         return out
 
-    assert all(a.equal(b) for a, b in zip(draw(1), draw(1), strict=True))
-    assert not draw(1).noise_mask.equal(draw(2).noise_mask)
-
-
-@pytest.mark.parametrize("routine", ROUTINES[:-1])
-def test_draws_come_from_torchs_own_generator_without_one(routine):
+    first = draw(1)
+    for again in (draw(1), draw(1, torch.ones(4, 30))):  # no mask supervises everything
+        assert all(a.equal(b) for a, b in zip(first, again, strict=True))
+    assert not first.noise_mask.equal(draw(2).noise_mask)
     torch.manual_seed(7)
     first = routine(ids(4, 30), None, None)
     torch.manual_seed(7)
     assert all(a.equal(b) for a, b in zip(first, routine(ids(4, 30), None, None), strict=True))
-
-
-@pytest.mark.parametrize("routine", ROUTINES)
-def test_no_mask_supervises_everything(routine):
-    everything = routine(ids(2, 8), torch.ones(2, 8), torch.Generator().manual_seed(0))
-    no_mask = routine(ids(2, 8), None, torch.Generator().manual_seed(0))
-    assert all(a.equal(b) for a, b in zip(everything, no_mask, strict=True))
 
 
 # The caller's level, exact counts, samplers, complements
