@@ -103,6 +103,9 @@ def test_a_sequence_has_one_time(name, form):
     mask = ON.clone()
     mask[1, 2] = 0
     assert torch.equal(call(name, form, p=varying, mask=mask), call(name, form, mask=mask))
+    even = torch.tensor([1.0, 0.0, 1.0, 0.0]).expand(B, L)
+    only = torch.where(even == 1, TIMES, math.nan)
+    assert torch.equal(call(name, form, p=only, mask=even), call(name, form, mask=even))
     varying[1, 0], mask[1, 0] = 0.0, 0  # like a prompt, where nothing is supervised
     raises(message.replace("got 0.25", "got 0.0").replace("0.75 at position (1, 2)", "0.25 at position (1, 1)"),
            name, form, p=varying, mask=mask)  # fmt: skip

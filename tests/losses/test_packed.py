@@ -4,131 +4,25 @@ import pytest
 import torch
 
 from dllm_kernels import (
-    BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
     DraftDistillationLoss,
-    HybridDiffusionLLMLoss,
-    IDLMLoss,
     MDLMCrossEntropyLoss,
-    SCDDLoss,
     acceptance_length,
     acceptance_stats,
     compute_per_token_nll,
-    encoder_ar_loss,
-    encoder_ar_loss_fused,
 )
+from tests.support.cases import LOSSES, ROWS
 
 T, V, D, R = 6, 9, 4, 2
 X, H, W, IDS = torch.randn(2 * T, V), torch.randn(2 * T, D), torch.randn(V, D), torch.randint(0, V - 1, (T,))
 U, SECOND = torch.randn(2 * T, R), torch.randn(V, R)
 NOISE, P, ON = torch.tensor([1, 0, 1, 1, 0, 1]), torch.full((T,), 0.5), torch.tensor([1, 1, 1, 0, 1, 1])
 MASKS = (IDS, NOISE, P, ON)
-Z = torch.where(NOISE != 0, V - 1, IDS)
 
 
-def of_loss(loss, x=T, **options):
-    """Return the loss from logits and from hidden states, as functions of a change of every tensor."""
-
-    def changed(change):
-        return {name: change(t) if isinstance(t, torch.Tensor) else t for name, t in options.items()}
-
-    def logits(change):
-        other = {"causal_logits": change(X[T:])} if "loss_mask_ar" in options and x == T else {}
-        return loss(change(X[:x]), *map(change, MASKS), **changed(change), **other)
-
-    def hidden(change):
-        other = {"causal_hidden": change(H[T:])} if "loss_mask_ar" in options and x == T else {}
-        extra = None if other else (change(U[:x]), SECOND)
-        return loss.forward_fused(
-            change(H[:x]), W, *map(change, MASKS), **changed(change), **other, extra=extra
-        )  # fmt: skip
-
-    return {"logits": logits, "hidden": hidden}
-
-
-def idlm(loss):
-    options = {"seq_len": T}
-    return {
-        "logits": lambda change: loss(change(X), change(IDS), change(ON), change(ON), **options),
-        "hidden": lambda change: loss.forward_fused(change(H), W, change(IDS), change(ON), change(ON), **options),
-    }
-
-
-def encoder(**options):
-    return {
-        "logits": lambda change: encoder_ar_loss(change(X[:T]), change(IDS), change(ON), **options),
-        "hidden": lambda change: encoder_ar_loss_fused(
-            change(H[:T]), W, change(IDS), change(ON), extra=(change(U[:T]), SECOND), **options
-        ),
-    }
-
-
-def dflash(loss, **options):
-    def changed(change):
-        return {name: change(t) if isinstance(t, torch.Tensor) and t.dim() else t for name, t in options.items()}
-
-    return {
-        "logits": lambda change: loss(change(X[:T]), change(IDS), change(ON), block_size=4, **changed(change)),
-        "hidden": lambda change: loss.forward_fused(
-            change(H[:T]), W, change(IDS), change(ON), block_size=4, extra=(change(U[:T]), SECOND), **changed(change)
-        ),
-    }
-
-
-def distillation(loss, ids=IDS, rows=None, **options):
-    """``rows``: teacher rows, which are then those of all sequences; ``options`` per row are ``confidence_logits``."""
-    t = slice(T, None) if rows is None else slice(None)
-
-    def common(change):
-        per_row = {"teacher_rows": rows, **options}
-        per_row = {name: t if t is None or name == "draft_to_target" else change(t) for name, t in per_row.items()}
-        return {"block_size": 4, **per_row}
-
-    def target(change):
-        return (None if ids is None else change(ids), change(ON))
-
-    return {
-        "logits": lambda change: loss(change(X[:T]), change(X[t]), *target(change), **common(change)),
-        "hidden": lambda change: loss.forward_fused(
-            change(H[:T]), W, change(H[t]), *target(change), extra=(change(U[:T]), SECOND),
-            teacher_extra=(change(U[t]), SECOND), **common(change),
-        ),
-    }  # fmt: skip
-
-
-BLOCKS = {"normalize": "sequence_blocks", "position_weights": "dpace"}
-CALLS = {
-    "dflash": dflash(DFlashDecayLoss()),
-    "dflash, prefix": dflash(DFlashDecayLoss(normalize="mean"), prefix=torch.tensor([2, 1])),
-    "dflash, blocks of each sequence": dflash(DFlashDecayLoss(**BLOCKS), num_blocks=torch.tensor([3])),
-    "dflash, rows": dflash(DFlashDecayLoss(reduction="none"), num_tokens=torch.tensor(5)),
-    "distillation": distillation(DraftDistillationLoss("kl")),
-    "distillation, no targets": distillation(
-        DraftDistillationLoss("tv"),
-        None,
-        torch.tensor([3, 9, 0, 1, 7, 11]),
-        confidence_logits=P,
-        draft_to_target=torch.arange(V).flip(0),
-    ),
-    "distillation, rows": distillation(DraftDistillationLoss({"ce": 0.5, "l1": 1.0}, reduction="none", **BLOCKS)),
-    "mdlm": of_loss(MDLMCrossEntropyLoss(), num_diffusion_tokens=torch.tensor([5])),
-    "mdlm, rows": of_loss(MDLMCrossEntropyLoss(reduction="none"), num_diffusion_tokens=5),
-    "block": of_loss(BlockDiffusionCrossEntropyLoss()),
-    "hybrid": of_loss(HybridDiffusionLLMLoss(), loss_mask_ar=ON, num_ar_tokens=3),
-    "hybrid, one tensor": of_loss(HybridDiffusionLLMLoss(reduction="none"), 2 * T, loss_mask_ar=ON),
-    "scdd": of_loss(SCDDLoss(V - 1), noisy_input_ids=Z),
-    "idlm": idlm(IDLMLoss()),
-    "idlm, rows": idlm(IDLMLoss(reduction="none")),
-    "encoder_ar": encoder(),
-    "encoder_ar, rows": encoder(reduction="none"),
-}
-
-
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("name", CALLS)
-def test_packed_input_is_a_batch_of_one(name, form):
-    call = CALLS[name][form]
-    packed, batch = call(lambda t: t), call(lambda t: t if t.shape == (1,) else t[None])
+def assert_packed_equals_batch(call):
+    """``call(change)`` receives tensors with a batch dimension of 1, and changes them to packed ones."""
+    packed, batch = call(lambda t: t[0]), call(lambda t: t)
     packed, batch = ([out] if isinstance(out, torch.Tensor) else out for out in (packed, batch))
     assert batch[0].count_nonzero()
     for got, wanted in zip(packed, batch, strict=True):
@@ -136,6 +30,52 @@ def test_packed_input_is_a_batch_of_one(name, form):
         if wanted is not None:
             assert wanted.isfinite().all()
             torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("case", [*LOSSES, *ROWS], ids=lambda case: case.name)
+def test_packed_input_is_a_batch_of_one(case, form):
+    torch.manual_seed(3)  # with a loss other than 0 in each case
+    rows, of_both = 2 * T if case.width == 2 else T, ("extra", "teacher_extra")
+    head = () if form == "logits" else (W, W[:, 0])
+    arguments = case.arguments(form, (X if form == "logits" else H)[None, :rows], case.draw(1, T, V), head)
+    if form == "hidden" and not case.separate:
+        taught = ["teacher_extra"] * ("teacher_hidden" in arguments)
+        arguments |= dict.fromkeys(["extra", *taught], (U[None, :rows], SECOND))
+
+    def call(change):
+        changed = {
+            name: change(t)
+            for name, t in arguments.items()
+            if isinstance(t, torch.Tensor) and t.dim() > 1 and name not in (*case.head, "teacher_weight")
+        }
+        changed |= {name: (change(arguments[name][0]), SECOND) for name in of_both if name in arguments}
+        return case.output(form, arguments | changed)
+
+    assert_packed_equals_batch(call)
+
+
+PREFIX, BLOCKS = torch.tensor([[2, 1]]), {"normalize": "sequence_blocks", "position_weights": "dpace"}
+TEACHER_ROWS, COLUMNS = torch.tensor([[3, 9, 0, 1, 7, 11]]), torch.arange(V).flip(0)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_other_arguments_of_packed_drafts(form):
+    def called(loss, *teacher, ids=IDS, **options):
+        def call(change):
+            changed = {name: change(options[name]) for name in options.keys() - {"num_blocks", "draft_to_target"}}
+            rest = (*map(change, teacher), None if ids is None else change(ids[None]), change(ON[None]))
+            if form == "logits":
+                return loss(change(X[None, :T]), *rest, block_size=4, **(options | changed))
+            return loss.forward_fused(change(H[None, :T]), W, *rest, block_size=4, **(options | changed))
+
+        return call
+
+    assert_packed_equals_batch(called(DFlashDecayLoss(normalize="mean"), prefix=PREFIX))
+    assert_packed_equals_batch(called(DFlashDecayLoss(**BLOCKS), num_blocks=torch.tensor([3])))
+    teacher = (X if form == "logits" else H)[None]
+    options = {"teacher_rows": TEACHER_ROWS, "confidence_logits": P[None], "draft_to_target": COLUMNS}
+    assert_packed_equals_batch(called(DraftDistillationLoss("tv"), teacher, ids=None, **options))
 
 
 def test_the_gradient_has_the_shape_of_the_input():
