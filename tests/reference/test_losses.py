@@ -90,27 +90,6 @@ def test_mdlm_rows_of_weight_zero_are_inert():
     torch.testing.assert_close(logits.grad, torch.tensor(expected, dtype=torch.float64))
 
 
-def test_mdlm_of_nothing_is_zero_with_zero_gradient():
-    logits = with_nan_rows(odds_121(3), [0, 1, 2])
-    loss = mdlm_loss(logits, row(0, 1, 2), row(0, 0, 0), row(0.0, 0.0, 0.0), row(1, 1, 1), 7)
-    loss.backward()
-    assert loss.item() == 0.0
-    assert logits.grad.eq(0).all()
-
-
-def test_without_the_upcast_each_nll_is_rounded_before_it_is_weighted():
-    logits = torch.zeros(1, 1, 2, dtype=torch.bfloat16)
-    one = row(1)
-    rounded = 177 / 256  # the bfloat16 next to ln 2
-    assert mdlm_loss(logits, one, one, row(0.5), one, fp32_upcast=False).item() == 2 * rounded
-    assert block_diffusion_loss(logits, one, one, fp32_upcast=False).item() == rounded
-    total, diffusion = hybrid_loss(
-        logits.repeat(1, 2, 1), row(1, 1), row(1, 0), row(0.5, 0.5), row(1, 0), row(0, 1),
-        causal_logits=logits.repeat(1, 2, 1), alpha=0.5, fp32_upcast=False,
-    )  # fmt: skip
-    assert (total.item(), diffusion.item()) == (2 * rounded, rounded)
-
-
 # Block diffusion: the supervised positions are 0, 1, 3 and 4, and 4 has no target: ln 2 + ln 2 + 2 ln 2.
 BLOCK = 4 * LN2
 
