@@ -135,7 +135,7 @@ def test_the_same_on_cpu_and_gpu(routine):
 
 @some_routines
 def test_only_supervised_positions_change(routine, backend, device):
-    ids, loss_mask, seeds = batch(4, 60, device)
+    ids, loss_mask, seeds = batch(4, 40, device)
     copies = ids.clone(), loss_mask.clone(), seeds.clone()
     noisy, noise, p = routine(ids, loss_mask, seeds=seeds, backend=backend)
     assert (noisy.dtype, noise.dtype, p.dtype) == (ids.dtype, torch.bool, torch.float32)
@@ -160,7 +160,7 @@ def test_outputs_are_their_own_memory(routine, backend, device):
 
 @some_routines
 def test_a_row_with_a_seed_is_independent_of_its_batch(routine, backend, device):
-    ids, loss_mask, seeds = batch(6, 70, device)
+    ids, loss_mask, seeds = batch(6, 40, device)
     whole = routine(ids, loss_mask, seeds=seeds, backend=backend)
     for rows in ([4], [5, 0, 3]):
         part = routine(ids[rows], loss_mask[rows], seeds=seeds[rows], backend=backend)
@@ -286,15 +286,6 @@ def test_empty_batches(shape, backend, device):
             assert [t.shape for t in outputs] == [ids.shape] * 3
             assert [t.dtype for t in outputs] == [torch.int64, torch.bool, torch.float32]
     assert corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend)[1].shape == shape
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("name", ["block 5", "tokens, block 6"])
-def test_compiles_without_a_graph_break(name):
-    ids, loss_mask, seeds = batch(3, 40)
-    expected = ROUTINES[name](ids, loss_mask, seeds=seeds)
-    run = torch.compile(lambda i, m, s: ROUTINES[name](i, m, seeds=s), fullgraph=True, backend="aot_eager")
-    assert same(run(ids, loss_mask, seeds), expected)
 
 
 NO_FMA = """

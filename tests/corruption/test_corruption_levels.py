@@ -6,19 +6,15 @@ import torch
 from dllm_kernels import corruption
 from dllm_kernels.corruption import complementary, corrupt_blockwise, corrupt_mix, corrupt_uniform, sample_level
 from reference import corruption as reference
+from tests.corruption.test_corruption import batch as batch_of_all_tokens
+from tests.corruption.test_corruption import same
 
 MASK, V = 126, 130
 
 
-def batch(B, L, device="cpu", seed=0):
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, V, (B, L), generator=g)
-    loss_mask = torch.rand(B, L, generator=g) < 0.7
-    return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
-
-
-def same(a, b):
-    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+def batch(*sizes):
+    ids, *others = batch_of_all_tokens(*sizes)
+    return ids % V, *others
 
 
 # The caller's level

@@ -793,20 +793,21 @@ def test_activation_checkpointing(case, form):
         assert torch.equal(a, b)
 
 
-@pytest.mark.everyday(96)
-@forms
+@pytest.mark.everyday(48)
 @cases()
-def test_empty_batches(case, form, backend):
-    inputs, leaves = draw(case, 0, 6), leaves_of(case, form, B=0)
-    for t in value_and_grads(function_of(case, form, inputs, backend=backend), leaves, upstream_for(case, 0, 6)):
-        assert t.sum() == 0
+def test_empty_batches(case, backend):
+    inputs = draw(case, 0, 6)
+    for form in ("logits", "hidden"):
+        function = function_of(case, form, inputs, backend=backend)
+        for t in value_and_grads(function, leaves_of(case, form, B=0), upstream_for(case, 0, 6)):
+            assert t.sum() == 0
 
 
-@forms
 @cases()
-def test_sequences_without_positions(case, form):
+def test_sequences_without_positions(case):
     inputs = draw(case, 2, 0)
-    assert function_of(case, form, inputs)(*leaves_of(case, form, L=0)).sum().item() == 0
+    for form in ("logits", "hidden"):
+        assert function_of(case, form, inputs)(*leaves_of(case, form, L=0)).sum().item() == 0
 
 
 @pytest.mark.parametrize("extra", [1, 4, 6, 9])
