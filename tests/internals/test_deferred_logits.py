@@ -120,7 +120,7 @@ CAP = 2.5
 HANDED_ON = {
     "nothing": (lambda z: z, None, torch.float32),
     "float": (lambda z: z.float(), None, torch.float32),
-    "a cast": (lambda z: z.to(torch.float64), None, torch.float64),
+    "a cast": (lambda z: z.to(torch.float16), None, torch.float16),
     "a cast by name": (lambda z: z.to(dtype=torch.bfloat16), None, torch.bfloat16),
     "a cap": (lambda z: torch.tanh(z / CAP) * CAP, CAP, torch.float32),
     "a cap, by methods": (lambda z: CAP * (z.float() / CAP).tanh(), CAP, torch.float32),

@@ -1,8 +1,5 @@
 """Names and specs of the divergences, their custom ops, and the conversion of a teacher's head."""
 
-import ast
-import itertools
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +8,7 @@ from dllm_kernels import ops
 from dllm_kernels._core._divergence_spec import Comparison, checked_spec
 from dllm_kernels._utils._transform import Transform
 from tests.ops.test_divergence import MANY
-from tests.repo.test_imports import PACKAGE, home, parsed
+from tests.repo.test_imports import PACKAGE, home, imports
 
 
 def test_names():
@@ -57,27 +54,14 @@ def test_the_teacher_s_head_is_converted_before_the_host_sync(reduction):
     assert casts_of_head[0] < read_back[0]
 
 
-def imported_on_import(path):
-    """Yield the modules that the file imports outside of functions, and the packages that contain them."""
-    nodes = [parsed(path)]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        nodes += ast.iter_child_nodes(node)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            base = [f"{node.module}."] if isinstance(node, ast.ImportFrom) else [""]
-            for name in (base[0] + alias.name for alias in node.names):
-                yield from itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}")
-
-
 def test_importing_the_package_loads_no_engine():
     """The kinds are data beside the interface of the backends. The worker threads register a hook of forks."""
     loaded, new = set(), {PACKAGE / "__init__.py"}
     while new:
         loaded |= new
-        new = {home(module) for path in new for module in imported_on_import(path)} - loaded - {None}
-        new = {path for path in new if path.is_relative_to(PACKAGE)}
+        modules = [module.split(".") for path in new for module, at_top in imports(path) if at_top]
+        packages = {home(".".join(module[:n])) for module in modules for n in range(1, len(module) + 1)}
+        new = {path for path in packages - loaded - {None} if path.is_relative_to(PACKAGE)}
     assert PACKAGE / "ops" / "divergence.py" in loaded
     assert (
         not {home(f"dllm_kernels._backends.torch.{name}") for name in ("_divergence", "_workers", "_blocks")} & loaded

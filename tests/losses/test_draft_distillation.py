@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
-from dllm_kernels import DraftDistillationLoss, acceptance_length, dpace_weights, linear_divergence
+from dllm_kernels import DraftDistillationLoss, acceptance_length, acceptance_stats, dpace_weights, linear_divergence
 from tests.conftest import DEVICE
 from tests.support import trainers
 from tests.support.parity import value_and_grads
@@ -651,3 +651,29 @@ def test_a_coefficient_of_the_cross_entropy_without_a_teacher():
         for c in (1.0, 0.25)
     ]
     torch.testing.assert_close(losses[1], 0.25 * losses[0])
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
+    """10^5 drafts of every block, by a draft with a third of the target's vocabulary; one block has a hole."""
+    torch.manual_seed(0)
+    draws, rows, columns = 100_000, BLOCK - 1, torch.randperm(3 * V)[:V].to(DEVICE)
+    z, t = (2 * torch.randn(2, 2 * rows, size, device=DEVICE) for size in (V, 3 * V))
+    t[..., columns] += 3 + z  # otherwise few tokens are accepted
+    mask = torch.ones(2, 2 * rows, dtype=torch.bool, device=DEVICE)
+    mask[1, 1] = False
+    out = DraftDistillationLoss("kl")(z, t, mask.long(), mask, block_size=BLOCK, draft_to_target=columns)
+    p, q = z.softmax(-1).flatten(0, 1), t.softmax(-1)[..., columns].flatten(0, 1)
+    tokens = torch.multinomial(p, draws, replacement=True)
+    sampled = torch.rand(tokens.shape, device=DEVICE) < (q / p).gather(1, tokens)
+    greedy = (columns[z.argmax(-1)] == t.argmax(-1)).flatten()[:, None]
+    for accepted, sampling in ((sampled, True), (greedy, False)):
+        kept = (accepted & mask.flatten()[:, None]).view(4, rows, -1).long().cumprod(1)
+        lengths = (kept.sum(1) + bonus).sum(0).double()
+        found, count = acceptance_stats(out, mask, BLOCK, bonus=bonus, sampling=sampling)
+        error = lengths.std().item() / math.sqrt(draws) if sampling else 1e-6
+        assert count.item() == 4
+        assert abs(found.item() - lengths.mean().item()) <= 4 * error
+        assert not sampling or 4 * bonus < lengths.mean().item() < 4 * (rows + bonus)
+        mean = acceptance_length(out, mask, BLOCK, bonus=bonus, sampling=sampling)
+        torch.testing.assert_close(mean, found / count)

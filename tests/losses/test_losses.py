@@ -886,3 +886,35 @@ def test_dflash_reduces_a_low_precision_nll_in_float32(dtype):
         torch.testing.assert_close(out.total_loss, torch.tensor(2 * 70_001 / count, device=DEVICE))
         assert out.weight_sum == 70_001
         assert torch.autograd.grad(out.total_loss, nll)[0].dtype == dtype
+
+
+@forms
+def test_idlm_reads_no_clean_row_of_weight_0(form):
+    i, x = draw(BY_NAME["idlm"]), torch.randn(2, 6, V, device=DEVICE)
+    x = torch.cat([x, torch.full_like(x, NAN)], 1)
+    loss, eye = IDLMLoss(clean_loss_weight=0.0), torch.eye(V, device=DEVICE)
+    out = loss(x, **i, seq_len=6) if form == "logits" else loss.forward_fused(x, eye, **i, seq_len=6)
+    assert out.total_loss.isfinite()
+    torch.testing.assert_close(out.total_loss, out.dllm_loss)
+
+
+def test_the_last_position_predicts_nothing(backend):
+    x = torch.randn(2, 4, V, device=DEVICE)
+    x[:, -1] = NAN
+    x.requires_grad_()
+    ids = torch.randint(0, V, (2, 4), device=DEVICE)
+    loss = encoder_ar_loss(x, ids, backend=backend)
+    loss.backward()
+    torch.testing.assert_close(loss, reference.encoder_ar_loss(x.detach(), ids))
+    assert x.grad[:, -1].eq(0).all()
+
+
+def test_acceptance_length_by_hand():
+    """All correct; two correct, a wrong one; a correct one, then a hole; wrong at once; nothing to predict."""
+    correct = torch.tensor([[1, 1, 1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]], device=DEVICE)
+    assert acceptance_length(correct, mask, BLOCK) == (3 + 2 + 1 + 0) / 4
+    assert acceptance_length(correct, mask, BLOCK, bonus=True) == (4 + 3 + 2 + 1) / 4
+    assert acceptance_length(correct, 0 * mask, BLOCK, bonus=True) == 0
+    assert [t.item() for t in acceptance_stats(correct, mask, BLOCK)] == [6, 4]
+    assert [t.item() for t in acceptance_stats(correct, mask, BLOCK, bonus=True)] == [10, 4]

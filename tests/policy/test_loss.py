@@ -73,7 +73,7 @@ def make_oracle(level, normalize, arguments, **settings):  # settings of the ora
     )  # fmt: skip
 
 
-@pytest.mark.covering(1, most=3)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("normalize", NORMALIZE)
@@ -99,7 +99,7 @@ def test_parity_from_logits(scheme, level, normalize, settings, dtype, transform
 
 
 @pytest.mark.everyday(6)
-@pytest.mark.covering(2, most=3)
+@pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("scheme", ["full", "coupled", "count", "trace"])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("settings", OBJECTIVES[:4:3] + OBJECTIVES[2:3], ids=str)

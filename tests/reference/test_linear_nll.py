@@ -1,4 +1,4 @@
-"""The oracle of the linear path: a head whose logits are known in closed form, and bad rows.
+"""The oracle of the linear path: a head whose logits are known in closed form, gradcheck, and bad rows.
 
 With hidden states (1,) and (2,) and the head (0, ln 2, 0) the odds are (1, 2, 1) and (1, 4, 1).
 """
@@ -100,3 +100,14 @@ def test_a_row_without_loss_is_inert_in_the_second_part_too():
     ).backward()
     assert second.grad.isfinite().all()
     assert u.grad[1] == 0
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 3), (5, 3), (5,)]
+    )
+    targets, weights = torch.tensor([0, 4, -100, 2]), torch.tensor([0.5, 0.0, 1.0, -2.0])
+    inputs = (hidden, weight, bias)
+    assert torch.autograd.gradcheck(lambda h, w, b: linear_token_nll(h, w, targets, b), inputs)
+    assert torch.autograd.gradcheck(lambda h, w, b: weighted_linear_nll(h, w, targets, weights, b), inputs)

@@ -1,4 +1,4 @@
-"""The oracle of the losses: numbers worked out by hand, and each sentence of their semantics.
+"""The oracle of the losses: numbers worked out by hand, gradcheck, and each sentence of their semantics.
 
 Logits are logarithms of small integer odds: under odds (1, 2, 1) token 1 has NLL ln 2 and token 0 has 2 ln 2.
 """
@@ -553,3 +553,19 @@ def test_rows_that_predict_the_next_token():
     targets = row(0, 1, 1, 0)  # without the column of MASK the odds are (1, 2), (2, 1), (2, 1)
     scdd = scdd_loss(odds.log(), targets, times, supervised, noisy, **settings)
     assert scdd.item() == pytest.approx(2 * (math.log(3 / 2) + math.log(3 / 2)) / 2)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    logits, causal = (torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    check = torch.autograd.gradcheck
+    assert check(lambda x: mdlm_loss(x, TARGETS, NOISE, P, SUPERVISED, 3), logits)
+    assert check(lambda x: block_diffusion_loss(x, TARGETS, SUPERVISED), logits)
+    assert check(lambda x, c: hybrid(x, causal_logits=c, alpha=0.3).total_loss, (logits, causal))
+    assert check(lambda x: dflash_loss(x, TARGETS, SUPERVISED, normalize="mean"), logits)
+    assert check(
+        lambda x: idlm_loss(x, *INTRO).total_loss, torch.randn(1, 8, 3, dtype=torch.float64, requires_grad=True)
+    )
+    noisy, t = row(2, 2, 0, 1, 1), torch.full((1, 5), 0.6)
+    assert check(lambda x: scdd_loss(x, row(0, 1, 0, 1, 0), t, SUPERVISED, noisy, 2, **PEAKED), logits)
+    assert check(lambda x: encoder_ar_loss(x, IDS, row(1, 1, 0, 1, 1)), logits)

@@ -1,4 +1,4 @@
-"""The oracle of multi-token prediction: labels by hand, and losses in closed form.
+"""The oracle of multi-token prediction: labels by hand, losses in closed form, gradcheck.
 
 Logits are logarithms of odds (1, 2, 1): token 1 has NLL ln 2, tokens 0 and 2 have 2 ln 2.
 """
@@ -123,3 +123,10 @@ def test_masked_cross_entropy_ignores_masked_labels_without_modifying_them(mask)
     logits[3] = NAN
     assert masked_cross_entropy(logits, labels, torch.tensor(mask)).item() == pytest.approx(3 * LN2)
     assert labels.tolist() == [1, 0, X, 2]
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    depths = tuple(torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    labels = torch.tensor([[0, 1, 2, 1], [X, 2, 0, 0]])
+    assert torch.autograd.gradcheck(lambda *x: mtp_loss(x, labels, 0.3, 5).loss, depths)

@@ -1,4 +1,4 @@
-"""The oracle of the row statistics: numbers worked out by hand, and bad rows and columns.
+"""The oracle of the row statistics: numbers worked out by hand, gradcheck, and bad rows and columns.
 
 Logits are logarithms of small integer odds: odds (1, 2, 1) are the probabilities (1/4, 1/2, 1/4).
 """
@@ -119,3 +119,15 @@ def test_of_hidden_states():
     expected = row_stats(hidden @ weight.T + bias, ids, active=active, skip_id=3)
     for got, want in zip(out, expected, strict=True):
         assert want is None or torch.allclose(got, want)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, **DOUBLE, requires_grad=True)
+    ids = torch.tensor([[0, 1], [4, 4], [-100, 2], [3, -100]])
+    mix, active = mixture([0.0, 0.5, 2.0, 1.0], [1.0, 0.0, 3.0, 1.0]), torch.tensor([1, 1, 1, 0])
+    for transform in ({}, {"skip_id": 3}, {"softcap": 1.5, "scale": 0.7, "skip_id": 3}):
+        used = torch.where(ids == 3, 2, ids)
+        assert torch.autograd.gradcheck(
+            lambda x, i, t: row_stats(x, i, mix, active, **t)[:4], (logits, used, transform)
+        )

@@ -1,4 +1,4 @@
-"""The oracle itself: numbers worked out by hand, and bad rows.
+"""The oracle itself: numbers worked out by hand, gradcheck, and bad rows.
 
 Logits are logarithms of small integer odds: odds (1, 2, 1) are the probabilities (1/4, 1/2, 1/4).
 """
@@ -186,3 +186,14 @@ def test_without_the_upcast_each_nll_is_rounded_to_the_logits_dtype():
 def test_compute_per_token_nll():
     nll = compute_per_token_nll(torch.zeros(2, 3, 8), torch.tensor([[0, 7, -100], [1, 2, 3]]))
     torch.testing.assert_close(nll, 3 * LN2 * torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]))
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 3, -100, 1, 2])
+    active = torch.tensor([1, 1, 1, 0, 1])
+    weights = torch.tensor([0.5, 0.0, 3.0, 1.0, -2.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: token_nll(x, targets, active=active), logits)
+    assert torch.autograd.gradcheck(lambda x: weighted_nll(x, targets, weights), logits)
+    assert torch.autograd.gradcheck(token_lse, logits)

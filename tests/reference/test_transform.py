@@ -1,4 +1,4 @@
-"""The oracle of the transform: numbers worked out by hand."""
+"""The oracle of the transform: numbers worked out by hand, and gradcheck."""
 
 import math
 
@@ -38,3 +38,10 @@ def test_a_skipped_target_is_out_of_range():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_computed_in_float32_at_least(dtype):
     assert transformed(torch.ones(3, dtype=dtype), softcap=2.0).dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    x = (3 * torch.randn(4, 7, dtype=torch.float64)).requires_grad_()
+    targets = torch.tensor([0, 1, 4, 6])
+    torch.autograd.gradcheck(lambda x: token_nll(transformed(x, 2.0, 0.7, 3), targets), x)
