@@ -334,11 +334,8 @@ CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
 LARGEST = [case for case in CLASSES if case.name not in ("mdlm", "block diffusion")]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.covering(1, most=1)  # the ops below the two forms have cases above
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", usually(LARGEST, CLASSES, lambda case: case.name))
-def test_two_graphs_serve_all_steps_of_a_loss(case, form):
+def step_of(case, form):
+    """Return a function of the arguments of ``draw_case`` that calls the loss."""
     loss = case.loss(**case.settings)
 
     def step(rows, weight, bias, inputs, num_active):
@@ -347,4 +344,12 @@ def test_two_graphs_serve_all_steps_of_a_loss(case, form):
         arguments = case.arguments(form, rows, inputs, (weight, bias))
         return value_of(loss.forward_fused(**arguments, num_active=num_active))
 
-    assert_two_graphs(step, draw_case(case, form))
+    return step
+
+
+@pytest.mark.exhaustive
+@pytest.mark.covering(1, most=1)  # the ops below the two forms have cases above
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("case", usually(LARGEST, CLASSES, lambda case: case.name))
+def test_two_graphs_serve_all_steps_of_a_loss(case, form):
+    assert_two_graphs(step_of(case, form), draw_case(case, form))
