@@ -56,7 +56,7 @@ def test_in_two_processes(several_processes, name):
     judge(several_processes / "2", 2, name)
 
 
-@pytest.mark.everyday(8)
+@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", checks(4))
 def test_in_four_processes(several_processes, name):
     judge(several_processes / "4", 4, name)

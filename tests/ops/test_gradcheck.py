@@ -60,6 +60,7 @@ def test_logits(name, transform):
     assert torch.autograd.gradcheck(lambda z: OF_LOGITS[name](z, backend="torch", **transform), leaves(TEACHER.roll(1)))
 
 
+@pytest.mark.everyday(2)
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_logits_through_kernels(name):
     """With ``fast_mode``, gradcheck compares one projection of the Jacobian, by few launches."""
