@@ -109,6 +109,10 @@ JUDGES = (
     ),
     ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_divergence.py"),
     (
+        "_backends/triton/row_weights.py",
+        "tests/kernels/test_row_weights.py tests/losses/test_losses.py -k 'triton or kernel'",
+    ),
+    (
         "_backends/triton/row_stats.py",
         "tests/kernels/test_bounds.py tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
         " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
@@ -127,7 +131,11 @@ JUDGES = (
         " -k 'nemo_lora or head or adapter'",
     ),
     ("fused/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
-    ("fused/*", "tests/integrations/test_fused_head.py tests/internals/test_deferred_logits.py"),
+    (
+        "fused/*",
+        "tests/integrations/test_fused_head.py tests/integrations/test_fused_head_programs.py"
+        " tests/internals/test_deferred_logits.py",
+    ),
     ("integrations/names.py", "tests/integrations/test_names.py"),
     ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
     ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
@@ -176,7 +184,8 @@ JUDGES = (
         "tests/ops/test_flags.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
         " tests/losses/test_target_range.py tests/ops/test_errors.py tests/internals/test_errors.py"
         " tests/repo/test_api.py tests/losses/test_reduction.py tests/internals/test_options_arrive.py"
-        " tests/losses/test_draft_distillation.py tests/losses/test_losses.py tests/internals/test_losses.py",
+        " tests/losses/test_draft_distillation.py tests/losses/test_draft_blocks.py tests/losses/test_losses.py"
+        " tests/losses/test_laws.py tests/losses/test_packed.py tests/internals/test_losses.py",
     ),
     ("_utils/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
     (

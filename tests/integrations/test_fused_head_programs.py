@@ -347,6 +347,13 @@ def pickled(model):
     return torch.load(file, weights_only=False).to(DEVICE)
 
 
+def test_a_factor_of_a_float64_loss_has_all_its_digits():
+    model, x = Model().double(), Batch()
+    with fused_head(model):
+        fused = (x.nll(model) / 3).sum()
+    torch.testing.assert_close(fused, (x.nll(model) / 3).sum(), rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("of", [lambda model, x: model(x.noisy), lambda model, x: x.nll(model)], ids=["logits", "NLL"])
 def test_the_gradient_of_what_was_never_computed(of):
     model, x = Model(), Batch()

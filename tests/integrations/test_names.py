@@ -196,6 +196,8 @@ BAD = {
         names.FusedLinearDiffusionCrossEntropyLoss()(x, ids, w, p_mask=torch.ones(B)))),
     "reduction of verl": (ValueError, "reduction must be one of none, sum, mean, got 'max'", lambda x, w, ids: (
         names.linear_cross_entropy(x, w, ids, 1.0, "max"))),
+    "rows of a chunk": (ValueError, "chunk_size must be at least 1, got 0", lambda x, w, ids: (
+        names.FusedLinearForPPO(chunk_size=0))),
     "group": (ValueError, "dist_process_group must be None, got str; pass DTensors", lambda x, w, ids: (
         names.linear_cross_entropy(x, w, ids, 1.0, "none", "group"))),
     "backend": (ValueError, "impl_backend must be one of torch, liger, got 'cute'", lambda x, w, ids: (

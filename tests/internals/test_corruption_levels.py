@@ -78,7 +78,7 @@ def test_equal_draws_go_to_the_lower_index():
 METHODS = ["uniform", "antithetic", "stratified"]
 
 
-@pytest.mark.everyday(20)
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("B", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.2, 0.7)])

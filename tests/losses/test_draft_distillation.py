@@ -642,12 +642,13 @@ def test_the_loss_equals_dpace_weights_times_the_divergence():
     assert out.draft_correct_per_pos is None
 
 
-def test_a_coefficient_of_the_cross_entropy_without_a_teacher():
-    """With D-PACE, the loss is computed per row, and each row is multiplied by the coefficient."""
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_a_coefficient_of_the_cross_entropy_without_a_teacher(weights):
+    """With a decay, it is a factor of the row weights. With D-PACE, each row of the loss is multiplied by it."""
     torch.manual_seed(0)
     logits, targets, mask = torch.randn(1, 6, 11), torch.randint(0, 11, (1, 6)), torch.ones(1, 6)
     losses = [
-        DraftDistillationLoss({"ce": c}, position_weights="dpace")(logits, None, targets, mask, block_size=4).total_loss
+        DraftDistillationLoss({"ce": c}, position_weights=weights)(logits, None, targets, mask, block_size=4).total_loss
         for c in (1.0, 0.25)
     ]
     torch.testing.assert_close(losses[1], 0.25 * losses[0])

@@ -462,6 +462,20 @@ def test_a_column_missing_in_the_teacher_raises():
         divergence(z, t, draft_to_target=columns)
 
 
+def test_a_column_missing_in_the_teacher_gives_nan_where_it_cannot_be_checked():
+    """Such as in a graph, and on a GPU by default."""
+    z, t, columns = smaller_vocabulary()
+    columns[5], columns[7] = -1, 3 * V
+    heads = [torch.eye(size, dtype=z.dtype, device=DEVICE) for size in (V, 3 * V)]
+    step = torch.compile(
+        lambda columns: linear_divergence(z, heads[0], t, teacher_weight=heads[1], draft_to_target=columns),
+        backend="eager", fullgraph=True,
+    )  # fmt: skip
+    assert step(columns).loss.isnan()
+    columns[5], columns[7] = smaller_vocabulary()[2][[5, 7]]
+    assert step(columns).loss.isfinite()
+
+
 def smaller_vocabulary(dtype=torch.float64, vocabulary=3 * V):
     """Draw student logits, logits of a teacher with a larger vocabulary, and the teacher's ids of the student's."""
     torch.manual_seed(0)
