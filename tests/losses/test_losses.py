@@ -165,6 +165,37 @@ def test_shift_is_a_bool_also_when_assigned(loss):
         assigned(x, **i)
 
 
+@forms
+@pytest.mark.parametrize("name", ["mdlm", "block diffusion", "hybrid, one tensor", "scdd, counted"])
+def test_a_shifted_loss_is_the_loss_of_shifted_rows(name, form):
+    """A loop moves the logits instead: ``cat([z[:, :1], z[:, :-1]], 1)``. Token 0 is then not supervised."""
+    case, L = BY_NAME[name], 6
+    inputs = draw(case) | dict.fromkeys(case.counts)
+    inputs["p_mask"][0, 0] += 0 if case.loss is SCDDLoss else NAN  # token 0 is not read, except as the time of SCDD
+    inputs["loss_mask"][:, 0] = 1
+    aligned = inputs | {"loss_mask": F.pad(inputs["loss_mask"][:, 1:], (1, 0)), "p_mask": inputs["p_mask"].nan_to_num()}
+    leaves = leaves_of(case, form)
+
+    def plain(x, *head):
+        moved = torch.cat([x[:, :1], x[:, : L - 1], x[:, L:]], 1)
+        return case.output(form, case.arguments(form, moved, aligned, head), reduction="none")
+
+    def ours(x, *head):
+        shifting = replace(case, settings={**case.settings, "shift": True})
+        return shifting.output(form, case.arguments(form, x, inputs, head), reduction="none")
+
+    got, expected = ours(*leaves), plain(*leaves)
+    rows = [shift_rows(t, L) for t in (expected.row_losses, expected.row_weights)]
+    torch.testing.assert_close([got.row_losses, got.row_weights], rows)
+    values = [value_and_grads(lambda *x, f=f: f(*x).total_loss, leaves, torch.ones(())) for f in (ours, plain)]
+    torch.testing.assert_close(*values)
+
+
+def shift_rows(rows, L):
+    """Move the rows of tokens 1 .. L - 1 to the rows that predict them; rows of another branch stay."""
+    return torch.cat([rows[:, 1:L], torch.zeros_like(rows[:, :1]), rows[:, L:]], 1)
+
+
 def test_a_shifted_loss_names_positions_of_tokens():
     i = {name: t.cpu() for name, t in diffusion(1).items()}  # on the CPU, values are checked
     x = torch.randn(1, 6, V)
