@@ -462,6 +462,7 @@ def test_a_column_missing_in_the_teacher_raises():
         divergence(z, t, draft_to_target=columns)
 
 
+@pytest.mark.exhaustive
 def test_a_column_missing_in_the_teacher_gives_nan_where_it_cannot_be_checked():
     """Such as in a graph, and on a GPU by default."""
     z, t, columns = smaller_vocabulary()
