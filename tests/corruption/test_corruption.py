@@ -12,6 +12,7 @@ import torch
 
 from dllm_kernels import corruption
 from reference import corruption as reference
+from tests.support.defaults import default_dtype
 
 pytestmark = pytest.mark.indices
 
@@ -399,11 +400,8 @@ def test_errors(arguments, group, error, message):
 def test_a_default_dtype_changes_nothing(default):
     ids, mask, seeds = batch(3, 11)
     expected = [routine(ids, mask, seeds=seeds) for routine in FEW]
-    torch.set_default_dtype(default)
-    try:
+    with default_dtype(default):
         got = [routine(ids, mask, seeds=seeds) for routine in FEW]
-    finally:
-        torch.set_default_dtype(torch.float32)
     for a, b in zip(expected, got, strict=True):
         assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 

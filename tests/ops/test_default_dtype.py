@@ -1,7 +1,5 @@
 """The default dtype changes no result: bfloat16 would round a count, and float64 would widen what the caller stores."""
 
-import contextlib
-
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -9,18 +7,9 @@ from torch.utils._pytree import tree_leaves
 from dllm_kernels import PolicyLoss, PolicyObjective, eubo, policy_views
 from tests.conftest import DEVICE
 from tests.ops.test_changing_arguments import CALLS, CLASSES, Step, draw_case, evaluate, step_of
+from tests.support.defaults import default_dtype
 
 DTYPES = [torch.bfloat16, torch.float64]
-
-
-@contextlib.contextmanager
-def default(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def policy(rows, head, ids, masks, old, advantages):
@@ -51,7 +40,7 @@ EVERY = {
 def test_results_and_gradients(name, dtype):
     function, draw = EVERY[name]
     expected, arguments = evaluate(function, draw(Step(0))), draw(Step(0))
-    with default(dtype):
+    with default_dtype(dtype):
         got = evaluate(function, arguments)
     assert [t.dtype for t in tree_leaves(got)] == [t.dtype for t in tree_leaves(expected)]
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)

@@ -11,6 +11,7 @@ import torch
 import reference
 from dllm_kernels import PolicyViews, eubo, nll_weights, policy_views, sample_level
 from tests.conftest import usually
+from tests.support.defaults import default_dtype
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error
 
 MASK = 99
@@ -590,14 +591,11 @@ def test_weights_are_float32_for_any_default_dtype(scheme):
     ids, loss_mask, steps = batch()
     make = lambda **more: policy_views(ids, loss_mask, MASK, scheme, num=2, **more, **options(scheme, steps))  # noqa: E731
     expected = make(seeds=SEEDS)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         views = make(seeds=SEEDS)
         assert make().weights.dtype == torch.float32
         if scheme in ("elbo", "coupled", "count"):
             assert make(level=0.5).weights.dtype == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(views, expected, strict=True))
 
 

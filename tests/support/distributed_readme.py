@@ -14,6 +14,7 @@ from torch import nn
 from dllm_kernels import corrupt_uniform
 from dllm_kernels.distributed import summed_over
 from tests.support.cases import BY_NAME
+from tests.support.defaults import default_dtype
 from tests.support.distributed_checks import D, V, check, close, drawn, same_gradients
 from tests.support.readme import DOCS, ROOT, fences, run
 
@@ -178,8 +179,7 @@ def example_fsdp2_tensor_parallel():
     """In float64, the loss of each step of ``examples/fsdp2_tensor_parallel.py`` equals that of one process."""
     spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "fsdp2_tensor_parallel.py")
     example = importlib.util.module_from_spec(spec)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         spec.loader.exec_module(example)
         found = example.main(steps=3)
         model, expected = example.Model(), []
@@ -194,7 +194,5 @@ def example_fsdp2_tensor_parallel():
             loss.backward()
             optimizer.step()
             expected.append(loss.item())
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert expected[2] < expected[0]
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
