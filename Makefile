@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
 
-.PHONY: help test test-exhaustive test-variation test-every-case demo lint types bench-smoke docs checks dist mutants ci clean
+.PHONY: help test test-exhaustive test-variation test-every-case demo lint types bench-smoke bench-subjects bench-tests docs checks dist mutants ci clean
 help:
 	@echo "make test             everyday half of the tests, for each commit: 3 minutes after installing into $(VENV)"
 	@echo "make ci               everything that CI runs: test, test-variation and checks"
@@ -40,11 +40,12 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -c 'import torch._inductor.compile_fx' & \
 	for host in $(HOSTS); do \
 		$(PIP) install --quiet --no-compile --no-deps $$host || echo "$$host could not be installed: its tests will be skipped"; \
-	done
-	$(BIN)/python -c 'import torch._inductor.compile_fx'
-	$(BIN)/python -W ignore -c 'import hypothesis.strategies, tests.support.distributed_workers, tests.support.trainer_ranks' || true  # peers are optional
+	done; \
+	$(BIN)/python -W ignore -c 'import hypothesis.strategies, tests.support.distributed_workers, tests.support.trainer_ranks' || true; \
+	wait $$!  # the import of torch; the other imports need optional peers
 	touch $@
 
 test: $(STAMP)
@@ -73,8 +74,12 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-bench-smoke: $(STAMP)
+bench-smoke: bench-subjects bench-tests
+
+bench-subjects: $(STAMP)
 	$(BIN)/python -m benchmarks smoke
+
+bench-tests: $(STAMP)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
 # The site needs the package and its own extra, not the requirements of the tests.
@@ -96,7 +101,7 @@ mutants: $(STAMP)
 
 # Each of these needs one core, so two run at a time. Their packages are installed before the first one starts.
 checks: $(STAMP) $(DOCS_STAMP)
-	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) bench-smoke types docs lint
+	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) bench-subjects types docs bench-tests lint
 
 ci: test test-variation checks
 

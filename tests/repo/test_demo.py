@@ -38,7 +38,7 @@ def run(mode, out, cache, *more):
 @pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("corruption", ["ours", "reference"])
-@pytest.mark.parametrize("mode", usually(["scdd", "mdlm", "distill"], TASKS))  # all modes run below, with 1 step
+@pytest.mark.parametrize("mode", usually(["scdd", "mdlm", "distill"], TASKS))  # others: below and in the smoke run
 def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, capsys):
     if corruption == "reference" and mode in ("dflash", "distill", "mtp"):
         pytest.skip("nothing is corrupted in this mode")

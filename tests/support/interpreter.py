@@ -87,7 +87,10 @@ def types_made_once():
     equal, equal_blocks, of_tensor = dtype.__eq__, block_type.__eq__, tensor.__init__
     np_dtype, binary = triton_interpreter._get_np_dtype, TritonSemantic.binary_op_type_checking_impl
     broadcast = TritonSemantic.broadcast_impl_value
-    as_they_are = {t.name for t in (core.float32, core.float64, core.int32, core.int64)}  # two of one type give it
+    # Name of a type -> its smallest Python number. Two tensors of the type, or one and such a number, give the type.
+    as_they_are = dict.fromkeys((t.name for t in (core.float32, core.float64, core.int32, core.int64)), -(2**31))
+    as_they_are |= dict.fromkeys((core.uint32.name, core.uint64.name), 0)
+    constants = {}
 
     @functools.cache
     def sizes_of_shape(sizes):
@@ -145,9 +148,21 @@ def types_made_once():
             if type(rhs) is tensor and lhs.dtype is rhs.dtype:
                 return self.broadcast_impl_value(lhs, rhs)
             number = type(rhs)
-            if (number is float and lhs.dtype.is_floating()) or (number is int and -(2**31) <= rhs < 2**31):
-                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+            if (number is float and lhs.dtype.is_floating()) or (
+                number is int and as_they_are[lhs.dtype.name] <= rhs < 2**31
+            ):
+                return lhs, constant_like(self, lhs, rhs)
         return binary(self, lhs, rhs, *pointers, **checks)
+
+    def constant_like(self, lhs, number):
+        """Return a tensor of this number like ``lhs``, which operations read only."""
+        key = lhs.type.name, number.hex() if type(number) is float else number  # 0.0 is equal to -0.0 and to 0
+        if key not in constants:
+            if len(constants) > 1000:
+                constants.clear()
+            constants[key] = broadcast(self, lhs, self.scalar_constant(number, lhs.dtype))[1]
+            constants[key].handle.data.flags.writeable = False
+        return constants[key]
 
     def handle_init(self, data, dtype, attr=None):  # without the check of the size that each operation has chosen
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
