@@ -128,7 +128,7 @@ JUDGES = (
     (
         "fused/_lora.py",
         "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
-        " -k 'nemo_lora or head or adapter'",
+        " tests/integrations/test_fused_head_programs.py -k 'nemo_lora or head or adapter or copy'",
     ),
     ("fused/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
     (
@@ -139,7 +139,10 @@ JUDGES = (
     ("integrations/names.py", "tests/integrations/test_names.py"),
     ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
     ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
-    ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
+    (
+        "integrations/_hosts.py",
+        "tests/integrations/test_nemo.py tests/integrations/test_nemo_noise.py tests/integrations/test_speculators.py",
+    ),
     ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
     ("integrations/trl.py", "tests/integrations/test_trl.py"),
     ("integrations/_attention.py", "tests/integrations/test_transformers.py -k 'causal or trace or mixes'"),

@@ -263,7 +263,7 @@ def speculators_metrics(
         raise ValueError(f"loss_mask must hold 0 or 1, got {loss_mask[where].item()} at position {where}")
     _checks.check_probability("dpace_alpha", dpace_alpha)
     weighting = BlockWeights(
-        "dpace" if dpace else "decay", float(gamma), dpace_alpha, anchor_row=True, decay_from=first
+        "dpace" if dpace else "decay", float(gamma), dpace_alpha, "tokens", anchor_row=True, decay_from=first
     )
     mask = loss_mask.detach().float()
     call = _Metrics(compared, terms, mask, block_size, weighting, truncated=draft_to_target is not None)

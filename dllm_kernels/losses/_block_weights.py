@@ -130,9 +130,9 @@ class BlockWeights(NamedTuple):
     position_weights: str
     loss_gamma: float | str | None
     dpace_alpha: float
-    normalize: str = "tokens"
-    anchor_row: bool = False
-    decay_from: int = 0
+    normalize: str
+    anchor_row: bool
+    decay_from: int
 
     @property
     def decays(self) -> bool:
