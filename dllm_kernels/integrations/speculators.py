@@ -334,8 +334,13 @@ class _Metrics:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
         weights = self._shares(self.weighting.of_rows(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
-        found = self.compared(weights, kind=kind)
-        return found.loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
+        if any(kind.values()):
+            found = self.compared(weights, kind=kind)
+            loss = found.loss
+        else:  # only the metrics and the confidence head are wanted; a divergence of no kind is an error
+            found = self.compared(weights, kind=dict.fromkeys(kind, 1.0))
+            loss = 0.0 * found.loss
+        return loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
 
     def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""

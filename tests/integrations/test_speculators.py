@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import math
 import re
 import sys
@@ -335,6 +336,27 @@ def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):
             F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, gamma=gamma, loss_config=config
         ),
         [i.hidden, i.head],
+    )
+
+
+@pytest.mark.parametrize("spec", ['{"kl_div": 0}', '{"ce": 0, "tv": 0}'])
+def test_the_confidence_head_alone(host, spec):
+    """With coefficients of 0 only the confidence head learns."""
+    i, config = sequence(masked_anchor=False), {}
+    for name, weight in json.loads(spec).items():
+        config[name] = host.utils.resolve_loss_config(name, "eager")[name][0], float(weight)
+    options = {"loss_config": config, "sample_from_anchor": True}
+
+    def theirs(h, w, s):
+        z, t = F.linear(h, w), F.linear(i.teacher, w).detach()
+        return host.dspark.compute_metrics(z, t, s, i.mask, BLOCK, tv_loss_fn=host.eager.tv_loss, **options)
+
+    assert_same(
+        lambda h, w, s: integration.speculators_metrics(
+            h, w, i.teacher, i.mask, BLOCK, acceptance=True, confidence_logits=s, **options
+        ),
+        theirs,
+        [i.hidden, i.head, i.confidence],
     )
 
 

@@ -825,6 +825,14 @@ def test_rollouts_with_float32_logits():
     assert found[0] != found[1]
 
 
+def test_a_processor_holds_the_tokens_of_its_tokenizer():
+    trainer, prompts = Loop(Encoder()), [[1, 2], [3]]
+    rollout = integration.diffusion_rollout(MASK, steps=2, length=4, temperature=0)
+    expected = rollout(prompts, trainer)
+    trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
+    assert rollout(prompts, trainer) == expected
+
+
 def test_rollouts_differ_between_rows_and_calls():
     torch.manual_seed(0)
     trainer, rollout = Loop(Encoder()), integration.diffusion_rollout(MASK, steps=2)
