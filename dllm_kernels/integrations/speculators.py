@@ -113,6 +113,10 @@ def _of_table(home: str, name: str, original: Loss) -> Loss:
 
 def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
+    for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
+        _checks.check_tensor(name, value)
+    _checks.check_shape("targets", targets, logits.shape, "that of logits")
+    _checks.check_same_device("logits", logits, targets=targets)
     dtype = torch.promote_types(logits.dtype, targets.dtype)
     return ops.divergence(logits.to(dtype), targets.to(dtype), kind=kind, reduction="none", **options).loss
 

@@ -557,6 +557,7 @@ class _LossCall(NamedTuple):
         elif shift:
             labels = shift_left(labels, IGNORED)
             noisy_input_ids = None if noisy_input_ids is None else noisy_input_ids.roll(-1, 1)
+        _checks.check_total("num_items_in_batch", num_items_in_batch)
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))

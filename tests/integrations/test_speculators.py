@@ -234,6 +234,19 @@ def test_targets_of_another_dtype(host):
     assert torch.autograd.grad(host.utils.kl_div_loss(z, t).sum(), z)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda t: t[:, 1:], ValueError, r"targets must have shape \(1, 24, 19\) \(that of logits\)"),
+    (lambda t: t[..., 1:], ValueError, r"targets must have shape \(1, 24, 19\) \(that of logits\)"),
+    (lambda t: None, TypeError, r"targets must be a torch\.Tensor, got NoneType"),
+    (lambda t: t.to("meta"), ValueError, "targets must be on .* like logits, got meta"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_targets(name, change, error, message):
+    z, t = drawn(0, torch.float32)
+    with pytest.raises(error, match=f"^{message}"):
+        integration.OURS[name](z, change(t))
+
+
 def test_only_eager_losses_give_targets_a_gradient(host):
     z, t = drawn(0, torch.float32)
     original = host.eager.kl_div_loss

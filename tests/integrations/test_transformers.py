@@ -657,6 +657,12 @@ FUNCTIONS = {
 }
 
 
+def test_a_bad_count_is_named_as_the_argument_that_it_is():
+    labels = torch.full((1, 3), -100)
+    with pytest.raises(ValueError, match=r"^num_items_in_batch must not be negative, got -3"):
+        mdlm_loss_func((torch.randn(1, 3, 7),), labels, -3)
+
+
 @pytest.mark.parametrize("count", [None, 11, torch.tensor(11)])
 @pytest.mark.parametrize(("function", "loss"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss, count):
