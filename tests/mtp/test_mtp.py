@@ -973,3 +973,12 @@ def test_depths_in_one_tensor():
 def test_a_foreign_loss_with_other_argument_names():
     with pytest.raises(TypeError, match=r"loss_fn must take labels in its forward, got torch.*takes input, target"):
         mtp_loss(nn.CrossEntropyLoss(), hiddens(), labels_with_padding(), Model())
+
+
+def test_a_seq_idx_of_another_dtype_is_named():
+    model, hidden = Model(), hiddens(grad=False)
+    output = (model.lm_head(hidden[0]), *hidden, torch.zeros(B, S, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"^output\[4\] must be .* seq_idx, int32 \[B, S\], got int64 of shape \(2, 11\)"
+    ):
+        PipelineCausalLMLoss(MaskedCrossEntropy(), model)(output, labels_with_padding())
