@@ -504,11 +504,12 @@ class DiffusionPolicyMixin:
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
         unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
         log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
-        scores = views.token_scores(log_probs)[:, -keep:]
+        first = ids.shape[1] - keep  # not [:, -keep:], which is the whole row if all completions are empty
+        scores = views.token_scores(log_probs)[:, first:]
         mean = None
         if entropies:
             total = views.weights.sum(0)
-            mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, -keep:]
+            mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, first:]
         return scores, mean, getattr(outputs, "aux_loss", None) if auxiliary else None
 
 

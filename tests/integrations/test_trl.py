@@ -497,6 +497,15 @@ SCHEMES = [
 ]
 
 
+def test_empty_completions_have_no_log_probs():
+    ids, not_padding, _ = batch()
+    trainer = Trainer(mask_token_id=MASK)
+    log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        Encoder(), ids, not_padding, 0, compute_entropy=True
+    )
+    assert log_probs.shape == entropies.shape == (4, 0)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
 def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
