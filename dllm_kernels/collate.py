@@ -143,7 +143,9 @@ class DLLMCollator:
         if field != "input_ids":
             for name, row in rows.items():
                 if row.dtype.kind in "if":  # a list of small numbers, the common case, is packed into unsigned bytes
-                    check_mask_values(name, torch.from_numpy(row.astype(np.float64)))
+                    with np.errstate(over="ignore"):  # what overflows is an infinity, which is rejected
+                        values = row.astype(np.float32 if is_mask else np.float64)
+                    check_mask_values(name, torch.from_numpy(values))
         return list(rows.values())
 
     @staticmethod

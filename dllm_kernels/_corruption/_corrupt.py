@@ -248,7 +248,8 @@ def segment_numbers(segment_ids: Tensor, start: Tensor | None) -> Tensor:
     inside = segment_ids >= 0
     if start is not None:
         inside &= column >= start[:, None]
-    ids, order = torch.where(inside, segment_ids, -1).sort(dim=1, stable=True)
+    signed = segment_ids.to(torch.promote_types(segment_ids.dtype, torch.int8))  # -1 is 255 in uint8
+    ids, order = torch.where(inside, signed, -1).sort(dim=1, stable=True)
     opens = torch.ones_like(inside)
     opens[:, 1:] = ids[:, 1:] != ids[:, :-1]
     opener = order.gather(1, torch.where(opens, column, 0).cummax(1).values)  # first column of the segment, sorted

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import Deferred, computed
+from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp import MaskedCrossEntropy
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
 
@@ -82,12 +83,13 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match.
         """
-        _checks.check_tensor("target", target)
-        counted = target != self.ignore_index
+        _check_linear(_checks.Names("x", "target", "weight", "bias"), x, target, weight, bias, self.ignore_index)
+        counted = target.long() != self.ignore_index  # int64, because -100 equals 156 in uint8
         weights = counted.float()
         if p_mask is not None:
             _checks.check_float("p_mask", p_mask)
             _checks.check_shape("p_mask", p_mask, target.shape, "that of target")
+            _checks.check_same_device("target", target, p_mask=p_mask)
             _checks.check_constant("p_mask", p_mask)
             weights = weights / p_mask.masked_fill(~counted, 1.0)
         if self.reduction == "mean":
@@ -151,6 +153,7 @@ def linear_cross_entropy(
     if dist_process_group is not None:
         got = _checks.type_name(dist_process_group)
         raise ValueError(f"dist_process_group must be None, got {got}; pass DTensors, split by vocabulary")
+    _check_linear(_checks.Names("hidden", "labels", "weight"), hidden, labels, weight)
     out = ops.token_log_probs(hidden, labels, weight=weight, temperature=temperature, with_entropy=True)
     log_probs, entropy = out.log_probs.flatten(), _given(out.entropy).flatten()
     return (log_probs if reduction == "none" else getattr(log_probs, reduction)()), entropy
@@ -193,11 +196,25 @@ class FusedLinearForPPO(nn.Module):
             TypeError: an argument that should be a tensor or a number is not.
             ValueError: shapes, dtypes or devices do not match, or ``temperature`` is not positive.
         """
+        _check_linear(
+            _checks.Names("hidden_states", "input_ids", "vocab_weights"), hidden_states, input_ids, vocab_weights
+        )
         out = ops.token_log_probs(
             hidden_states, input_ids, weight=vocab_weights, temperature=temperature, with_entropy=True,
             chunk_size=self.chunk_size,
         )  # fmt: skip
         return out.log_probs, _given(out.entropy).to(hidden_states.dtype)
+
+
+def _check_linear(
+    names: _checks.Names, hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None, ignored: int = -100
+) -> None:
+    """Validate hidden states, ids and LM head under the names that the caller knows; without a head it is an error."""
+    _checks.check_tensor(names.weight, weight)
+    V = _checks.check_rows(names, hidden, ids, weight, bias)
+    _checks.check_shape(names.targets, ids, hidden.shape[:-1], f"that of {names.rows} without its last dimension")
+    if not is_dtensor(ids):  # the op gathers it for this check
+        _checks.check_target_range(None, names.targets, ids, V, ignored)
 
 
 def _given(entropy: Tensor | None) -> Tensor:
@@ -247,6 +264,7 @@ def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mas
     _checks.check_float("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, logits.shape, "that of logits")
     _checks.check_constant("target_probs", target_probs)
+    _checks.check_same_device("logits", logits, target_probs=target_probs, position_mask=position_mask)
     _checks.check_mask("position_mask", position_mask, (*logits.shape[:-1], 1), "that of logits, with one column")
     dtype = torch.promote_types(torch.promote_types(logits.dtype, target_probs.dtype), torch.float32)
     mask, q = position_mask.squeeze(-1).to(dtype), target_probs.to(dtype)

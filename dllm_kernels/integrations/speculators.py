@@ -113,6 +113,10 @@ def _of_table(home: str, name: str, original: Loss) -> Loss:
 
 def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
+    for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
+        _checks.check_tensor(name, value)
+    _checks.check_shape("targets", targets, logits.shape, "that of logits")
+    _checks.check_same_device("logits", logits, targets=targets)
     dtype = torch.promote_types(logits.dtype, targets.dtype)
     return ops.divergence(logits.to(dtype), targets.to(dtype), kind=kind, reduction="none", **options).loss
 
@@ -334,8 +338,13 @@ class _Metrics:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
         weights = self._shares(self.weighting.of_rows(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
-        found = self.compared(weights, kind=kind)
-        return found.loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
+        if any(kind.values()):
+            found = self.compared(weights, kind=kind)
+            loss = found.loss
+        else:  # only the metrics and the confidence head are wanted; a divergence of no kind is an error
+            found = self.compared(weights, kind=dict.fromkeys(kind, 1.0))
+            loss = 0.0 * found.loss
+        return loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
 
     def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""

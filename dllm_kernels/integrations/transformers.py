@@ -77,6 +77,7 @@ PROBES = 3  # steps that look for a dependence between positions; a model may ha
 RETURNED_WEIGHTS = "the weights that loss returns"
 NO_TARGET = 2**TOKEN_BITS - 1 | 0x3F800000 << TOKEN_BITS | PACKED | MASKED  # token 2^31 - 1, masked with p = 1
 SEED_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
+PASSED_ON = ("position_ids", "token_type_ids")  # what models take beside tokens and attention mask, whatever the noise
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 Corruption = Callable[..., tuple[Tensor, Tensor, Tensor]]
 RowWeights = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -252,7 +253,8 @@ class MaskedDiffusionCollator:
 
     Args:
         mask_token_id: id of the MASK token.
-        collate: function that collates the samples; None: ``DLLMCollator()``, which pads with token 0.
+        collate: function that collates the samples, one row per sample, and returns a dict with ``input_ids``,
+            ``loss_mask`` and ``attention_mask``; None: ``DLLMCollator()``, which pads with token 0.
         corrupt: corruption routine that masks, such as :func:`dllm_kernels.corrupt_uniform`.
         seed_field: field of the samples with an int64 seed, different in each sample. None: seeds are drawn.
         rank: separates the noise of processes with equal seeds. Processes that load the same samples (tensor
@@ -327,14 +329,15 @@ class MaskedDiffusionCollator:
                 :class:`dllm_kernels.DLLMCollator` expects.
 
         Returns:
-            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``. The dict counts its
-            labels when ``to`` moves it to a GPU, which spares the mixin a host sync per step.
+            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``, and ``position_ids`` and
+            ``token_type_ids`` if ``collate`` returns them. The dict counts its labels when ``to`` moves it to a GPU,
+            which spares the mixin a host sync per step.
 
         Raises:
             TypeError: a seed is not an int.
-            ValueError: a sample lacks a field, a seed has more than 64 bits, or ``corrupt`` did not return three
-                values. Also if the caller is a ``Trainer`` that passes labels to its model, unless it loads them in
-                workers.
+            ValueError: a sample lacks a field, a seed has more than 64 bits, ``collate`` returned no batch with a row
+                per sample, or an additive attention mask, or ``corrupt`` did not return three values. Also if the
+                caller is a ``Trainer`` that passes labels to its model, unless it loads them in workers.
         """
         _check_trainer()
         for field in ("loss_mask", *filter(None, [self.seed_field])):
@@ -344,6 +347,7 @@ class MaskedDiffusionCollator:
                     "TrainingArguments(remove_unused_columns=False)"
                 )
         batch = self.collate(samples)
+        _check_collated(batch, len(samples))
         ids, loss_mask = batch["input_ids"], batch["loss_mask"]
         drawn = {"seeds": self._seeds(samples, batch), **self.options}
         if self._seeded_by_tokens:
@@ -356,8 +360,10 @@ class MaskedDiffusionCollator:
         noisy, noise, p = corrupted
         labels, attention = pack_labels(ids, loss_mask, noise, p), batch["attention_mask"]
         if self.attend_supervised and attention.shape == loss_mask.shape:
+            _checks.check_mask_values("the attention_mask that collate returns", attention)
             attention = attention.masked_fill((attention == 0) & (loss_mask != 0), 1)
-        return _CountedBatch(input_ids=noisy, attention_mask=attention, labels=labels)
+        others = {name: batch[name] for name in PASSED_ON if name in batch}
+        return _CountedBatch(input_ids=noisy, attention_mask=attention, labels=labels, **others)
 
     def _seeds(self, samples: Sequence[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> Tensor | None:
         if self.seed_field is not None:
@@ -444,6 +450,15 @@ def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
         return False
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of PEFT
     return type(base).__module__.startswith("transformers.")
+
+
+def _check_collated(batch: Any, rows: int) -> None:
+    """Raise ValueError unless ``collate`` returned a batch with one row per sample, because noise is drawn by row."""
+    missing = [name for name in ("input_ids", "loss_mask", "attention_mask") if name not in batch]
+    if missing:
+        raise ValueError(f"collate must return {', '.join(missing)}, got {', '.join(batch) or 'nothing'}")
+    if len(batch["input_ids"]) != rows:
+        raise ValueError(f"collate must return one row per sample, {rows}, got {len(batch['input_ids'])}")
 
 
 def _check_corrupt(corrupt: Corruption) -> None:
@@ -557,6 +572,7 @@ class _LossCall(NamedTuple):
         elif shift:
             labels = shift_left(labels, IGNORED)
             noisy_input_ids = None if noisy_input_ids is None else noisy_input_ids.roll(-1, 1)
+        _checks.check_total("num_items_in_batch", num_items_in_batch)
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))

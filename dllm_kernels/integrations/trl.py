@@ -504,11 +504,12 @@ class DiffusionPolicyMixin:
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
         unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
         log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
-        scores = views.token_scores(log_probs)[:, -keep:]
+        first = ids.shape[1] - keep  # not [:, -keep:], which is the whole row if all completions are empty
+        scores = views.token_scores(log_probs)[:, first:]
         mean = None
         if entropies:
             total = views.weights.sum(0)
-            mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, -keep:]
+            mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, first:]
         return scores, mean, getattr(outputs, "aux_loss", None) if auxiliary else None
 
 
@@ -616,7 +617,7 @@ def diffusion_rollout(
             raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
         wanted = trainer.args.max_completion_length if length is None else length
         P, device = max(map(len, prompt_ids), default=0), trainer.accelerator.device
-        pad = trainer.processing_class.pad_token_id or 0
+        pad = _token_id(trainer.processing_class, "pad_token_id") or 0
         ids = [[pad] * (P - len(p)) + list(p) for p in prompt_ids]
         there = [[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids]
         tokens, attention = (torch.tensor(t, dtype=torch.int64, device=device).view(len(ids), P) for t in (ids, there))
@@ -624,7 +625,7 @@ def diffusion_rollout(
             out = diffusion_generate(
                 trainer.model, tokens, mask_token_id=mask_token_id, max_new_tokens=wanted, steps=steps,
                 block_size=block_size, temperature=trainer.temperature if temperature is None else temperature,
-                attention_mask=attention, eos_token_id=_eos(trainer.processing_class), shift=shift,
+                attention_mask=attention, eos_token_id=_token_id(trainer.processing_class, "eos_token_id"), shift=shift,
                 seeds=torch.empty(len(ids), dtype=torch.int64, device="cpu").random_().to(device),
                 logits_dtype=logits_dtype,
             )  # fmt: skip
@@ -636,6 +637,6 @@ def diffusion_rollout(
     return rollout
 
 
-def _eos(processing_class: Any) -> Any:
-    """Return the id, or the ids, of the EOS token; None without one."""
-    return getattr(getattr(processing_class, "tokenizer", processing_class), "eos_token_id", None)
+def _token_id(processing_class: Any, name: str) -> Any:
+    """Return the id, or the ids, of a special token of a tokenizer, or of the tokenizer of a processor, or None."""
+    return getattr(getattr(processing_class, "tokenizer", processing_class), name, None)

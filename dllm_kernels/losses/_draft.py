@@ -16,7 +16,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
+from dllm_kernels._utils._plain import all_plain, plain, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
@@ -179,7 +179,7 @@ class DraftLoss(TransformedLoss):
         _checks.check_ids("prefix", prefix)
         _checks.check_shape("prefix", prefix, (B, T // rows), "an entry for each block")
         _checks.check_same_device("block_mask", block_mask, prefix=prefix)
-        (prefix,) = all_plain(prefix)
+        prefix = plain(prefix).long()  # in int8, the number of rows would wrap around
         if readable_without_sync(prefix) and (where := first_true((prefix < 1) | (prefix > rows))) is not None:
             raise ValueError(f"prefix must lie in [1, {rows}], got {int(prefix[where])} at position {where}")
         return predicted_mask(block_mask, prefix, block_size, self.anchor_row), prefix

@@ -155,7 +155,8 @@ def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor
         raise ValueError(f"anchors must have the rows of ids, {len(ids)}, got {len(anchors)}")
     ids, anchors = all_plain(ids, anchors)
     B, L = ids.shape
-    place = anchors.to(torch.int64).unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
+    anchors = anchors.to(torch.int64)  # in int8 or uint8, L would wrap around
+    place = anchors.unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
     place = place.flatten(1)
     known = (anchors >= 0) & (anchors < L)
     inside = (place < L) & known.repeat_interleave(block_size - 1, 1)

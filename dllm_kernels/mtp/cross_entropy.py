@@ -221,6 +221,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         extra: _checks.Extra | None = None,
     ) -> ModelOutput:
         """Return hidden states and head with the options of the ops."""
+        _checks.check_logits_dtype(logits_dtype)
         wide = logits_dtype == torch.float32 and hidden_states.dtype != torch.float64
         options = self._options(chunk_size=self.chunk_size, logits_dtype=torch.float32 if wide else None)
         return ModelOutput(HIDDEN, options, hidden_states, lm_weight, lm_bias, extra)
@@ -371,6 +372,10 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> Tensor:
     parameters = _forward_parameters(loss_fn)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     taken = {k: v for k, v in offered.items() if v is not None and (takes_all or k in parameters)}
+    for name in ("labels", "hidden_states" if "hidden_states" in offered else "logits"):
+        if name not in taken:
+            its = ", ".join(p for p in parameters if p != "self")
+            raise TypeError(f"loss_fn must take {name} in its forward, got {_checks.type_name(loss_fn)}, takes {its}")
     for name in ("num_label_tokens", "loss_weights", "lm_bias", "extra"):
         if offered.get(name) is not None and name not in taken:
             raise ValueError(f"{name} must be None for {_checks.type_name(loss_fn)}, whose forward does not take it")
@@ -395,8 +400,19 @@ def _forward_parameters(loss_fn: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 
 def takes_hidden_states(loss_fn: nn.Module) -> bool:
-    """Return True if the loss takes hidden states and the LM head instead of logits."""
-    return "lm_weight" in _forward_parameters(loss_fn)
+    """Return True if the loss takes hidden states and the LM head instead of logits.
+
+    A ``forward`` that only passes on its arguments takes those of its base class, and a compiled loss those of the
+    loss inside.
+    """
+    loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)
+    for forward in (vars(loss_fn).get("forward"), *(getattr(c, "forward", None) for c in type(loss_fn).__mro__)):
+        parameters = {} if forward is None else inspect.signature(forward).parameters
+        if "lm_weight" in parameters:
+            return True
+        if "logits" in parameters:
+            return False
+    return False
 
 
 def is_plain_fused(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:

@@ -13,7 +13,7 @@ from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import Deferred
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, plain, readable_without_sync
+from dllm_kernels._utils._plain import all_plain, plain, plain_count, readable_without_sync
 from dllm_kernels.losses._common import Count, shift_left
 from dllm_kernels.mtp import cross_entropy as base
 from dllm_kernels.mtp.cross_entropy import CrossEntropy, normalized, position_weights, to_int64
@@ -156,7 +156,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         labels: ``[B, S]`` or ``[T]`` integers, not shifted.
         model: model with the LM head: ``get_output_embeddings()``, else a module named ``lm_head``, else a parameter
             with ``lm_head`` in its name.
-        scaling_factor: weight of the auxiliary loss.
+        scaling_factor: weight of the auxiliary loss, a number or a 0-d tensor, a constant.
         num_label_tokens: divides each sum: global number of counted labels; int or 0-d tensor.
         ignore_index: -100, or the index of ``loss_fn``; in both cases positions without a label are ignored.
         cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new sub-sequence.
@@ -183,6 +183,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = base.checked_ignore_index(ignore_index, loss_fn)
+    _checks.check_logits_dtype(logits_dtype)
+    factor = _checked_factor(scaling_factor)
     labels = to_int64(labels)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
@@ -193,7 +195,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         targets = [mtp_labels(labels, k, own_index, packed) for k in range(len(outputs))]
         origins = [("labels", k + 1) for k in range(len(outputs))]
     low_rank = _extra_of_depths(extra, outputs)
-    factor = scaling_factor / len(outputs)
+    factor = factor / len(outputs)
     common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
     if base.is_plain_fused(loss_fn) and loss_fn.reduction != "none":
         weight = head_weight(model) if lm_weight is None else lm_weight
@@ -217,8 +219,13 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     else:
         common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
         common["lm_bias"] = lm_bias
-        if base.takes_hidden_states(loss_fn):
-            common["lm_weight"] = gathered_once(head_weight(model) if lm_weight is None else lm_weight, outputs[0])
+        given_head = not are_logits and not (lm_weight is None and lm_bias is None)
+        if base.takes_hidden_states(loss_fn) or given_head:
+            weight = head_weight(model) if lm_weight is None else lm_weight
+            if given_head:
+                names = replaced(base.HIDDEN, rows="mtp_per_depth_h[0]")
+                _checks.check_rows(names, outputs[0], labels, weight, lm_bias)
+            common["lm_weight"] = gathered_once(weight, outputs[0])
         losses = [
             _depth_loss(loss_fn, output, target, are_logits, origin, extra=pair, **common)
             for output, target, origin, pair in zip(outputs, targets, origins, low_rank, strict=True)
@@ -228,6 +235,16 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             return total
         counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
     return MTPLossOutput(total, losses, torch.stack(counted).sum())
+
+
+def _checked_factor(scaling_factor: Any) -> float | Tensor:
+    """Validate the weight of the auxiliary loss; return a number or a plain 0-d tensor."""
+    if scaling_factor is None:
+        raise TypeError("scaling_factor must be a number or a 0-d tensor, got NoneType")
+    _checks.check_count("scaling_factor", scaling_factor)
+    _checks.check_constant("scaling_factor", scaling_factor)
+    factor: float | Tensor = plain_count(scaling_factor)
+    return factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
 
 
 def _depth_outputs(
@@ -240,7 +257,7 @@ def _depth_outputs(
         raise ValueError(
             f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
-    outputs = list(hidden if hidden is not None else logits or [])
+    outputs = list(logits if hidden is None else hidden)  # type: ignore[arg-type]
     if not outputs:
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
@@ -250,8 +267,8 @@ def _depth_outputs(
             outputs[k] = output = output.squeeze(0)
         if output.shape[:-1] != labels.shape:
             raise ValueError(
-                f"the output of MTP depth {k} must have shape {(*labels.shape, output.shape[-1])} to go with labels, "
-                f"got {tuple(output.shape)}"
+                f"the output of MTP depth {k} must have shape {(*labels.shape, *output.shape[-1:])} to go with "
+                f"labels, got {tuple(output.shape)}"
             )
     return outputs, logits is not None
 
@@ -287,7 +304,8 @@ def _depth_loss(
     if base.takes_hidden_states(loss_fn):
         rows, V = {"hidden_states": output}, common["lm_weight"].shape[0]
     else:
-        logits = output if are_logits else logits_of(output, common["model"])
+        weight, bias = common.pop("lm_weight", None), common.pop("lm_bias")
+        logits = output if are_logits else logits_of(output, common["model"], weight, bias)
         rows, V = {"logits": logits}, logits.shape[-1]
     if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
         name, shift = origin

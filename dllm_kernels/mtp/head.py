@@ -46,13 +46,14 @@ def head_bias(model: nn.Module | None) -> Tensor | None:
     return bias if isinstance(bias, Tensor) else None
 
 
-def logits_of(hidden: Tensor, model: nn.Module) -> Tensor:
-    """Compute logits by calling the head module, which gathers a sharded weight."""
-    head = head_module(model)
+def logits_of(hidden: Tensor, model: nn.Module, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Compute logits by calling the head module, which gathers a sharded weight, or from the given head."""
+    head = head_module(model) if weight is None else None
     if head is not None and projects(head):
         logits: Tensor = head(hidden)
         return logits
-    return nn.functional.linear(hidden, head_weight(model), head_bias(model))
+    weight, bias = head_weight(model) if weight is None else weight, head_bias(model) if bias is None else bias
+    return nn.functional.linear(hidden, weight, bias)
 
 
 def gathered_once(weight: Tensor, hidden: Tensor) -> Tensor:

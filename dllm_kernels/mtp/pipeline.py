@@ -82,8 +82,8 @@ class PipelineCausalLMLoss(nn.Module):
 
         Raises:
             TypeError: ``output`` has another type, such as a list, or is a tuple without logits.
-            ValueError: a base loss that takes hidden states is given a tuple, or the head has more than weight and
-                bias.
+            ValueError: a base loss that takes hidden states is given a tuple, the head has more than weight and bias,
+                or a tuple holds integers that are no ``seq_idx``.
         """
         seq_idx, output = self._extract_seq_idx_tail(output)
         _check_output(output)
@@ -143,6 +143,13 @@ def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
         known = len(output) > 0 and isinstance(output[0], torch.Tensor | Deferred)
+        for i, part in enumerate(output[1:], start=1):
+            if isinstance(part, torch.Tensor) and not part.is_floating_point():
+                dtype = str(part.dtype).removeprefix("torch.")
+                raise ValueError(
+                    f"output[{i}] must be the floating output of an MTP depth, or at the end of the tuple seq_idx, "
+                    f"int32 [B, S], got {dtype} of shape {tuple(part.shape)}"
+                )
     else:
         known = isinstance(output, (torch.Tensor, Deferred, Mapping)) or hasattr(output, "logits")
         known = known or hasattr(output, "hidden_states")

@@ -258,7 +258,7 @@ def policy_views(
         supervised = supervised & real
     if scheme == "trace":
         step_map = _checked_step_map(step_map, ids, num)
-        step_map = step_map if start is None else torch.where(real, step_map, -1)
+        step_map = step_map if start is None else torch.where(real, step_map.long(), -1)  # -1 is 255 in uint8
     elif step_map is not None:
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, int(num), scheme)

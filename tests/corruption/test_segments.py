@@ -160,3 +160,15 @@ SHAPES = r"\(2,\) or \(2, 1\) or "
 def test_errors_of_blocks_and_segments(options, error, message):
     with pytest.raises(error, match=message):
         corrupt_uniform(IDS, ON, MASK, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_the_largest_id_of_a_narrow_type_is_a_segment_of_a_padded_row(dtype, backend, device):
+    """Padding was marked by -1, which is 255 in uint8."""
+    segment_ids = torch.tensor([[255] * 6 + [7] * 6], dtype=dtype, device=device)
+    ids, start = torch.arange(12, device=device)[None], torch.tensor([2], device=device)
+    _, noise, _ = corrupt_uniform(
+        ids, torch.ones_like(ids), MASK, segment_ids=segment_ids, start=start, level=torch.ones(1, device=device),
+        backend=backend,
+    )  # fmt: skip
+    assert torch.equal(noise, ids >= 2)

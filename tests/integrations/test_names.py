@@ -206,6 +206,16 @@ BAD = {
         names.masked_soft_cross_entropy(x, x.detach(), torch.ones(B, L)))),
     "constant": (ValueError, "target_probs ", lambda x, w, ids: (
         names.masked_soft_cross_entropy(x, x, torch.ones(B, L, 1)))),
+    "no head": (TypeError, r"weight must be a torch\.Tensor, got NoneType", lambda x, w, ids: (
+        names.linear_cross_entropy(x, None, ids % D))),
+    "ids": (IndexError, r"input_ids must lie in \[0, 19\) or be -100, got ", lambda x, w, ids: (
+        names.FusedLinearForPPO()(x, w, ids + V))),
+    "labels": (ValueError, r"labels must have shape \(2, 7\) \(that of hidden without", lambda x, w, ids: (
+        names.linear_cross_entropy(x, w, ids[:, 1:]))),
+    "head of another layout": (ValueError, r"x must have shape \[\.\.\., 19\] to go with weight", lambda x, w, ids: (
+        names.FusedLinearDiffusionCrossEntropyLoss()(x, ids, w.T))),
+    "device": (ValueError, "target_probs must be on .* like logits, got meta", lambda x, w, ids: (
+        names.masked_soft_cross_entropy(x, x.detach().to("meta"), torch.ones(B, L, 1)))),
     "list": (TypeError, r"logits must be a torch\.Tensor, got list", lambda x, w, ids: names.token_entropy([1.0])),
 }  # fmt: skip
 
@@ -215,3 +225,10 @@ def test_bad_arguments(error, message, call):
     x, weight, _, ids = rows()
     with pytest.raises(error, match=f"^{message}"):
         call(x, weight, ids)
+
+
+def test_a_token_of_uint8_is_not_the_ignored_label():
+    """-100 is 156 in uint8."""
+    x, weight = torch.randn(B, D, device=DEVICE), torch.randn(200, D, device=DEVICE)
+    target, loss = torch.tensor([156, 3], device=DEVICE), names.FusedLinearDiffusionCrossEntropyLoss()
+    assert torch.equal(loss(x, target.to(torch.uint8), weight), loss(x, target, weight))

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import math
 import re
 import sys
@@ -233,6 +234,19 @@ def test_targets_of_another_dtype(host):
     assert torch.autograd.grad(host.utils.kl_div_loss(z, t).sum(), z)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda t: t[:, 1:], ValueError, r"targets must have shape \(1, 24, 19\) \(that of logits\)"),
+    (lambda t: t[..., 1:], ValueError, r"targets must have shape \(1, 24, 19\) \(that of logits\)"),
+    (lambda t: None, TypeError, r"targets must be a torch\.Tensor, got NoneType"),
+    (lambda t: t.to("meta"), ValueError, "targets must be on .* like logits, got meta"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_targets(name, change, error, message):
+    z, t = drawn(0, torch.float32)
+    with pytest.raises(error, match=f"^{message}"):
+        integration.OURS[name](z, change(t))
+
+
 def test_only_eager_losses_give_targets_a_gradient(host):
     z, t = drawn(0, torch.float32)
     original = host.eager.kl_div_loss
@@ -335,6 +349,27 @@ def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):
             F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, gamma=gamma, loss_config=config
         ),
         [i.hidden, i.head],
+    )
+
+
+@pytest.mark.parametrize("spec", ['{"kl_div": 0}', '{"ce": 0, "tv": 0}'])
+def test_the_confidence_head_alone(host, spec):
+    """With coefficients of 0 only the confidence head learns."""
+    i, config = sequence(masked_anchor=False), {}
+    for name, weight in json.loads(spec).items():
+        config[name] = host.utils.resolve_loss_config(name, "eager")[name][0], float(weight)
+    options = {"loss_config": config, "sample_from_anchor": True}
+
+    def theirs(h, w, s):
+        z, t = F.linear(h, w), F.linear(i.teacher, w).detach()
+        return host.dspark.compute_metrics(z, t, s, i.mask, BLOCK, tv_loss_fn=host.eager.tv_loss, **options)
+
+    assert_same(
+        lambda h, w, s: integration.speculators_metrics(
+            h, w, i.teacher, i.mask, BLOCK, acceptance=True, confidence_logits=s, **options
+        ),
+        theirs,
+        [i.hidden, i.head, i.confidence],
     )
 
 

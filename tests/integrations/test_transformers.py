@@ -132,6 +132,30 @@ def test_supervised_positions_are_attended_to(dtype):
         MaskedDiffusionCollator(99, attend_supervised="no")
 
 
+def test_what_collate_returns():
+    """Positions that restart in packed documents were dropped, and 1 was added to the scores of an additive mask."""
+    samples = [{"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "attention_mask": [1, 1, 1]}] * 2
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "loss_mask": torch.ones(2, 3)}
+    batch |= {"attention_mask": torch.ones(2, 3), "position_ids": torch.tensor([[0, 1, 0]] * 2), "input_lengths": 3}
+    collated = lambda **changes: MaskedDiffusionCollator(9, lambda _: batch | changes)(samples)  # noqa: E731
+    assert list(collated()) == ["input_ids", "attention_mask", "labels", "position_ids"]
+    assert torch.equal(collated()["position_ids"], batch["position_ids"])
+    for changes, message in (
+        (
+            {"attention_mask": torch.tensor([[0, -1e9, 0]] * 2)},
+            "the attention_mask that collate returns must hold no neg",
+        ),
+        (
+            {name: t[:1] for name, t in batch.items() if name.endswith(("ids", "mask"))},
+            "collate must return one row per",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            collated(**changes)
+    with pytest.raises(ValueError, match=r"^collate must return attention_mask, got input_ids"):
+        MaskedDiffusionCollator(9, lambda _: {"input_ids": batch["input_ids"], "loss_mask": 1})(samples)
+
+
 def test_unsupervised_padding_and_other_attention_masks_are_left_as_they_are():
     def collate(change, samples):
         batch = dllm_kernels.DLLMCollator(50)(samples)
@@ -655,6 +679,12 @@ FUNCTIONS = {
     "weights of MDLM": (mdlm_of_a_function, dllm_kernels.MDLMCrossEntropyLoss()),
     "weights of 1": (flat, dllm_kernels.BlockDiffusionCrossEntropyLoss()),
 }
+
+
+def test_a_bad_count_is_named_as_the_argument_that_it_is():
+    labels = torch.full((1, 3), -100)
+    with pytest.raises(ValueError, match=r"^num_items_in_batch must not be negative, got -3"):
+        mdlm_loss_func((torch.randn(1, 3, 7),), labels, -3)
 
 
 @pytest.mark.parametrize("count", [None, 11, torch.tensor(11)])

@@ -497,6 +497,15 @@ SCHEMES = [
 ]
 
 
+def test_empty_completions_have_no_log_probs():
+    ids, not_padding, _ = batch()
+    trainer = Trainer(mask_token_id=MASK)
+    log_probs, entropies, _ = trainer._get_per_token_logps_and_entropies(
+        Encoder(), ids, not_padding, 0, compute_entropy=True
+    )
+    assert log_probs.shape == entropies.shape == (4, 0)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
 def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
@@ -823,6 +832,14 @@ def test_rollouts_with_float32_logits():
     log_p = head(hidden.float())[0, 3:].index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1).amax(-1)
     torch.testing.assert_close(torch.tensor(found[0][0]), log_p[: len(found[0][0])], rtol=2e-6, atol=2e-6)
     assert found[0] != found[1]
+
+
+def test_a_processor_holds_the_tokens_of_its_tokenizer():
+    trainer, prompts = Loop(Encoder()), [[1, 2], [3]]
+    rollout = integration.diffusion_rollout(MASK, steps=2, length=4, temperature=0)
+    expected = rollout(prompts, trainer)
+    trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
+    assert rollout(prompts, trainer) == expected
 
 
 def test_rollouts_differ_between_rows_and_calls():

@@ -228,3 +228,15 @@ def test_a_block_of_an_anchor_outside_of_the_row_has_no_target(anchor):
     targets, inside = block_targets(torch.tensor([[4, 9, 3, 0]]), torch.tensor([[anchor, 1]]), 3)
     assert targets.tolist() == [[-100, -100, 3, 0]]
     assert inside.tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16])
+def test_anchors_and_prefixes_of_a_narrow_type(dtype):
+    """The length of a row, or of a block, does not fit int8 and uint8: compared with it, they took it for another."""
+    ids, anchors = torch.arange(300, device=DEVICE)[None], torch.tensor([[3, 120]], device=DEVICE)
+    for got, expected in zip(block_targets(ids, anchors.to(dtype), 4), block_targets(ids, anchors, 4), strict=True):
+        assert torch.equal(got, expected)
+    logits, targets = torch.randn(1, 300, 7, device=DEVICE), torch.randint(0, 7, (1, 300), device=DEVICE)
+    prefix, mask = torch.tensor([[110]], device=DEVICE), torch.ones(1, 300, device=DEVICE)
+    of = lambda prefix: DFlashDecayLoss()(logits, targets, mask, block_size=301, prefix=prefix).total_loss  # noqa: E731
+    assert torch.equal(of(prefix.to(dtype)), of(prefix))

@@ -914,3 +914,71 @@ def test_invalid_boundaries_raise(offsets):
 def test_an_invalid_depth_raises(depth, error):
     with pytest.raises(error, match=r"^depth must be "):
         mtp.depths.mtp_labels(torch.arange(6), depth)
+
+
+def test_a_compiled_or_wrapped_loss_from_hidden_states_receives_the_head():
+    class PassedOn(FusedLinearCrossEntropy):
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    hidden, labels, model = hiddens(grad=False), labels_with_padding(), Model()
+    expected = mtp_loss(FusedLinearCrossEntropy(), hidden, labels, model)
+    for loss_fn in (PassedOn(), torch.compile(FusedLinearCrossEntropy(), backend="eager")):
+        torch.testing.assert_close(mtp_loss(loss_fn, hidden, labels, model), expected)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_given_head_is_used_by_every_base_loss(base):
+    """Losses from logits ignored a given bias, and asked for a head of the model beside a given weight."""
+    hidden, labels = hiddens(grad=False), labels_with_padding()
+    weight, bias = torch.randn(V, H, dtype=torch.float64), torch.randn(V, dtype=torch.float64)
+    expected = reference.mtp_loss([h @ weight.T + bias for h in hidden], labels, 0.1).loss
+    for model, head in ((nn.Module(), {"lm_weight": weight, "lm_bias": bias}), (Model(weight), {"lm_bias": bias})):
+        torch.testing.assert_close(mtp_loss(base(), hidden, labels, model, **head), expected)
+    with pytest.raises(TypeError, match=r"lm_weight must be a torch\.Tensor, got"):
+        mtp_loss(base(), hidden, labels, Model(), lm_weight=nn.Linear(H, V))
+    with pytest.raises(ValueError, match=r"lm_bias must have shape \(37,\)"):
+        mtp_loss(base(), hidden, labels, Model(), lm_bias=bias[1:])
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_scaling_factor_is_a_constant_number(base):
+    """A tensor with several elements weighted positions, and the gradient of a factor was dropped by one base loss."""
+    call = functools.partial(mtp_loss, base(), hiddens(), labels_with_padding(), Model())
+    factor = torch.tensor(0.5, dtype=torch.float64)
+    torch.testing.assert_close(call(scaling_factor=factor), call(scaling_factor=0.5))
+    for wrong, error, message in (
+        (factor.clone().requires_grad_(), ValueError, "must not require a gradient"),
+        (torch.ones(S), ValueError, "must be a number or a 0-d tensor"),
+        (None, TypeError, "must be a number or a 0-d tensor, got NoneType"),
+    ):
+        with pytest.raises(error, match=f"scaling_factor {message}"):
+            call(scaling_factor=wrong)
+    with pytest.raises(TypeError, match=r"logits_dtype must be a torch.dtype or None, got str"):
+        call(logits_dtype="float32")
+
+
+def test_depths_in_one_tensor():
+    hidden, labels, model = torch.stack(hiddens(grad=False)), labels_with_padding(), Model()
+    expected = mtp_loss(MaskedCrossEntropy(), list(hidden), labels, model)
+    torch.testing.assert_close(mtp_loss(MaskedCrossEntropy(), hidden, labels, model), expected)
+    got = calculate_mtp_loss(
+        MaskedCrossEntropy(), mtp_per_depth_logits=model.lm_head(hidden), labels=labels, model=model
+    )
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(ValueError, match="the output of MTP depth 0 must have shape"):
+        mtp_loss(MaskedCrossEntropy(), hidden[0, 0, 0], labels, model)
+
+
+def test_a_foreign_loss_with_other_argument_names():
+    with pytest.raises(TypeError, match=r"loss_fn must take labels in its forward, got torch.*takes input, target"):
+        mtp_loss(nn.CrossEntropyLoss(), hiddens(), labels_with_padding(), Model())
+
+
+def test_a_seq_idx_of_another_dtype_is_named():
+    model, hidden = Model(), hiddens(grad=False)
+    output = (model.lm_head(hidden[0]), *hidden, torch.zeros(B, S, dtype=torch.int64))
+    with pytest.raises(
+        ValueError, match=r"^output\[4\] must be .* seq_idx, int32 \[B, S\], got int64 of shape \(2, 11\)"
+    ):
+        PipelineCausalLMLoss(MaskedCrossEntropy(), model)(output, labels_with_padding())

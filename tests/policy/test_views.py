@@ -732,3 +732,13 @@ def test_the_name_of_a_method_raises_with_its_scheme(method, scheme):
 def test_bad_scores(call, error, message):
     with pytest.raises(error, match=message):
         call(policy_views(IDS, ONES, MASK, "elbo", num=2))
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_steps_of_a_narrow_type_in_a_padded_row(num):
+    """Padding was marked by -1, which is step 255 in uint8."""
+    ids, steps, start = torch.arange(4)[None], torch.tensor([[0, 1, 0, 2]]), torch.tensor([1])
+    make = lambda step_map: policy_views(ids, ids + 1, MASK, "trace", num=num, step_map=step_map, start=start)  # noqa: E731
+    expected, views = make(steps), make(steps.to(torch.uint8))
+    assert torch.equal(views.noisy, expected.noisy)
+    assert torch.equal(views.scored, expected.scored)
