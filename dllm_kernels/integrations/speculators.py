@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._deferred import Deferred
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded
 from dllm_kernels.losses._block_weights import BlockWeights
@@ -114,7 +115,8 @@ def _of_table(home: str, name: str, original: Loss) -> Loss:
 def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
     for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
-        _checks.check_tensor(name, value)
+        if not isinstance(value, Deferred):
+            _checks.check_tensor(name, value)
     _checks.check_shape("targets", targets, logits.shape, "that of logits")
     _checks.check_same_device("logits", logits, targets=targets)
     dtype = torch.promote_types(logits.dtype, targets.dtype)

@@ -124,7 +124,8 @@ def _disjoint(keys: Tensor, num: int, length: Tensor) -> Tensor:
 def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Gather the tokens after each anchor, the targets of a drafted block.
 
-    Call it with the loss mask or the segments in place of the ids to gather these too.
+    Call it with the segments, or the loss mask as integers, in place of the ids to gather these too, with -100 where
+    ``inside`` is False.
 
     Examples:
         >>> block_targets(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 2]]), block_size=3)
