@@ -52,17 +52,17 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(ARGS)
 
 test-exhaustive: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m exhaustive $(ARGS)
 
 # The exhaustive half, as an older processor runs it. CI runs this half only in this variation.
 test-variation: export ATEN_CPU_CAPABILITY = default
 test-variation: export MKL_CBWR = COMPATIBLE
 test-variation: export OMP_NUM_THREADS = 1
 test-variation: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup -m exhaustive $(ARGS)
 
 test-every-case: $(STAMP)
-	$(BIN)/python -m pytest -n auto --every-case $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup --every-case $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks train $(ARGS)

@@ -162,6 +162,10 @@ def pytest_generate_tests(metafunc):
         every[:] = [call for call in every if id(call) in ids]
 
 
+#: Fixtures whose value is made once for all workers, in a minute for which a second worker would wait.
+MADE_ONCE = {"several_processes", "outcome", "reports"}
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
 def pytest_collection_modifyitems(config, items):
     if not config.option.every_case:
@@ -179,6 +183,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("exhaustive")
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
+        # With `--dist loadgroup`, groups run first, each in one worker.
+        if shared := sorted(MADE_ONCE.intersection(item.fixturenames)):
+            item.add_marker(pytest.mark.xdist_group(shared[0]))
+        elif item.path.parent.name == "repo":  # slow tests, of which the last one would keep one worker busy alone
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
         if item.get_closest_marker("gpu") and DEVICE == "cpu":
             item.add_marker(no_gpu)
 
