@@ -230,13 +230,15 @@ def diffusion_generate(
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
     tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift, accum_dtype(base.weight.dtype))
 
-    def call() -> Any:  # copies, because a model may modify its inputs, or keep them and compare later ones to them
+    def call_model() -> (
+        Any
+    ):  # copies, because a model may modify its inputs, or keep them and compare later ones to them
         own = {} if attention_mask is None else {"attention_mask": inputs["attention_mask"].clone()}
         return model(tokens.ids.clone(), **{**inputs, **own})
 
     with torch.no_grad(), running_in_head(found, _HeadTokens) as run, _evaluating(model):
         for i, step in enumerate(plan):
-            tokens.decode(i, step, lambda rows: run(call, rows)[0])
+            tokens.decode(i, step, lambda rows: run(call_model, rows)[0])
             if eos and step.decoded == step.masked and tokens.all_ended(step, eos):
                 break
     return tokens.result(eos, eos[0] if eos and pad_token_id is None else pad_token_id)

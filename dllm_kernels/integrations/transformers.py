@@ -358,7 +358,7 @@ class MaskedDiffusionCollator:
             drawn.pop("generator", None)
         if self.level is not None:
             drawn["level"] = self.level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
-        corrupted = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
+        corrupted: Any = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
         if not isinstance(corrupted, Sequence) or len(corrupted) != 3:
             several = isinstance(corrupted, Sequence)
             got = f"{len(corrupted)} values" if several else _checks.type_name(corrupted)
