@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,12 +109,12 @@ class DLLMCollator:
             int64 ``[B]``, the lengths before truncation.
 
         Raises:
-            TypeError: a sample is not a dict, or a field is not a sequence of numbers.
+            TypeError: the batch is not a list of dicts, or a field is not a sequence of numbers.
             ValueError: a field is missing, is not as long as ``input_ids``, is not 1-d, or holds a value other than a
                 64-bit whole number. With ``response_window``, also if a sample has more than one supervised run (the
                 original raises AssertionError). Every message names the sample and the field.
         """
-        samples = list(batch)
+        samples = checked_samples("batch", batch)
         found = [_length(i, sample) for i, sample in enumerate(samples)]
         lengths = torch.tensor(found, dtype=torch.int64, device="cpu")
         rows = {field: self._rows(samples, field) for field in FIELDS}
@@ -195,10 +195,20 @@ class DLLMCollator:
         return out
 
 
+def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
+    """Return the samples of a batch; raise TypeError unless they are dicts. ``name`` is that of the argument."""
+    if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
+        hint = "; put a single sample into a list" if isinstance(samples, Mapping) else ""
+        raise TypeError(f"{name} must be a list of dicts, got {type_name(samples)}{hint}")
+    found = list(samples)
+    for i, sample in enumerate(found):
+        if not isinstance(sample, Mapping):
+            raise TypeError(f"sample {i} must be a dict, got {type_name(sample)}")
+    return found
+
+
 def _length(i: int, sample: Mapping[str, Any]) -> int:
     """Return the common length of the fields of sample i; raise if they differ."""
-    if not isinstance(sample, Mapping):
-        raise TypeError(f"sample {i} must be a dict, got {type_name(sample)}")
     for field in FIELDS:
         if field not in sample:
             raise ValueError(f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}")

@@ -35,7 +35,7 @@ from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.fused import _lora
-from dllm_kernels.fused._in_head import HeadOutput, head_of, run_in_head
+from dllm_kernels.fused._in_head import HeadOutput, head_of, running_in_head
 
 __all__ = ["DiffusionGeneration", "diffusion_generate"]
 
@@ -120,7 +120,8 @@ def diffusion_generate(
     """Continue prompts with a masked diffusion language model, without a tensor of logits.
 
     The model is called as ``model(ids)``, or ``model(ids, attention_mask=...)`` if a mask is given, in evaluation mode
-    and without gradients. Afterwards every submodule is in its earlier mode. The model must return the output of its LM
+    and without gradients, on a copy of ids and mask. Afterwards every submodule is in its earlier mode. While it runs,
+    the model cannot be used otherwise, also not in another thread. The model must return the output of its LM
     head unchanged: a tensor, an object or a mapping with ``logits``, or a tuple that begins with it.
     A cast of it changes no result.
 
@@ -229,12 +230,15 @@ def diffusion_generate(
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
     tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift, accum_dtype(base.weight.dtype))
 
-    def predict(compute: Callable[..., Tensor]) -> Tensor:
-        return run_in_head(lambda: model(tokens.ids, **inputs), found, compute, _HeadTokens)[0]
+    def call_model() -> (
+        Any
+    ):  # copies, because a model may modify its inputs, or keep them and compare later ones to them
+        own = {} if attention_mask is None else {"attention_mask": inputs["attention_mask"].clone()}
+        return model(tokens.ids.clone(), **{**inputs, **own})
 
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), running_in_head(found, _HeadTokens) as run, _evaluating(model):
         for i, step in enumerate(plan):
-            tokens.decode(i, step, predict)
+            tokens.decode(i, step, lambda rows: run(call_model, rows)[0])
             if eos and step.decoded == step.masked and tokens.all_ended(step, eos):
                 break
     return tokens.result(eos, eos[0] if eos and pad_token_id is None else pad_token_id)

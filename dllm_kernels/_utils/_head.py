@@ -78,8 +78,9 @@ def own_forward(head: nn.Module) -> str | None:
     forward = vars(head).get("forward")
     if forward is None or forward == types.MethodType(type(head).forward, head):
         return None
-    ours = str(getattr(forward, "__module__", "")).startswith("dllm_kernels.")
-    return "the forward of an outer call that replaces the same head" if ours else "a forward set on the object"
+    if str(getattr(forward, "__module__", "")).startswith("dllm_kernels."):
+        return "the forward of another call that replaces the same head and has not returned"
+    return "a forward set on the object"
 
 
 def check_hooks(head: nn.Module, advice: str) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import of_computed
+from dllm_kernels._utils._plain import is_dtensor
 
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 
@@ -25,14 +26,39 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     """Sum a tensor over the ranks of a group; returns a detached copy.
 
     Args:
-        t: tensor of any shape; the shape must be equal on every rank.
-        group: the ranks to sum over; None: all.
+        t: tensor of any shape; the shape must be equal on every rank. The strides may differ.
+        group: the ranks to sum over, among them this one; None: all.
 
     Returns:
         A new tensor of the shape and dtype of ``t``, equal on every rank.
+
+    Raises:
+        TypeError: ``t`` is not a plain tensor, or ``group`` is not a process group.
+        ValueError: ``t`` holds bools, whose sum is no bool, or this rank is not in ``group``.
     """
-    _checks.check_tensor("t", t)
-    total = t.detach().clone()
+    _check_summed("t", t, group)
+    if t.dtype == torch.bool:
+        raise ValueError("t must have a numeric dtype, got bool; pass t.sum() for a count, or t.long()")
+    return _summed(t, group)
+
+
+def _check_summed(name: str, t: object, group: object) -> None:
+    """Raise unless ``t`` is a plain tensor, and ``group`` None or a process group of this rank."""
+    _checks.check_tensor(name, t)
+    if is_dtensor(t):
+        raise TypeError(f"{name} must be a plain torch.Tensor, got DTensor; pass its to_local() or full_tensor()")
+    if group is None:
+        return
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group must contain this rank, got a group of other ranks")
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
+        hint = "; pass its get_group()" if hasattr(group, "get_group") else ""
+        raise TypeError(f"group must be a torch.distributed.ProcessGroup or None, got {_checks.type_name(group)}{hint}")
+
+
+def _summed(t: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    # Contiguous, because a collective sums memory, and the strides of two ranks may order the elements differently.
+    total = t.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
@@ -44,19 +70,23 @@ def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = Non
 
     Args:
         mask: this rank's mask, such as ``loss_mask``, any shape and dtype.
-        group: the ranks that hold the other parts of the batch; None: all. Exclude ranks that share rows, such as those
-            of tensor parallelism, because each would count them. Without an initialised process group, the count is
-            that of this process.
+        group: this rank and those that hold the other parts of the batch; None: all. Exclude ranks that share rows,
+            such as those of tensor parallelism, because each would count them. Without an initialised process group,
+            the count is that of this process.
 
     Returns:
         0-d int64 on the mask's device, computed without a host sync: pass it to a loss as its ``num_..._tokens``.
+
+    Raises:
+        TypeError: ``mask`` is not a plain tensor, or ``group`` is not a process group.
+        ValueError: on a CPU, the mask holds a negative number, NaN or an infinity; or this rank is not in ``group``.
     """
-    _checks.check_tensor("mask", mask)
+    _check_summed("mask", mask, group)
     _checks.check_mask_values("mask", mask)
     count = (mask != 0).sum()
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return count
-    return summed_over(count, group)
+    return _summed(count, group)
 
 
 def __getattr__(name: str) -> Any:

@@ -80,6 +80,8 @@ class LossHead(nn.Linear):
         """Call :meth:`forward` with its hooks; return the result of a loss as it was before the hooks."""
         if loss is None:
             return super().__call__(hidden)
+        if not callable(loss):
+            raise TypeError(f"loss must be a function of hidden states, weight and bias, got {type_name(loss)}")
         results: list[Any] = []
 
         def recorded_loss(*head: Any) -> Any:
@@ -126,6 +128,8 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
         raise ValueError(f"factor must be positive and finite, got {factor}")
     modules = list(head.modules()) if isinstance(head, nn.Module) else []
     given = head.parameters() if isinstance(head, nn.Module) else head
+    if not isinstance(given, Iterable):
+        raise TypeError(f"head must be an nn.Module or parameters, got {type_name(given)}")
     for parameter in [given] if isinstance(given, torch.Tensor) else given:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameter)}")
@@ -154,7 +158,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
         dimensions. Its gradient is reduced to the shards of ``weight``, averaged over the data-parallel ranks.
 
     Raises:
-        TypeError: ``weight`` is not a tensor.
+        TypeError: ``weight`` or ``hidden`` is not a tensor.
         ValueError: the layout cannot be gathered, or the weight is empty; the message names the fix.
     """
     if not isinstance(weight, DTensor):
@@ -162,6 +166,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
             check_tensor(name, weight)
             check_gathered(**{name: weight})
         return weight
+    check_tensor("hidden", hidden)
     tensor = _layout.tensor_parallel_dims(weight, hidden)
     data = [i for i in range(weight.device_mesh.ndim) if i not in tensor]
     _check_layout(name, weight, data, tensor)

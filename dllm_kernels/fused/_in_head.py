@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,11 @@ from dllm_kernels._utils._head import head_module
 from dllm_kernels.fused._lora import check_head, of_rows, replaced_forward
 
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
+_CLAIM = threading.Lock()  # held from the check of a head to its replacement, so that one of two threads raises
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
+
+
+Run = Callable[[Callable[[], Any], Callable[..., Tensor]], tuple[Tensor, Any]]
 
 
 class HeadOutput(Tensor):
@@ -75,32 +80,48 @@ def computed_in_head(head: Any, compute: Callable[..., Tensor], advice: str) -> 
     Raises:
         ValueError: :func:`check_head` does not accept the head.
     """
-    check_head(head, advice)
 
     def forward(hidden: Tensor) -> Tensor:
         weight, bias, extra = of_rows(head, hidden)
         return compute(hidden, weight, bias) if extra is None else compute(hidden, weight, bias, extra=extra)
 
-    with replaced_forward(head, forward):
+    with contextlib.ExitStack() as stack:
+        with _CLAIM:
+            check_head(head, advice)
+            stack.enter_context(replaced_forward(head, forward))
         yield
 
 
 def run_in_head(
     call: Callable[[], Any], head: Any, rows: Callable[..., Tensor], output: type[HeadOutput]
 ) -> tuple[Tensor, Any]:
-    """Call a model whose head computes ``rows(hidden, weight, bias, extra=)``; return rows and the model's output.
+    """Call a model once, see :func:`running_in_head`."""
+    with running_in_head(head, output) as run:
+        return run(call, rows)
 
-    ``output`` is the class in which the rows pass through the model. The returned rows are :func:`result_of_head`.
+
+@contextlib.contextmanager
+def running_in_head(head: Any, output: type[HeadOutput]) -> Iterator[Run]:
+    """Yield ``run(call, rows)``, which calls a model whose head computes ``rows(hidden, weight, bias, extra=)``.
+
+    ``run`` returns the rows, see :func:`result_of_head`, and the output of the model. ``output`` is the class in which
+    the rows pass through the model. Within the context, also between two calls, the head belongs to this context:
+    another one of the same head raises.
     """
-    computed = list[Tensor]()
+    computed, current = list[Tensor](), list[Callable[..., Tensor]]()
 
     def in_head(*args: Any, **extra: Any) -> Tensor:
-        computed.append(rows(*args, **extra))
+        computed.append(current[-1](*args, **extra))
         return computed[-1].as_subclass(output)
 
-    with computed_in_head(head, in_head, output.advice):
+    def run(call: Callable[[], Any], rows: Callable[..., Tensor]) -> tuple[Tensor, Any]:
+        computed.clear()
+        current[:] = [rows]
         outputs = call()
-    return result_of_head(computed, outputs, output), outputs
+        return result_of_head(computed, outputs, output), outputs
+
+    with computed_in_head(head, in_head, output.advice):
+        yield run
 
 
 def result_of_head(computed: list[Tensor], outputs: Any, output: type[HeadOutput]) -> Tensor:
@@ -149,12 +170,30 @@ class _Unrounded(torch.autograd.Function):
 
 
 def logits_of(outputs: Any) -> Any:
-    """Return the logits of a model's output: itself, its entry or attribute ``logits``, or its first element."""
+    """Return the logits of a model's output: itself, its entry or attribute ``logits``, or its first element.
+
+    Raises:
+        ValueError: the output has none of them.
+    """
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping):
-        return outputs["logits"]
-    return outputs.logits if hasattr(outputs, "logits") else outputs[0]
+        if "logits" in outputs:
+            return outputs["logits"]
+    elif hasattr(outputs, "logits"):
+        return outputs.logits
+    elif isinstance(outputs, Sequence) and outputs:
+        return outputs[0]
+    raise ValueError(
+        "the model must return its logits, an object or a mapping with logits, or a tuple that begins with them, got "
+        f"{_described(outputs)}"
+    )
+
+
+def _described(outputs: Any) -> str:
+    if not isinstance(outputs, Mapping):
+        return type_name(outputs)
+    return f"{type_name(outputs)} with {', '.join(map(str, outputs)) or 'nothing'}"
 
 
 def head_of(model: nn.Module, head: nn.Module | None) -> nn.Module:

@@ -61,7 +61,7 @@ from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.collate import DLLMCollator
+from dllm_kernels.collate import DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.integrations import _attention
@@ -241,9 +241,9 @@ class MaskedDiffusionCollator:
 
     **Noise.** Each row is corrupted under a separate seed. Without ``seed_field`` the seeds are drawn and mixed with
     ``rank``. A process that loads the data itself draws seeds from torch's default generator. A worker of a
-    ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, ranks, workers or epochs
-    share their noise. An equal ``manual_seed`` reproduces the noise, and so does a restored generator state. A
-    ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from an
+    ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, collators, ranks, workers
+    or epochs share their noise. An equal ``manual_seed`` reproduces the noise, and so does a restored generator state.
+    A ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from an
     uninterrupted run.
 
     With ``seed_field`` the noise of a sample depends only on its seed, the epoch (:meth:`set_epoch`) and the length of
@@ -272,7 +272,8 @@ class MaskedDiffusionCollator:
             them gives every batch the same noise.
 
     Raises:
-        TypeError: ``rank`` is not an int, ``corrupt`` is not a function, or ``attend_supervised`` is not a bool.
+        TypeError: ``rank`` is not an int, ``collate``, ``corrupt`` or ``level`` is not a function, or
+            ``attend_supervised`` is not a bool.
         ValueError: ``rank`` has more than 64 bits, ``corrupt`` takes no MASK token, or ``seeds`` and ``seed_field`` are
             both given.
     """
@@ -292,6 +293,9 @@ class MaskedDiffusionCollator:
         if rank is not None:
             _checks.check_int64("rank", rank)
         _check_corrupt(corrupt)
+        for name, function in (("collate", collate), ("level", level)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function or None, got {_checks.type_name(function)}")
         if seed_field is not None and options.get("seeds") is not None:
             raise ValueError("seeds must be None with a seed_field, because it would replace the seeds of the samples")
         self.mask_token_id = mask_token_id
@@ -305,7 +309,6 @@ class MaskedDiffusionCollator:
         self._seeded_by_tokens = False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
-        self._generator: tuple[int, torch.Generator] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Change the noise of samples with a ``seed_field``: call it before each epoch, like a sampler's ``set_epoch``.
@@ -334,12 +337,13 @@ class MaskedDiffusionCollator:
             which spares the mixin a host sync per step.
 
         Raises:
-            TypeError: a seed is not an int.
+            TypeError: the samples are not a list of dicts, a seed is not an int, or ``collate`` returned no dict.
             ValueError: a sample lacks a field, a seed has more than 64 bits, ``collate`` returned no batch with a row
                 per sample, or an additive attention mask, or ``corrupt`` did not return three values. Also if the
                 caller is a ``Trainer`` that passes labels to its model, unless it loads them in workers.
         """
         _check_trainer()
+        samples = checked_samples("samples", samples)
         for field in ("loss_mask", *filter(None, [self.seed_field])):
             if any(field not in sample for sample in samples):
                 raise ValueError(
@@ -354,9 +358,11 @@ class MaskedDiffusionCollator:
             drawn.pop("generator", None)
         if self.level is not None:
             drawn["level"] = self.level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
-        corrupted = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
-        if len(corrupted) != 3:
-            raise ValueError(f"corrupt must return (noisy_input_ids, noise_mask, p_mask), got {len(corrupted)} values")
+        corrupted: Any = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
+        if not isinstance(corrupted, Sequence) or len(corrupted) != 3:
+            several = isinstance(corrupted, Sequence)
+            got = f"{len(corrupted)} values" if several else _checks.type_name(corrupted)
+            raise ValueError(f"corrupt must return (noisy_input_ids, noise_mask, p_mask), got {got}")
         noisy, noise, p = corrupted
         labels, attention = pack_labels(ids, loss_mask, noise, p), batch["attention_mask"]
         if self.attend_supervised and attention.shape == loss_mask.shape:
@@ -374,7 +380,7 @@ class MaskedDiffusionCollator:
             return _seeds_of_tokens(batch)
         if self.options.get("generator") is not None:
             return None
-        drawn = torch.empty(len(samples), dtype=torch.int64, device="cpu").random_(generator=self._seed_generator())
+        drawn = torch.empty(len(samples), dtype=torch.int64, device="cpu").random_(generator=_seed_generator())
         return drawn + torch.tensor(self._rank(), device="cpu") * SEED_STRIDE
 
     def _rank(self) -> int:
@@ -387,18 +393,6 @@ class MaskedDiffusionCollator:
             if parent.pid == started_by:  # otherwise the collator was sent to the process that forked this worker
                 return rank
         return _process_rank()
-
-    def _seed_generator(self) -> torch.Generator | None:
-        """Return None (the default generator), or in a worker a generator with the worker's seed.
-
-        Processes that load the same samples have workers with equal seeds.
-        """
-        worker = torch.utils.data.get_worker_info()
-        if worker is None:
-            return None
-        if self._generator is None or self._generator[0] != worker.seed:
-            self._generator = worker.seed, torch.Generator("cpu").manual_seed(worker.seed)
-        return self._generator[1]
 
     def __copy__(self) -> MaskedDiffusionCollator:
         """Copy the collator; the copy stores its epoch in separate shared memory."""
@@ -422,6 +416,24 @@ class MaskedDiffusionCollator:
         vars(other).update(changes)
         other.set_epoch(0)
         return other
+
+
+# In a worker: its seed and a generator with this seed, shared by all collators, whose noise would otherwise be equal.
+_of_worker: tuple[int, torch.Generator] | None = None
+
+
+def _seed_generator() -> torch.Generator | None:
+    """Return None (the default generator), or in a worker of a ``DataLoader`` a generator with the worker's seed.
+
+    Processes that load the same samples have workers with equal seeds.
+    """
+    global _of_worker
+    worker = torch.utils.data.get_worker_info()
+    if worker is None:
+        return None
+    if _of_worker is None or _of_worker[0] != worker.seed:
+        _of_worker = worker.seed, torch.Generator("cpu").manual_seed(worker.seed)
+    return _of_worker[1]
 
 
 def _check_trainer() -> None:
@@ -453,7 +465,9 @@ def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
 
 
 def _check_collated(batch: Any, rows: int) -> None:
-    """Raise ValueError unless ``collate`` returned a batch with one row per sample, because noise is drawn by row."""
+    """Raise unless ``collate`` returned a batch with one row per sample, because noise is drawn by row."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"collate must return a dict, got {_checks.type_name(batch)}")
     missing = [name for name in ("input_ids", "loss_mask", "attention_mask") if name not in batch]
     if missing:
         raise ValueError(f"collate must return {', '.join(missing)}, got {', '.join(batch) or 'nothing'}")

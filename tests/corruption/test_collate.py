@@ -340,6 +340,10 @@ def test_a_nested_field_raises(value):
 def test_a_sample_that_is_not_a_dict_raises():
     with pytest.raises(TypeError, match="sample 1 must be a dict, got list"):
         DLLMCollator()([sample(2), [1, 2]])
+    with pytest.raises(TypeError, match=r"^batch must be a list of dicts, got dict; put a single sample into a list$"):
+        DLLMCollator()(sample(2))
+    with pytest.raises(TypeError, match=r"^batch must be a list of dicts, got NoneType$"):
+        DLLMCollator()(None)
 
 
 def test_the_block_size_is_at_least_1():

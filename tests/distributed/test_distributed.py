@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dllm_kernels import ops
-from dllm_kernels.distributed import LossHead, global_token_count
+from dllm_kernels.distributed import LossHead, global_token_count, set_gradient_divide_factor
 from tests.support import distributed_workers
 from tests.support.distributed_checks import BY_NAME, CHECKS, EVERY_CASE, EVERY_TIME, EXHAUSTIVE, LAYOUTS, TABLE
 
@@ -160,3 +160,13 @@ def test_loss_head_in_one_graph():
 def test_counts_without_a_process_group():
     mask = torch.tensor([[0.5, 0.0, 2.0]])
     assert global_token_count(mask) == 2
+
+
+def test_bad_input_of_functions_for_heads():
+    linear = torch.nn.Linear(2, 3)
+    with pytest.raises(
+        TypeError, match=r"^loss must be a function of hidden states, weight and bias, got torch\.Tensor$"
+    ):
+        LossHead.of(linear)(torch.ones(1, 2), torch.ones(1))
+    with pytest.raises(TypeError, match=r"^head must be an nn\.Module or parameters, got int$"):
+        set_gradient_divide_factor(3, 1.0)

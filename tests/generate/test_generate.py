@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels import DiffusionGeneration, diffusion_generate, policy_views
+from dllm_kernels.generate import _Tokens
 from tests.conftest import DEVICE, every_time
 from tests.support.uniforms import uniforms
 
@@ -305,6 +306,66 @@ def test_models_with_other_outputs(change):
     found = generate(Returning(model_of(), change), ids, on)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert type(found.ids) is torch.Tensor
+
+
+class Careless(Encoder):
+    """A model that modifies its inputs, or reuses what it has computed for the tensor that it has seen last."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.last, self.out = how, None, None
+
+    def forward(self, ids, attention_mask):
+        given = ids.clone(), attention_mask.clone()
+        if self.how == "modifies ids":
+            ids.fill_(0)
+        elif self.how == "modifies mask":
+            attention_mask.fill_(0)
+        elif self.last is ids:
+            return self.out
+        self.last = ids
+        self.out = super().forward(*given)
+        return self.out
+
+
+@pytest.mark.parametrize("how", ["modifies ids", "modifies mask", "compares ids"])
+def test_the_model_has_copies_of_its_inputs(how):
+    (ids, on), model = padded(), model_of()
+    expected = generate(model, ids, on)
+    careless = Careless(how).to(DEVICE, torch.float64)
+    careless.load_state_dict(model.state_dict())
+    assert torch.equal(generate(careless, ids, on).ids, expected.ids)
+
+
+def test_a_model_generates_for_one_caller_at_a_time(monkeypatch):
+    """A second caller raises before it changes the mode of a module, also between two steps of the first."""
+    model, (ids, on) = model_of().train(), padded()
+    decode, modes = _Tokens.decode, []
+
+    def between_steps(tokens, i, step, predict):
+        monkeypatch.setattr(_Tokens, "decode", decode)
+        with pytest.raises(ValueError, match="with the forward of another call that replaces the same head and has "):
+            generate(model, ids, on)
+        modes.append(model.training)
+        decode(tokens, i, step, predict)
+
+    expected = generate(model, ids, on)
+    monkeypatch.setattr(_Tokens, "decode", between_steps)
+    assert torch.equal(generate(model, ids, on).ids, expected.ids)
+    assert modes == [False]
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("output", "named"),
+    [(None, "NoneType"), ((), "tuple"), ({"loss": None, "z": 1}, "dict with loss, z"), (SimpleNamespace(), "types")],
+    ids=str,
+)  # fmt: skip
+def test_an_output_without_logits(output, named):
+    model, (ids, on) = model_of(), padded()
+    message = "^the model must return its logits, an object or a mapping with logits, or a tuple that begins with them"
+    with pytest.raises(ValueError, match=f"{message}, got {named}"):
+        generate(Returning(model, lambda _: output), ids, on)
 
 
 @pytest.mark.many_draws

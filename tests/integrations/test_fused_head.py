@@ -726,7 +726,7 @@ def test_bad_arguments():
             pass
     assert "forward" not in vars(model.lm_head)
     with fused_head(model):
-        with pytest.raises(ValueError, match="of an outer call that replaces the same head"), fused_head(model):
+        with pytest.raises(ValueError, match="of another call that replaces the same head"), fused_head(model):
             pass
         assert not torch.is_tensor(model(Batch().noisy))
     assert torch.is_tensor(model(Batch().noisy))

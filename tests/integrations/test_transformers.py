@@ -154,6 +154,22 @@ def test_what_collate_returns():
             collated(**changes)
     with pytest.raises(ValueError, match=r"^collate must return attention_mask, got input_ids"):
         MaskedDiffusionCollator(9, lambda _: {"input_ids": batch["input_ids"], "loss_mask": 1})(samples)
+    with pytest.raises(TypeError, match=r"^collate must return a dict, got NoneType$"):
+        MaskedDiffusionCollator(9, lambda _: None)(samples)
+    for name in ("collate", "level"):
+        with pytest.raises(TypeError, match=f"^{name} must be a function or None, got int$"):
+            MaskedDiffusionCollator(9, **{name: 3})
+
+
+def test_what_is_no_list_of_samples():
+    """A single sample, as of ``DataLoader(batch_size=None)``, was reported as samples without a field."""
+    with pytest.raises(
+        TypeError, match=r"^samples must be a list of dicts, got dict; put a single sample into a list$"
+    ):
+        DRAWING(sample(4))
+    with pytest.raises(TypeError, match=r"^sample 1 must be a dict, got NoneType$"):
+        DRAWING([sample(4), None])
+    assert len(DRAWING(sample(4) for _ in range(3))["labels"]) == 3
 
 
 def test_unsupervised_padding_and_other_attention_masks_are_left_as_they_are():
@@ -358,6 +374,9 @@ def test_a_corruption_that_does_not_mask_is_rejected():
         ValueError, match=r"^corrupt must return \(noisy_input_ids, noise_mask, p_mask\), got 2 values$"
     ):
         MaskedDiffusionCollator(99, corrupt=mix)([sample(4)])
+    for got, returned in (("torch.Tensor", torch.ones(3)), ("NoneType", None)):
+        with pytest.raises(ValueError, match=rf"^corrupt must return \(noisy_input_ids, .*, got {got}$"):
+            MaskedDiffusionCollator(99, corrupt=lambda *_, returned=returned, **__: returned)([sample(4)] * 3)
     MaskedDiffusionCollator(99, corrupt=lambda *batch, seeds: dllm_kernels.corrupt_uniform(*batch, seeds=seeds))(
         [sample(4)]
     )
@@ -634,6 +653,23 @@ def test_a_copy_does_not_keep_the_rank_of_its_original(monkeypatch):
     assert all(two_equal_batches(each) == expected for each in copies)
     monkeypatch.setenv("RANK", "2")
     assert all(all_differ(expected, two_equal_batches(each)) for each in copies)
+
+
+class Several:
+    """Two collators and a copy, as of a mixture of tasks."""
+
+    def __init__(self):
+        self.collators = [MaskedDiffusionCollator(99) for _ in range(2)]
+
+    def __call__(self, samples):
+        return [rows([collator(samples)]) for collator in (*self.collators, copy.deepcopy(self.collators[0]))]
+
+
+def test_collators_in_one_worker_draw_differently():
+    loader = torch.utils.data.DataLoader(
+        [sample(64)] * 2, 1, collate_fn=Several(), num_workers=1, multiprocessing_context="fork"
+    )
+    assert all_differ(*(noise for found in loader for noise in found))
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])

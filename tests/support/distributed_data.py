@@ -5,12 +5,12 @@ import itertools
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dllm_kernels as ours
 from dllm_kernels import ops
-from dllm_kernels.distributed import global_token_count, summed_over
+from dllm_kernels.distributed import gather_head, global_token_count, summed_over
 from dllm_kernels.mtp import mtp_labels
 from tests.support.cases import BLOCK, BY_NAME
 from tests.support.distributed_checks import BY_NAME as BY_JOB
@@ -27,6 +27,7 @@ from tests.support.distributed_checks import (
     drawn,
     mesh_of,
     outside_forward,
+    raises,
     same_gradients,
 )
 
@@ -117,6 +118,31 @@ def counts_over_ranks():
         mesh = mesh_of("dp", "tp")
         mine = [r for r in range(4) if r % 2 == rank % 2]
         assert global_token_count(mask[rank], mesh["dp"].get_group()) == mask[mine].sum()
+
+
+@check(2)
+def sums_of_other_strides():
+    """A collective sums memory; the strides of two ranks may order the elements differently."""
+    values = torch.arange(6.0).view(2, 3)
+    mine = values if dist.get_rank() == 0 else values.T.contiguous().T
+    close(summed_over(mine), 2 * values)
+    close(summed_over(mine[:, :2]), 2 * values[:, :2])
+    close(summed_over(torch.ones(1).expand(3)), torch.full((3,), 2.0))
+
+
+@check(2)
+def sums_of_bad_input():
+    mesh, rank = mesh_of("dp"), dist.get_rank()
+    others = [dist.new_group([r]) for r in range(2)][1 - rank]
+    whole = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+    for function, name in ((summed_over, "t"), (global_token_count, "mask")):
+        raises(TypeError, f"{name} must be a plain torch.Tensor, got DTensor; pass its to_local() or ", function, whole)
+        raises(ValueError, "group must contain this rank, got a group of other ranks", function, torch.ones(2), others)
+        got = "group must be a torch.distributed.ProcessGroup or None, got "
+        raises(TypeError, got + "str", function, torch.ones(2), "dp")
+        raises(TypeError, got + "torch.distributed.device_mesh.DeviceMesh; pass its get", function, torch.ones(2), mesh)
+    raises(TypeError, "hidden must be a torch.Tensor, got NoneType", gather_head, whole, None)
+    raises(ValueError, "t must have a numeric dtype, got bool; pass t.sum()", summed_over, torch.tensor([True]))
 
 
 def outside(wrapped):
