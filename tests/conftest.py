@@ -9,6 +9,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -162,8 +163,24 @@ def pytest_generate_tests(metafunc):
         every[:] = [call for call in every if id(call) in ids]
 
 
-#: Fixtures whose value is made once for all workers, in a minute for which a second worker would wait.
-MADE_ONCE = {"several_processes", "outcome", "reports"}
+#: Files of a group each: their tests share what one of them makes in a minute, for which a second worker would wait, or
+#: they are slow, and the last one would keep one worker busy alone.
+GROUPS = re.compile(r"tests/(distributed/|kernels/test_(mock_gpu|offline_compile)\.py|repo/\w+\.py)")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadgroup``, run each of the ``GROUPS`` in one worker, before all other tests."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            group = GROUPS.match(nodeid)
+            return group[0] if group else nodeid
+
+    return Groups(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest evaluates the marks
@@ -183,11 +200,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("exhaustive")
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
-        # With `--dist loadgroup`, groups run first, each in one worker.
-        if shared := sorted(MADE_ONCE.intersection(item.fixturenames)):
-            item.add_marker(pytest.mark.xdist_group(shared[0]))
-        elif item.path.parent.name == "repo":  # slow tests, of which the last one would keep one worker busy alone
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
         if item.get_closest_marker("gpu") and DEVICE == "cpu":
             item.add_marker(no_gpu)
 

@@ -1,6 +1,7 @@
 """Which tests run: the subset of cases of a test marked ``covering``, tests for a GPU, and a run without any test."""
 
 import itertools
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -113,10 +114,7 @@ def options(every_case=False, markexpr=""):
 
 
 def test_a_test_for_the_option_alone_is_omitted_without_the_option():
-    every = [
-        Mock(get_closest_marker=lambda name, mark=mark: name == mark or None, fixturenames=[])
-        for mark in ("every_case", "slow")
-    ]
+    every = [Mock(get_closest_marker=lambda name, mark=mark: name == mark or None) for mark in ("every_case", "slow")]
     for every_case in (False, True):
         kept = list(every)
         conftest.pytest_collection_modifyitems(options(every_case), kept)
@@ -128,25 +126,25 @@ def test_only_a_mark_makes_a_test_one_for_a_gpu(monkeypatch):
     monkeypatch.setattr(conftest, "DEVICE", "cpu")
     skipped = []
     for marks in ([], ["gpu"]):
-        item = Mock(keywords={"gpu": True, "tests": True}, add_marker=skipped.append, fixturenames=[])
+        item = Mock(keywords={"gpu": True, "tests": True}, add_marker=skipped.append)
         item.get_closest_marker = lambda name, marks=marks: name in marks or None
         conftest.pytest_collection_modifyitems(options(), [item])
         assert len(skipped) == len(marks)
 
 
-@pytest.mark.parametrize(
-    ("path", "fixtures", "group"),
-    [
-        ("tests/distributed/test_a.py", ["request", "several_processes"], "several_processes"),
-        ("tests/repo/test_b.py", ["tmp_path"], "test_b.py"),
-        ("tests/ops/test_c.py", ["device"], None),
-    ],
-)
-def test_what_is_made_once_for_all_workers_makes_a_group_of_its_tests(path, fixtures, group):
-    marks = []
-    item = Mock(path=Path(path), fixturenames=fixtures, get_closest_marker=lambda name: None, add_marker=marks.append)
-    conftest.pytest_collection_modifyitems(options(), [item])
-    assert [(mark.name, mark.args) for mark in marks] == ([("xdist_group", (group,))] if group else [])
+def test_a_group_is_a_file_whose_tests_share_what_is_made_once():
+    def group(nodeid):
+        found = conftest.GROUPS.match(nodeid)
+        return found and found[0]
+
+    assert group("tests/distributed/test_distributed.py::test_a[x]") == "tests/distributed/"
+    assert group("tests/repo/test_demo.py::test_a") == "tests/repo/test_demo.py"
+    assert group("tests/ops/test_token_nll.py::test_a") is None
+    shared = {
+        path for path in Path(__file__).parents[1].glob("*/test_*.py") if re.search(r'\bonce\(f?"', path.read_text())
+    }
+    assert len(shared) == 2
+    assert all(group(f"tests/{path.parent.name}/{path.name}") for path in shared)
 
 
 @pytest.mark.parametrize(
