@@ -1740,11 +1740,11 @@ def test_a_collator_of_another_kind_is_not_modified(ranks, tmp_path):
 
 @pytest.mark.exhaustive
 @needs_trainer
-@pytest.mark.parametrize(("steps", "share"), usually([(10, 1.0)], [(10, 1.0), (100, 0.8)]))  # a minute where slow
-def test_the_example_learns(steps, share, capsys):
-    before, after = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))["main"](steps)
-    assert after < share * before
-    assert f"after {steps} steps" in capsys.readouterr().out
+def test_the_example_learns(capsys, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "torch")  # as where Triton does not interpret
+    before, after = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))["main"](100)
+    assert after < 0.8 * before
+    assert "after 100 steps" in capsys.readouterr().out
 
 
 def test_without_labels_the_trainers_own_loss_is_used():
