@@ -27,7 +27,7 @@ from dllm_kernels.integrations.transformers import (
 )
 from dllm_kernels.ops import weighted_linear_nll
 from reference.mdlm import mdlm_loss
-from tests.conftest import every_time, usually
+from tests.conftest import every_time
 from tests.support.hosts import found
 
 ROOT = Path(__file__).parents[2]

@@ -21,6 +21,7 @@ def cache(tmp_path_factory):
     """Return a folder for the tokens, and list the files of the corpus once: that takes longer than a tiny training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "source_files", functools.cache(data.source_files))
+        patch.setenv("DLLM_KERNELS_BACKEND", "torch")  # as where Triton does not interpret
         yield tmp_path_factory.mktemp("tokens")
 
 
