@@ -100,9 +100,6 @@ class PretendedGpu(TorchFunctionMode):
             if not issubclass(other, torch.Tensor):  # deferred logits, which compute in the mode
                 with PretendedGpu():
                     return other.__torch_function__(func, types, args, kwargs)
-        if name == "__get__":  # an attribute, most often no tensor
-            result = func(*args, **kwargs)
-            return move(result) if isinstance(result, torch.Tensor) and in_cuda(args[0]) else result
         if func in (T.to, T.cuda, T.cpu):
             return self.transfer(func, args, kwargs)
         to = device_type(kwargs.get("device"))
@@ -138,7 +135,7 @@ class PretendedGpu(TorchFunctionMode):
         """Raise as CUDA does for memory of two devices, and for NumPy."""
         if name in ("numpy", "__array__"):
             raise TypeError("can't convert cuda:0 device type tensor to numpy; use Tensor.cpu()")
-        if lenient or func in TRANSFERS or (func in INDEXING and in_cuda(given[0])):
+        if lenient or func in TRANSFERS or name == "__get__" or (func in INDEXING and in_cuda(given[0])):
             return
         there = [t for t in given if t.dim() and REAL_DEVICE(t).type == "cpu" and storage_of(t) and not in_cuda(t)]
         if there:
