@@ -112,6 +112,28 @@ def assert_same_bits(name, monkeypatch):
     return {kernel for kernel, _ in quick}
 
 
+@triton.jit
+def _equal_constants(x_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, x * 0.0)
+    tl.store(out_ptr + 4 + at, x * -0.0)
+    tl.store(out_ptr + 8 + at, x * 0)
+    tl.store(out_ptr + 12 + at, x * 1.0 + at * 1)
+
+
+def test_constants_that_compare_equal_are_different_operands():
+    """The quick interpreter creates a constant operand once per type, and 0.0 is equal to -0.0."""
+    x, found = torch.tensor([-1.5, -0.0, 0.0, 2.0]), []
+    for context in (contextlib.nullcontext, interpreter.tritons_own):
+        found.append(torch.empty(16))
+        with context():
+            _equal_constants[(1,)](x, found[-1])
+    quick, own = (out.view(torch.int32) for out in found)
+    assert torch.equal(quick, own)
+    assert torch.equal(found[0][4:8].signbit(), ~x.signbit())
+
+
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll, torch.float32", "corrupt_mix"])
 def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
