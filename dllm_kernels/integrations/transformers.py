@@ -49,6 +49,7 @@ import multiprocessing.context
 import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -763,10 +764,6 @@ class MaskedDiffusionTrainerMixin:
         super().__init__(*args, **kwargs)
         self.args: Any
         self.accelerator: Any
-        if getattr(self, "compute_loss_func", None) is not None:
-            raise ValueError(
-                "compute_loss_func must be None, because MaskedDiffusionTrainerMixin sets it; pass loss= instead"
-            )
         if self.args.n_gpu > 1:
             raise ValueError(f"one process must see one GPU, got {self.args.n_gpu}: start it with torchrun")
         if self.args.label_smoothing_factor:
@@ -783,7 +780,6 @@ class MaskedDiffusionTrainerMixin:
                 f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}: the Trainer would "
                 "not compute the masked-diffusion loss of whole sequences"
             )
-        self.compute_loss_func = self._loss_of_outputs
         self._loss_shifts_labels = self._shift  # the Trainer counts label 0 unless it is True, for any model
         self._wants_logits = False
         self._in_head: list[Tensor] | None = None
@@ -791,6 +787,20 @@ class MaskedDiffusionTrainerMixin:
         self._counts: _Counts | None = None
         self._seen_labels = False
         self._follow_epochs()
+
+    # As an attribute of the instance, the method would make the trainer refer to itself. Deleted, it would keep its
+    # model in memory until Python collects garbage, and then wait 5 seconds for each persistent data worker.
+    @property
+    def compute_loss_func(self) -> Callable[..., Tensor]:
+        """The loss of the model's outputs, which the ``Trainer`` calls; no other one can be set."""
+        return self._loss_of_outputs
+
+    @compute_loss_func.setter
+    def compute_loss_func(self, function: Callable[..., Tensor] | None) -> None:
+        if function is not None:
+            raise ValueError(
+                "compute_loss_func must be None, because MaskedDiffusionTrainerMixin sets it; pass loss= instead"
+            )
 
     def _follow_epochs(self) -> None:
         """Pass each epoch to the collator, and make ranks that load the same samples draw the same noise."""
@@ -925,6 +935,8 @@ def _epoch_callback(trainer: Any) -> Any:
     """Build a callback that passes each epoch to the collator before its batches load, also after a resumption."""
     from transformers import TrainerCallback
 
+    trainer_of = weakref.ref(trainer)  # the trainer holds the callback, and Python collects a class only as garbage
+
     class EpochCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.epoch = int(state.epoch or 0)
@@ -937,7 +949,8 @@ def _epoch_callback(trainer: Any) -> Any:
             self.tell(0)
 
         def tell(self, epoch: int) -> None:
-            if isinstance(trainer.data_collator, MaskedDiffusionCollator):  # the user may have replaced it
-                trainer.data_collator.set_epoch(epoch)
+            collator = getattr(trainer_of(), "data_collator", None)
+            if isinstance(collator, MaskedDiffusionCollator):  # the user may have replaced it
+                collator.set_epoch(epoch)
 
     return EpochCallback()

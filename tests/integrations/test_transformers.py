@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import gc
 import importlib.util
 import itertools
 import os
 import pickle
 import re
 import runpy
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1293,6 +1295,30 @@ def test_an_adapter_beyond_low_rank_is_rejected_by_name(ranks, tmp_path):
 def test_a_second_loss_function_is_rejected(ranks, tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func must be None"):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
+
+
+@needs_trainer
+def test_another_loss_function_cannot_be_set_later(ranks, tmp_path):
+    created = ranks.trainer(ranks.model(), tmp_path, 4, 1)
+    with pytest.raises(ValueError, match="compute_loss_func must be None"):
+        created.compute_loss_func = mdlm_loss_func
+
+
+@needs_trainer
+@pytest.mark.parametrize("workers", every_time([0], [0, 2]))
+def test_a_deleted_trainer_frees_its_model_at_once(ranks, tmp_path, workers):
+    """Data workers end at once, too. In a reference cycle, the collector waits 5 seconds for each persistent one."""
+    arguments = {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
+    gc.disable()
+    try:
+        created = ranks.trainer(ranks.model(), tmp_path, 4, 1, 2, arguments=arguments, eval_dataset=ranks.samples())
+        created.train()
+        created.evaluate()
+        model = weakref.ref(created.model)
+        del created
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.everyday(1)

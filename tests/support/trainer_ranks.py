@@ -133,6 +133,7 @@ def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arg
         created.train()
     finally:
         os.environ["RANK"] = rank
+    del created.compute_loss  # refers to the trainer, whose data workers would run until a garbage collection
     return everywhere([tuple(row) for row in rows])
 
 
