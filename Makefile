@@ -21,7 +21,7 @@ ARGS ?=
 help:
 	@echo "make test             everyday half of the tests, for each commit: 3 minutes after installing into $(VENV)"
 	@echo "make ci               everything that CI runs: test, test-variation and checks"
-	@echo "make test-exhaustive  the other half of the tests: remaining cases, every kernel compiled for every GPU"
+	@echo "make test-exhaustive  the other half of the tests: remaining cases, every kernel compiled for two GPUs"
 	@echo "make test-variation   test-exhaustive with one thread and the instructions of an older processor"
 	@echo "make test-every-case  both halves, and the cases that they omit because others contain them"
 	@echo "make demo             train a small diffusion LM on real text, plain loss and ours  (ARGS='--mode block')"

@@ -13,7 +13,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-# The first run on a machine compiles every kernel for four GPUs, which takes many minutes. Later runs find them in
+# The first run on a machine compiles every kernel for two GPUs, which takes minutes of two cores. Later runs find them in
 # Triton's cache.
 pytestmark = pytest.mark.timeout(3600)
 
@@ -33,14 +33,14 @@ JUDGED = (
 )
 # Arguments of ``inspect``. To disassemble a kernel takes a second, so it is limited to kernels whose instructions are
 # tested.
+USUAL = "--kernel [bf16 --kernel [fp32 --kernel [i64 --kernel [u1"
 RUNS = {
-    "real": "--target sm_90 " + " ".join(f"--roofline '{name}'" for name in (*JUDGED, *DRAWS)),
-    "real, AMD": "--no-roofline --target gfx942 --kernel [bf16 --kernel [fp32 --kernel [i64 --kernel [u1",
-    "real, others of AMD": "--no-roofline --target gfx942 --kernel [fp16 --kernel [fp64",
+    "real": f"--target sm_90 --target gfx942 {USUAL} " + " ".join(f"--roofline '{n}'" for n in (*JUDGED, *DRAWS)),
+    "real, other dtypes": "--no-roofline --target sm_90 --target gfx942 --kernel [fp16 --kernel [fp64",
     "real, bf16": "--target sm_80 --target sm_100 --kernel [bf16 --roofline [bf16",
     "real, others": "--target sm_80 --target sm_100 --no-roofline",
-    "odd": "--no-roofline --calls odd --target sm_90 --kernel [bf16 --kernel [i64",
-    "odd, others": "--no-roofline --calls odd --target sm_90 --kernel [fp --kernel [i32",
+    "odd": "--no-roofline --calls odd --target sm_90 --kernel [bf16",
+    "odd, others": "--no-roofline --calls odd --target sm_90 --kernel [fp --kernel [i",
     "odd, AMD": "--no-roofline --calls odd --target gfx942",
 }
 
@@ -69,22 +69,22 @@ def spills(records):
 
 
 def usual(reports, target):
-    """Return the records of the usual calls: all of sm_90, most of gfx942, those of bfloat16 of two similar GPUs."""
-    run = {"sm_90": "real", "gfx942": "real, AMD"}.get(target, "real, bf16")
+    """Return the records of the usual calls: of the usual dtypes, and for two similar GPUs those of bfloat16."""
+    run = "real" if target in COMPILED["real"] else "real, bf16"
     return [r for r in reports(run) if r["target"] == target]
 
 
-# The kernels of bfloat16 have nearly the most registers, and float32 the widest rows. All dtypes are compiled for one
-# GPU, and for the others with every case. So are unaligned calls, of bfloat16 for one GPU.
+# The kernels of bfloat16 have nearly the most registers, and float32 the widest rows. The kernels of both, and those of
+# token ids, are compiled for two GPUs, and unaligned calls of bfloat16 for one. All others are compiled with every case.
 COMPILED = {
-    "real": ("sm_90",), "real, AMD": ("gfx942",), "real, others of AMD": ("gfx942",),
+    "real": ("sm_90", "gfx942"), "real, other dtypes": ("sm_90", "gfx942"),
     "real, bf16": ("sm_80", "sm_100"), "real, others": ("sm_80", "sm_100"),
     "odd": ("sm_90",), "odd, others": ("sm_90",), "odd, AMD": ("gfx942",),
 }  # fmt: skip
 # The compiler of Triton 3.6 spills some bytes of a few kernels.
 MOST_BYTES_SPILLED = {((3, 6), "gfx942"): 20, ((3, 6), "sm_90"): 8}
 OF_TRITON_3_9 = 1.02 if TRITON < (3, 9) else 1.0  # most issue slots over those of Triton 3.9, to which limits refer
-EVERY_CASE = "real, others of AMD", "real, bf16", "real, others", "odd, others", "odd, AMD"
+EVERY_CASE = "real, other dtypes", "real, bf16", "real, others", "odd, others", "odd, AMD"
 exhaustive = pytest.mark.exhaustive
 
 
