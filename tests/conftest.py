@@ -99,28 +99,33 @@ def covering(items, strength, chosen=(), *, balanced=False):
     combinations of one parameter more were taken least often.
     """
 
-    def combinations(item, strength):
-        values = sorted((name, repr(value)) for name, value in getattr(item, "callspec", item).params.items())
+    numbers = {}  # combinations of integers are faster to hash than those of values
+
+    def numbered(item):
+        params = getattr(item, "callspec", item).params
+        return sorted(numbers.setdefault((name, repr(value)), len(numbers)) for name, value in params.items())
+
+    def combinations(values, strength):
         return set(itertools.combinations(values, min(strength, len(values))))
 
-    each = [combinations(item, strength) for item in items]
-    wanted = set().union(*each).difference(*(combinations(item, strength) for item in chosen))
-    larger = [combinations(item, strength + 1) for item in items] if balanced else [()] * len(items)
-    taken = Counter(c for item in chosen for c in combinations(item, strength + 1)) if balanced else Counter()
-
-    def rank(i):
-        return -len(each[i] & wanted), sum(taken[c] for c in larger[i]), i
+    values, of_chosen = [numbered(item) for item in items], [numbered(item) for item in chosen]
+    each = [combinations(v, strength) for v in values]
+    wanted = set().union(*each).difference(*(combinations(v, strength) for v in of_chosen))
+    larger = [combinations(v, strength + 1) for v in values] if balanced else [()] * len(items)
+    taken = Counter(c for v in of_chosen for c in combinations(v, strength + 1)) if balanced else Counter()
 
     # The rank of a case only becomes worse, so a heap of earlier ranks has the best one on top once it is current.
-    heap = [rank(i) for i in range(len(items))]
+    heap = [(-len(combined & wanted), 0, i) for i, combined in enumerate(each)]
     heapq.heapify(heap)
     more = []
     while wanted:
-        current = rank(heap[0][-1])
+        adds, often, i = heap[0]
+        current = (-len(each[i] & wanted), often, i)
+        if current[0] == adds:
+            current = (adds, sum(taken[c] for c in larger[i]), i)
         if current > heap[0]:
             heapq.heapreplace(heap, current)
             continue
-        i = current[-1]
         more.append(items[i])
         wanted -= each[i]
         taken.update(larger[i])
@@ -165,7 +170,7 @@ def pytest_generate_tests(metafunc):
 
 #: Files of a group each: their tests share what one of them makes in a minute, for which a second worker would wait, or
 #: they are slow, and the last one would keep one worker busy alone.
-GROUPS = re.compile(r"tests/(distributed/|kernels/test_(mock_gpu|offline_compile)\.py|repo/\w+\.py)")
+GROUPS = re.compile(r"tests/(distributed/|kernels/test_(mock_gpu|offline_compile|pretended_gpu)\.py|repo/\w+\.py)")
 
 
 @pytest.hookimpl(optionalhook=True)

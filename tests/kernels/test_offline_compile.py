@@ -13,8 +13,8 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-# The first run on a machine compiles every kernel for two GPUs, which takes minutes of two cores. Later runs find them in
-# Triton's cache.
+# The first run on a machine compiles every kernel for two GPUs, which takes minutes. Later runs find them in Triton's
+# cache.
 pytestmark = pytest.mark.timeout(3600)
 
 ROOT = Path(__file__).parents[2]
@@ -74,8 +74,8 @@ def usual(reports, target):
     return [r for r in reports(run) if r["target"] == target]
 
 
-# The kernels of bfloat16 have nearly the most registers, and float32 the widest rows. The kernels of both, and those of
-# token ids, are compiled for two GPUs, and unaligned calls of bfloat16 for one. All others are compiled with every case.
+# The kernels of bfloat16 have nearly the most registers, and float32 the widest rows. These, and the kernels of token
+# ids, are compiled for two GPUs, and unaligned calls of bfloat16 for one. All others are compiled with every case.
 COMPILED = {
     "real": ("sm_90", "gfx942"), "real, other dtypes": ("sm_90", "gfx942"),
     "real, bf16": ("sm_80", "sm_100"), "real, others": ("sm_80", "sm_100"),
