@@ -25,6 +25,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
+gc.set_threshold(50_000, 20, 100)  # collect garbage rarely, because collecting tests and Dynamo make many objects
+
 # Inductor's disk cache ignores the vector width of its code. Code from another kind of processor, or from a run with
 # another ATEN_CPU_CAPABILITY, does not compile or gives wrong numbers (torch 2.13).
 VECTORS = torch.backends.cpu.get_cpu_capability().lower()
@@ -210,10 +212,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Freeze all current objects, so that garbage collections skip them, and collect rarely: Dynamo makes many."""
+    """Freeze all current objects, so that garbage collections skip them."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.hookimpl(trylast=True)

@@ -59,7 +59,7 @@ def batches(draw):
     return batch, options
 
 
-@drawn(60, 150, case=batches())
+@drawn(30, 150, case=batches())
 def test_equals_the_reference(case):
     batch, options = case
     before = copy.deepcopy(batch)
