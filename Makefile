@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # 15 seconds to compile. The installation imports them once, because otherwise every test process would compile them.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
-EXTRAS := test,bench,demo,lint,peer
+EXTRAS := test,bench,demo,lint,peer,docs
 # Frameworks and trainers that the tests compare with; nemo-automodel is also a peer in benchmarks. Tests that need a
 # missing one are skipped. They are installed with --no-deps, because the tests need few of their requirements. trl.trainer
 # also imports pandas, pyarrow, datasets, dill, multiprocess and xxhash. Without these, the tests that run TRL's trainers
@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	done; \
 	$(BIN)/python -W ignore -c 'import hypothesis.strategies, tests.support.distributed_workers, tests.support.trainer_ranks' || true; \
 	wait $$!  # the import of torch; the other imports need optional peers
-	touch $@
+	touch $@ $(DOCS_STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(ARGS)
@@ -82,7 +82,7 @@ bench-subjects: $(STAMP)
 bench-tests: $(STAMP)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
-# The site needs the package and its own extra, not the requirements of the tests.
+# The site alone needs only the package and its own extra, not the requirements of the tests.
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
 	touch $@
@@ -100,7 +100,7 @@ mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 # Each of these needs one core, so two run at a time. Their packages are installed before the first one starts.
-checks: $(STAMP) $(DOCS_STAMP)
+checks: $(STAMP)
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) bench-subjects types docs bench-tests lint
 
 ci: test test-variation checks
