@@ -386,6 +386,19 @@ def test_metrics_of_dflash_by_dpace(host, key):
     )
 
 
+@pytest.mark.parametrize("weighting", integration.WEIGHTS)
+def test_rows_outside_of_the_mask_are_not_read(host, weighting):
+    i, config = sequence(holes=False), host.utils.resolve_loss_config("kl_div", "eager")
+    arguments = {"loss_config": config, "per_position_loss_weight": weighting}
+    losses = []
+    for value in (0.0, torch.nan):
+        hidden = i.hidden.masked_fill(~i.mask.unsqueeze(-1), value).requires_grad_()
+        loss, _ = integration.speculators_metrics(hidden, i.head, i.teacher, i.mask, BLOCK, **arguments)
+        losses.append((loss.detach(), *torch.autograd.grad(loss, hidden)))
+    torch.testing.assert_close(*losses, rtol=0, atol=0)
+    assert losses[1][1].any()
+
+
 @pytest.mark.parametrize("confident", [False, True])
 @pytest.mark.parametrize("weighting", integration.WEIGHTS)
 def test_metrics_of_dspark(host, weighting, confident):

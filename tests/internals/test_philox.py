@@ -265,3 +265,17 @@ def test_a_generator_of_another_device_is_rejected():
         _seeds.resolve_seed(torch.device("cuda", 0), 2, Elsewhere(), None)
     with pytest.raises(ValueError, match="generator must be on cpu like the tensors, got one on cuda:1"):
         _seeds.resolve_seed(CPU, 2, Elsewhere(), None)
+
+
+@triton.jit
+def _fine_uniforms(draws_ptr, out_ptr):
+    at = tl.arange(0, 4)
+    tl.store(out_ptr + at, in_kernel.fine_uniform(tl.load(draws_ptr + at)))
+
+
+def test_fine_uniforms_are_exact_and_inside_0_and_1(device):
+    draws = torch.tensor([0, 1, 2**31, 2**32 - 1], device=device)
+    out = torch.empty(4, dtype=torch.float64, device=device)
+    _fine_uniforms[(1,)](draws, out)
+    assert out.tolist() == [(2 * draw + 1) / 2**33 for draw in draws.tolist()]
+    assert torch.equal(out, _rules.fine_uniform(draws))

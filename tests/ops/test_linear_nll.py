@@ -175,6 +175,17 @@ def test_matrix_products_run_on_the_active_rows_and_no_more_often_than_needed(
     assert products(rows) == token_products
 
 
+def test_outputs_that_are_not_requested_are_none(backend):
+    hidden, head, targets = torch.randn(3, 4, device=DEVICE), torch.randn(7, 4, device=DEVICE), torch.arange(3)
+    targets = targets.to(DEVICE)
+    for out in (
+        linear_token_nll(hidden, head, targets, backend=backend),
+        weighted_linear_nll(hidden, head, targets, torch.ones(3, device=DEVICE), backend=backend),
+    ):
+        assert out.lse is None
+        assert out.correct is None
+
+
 def test_without_grad_mode_only_the_first_product_runs(backend):
     (hidden, weight, bias), _, _ = inputs()
     targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()

@@ -226,6 +226,7 @@ BAD = [
     ((lambda s: 1.0,), {}, TypeError, r"fn must return a floating tensor, got float$"),
     ((lambda s: s.lse > 0,), {}, TypeError, r"fn must return a floating tensor"),
     ((focal, ONES), {"entropy": "yes"}, TypeError, r"entropy must be a bool, got str$"),
+    ((focal, ONES), {"backend": "cuda"}, ValueError, r"backend must be one of auto, triton, torch, got 'cuda'$"),
 ]  # fmt: skip
 
 
