@@ -30,6 +30,7 @@ from dllm_kernels import (
     dpace_weights,
     draft_accuracy,
     encoder_ar_loss,
+    encoder_ar_loss_fused,
     fused_head,
     scdd_schedule,
 )
@@ -639,6 +640,20 @@ def test_a_frozen_head_costs_two_products_for_any_weights(case):
     with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
         case.hidden_form(h.requires_grad_(), w, None, inputs, chunk_size=5, backend="torch").backward()
     assert counter.get_total_flops() == 2 * 2 * (2 * 6) * D * V
+
+
+@forms
+def test_a_sequence_without_pairs_is_not_counted(form):
+    h, w, ids = torch.randn(3, 5, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.randint(0, V, (3, 5))
+    ids, valid = ids.to(DEVICE), torch.ones(3, 5, dtype=torch.bool, device=DEVICE)
+    valid[1] = torch.tensor([True, False, True, False, True])  # no two valid tokens are adjacent
+    if form == "logits":
+        loss = encoder_ar_loss(h @ w.t(), ids, valid, normalize="sequences")
+    else:
+        loss = encoder_ar_loss_fused(h, w, ids, valid, normalize="sequences")
+    of_sequences = [encoder_ar_loss(h[i : i + 1] @ w.t(), ids[i : i + 1]) for i in (0, 2)]
+    torch.testing.assert_close(loss, sum(of_sequences) / 2)
+    torch.testing.assert_close(loss, reference.encoder_ar_loss(h @ w.t(), ids, valid, normalize="sequences"))
 
 
 @forms
