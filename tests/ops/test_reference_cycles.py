@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.conftest import every_time
+from tests.conftest import usually
 from tests.ops.test_changing_arguments import CALLS, Step
 
 
@@ -17,10 +17,11 @@ def cycles():
     def left_by(call):
         call()  # the first call imports and caches
         gc.collect()
+        before = set(map(id, gc.get_objects()))  # freeing a compiled graph of an earlier test takes several collections
         gc.set_debug(gc.DEBUG_SAVEALL)
         call()
         gc.collect()
-        return list(gc.garbage)
+        return [x for x in gc.garbage if id(x) not in before]
 
     gc.disable()
     yield left_by
@@ -29,7 +30,7 @@ def cycles():
     gc.enable()
 
 
-@pytest.mark.parametrize("name", every_time(["weighted_linear_nll", "linear_divergence", "row_objective"], CALLS))
+@pytest.mark.parametrize("name", usually(["weighted_linear_nll", "linear_divergence", "row_objective"], CALLS))
 def test_a_step_leaves_no_cycle(name, cycles, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_BACKEND", "torch")  # the interpreter of the kernels makes cycles itself
     function, draw = CALLS[name]
