@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 import importlib.util
 import itertools
 import os
@@ -31,6 +30,7 @@ from dllm_kernels.ops import weighted_linear_nll
 from reference.mdlm import mdlm_loss
 from tests.conftest import every_time
 from tests.support.hosts import found
+from tests.support.memory import without_garbage_collection
 
 ROOT = Path(__file__).parents[2]
 absent = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
@@ -1309,16 +1309,13 @@ def test_another_loss_function_cannot_be_set_later(ranks, tmp_path):
 def test_a_deleted_trainer_frees_its_model_at_once(ranks, tmp_path, workers):
     """Data workers end at once, too. In a reference cycle, the collector waits 5 seconds for each persistent one."""
     arguments = {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
-    gc.disable()
-    try:
+    with without_garbage_collection():
         created = ranks.trainer(ranks.model(), tmp_path, 4, 1, 2, arguments=arguments, eval_dataset=ranks.samples())
         created.train()
         created.evaluate()
         model = weakref.ref(created.model)
         del created
         assert model() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.everyday(1)

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.conftest import usually
 from tests.ops.test_changing_arguments import CALLS, Step
+from tests.support.memory import without_garbage_collection
 
 
 @pytest.fixture
@@ -23,11 +24,10 @@ def cycles():
         gc.collect()
         return [x for x in gc.garbage if id(x) not in before]
 
-    gc.disable()
-    yield left_by
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
+    with without_garbage_collection():
+        yield left_by
+        gc.set_debug(0)
+        gc.garbage.clear()
 
 
 @pytest.mark.parametrize("name", usually(["weighted_linear_nll", "linear_divergence", "row_objective"], CALLS))
