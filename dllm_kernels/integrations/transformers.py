@@ -245,7 +245,8 @@ class MaskedDiffusionCollator:
     ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, collators, ranks, workers
     or epochs share their noise. An equal ``manual_seed`` reproduces the noise, and so does a restored generator state.
     A ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from an
-    uninterrupted run.
+    uninterrupted run. Workers of torchdata's ``StatefulDataLoader`` that resume within an epoch draw the noise of its
+    start again, for the samples that are left.
 
     With ``seed_field`` the noise of a sample depends only on its seed, the epoch (:meth:`set_epoch`) and the length of
     the batch, on any rank and worker. A resumed run is then bit-identical to an uninterrupted one.
