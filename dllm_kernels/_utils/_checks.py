@@ -117,6 +117,12 @@ def check_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
 
 
+def check_column_left(skip_id: int | None, head: Tensor) -> None:
+    """Raise a ValueError if a head has no column beside ``skip_id``, so that its rows have no distribution."""
+    if skip_id is not None and head.shape[0] == 1:
+        raise ValueError(f"skip_id must leave a column to choose, got {skip_id} and a head of one column")
+
+
 def check_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
     """Raise a ValueError unless every given tensor is on the device of the first."""
     for name, tensor in others.items():

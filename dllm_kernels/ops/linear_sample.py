@@ -150,8 +150,7 @@ def linear_sample(
     )  # fmt: skip
     rows_only = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # there are no targets
     head_, _, active, _, options = checked(NAMES, hidden, rows_only, options, (head, bias, extra), active=active)
-    if skip_id is not None and head.shape[0] == 1:
-        raise ValueError(f"skip_id must leave a column to choose, got {skip_id} and a head of one column")
+    _checks.check_column_left(skip_id, head)
     return linear_sample_unchecked(hidden.detach(), head_.detached, active=active, **noise, options=options)
 
 

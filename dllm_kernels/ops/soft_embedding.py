@@ -116,6 +116,7 @@ def soft_embedding(
     )  # fmt: skip
     head_, bump_ids, active, _, options = checked(NAMES, hidden, bump_ids, options, (head, bias, extra), active=active)
     _check_embedding(hidden, head, embedding)
+    _checks.check_column_left(skip_id, head)
     head_ = head_.detached
     table = head_.weight if embedding is head else embedding.detach()  # tied
     return soft_embedding_unchecked(

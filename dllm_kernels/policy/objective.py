@@ -140,6 +140,7 @@ class PolicyObjective:
             if value is not None or name == "advantages":
                 _check_beside(name, value, s)
         s = s.to(accum_dtype(s.dtype))
+        old, advantages, ref = (None if t is None else t.to(s.dtype) for t in (old, advantages, ref))  # type: ignore[assignment]
         loss = self._policy_term(s, old, advantages)  # type: ignore[arg-type]
         if self.kl is None or self.kl_coef == 0:
             return loss

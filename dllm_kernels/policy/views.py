@@ -98,7 +98,8 @@ class PolicyViews:
             TypeError: ``log_probs`` is not a tensor.
             ValueError: ``log_probs`` has another shape or device than the views, or is not floating.
         """
-        return (self.weights * torch.where(self.scored, _checked_log_probs(log_probs, self), 0.0)).sum(0)
+        log_probs = torch.where(self.scored, _checked_log_probs(log_probs, self), 0.0)
+        return (self.weights.to(log_probs.dtype) * log_probs).sum(0)
 
     @of_computed
     def sequence_scores(self, log_probs: Tensor, *, mean: bool = False) -> Tensor:
@@ -311,7 +312,8 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     if not beta > 0:
         raise ValueError(f"beta must be above 0, got {beta}")
     scored, anywhere = views.scored, views.scored.any(0)
-    term = beta * torch.where(scored, log_probs, 0.0) + torch.where(scored, views.weights, 1.0).log()
+    weights = views.weights.to(log_probs.dtype)  # before the logarithm, which 16 bits would round
+    term = beta * torch.where(scored, log_probs, 0.0) + torch.where(scored, weights, 1.0).log()
     # Exclude tokens without a score, because a logsumexp of only -inf has the gradient NaN.
     term = torch.where(scored | ~anywhere, term, -torch.inf)
     of_token = torch.where(anywhere, torch.logsumexp(term, 0), 0.0)

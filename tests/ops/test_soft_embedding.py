@@ -258,5 +258,7 @@ def test_bad_input():
     raises(ValueError, "active must have shape (2, 6)", h, w, e, active=ids[:, 1:])
     raises(ValueError, "chunk_size must be at least 1, got 0", h, w, e, chunk_size=0)
     raises(ValueError, "skip_id must lie in [0, 37), got 37", h, w, e, skip_id=37)
+    alone = "skip_id must leave a column to choose, got 0 and a head of one column"
+    raises(ValueError, alone, h, w[:1], e[:1], skip_id=0)
     raises(ValueError, "backend must be one of", h, w, e, backend="cuda")
     raises(TypeError, "extra must be a tuple of two tensors (u, U), got torch.Tensor", h, w, e, extra=e)

@@ -141,6 +141,15 @@ def penalty_by_hand(away, kl=None, kl_coef=0.0):
     return e + kl_coef * (away - 1), kl_coef - e
 
 
+@pytest.mark.parametrize("kind", ["clip", "cispo", "reinforce"])
+def test_scores_decide_the_dtype_of_the_loss_whatever_the_constants_have(kind):
+    objective = PolicyObjective(kind, kl="k3", kl_coef=0.1)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for constants in (torch.float64, torch.float16):
+            s, *others = (torch.full((3,), -0.5, dtype=x) for x in (dtype, constants, constants, constants))
+            assert objective(s, *others).dtype == torch.promote_types(dtype, torch.float32)
+
+
 @pytest.mark.parametrize("settings", EXTREMES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_each_branch_at_extreme_differences(settings, dtype):

@@ -515,20 +515,36 @@ def test_eubo_by_hand():
     assert eubo(log_probs, views, beta=2).item() == pytest.approx(expected, rel=1e-6)
 
 
+def with_weights(views, dtype):
+    return dataclasses.replace(views, weights=views.weights.to(dtype))
+
+
+SCORES = PolicyViews.token_scores, PolicyViews.sequence_scores, lambda views, x: eubo(x, views, beta=1.3)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scores_and_eubo_of_sixteen_bits_are_computed_in_float32(dtype):
     ids, loss_mask, _ = batch()
-    views = policy_views(ids, loss_mask, MASK, "elbo", num=3, seeds=SEEDS)
-    views = dataclasses.replace(views, weights=views.weights.to(dtype))
+    views = with_weights(policy_views(ids, loss_mask, MASK, "elbo", num=3, seeds=SEEDS), dtype)
     log_probs = (-3 * torch.rand(views.scored.shape, generator=torch.Generator().manual_seed(0))).to(dtype)
-    for score in (views.token_scores, views.sequence_scores, functools.partial(eubo, views=views, beta=1.3)):
+    for score in SCORES:
         leaves = [t.clone().requires_grad_() for t in (log_probs, log_probs.float())]
-        found, expected = map(score, leaves)
+        found, expected = score(views, leaves[0]), score(with_weights(views, torch.float32), leaves[1])
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
         for t in (found, expected):
             t.sum().backward()
         assert torch.equal(leaves[0].grad, leaves[1].grad.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_log_probabilities_decide_the_dtype_of_scores_whatever_the_weights_have(dtype):
+    ids, loss_mask, _ = batch()
+    views = policy_views(ids, loss_mask, MASK, "elbo", num=2, seeds=SEEDS)
+    for x in (torch.float64, torch.float32, torch.bfloat16):
+        log_probs = torch.full(views.scored.shape, -0.5, dtype=x)
+        expected = torch.promote_types(x, torch.float32)
+        assert {score(with_weights(views, dtype), log_probs).dtype for score in SCORES} == {expected}
 
 
 @pytest.mark.everyday(1)
