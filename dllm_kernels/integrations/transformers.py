@@ -712,7 +712,7 @@ class MaskedDiffusionTrainerMixin:
             shifted, never logits. Token 0 is not predicted, and N does not count it. A ``loss`` that was constructed
             with ``shift=True`` has the same effect, and both together shift once.
         allow_causal: True to train a model whose attention is causal. False: such a model is an error in the first
-            step, because a masked diffusion model predicts each token from both sides. The test takes three forward
+            step, because a masked diffusion model predicts each token from both sides. The test takes four forward
             passes without a gradient, without the LM head, and a host sync.
         seed_evaluation: True: evaluation and prediction draw the same noise at each call, a function of the samples
             (of their ``seed_field``, or else of their tokens and masks) and of the length of their batch. They neither

@@ -1036,6 +1036,12 @@ def mixing_batch(L=9, lengths=(9, 4)):
     return dict(batch)
 
 
+def blocks_of(ones, size):
+    """Attention of block diffusion: to all tokens of the same block and of the blocks before it."""
+    block = torch.arange(len(ones)) // size
+    return ones * (block[:, None] >= block)
+
+
 MIXES = {
     "bidirectional": (lambda ones: ones, False),
     "bidirectional in a window": (lambda ones: ones.tril(1).triu(-1), False),
@@ -1043,6 +1049,8 @@ MIXES = {
     "causal in a window": (lambda ones: ones.tril().triu(-1), True),
     "causal without the token itself": (lambda ones: ones.tril(-1), True),
     "anticausal": (lambda ones: ones.triu(), False),
+    "causal between blocks": (lambda ones: blocks_of(ones, 5), False),
+    "causal between small blocks": (lambda ones: blocks_of(ones, 2), False),
     "no attention": (lambda ones: ones * 0, False),
 }
 
@@ -1078,7 +1086,7 @@ def test_a_model_is_tested_in_the_first_training_step_only():
     assert len(model.shapes) == 1
     for _ in range(3):
         trainer.compute_loss(model, mixing_batch())
-    assert len(model.shapes) == 1 + 3 + 3
+    assert len(model.shapes) == 1 + 4 + 3
 
 
 @pytest.mark.parametrize("fails", [False, True])
