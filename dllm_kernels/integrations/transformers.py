@@ -103,10 +103,13 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
         int64 ``[B, L]``.
 
     Raises:
-        TypeError: an argument is not a tensor.
+        TypeError: an argument is not a tensor, or is a DTensor.
         ValueError: shapes or dtypes do not match; on a CPU, a supervised token or its probability is out of range. On a
             GPU the check would be a host sync, and a value out of range becomes another value.
     """
+    given = {"input_ids": input_ids, "loss_mask": loss_mask, "noise_mask": noise_mask, "p_mask": p_mask}
+    for name, t in given.items():
+        _checks.check_whole_tensor(name, t)
     _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
         _checks.check_mask(name, mask, input_ids.shape, "that of input_ids")
