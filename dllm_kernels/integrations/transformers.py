@@ -309,7 +309,7 @@ class MaskedDiffusionCollator:
         self.rank = rank
         self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
-        self.options = options
+        self.options = {name: value for name, value in options.items() if value is not None or name != "seeds"}
         self._seeded_by_tokens = False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
