@@ -461,11 +461,12 @@ def _check_trainer() -> None:
 
 
 def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
-    """Return True if ``Trainer`` itself passes labels to a model of transformers; other code may unpack them."""
+    """Return True if ``Trainer`` itself passes labels to a forward of transformers; other code may unpack them."""
     if type(trainer).compute_loss is not host.compute_loss or trainer.compute_loss_func is not None:
         return False
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of PEFT
-    return type(base).__module__.startswith("transformers.")
+    owner = next(c for c in type(base).__mro__ if "forward" in vars(c))  # a derived class may inherit the forward
+    return owner.__module__.startswith("transformers.")
 
 
 def _check_collated(batch: Any, rows: int) -> None:

@@ -1347,13 +1347,23 @@ def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_pa
             loss = mdlm_loss_func(outputs, inputs["labels"])
             return (loss, outputs) if return_outputs else loss
 
-    def run(**options):
-        created = ranks.trainer(ranks.model(), tmp_path, 4, 1, steps=1, eval_dataset=ranks.samples(), **options)
+    def run(derived=None, **options):
+        model = ranks.model()
+        if derived is not None:
+            model.__class__ = type("Derived", (type(model),), derived)
+        created = ranks.trainer(model, tmp_path, 4, 1, steps=1, eval_dataset=ranks.samples(), **options)
         return getattr(created, call)()
+
+    def reads_packed(self, input_ids, attention_mask, labels):
+        outputs = super(type(self), self).forward(input_ids, attention_mask)
+        return {"loss": mdlm_loss_func(outputs, labels), "logits": outputs.logits}
 
     message = "the Trainer must read packed labels, got Trainer, whose model would take them for token ids; put "
     with pytest.raises(ValueError, match=f"^{message}"):
         run(kind=Trainer)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run({}, kind=Trainer)
+    run({"forward": reads_packed}, kind=Trainer)
     run(kind=Own)
     run(kind=Trainer, compute_loss_func=mdlm_loss_func)
     run()
