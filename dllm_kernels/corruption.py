@@ -162,9 +162,10 @@ def corrupt_uniform(
 
     ``p = (1 - eps) t + eps``, with t uniform in (0, 1). Position i of row b is masked if ``u_{b,i} < p``. There is one
     t per row, with ``block_size`` one per block, and with ``segment_ids`` one per segment. In every position,
-    ``noise / p`` has the expectation 1. With ``exact`` the number of masked positions is fixed: ``round(p n)`` of the n
-    supervised positions of a row, rounded half to even. It is at least one if n and p are not 0. All subsets of this
-    size are equally likely.
+    ``noise / p`` has the expectation 1, unless ``exact`` is set. With ``exact`` the number of masked positions is
+    fixed: ``round(p n)`` of the n supervised positions of a row, rounded half to even. It is at least one if n and p
+    are not 0. All subsets of this size are equally likely. ``noise / p`` then has the expectation
+    ``round(p n) / (p n)``, which is above 1 if ``p n < 1``.
 
     Examples:
         >>> ids, seeds = torch.arange(8).reshape(1, 8), torch.tensor([1])
@@ -470,6 +471,8 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     """
     _checks.check_tensor("noise_mask", noise_mask)
     _checks.check_ndim("noise_mask", noise_mask, 2, "[B, L]")
+    for name, mask in (("noise_mask", noise_mask), ("loss_mask", loss_mask)):
+        _checks.check_whole_tensor(name, mask)
     _checks.check_mask("noise_mask", noise_mask, noise_mask.shape)
     _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask")
     _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)

@@ -1,8 +1,9 @@
 """Test whether a model attends to later tokens: change the second half and compare hidden states of the first.
 
 A model is causal if the first half does not depend on the second, although the second half depends on the first. The
-other condition excludes models that mix no positions yet, for example because the output projection of their attention
-is initialised to 0.
+halves are tested at two borders, one position apart, because attention that is causal between blocks does not cross the
+border of a block. The other condition excludes models that mix no positions yet, for example because the output
+projection of their attention is initialised to 0.
 """
 
 from __future__ import annotations
@@ -63,18 +64,19 @@ def dependence(
     fixed = {name: value for name, value in inputs.items() if name != "labels"}
     if isinstance(attention := fixed.get("attention_mask"), Tensor) and attention.shape == ids.shape:
         fixed["attention_mask"] = torch.ones_like(attention)  # padding must not hide a dependence
-    is_first = position < (ids.shape[1] + 1) // 2
-    others = torch.where(is_first, ids, changed), torch.where(is_first, changed, ids)
+    middle = (ids.shape[1] + 1) // 2
+    firsts = [position < middle - 1, position < middle]
+    others = [torch.where(is_first, ids, changed) for is_first in firsts] + [torch.where(firsts[1], changed, ids)]
     model = _without_wrappers(model)
     with unchanged(model, ids.device):
         found = [hidden_of(model, {**fixed, "input_ids": x}) for x in (ids, *others)]
     rows = [_rows(hidden, ids) for hidden in found if hidden is not None]
-    if len(rows) < 3 or any(x is None for x in rows):
+    if len(rows) < len(found) or any(x is None for x in rows):
         return True, True
-    before, other_second, other_first = (x.to(accum_dtype(x.dtype)) for x in rows)
-    of_first = (before - other_second)[:, is_first].norm()
-    of_second = (before - other_first)[:, ~is_first].norm()
-    return of_first > ROUNDING * of_second, of_second > 0
+    before, *after = (x.to(accum_dtype(x.dtype)) for x in rows)
+    compared = (*firsts, ~firsts[1])
+    *of_firsts, of_second = [(before - x)[:, where].norm() for x, where in zip(after, compared, strict=True)]
+    return torch.stack(of_firsts).amax() > ROUNDING * of_second, of_second > 0
 
 
 def _rows(hidden: Any, ids: Tensor) -> Any:

@@ -103,10 +103,13 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
         int64 ``[B, L]``.
 
     Raises:
-        TypeError: an argument is not a tensor.
+        TypeError: an argument is not a tensor, or is a DTensor.
         ValueError: shapes or dtypes do not match; on a CPU, a supervised token or its probability is out of range. On a
             GPU the check would be a host sync, and a value out of range becomes another value.
     """
+    given = {"input_ids": input_ids, "loss_mask": loss_mask, "noise_mask": noise_mask, "p_mask": p_mask}
+    for name, t in given.items():
+        _checks.check_whole_tensor(name, t)
     _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
         _checks.check_mask(name, mask, input_ids.shape, "that of input_ids")
@@ -307,7 +310,7 @@ class MaskedDiffusionCollator:
         self.rank = rank
         self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
-        self.options = options
+        self.options = {name: value for name, value in options.items() if value is not None or name != "seeds"}
         self._seeded_by_tokens = False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
@@ -459,11 +462,12 @@ def _check_trainer() -> None:
 
 
 def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
-    """Return True if ``Trainer`` itself passes labels to a model of transformers; other code may unpack them."""
+    """Return True if ``Trainer`` itself passes labels to a forward of transformers; other code may unpack them."""
     if type(trainer).compute_loss is not host.compute_loss or trainer.compute_loss_func is not None:
         return False
     base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of PEFT
-    return type(base).__module__.startswith("transformers.")
+    owner = next(c for c in type(base).__mro__ if "forward" in vars(c))  # a derived class may inherit the forward
+    return owner.__module__.startswith("transformers.")
 
 
 def _check_collated(batch: Any, rows: int) -> None:
@@ -713,7 +717,7 @@ class MaskedDiffusionTrainerMixin:
             shifted, never logits. Token 0 is not predicted, and N does not count it. A ``loss`` that was constructed
             with ``shift=True`` has the same effect, and both together shift once.
         allow_causal: True to train a model whose attention is causal. False: such a model is an error in the first
-            step, because a masked diffusion model predicts each token from both sides. The test takes three forward
+            step, because a masked diffusion model predicts each token from both sides. The test takes four forward
             passes without a gradient, without the LM head, and a host sync.
         seed_evaluation: True: evaluation and prediction draw the same noise at each call, a function of the samples
             (of their ``seed_field``, or else of their tokens and masks) and of the length of their batch. They neither

@@ -46,6 +46,7 @@ from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.generate import diffusion_generate, schedule
 from dllm_kernels.integrations._hosts import Host, PatchReport
@@ -605,6 +606,11 @@ def diffusion_rollout(
     for name, value in (("steps", steps), ("length", length), ("block_size", block_size)):
         if value is not None:
             _checks.check_positive_int(name, value)
+    checked_mask_id(mask_token_id, torch.zeros(1, dtype=torch.int64, device="cpu"))
+    if temperature is not None:
+        _checks.check_number("temperature", temperature)
+        if temperature != 0:
+            _checks.checked_temperature(temperature, "0, or positive")
     _checks.check_flags(with_logprobs=with_logprobs, shift=shift)
     _checks.check_wide_logits(logits_dtype)
     if length is not None:

@@ -195,6 +195,8 @@ class DraftLoss(TransformedLoss):
             check_counts(num_blocks=blocks)
         else:
             _checks.check_mask("num_blocks", blocks, target_ids.shape[:1], "one entry per sequence")
+            if blocks.dtype == torch.bool:
+                raise ValueError("num_blocks must hold counts, got a bool tensor; sum the mask, any() does not count")
             _checks.check_same_device("target_ids", target_ids, num_blocks=blocks)
             _checks.check_constant("num_blocks", blocks)
         return counts

@@ -7,6 +7,7 @@ import torch
 
 from dllm_kernels import corruption as c
 from dllm_kernels import ops, policy_views
+from dllm_kernels.integrations.transformers import pack_labels
 
 B, L, V, D = 2, 4, 9, 3
 IDS, ON, LEVEL = torch.zeros(B, L, dtype=torch.long), torch.ones(B, L, dtype=torch.bool), torch.full((B,), 0.5)
@@ -99,6 +100,12 @@ def test_dtensors_are_refused_in_our_words(dtensor):
     raises(TypeError, message.format("log_w"), c.batched_gumbel_topk, log_w, SEEDS)
     raises(TypeError, message.format("k"), c.batched_gumbel_topk, torch.zeros(B, L), seeds)
     raises(TypeError, message.format("uniform"), c.batched_gumbel_topk, torch.zeros(B, L), SEEDS, uniform=log_w)
+    raises(TypeError, message.format("noise_mask"), c.complementary, dtensor(ON), ON)
+    raises(TypeError, message.format("loss_mask"), c.complementary, ON, dtensor(ON))
+    masks = {"loss_mask": ON, "noise_mask": ON, "p_mask": torch.ones(B, L)}
+    for name, t in masks.items():
+        raises(TypeError, message.format(name), pack_labels, IDS, **masks | {name: dtensor(t)})
+    raises(TypeError, message.format("input_ids"), pack_labels, dtensor(IDS), **masks)
 
 
 @pytest.mark.parametrize("name", ["corrupt_all_masked", "corrupt_uniform", "corrupt_blockwise", "policy_views"])

@@ -498,6 +498,15 @@ def test_a_generator_of_the_caller_is_used_unchanged():
 def test_seeds_and_a_seed_field_exclude_each_other():
     with pytest.raises(ValueError, match=r"^seeds must be None with a seed_field, "):
         MaskedDiffusionCollator(99, seed_field="seed", seeds=torch.arange(1))
+
+
+@pytest.mark.parametrize("options", [{"seed_field": "seed"}, {"rank": 1}], ids=str)
+def test_seeds_of_none_change_nothing(options):
+    batches = []
+    for others in ({}, {"seeds": None}):
+        torch.manual_seed(0)
+        batches.append(MaskedDiffusionCollator(99, **options, **others)([sample(50, 7)]))
+    assert torch.equal(batches[0]["labels"], batches[1]["labels"])
     fixed = MaskedDiffusionCollator(99, eps=0.3, seeds=torch.arange(1))
     assert rows([fixed([sample(64)])]) == rows([fixed([sample(64)])]) == rows([SEEDED([sample(64)])])
 
@@ -1036,6 +1045,12 @@ def mixing_batch(L=9, lengths=(9, 4)):
     return dict(batch)
 
 
+def blocks_of(ones, size):
+    """Attention of block diffusion: to all tokens of the same block and of the blocks before it."""
+    block = torch.arange(len(ones)) // size
+    return ones * (block[:, None] >= block)
+
+
 MIXES = {
     "bidirectional": (lambda ones: ones, False),
     "bidirectional in a window": (lambda ones: ones.tril(1).triu(-1), False),
@@ -1043,6 +1058,8 @@ MIXES = {
     "causal in a window": (lambda ones: ones.tril().triu(-1), True),
     "causal without the token itself": (lambda ones: ones.tril(-1), True),
     "anticausal": (lambda ones: ones.triu(), False),
+    "causal between blocks": (lambda ones: blocks_of(ones, 5), False),
+    "causal between small blocks": (lambda ones: blocks_of(ones, 2), False),
     "no attention": (lambda ones: ones * 0, False),
 }
 
@@ -1078,7 +1095,7 @@ def test_a_model_is_tested_in_the_first_training_step_only():
     assert len(model.shapes) == 1
     for _ in range(3):
         trainer.compute_loss(model, mixing_batch())
-    assert len(model.shapes) == 1 + 3 + 3
+    assert len(model.shapes) == 1 + 4 + 3
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -1330,13 +1347,23 @@ def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_pa
             loss = mdlm_loss_func(outputs, inputs["labels"])
             return (loss, outputs) if return_outputs else loss
 
-    def run(**options):
-        created = ranks.trainer(ranks.model(), tmp_path, 4, 1, steps=1, eval_dataset=ranks.samples(), **options)
+    def run(derived=None, **options):
+        model = ranks.model()
+        if derived is not None:
+            model.__class__ = type("Derived", (type(model),), derived)
+        created = ranks.trainer(model, tmp_path, 4, 1, steps=1, eval_dataset=ranks.samples(), **options)
         return getattr(created, call)()
+
+    def reads_packed(self, input_ids, attention_mask, labels):
+        outputs = super(type(self), self).forward(input_ids, attention_mask)
+        return {"loss": mdlm_loss_func(outputs, labels), "logits": outputs.logits}
 
     message = "the Trainer must read packed labels, got Trainer, whose model would take them for token ids; put "
     with pytest.raises(ValueError, match=f"^{message}"):
         run(kind=Trainer)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        run({}, kind=Trainer)
+    run({"forward": reads_packed}, kind=Trainer)
     run(kind=Own)
     run(kind=Trainer, compute_loss_func=mdlm_loss_func)
     run()

@@ -966,9 +966,14 @@ def test_bad_arguments_of_rollouts():
         ({"steps": 1, "length": 4, "block_size": 2}, "2 and 4, got 1"),
         ({"steps": 1, "length": -1}, "length must be"),
         ({"steps": 1, "block_size": 0}, "block_size must be"),
+        ({"steps": 1, "temperature": -1.0}, "temperature must be 0, or positive, .*, got -1.0"),
+        ({"steps": 1, "mask_token_id": -1}, "mask_token_id must not be negative, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
-            integration.diffusion_rollout(MASK, **options)
+            integration.diffusion_rollout(**{"mask_token_id": MASK} | options)
+    for name, bad in (("mask_token_id", True), ("temperature", "1")):
+        with pytest.raises(TypeError, match=f"{name} must be "):
+            integration.diffusion_rollout(**{"mask_token_id": MASK, "steps": 1} | {name: bad})
     with pytest.raises(TypeError, match="with_logprobs"):
         integration.diffusion_rollout(MASK, steps=1, with_logprobs=1)
     with pytest.raises(ValueError, match="1 and 4, got 5"):

@@ -693,6 +693,8 @@ def test_the_blocks_of_each_sequence(form):
     raises(ValueError, shape + "()", call, num_blocks=torch.tensor(3))
     raises(ValueError, shape + "(3,)", call, num_blocks=torch.ones(3))
     raises(TypeError, "num_blocks must be a torch.Tensor, got int", call, num_blocks=3)
+    no_count = "num_blocks must hold counts, got a bool tensor; sum the mask, any() does not count"
+    raises(ValueError, no_count, call, num_blocks=torch.ones(2).bool())
     raises(ValueError, "num_blocks must be on cpu like target_ids, got meta", call, num_blocks=torch.ones(2).to(META))
     wants = torch.ones(2, requires_grad=True)
     raises(ValueError, "num_blocks must not require a gradient", call, num_blocks=wants)

@@ -705,6 +705,7 @@ def test_a_dtensor_raises_with_advice():
         ({"num_supervised": LEVEL}, ValueError, "num_supervised must have dtype int64, .*, got float32"),
         ({"num_supervised": 3}, TypeError, "num_supervised must be a torch.Tensor, got int"),
         ({"num_supervised": IDS}, ValueError, r"num_supervised must have shape \(2,\) \(one per row\), got \(2, 3\)"),
+        ({"num_supervised": torch.tensor([3, -2])}, ValueError, "num_supervised must not be negative, got -2"),
         ({"scheme": "mine"}, ValueError, "scheme must be one of full, .*, trace, got 'mine'"),
     ],
 )
