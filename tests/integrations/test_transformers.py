@@ -498,6 +498,8 @@ def test_a_generator_of_the_caller_is_used_unchanged():
 def test_seeds_and_a_seed_field_exclude_each_other():
     with pytest.raises(ValueError, match=r"^seeds must be None with a seed_field, "):
         MaskedDiffusionCollator(99, seed_field="seed", seeds=torch.arange(1))
+    fixed = MaskedDiffusionCollator(99, eps=0.3, seeds=torch.arange(1))
+    assert rows([fixed([sample(64)])]) == rows([fixed([sample(64)])]) == rows([SEEDED([sample(64)])])
 
 
 @pytest.mark.parametrize("options", [{"seed_field": "seed"}, {"rank": 1}], ids=str)
@@ -507,8 +509,6 @@ def test_seeds_of_none_change_nothing(options):
         torch.manual_seed(0)
         batches.append(MaskedDiffusionCollator(99, **options, **others)([sample(50, 7)]))
     assert torch.equal(batches[0]["labels"], batches[1]["labels"])
-    fixed = MaskedDiffusionCollator(99, eps=0.3, seeds=torch.arange(1))
-    assert rows([fixed([sample(64)])]) == rows([fixed([sample(64)])]) == rows([SEEDED([sample(64)])])
 
 
 def test_another_default_device_has_no_effect():
