@@ -30,7 +30,7 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
 
     Args:
         backend: "auto", "triton" or "torch". "auto" follows the environment variable ``DLLM_KERNELS_BACKEND`` if it is
-            set. Otherwise it selects Triton for CUDA and ROCm tensors if Triton is installed.
+            set and not empty. Otherwise it selects Triton for CUDA and ROCm tensors if Triton is installed.
         tensor: an input of the op; only its device is read.
 
     Returns:
@@ -41,7 +41,7 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     """
     source = "backend"
     if backend == "auto":
-        backend = os.environ.get("DLLM_KERNELS_BACKEND", "auto")
+        backend = os.environ.get("DLLM_KERNELS_BACKEND") or "auto"
         source = "DLLM_KERNELS_BACKEND"
     if backend not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")

@@ -365,7 +365,8 @@ class DiffusionPolicyMixin:
     takes four in both cases.
 
     Padding is never scored, and no token attends to it. Images are not supported. ``RLOOTrainer`` has no
-    ``rollout_func`` argument; the mixin accepts it instead and calls it with the tokens of the prompts.
+    ``rollout_func`` argument; the mixin accepts it instead and calls it with the tokens of the prompts. The mixin does
+    not test whether the model is bidirectional: a causal model predicts each token from the tokens before it only.
 
     Args:
         *args: arguments of the trainer.

@@ -847,6 +847,8 @@ def test_mtp_errors_use_the_names_of_the_caller():
 def test_an_unknown_backend_in_the_environment(monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_BACKEND", "fast")
     raises(ValueError, "DLLM_KERNELS_BACKEND must be one of auto, triton, torch, got 'fast'", token_nll, X, Y)
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "")  # as unset
+    token_nll(X, Y)
 
 
 def test_inplace_backward_under_compile():
