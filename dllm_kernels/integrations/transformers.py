@@ -237,7 +237,8 @@ def _counts_of(batch: Mapping[str, Any]) -> _Counts | None:
     labels, counts = batch.get("labels"), getattr(batch, "_counts", None)
     if not isinstance(labels, Tensor):
         return None
-    return counts if counts is not None and counts.hold_for(labels) else _Counts.of(labels)
+    now = _Counts.of(labels)  # first, because torch does not notice an edit through NumPy or .data
+    return counts if now is None and counts is not None and counts.hold_for(labels) else now
 
 
 class MaskedDiffusionCollator:

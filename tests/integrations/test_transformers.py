@@ -238,6 +238,13 @@ def test_the_counts_of_a_batch_follow_its_labels(change):
     assert moved.counts is None
 
 
+@pytest.mark.parametrize("edit", [lambda t: t.numpy(), lambda t: t.data, torch.from_dlpack])
+def test_the_counts_of_a_batch_on_a_cpu_follow_an_edit_that_torch_does_not_notice(edit):
+    batch = MaskedDiffusionCollator(9)([sample(5), sample(7, seed=1)]).to("cpu")
+    edit(batch["labels"])[1:] = -100
+    assert batch.counts == counts_of(batch["labels"])
+
+
 @pytest.mark.parametrize("when", ["in the batch", "after the move"])
 def test_labels_edited_in_place_give_the_loss_of_the_edited_labels(when):
     """More rows than before have a weight, so the count of the former labels would drop some of them."""
