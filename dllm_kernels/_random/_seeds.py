@@ -49,6 +49,7 @@ def _seed_on_host() -> Tensor:
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
+    """Return True if the devices are equal; one without an index, as a user writes it, equals any of its type."""
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
 
 
@@ -75,7 +76,7 @@ def check_sources(generator: Any, seeds: Any, rows: Sequence[int] | None, device
         check_dtype("seeds", seeds, (torch.int64,))
         if rows is not None and tuple(seeds.shape) != tuple(rows):
             raise ValueError(f"seeds must have shape {tuple(rows)}, one per row, got {tuple(seeds.shape)}")
-        if seeds.device != device:
+        if seeds.device != device and not _same_device(seeds.device, device):
             raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
     elif generator is not None and generator.device != _CPU and not _same_device(generator.device, device):
         allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"

@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import corruption as c
 from dllm_kernels import ops, policy_views
 from dllm_kernels.integrations.transformers import pack_labels
+from dllm_kernels.losses import sample_prefix
 
 B, L, V, D = 2, 4, 9, 3
 IDS, ON, LEVEL = torch.zeros(B, L, dtype=torch.long), torch.ones(B, L, dtype=torch.bool), torch.full((B,), 0.5)
@@ -67,6 +69,23 @@ def test_sources_are_checked_where_nothing_is_drawn(name):
 def test_other_calls_without_draws(call):
     raises(TypeError, "generator must be a torch.Generator or None, got int", call, generator=3)
     raises(ValueError, "backend must be one of auto, triton, torch, got 'foo'", call, backend="foo")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda **o: c.sample_level(B, **o), lambda **o: sample_prefix((B, 3), 4, 2.0, **o)],
+    ids=["level", "prefix"],
+)
+def test_a_device_without_an_index_is_that_of_the_seeds(call):
+    assert torch.equal(call(seeds=SEEDS, device="cpu:0"), call(seeds=SEEDS))
+    raises(ValueError, "seeds must be on meta like the tensors, got cpu", call, seeds=SEEDS, device="meta")
+
+
+def test_seeds_on_a_gpu_are_on_the_device_cuda():
+    with FakeTensorMode():
+        seeds = torch.zeros(B, dtype=torch.int64, device="cuda:0")
+        assert c.sample_level(B, seeds=seeds, device="cuda").device == seeds.device
+        raises(ValueError, "seeds must be on cuda:1 like", c.sample_level, B, seeds=seeds, device="cuda:1")
 
 
 @pytest.fixture
