@@ -51,7 +51,7 @@ def test_the_code_runs_as_printed():
     assert torch.equal(n["m"][:, 0], n["level"])
     assert torch.equal(n["block_mask"].sum(1), (n["level"] * 64).round().clamp(min=1).long())
     again = n["blocks"]
-    run(more.replace('sample_level(B, method="stratified")', "level"), n)
+    run(more.replace('sample_level(B, method="stratified", device=device)', "level"), n)
     assert torch.equal(n["blocks"], again)  # the same seeds
 
 
