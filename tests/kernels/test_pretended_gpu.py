@@ -35,31 +35,25 @@ def test_the_folders_with_code_for_a_device_are_found():
     assert {file.parent.name for file in FILES} == folders
 
 
-on_a_pretended_gpu = pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter on a pretended GPU")
-
-
-def run_tests(*arguments):
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended_gpu", "--cases", str(CASES), "-rf"]
-    options = ["-m", "not exhaustive", "-p", "no:cacheprovider", "--tb=short"]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_INTERPRET"))}
-    done = subprocess.run(
-        [*command, *options, *map(str, arguments)], cwd=TESTS.parent, env={**kept, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:]
+def printed_for_a_gpu():
+    """Return the tests of the pages whose code selects a GPU if there is one."""
+    docs = TESTS.parent / "docs"
+    pages = [page.relative_to(docs) for page in sorted(docs.rglob("*.md")) if "cuda.is_available()" in page.read_text()]
+    assert [*map(str, pages)] == ["gpu.md"]
+    assert "cuda.is_available()" in (TESTS.parent / "README.md").read_text()
+    name = "test_the_code_runs_as_printed"
+    return [*(f"tests/repo/test_docs.py::{name}[{page}]" for page in pages), f"tests/repo/test_readme.py::{name}"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@on_a_pretended_gpu
+@pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter on a pretended GPU")
 def test_all_pass_on_a_pretended_gpu():
-    run_tests(*FILES)
-
-
-@on_a_pretended_gpu
-def test_pages_that_select_a_gpu_run_as_printed_on_one():
-    docs = TESTS.parent / "docs"
-    pages = [page.relative_to(docs) for page in sorted(docs.rglob("*.md")) if "cuda.is_available()" in page.read_text()]
-    assert [*map(str, pages)] == ["gpu.md"]
-    name = "test_the_code_runs_as_printed"
-    run_tests(*(f"tests/repo/test_docs.py::{name}[{page}]" for page in pages), f"tests/repo/test_readme.py::{name}")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended_gpu", "--cases", str(CASES), "-rf"]
+    options = ["-m", "not exhaustive", "-p", "no:cacheprovider", "--tb=short"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_INTERPRET"))}
+    done = subprocess.run(
+        [*command, *options, *map(str, FILES), *printed_for_a_gpu()], cwd=TESTS.parent,
+        env={**kept, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
