@@ -76,7 +76,7 @@ def check_sources(generator: Any, seeds: Any, rows: Sequence[int] | None, device
         check_dtype("seeds", seeds, (torch.int64,))
         if rows is not None and tuple(seeds.shape) != tuple(rows):
             raise ValueError(f"seeds must have shape {tuple(rows)}, one per row, got {tuple(seeds.shape)}")
-        if seeds.device != device and not _same_device(seeds.device, device):
+        if not _same_device(seeds.device, device):
             raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
     elif generator is not None and generator.device != _CPU and not _same_device(generator.device, device):
         allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
