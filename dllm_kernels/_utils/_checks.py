@@ -117,6 +117,12 @@ def check_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
 
 
+def check_none_negative(name: str, tensor: Tensor) -> None:
+    """Raise a ValueError if an entry is negative; not checked on a GPU, where it would be a sync."""
+    if _plain.readable_without_sync(tensor) and bool((tensor < 0).any()):
+        raise ValueError(f"{name} must not be negative, got {tensor.min().item()}")
+
+
 def check_column_left(skip_id: int | None, head: Tensor) -> None:
     """Raise a ValueError if a head has no column beside ``skip_id``, so that its rows have no distribution."""
     if skip_id is not None and head.shape[0] == 1:

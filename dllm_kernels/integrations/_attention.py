@@ -65,8 +65,8 @@ def dependence(
     if isinstance(attention := fixed.get("attention_mask"), Tensor) and attention.shape == ids.shape:
         fixed["attention_mask"] = torch.ones_like(attention)  # padding must not hide a dependence
     middle = (ids.shape[1] + 1) // 2
-    firsts = [position < middle - 1, position < middle]
-    others = [torch.where(is_first, ids, changed) for is_first in firsts] + [torch.where(firsts[1], changed, ids)]
+    kept = position < middle - 1, position < middle, position >= middle  # tokens that stay and are compared
+    others = [torch.where(where, ids, changed) for where in kept]
     model = _without_wrappers(model)
     with unchanged(model, ids.device):
         found = [hidden_of(model, {**fixed, "input_ids": x}) for x in (ids, *others)]
@@ -74,8 +74,7 @@ def dependence(
     if len(rows) < len(found) or any(x is None for x in rows):
         return True, True
     before, *after = (x.to(accum_dtype(x.dtype)) for x in rows)
-    compared = (*firsts, ~firsts[1])
-    *of_firsts, of_second = [(before - x)[:, where].norm() for x, where in zip(after, compared, strict=True)]
+    *of_firsts, of_second = [(before - x)[:, where].norm() for x, where in zip(after, kept, strict=True)]
     return torch.stack(of_firsts).amax() > ROUNDING * of_second, of_second > 0
 
 

@@ -302,7 +302,9 @@ class MaskedDiffusionCollator:
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, got {_checks.type_name(function)}")
-        if seed_field is not None and options.get("seeds") is not None:
+        if options.get("seeds") is None:
+            options.pop("seeds", None)
+        elif seed_field is not None:
             raise ValueError("seeds must be None with a seed_field, because it would replace the seeds of the samples")
         self.mask_token_id = mask_token_id
         self.collate = DLLMCollator() if collate is None else collate
@@ -311,7 +313,7 @@ class MaskedDiffusionCollator:
         self.rank = rank
         self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
-        self.options = {name: value for name, value in options.items() if value is not None or name != "seeds"}
+        self.options = options
         self._seeded_by_tokens = False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it

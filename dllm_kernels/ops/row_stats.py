@@ -32,7 +32,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
+from dllm_kernels._utils._plain import all_plain, any_dtensor
 from dllm_kernels._utils._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
@@ -187,8 +187,7 @@ def _checked_mix(name: str, x: Tensor, mix: Mix | None) -> Any:
         _checks.check_shape(part, t, x.shape[:-1], f"that of {name} without its last dimension")
         _checks.check_same_device(name, x, **{part: t})
         _checks.check_constant(part, t)
-        if readable_without_sync(t) and bool((t < 0).any()):  # not tested on a GPU, to avoid a sync
-            raise ValueError(f"{part} must not be negative, got {t.min().item()}")
+        _checks.check_none_negative(part, t)
     return mix
 
 

@@ -74,8 +74,7 @@ class PolicyViews:
         if self.num_supervised is not None:
             _check_field("num_supervised", self.num_supervised, _checks.INT_DTYPES)
             _checks.check_shape("num_supervised", self.num_supervised, self.scored.shape[1:2], "one per row")
-            if readable_without_sync(n := self.num_supervised) and bool((n < 0).any()):
-                raise ValueError(f"num_supervised must not be negative, got {int(n.min())}")
+            _checks.check_none_negative("num_supervised", self.num_supervised)
         _checks.check_same_device(
             "scored", self.scored, noisy=self.noisy, weights=self.weights, num_supervised=self.num_supervised
         )
