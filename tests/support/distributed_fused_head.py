@@ -153,7 +153,7 @@ def fused_head_under_mixed_precision():
         with fused_head(wrapped, on_logits="raise"):
             logits = wrapped(batch(0, dist.get_rank())[0])["logits"]
             assert logits.dtype == torch.float32
-            assert logits.hidden.dtype == torch.bfloat16
+            assert logits.parts[0].dtype == torch.bfloat16
             logits.logsumexp(-1).sum().backward()
         assert all(p.grad is not None for p in wrapped.parameters())
 
