@@ -1246,7 +1246,6 @@ def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kin
     ],
 )
 def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
-    torch.manual_seed(4)
     model, hidden = adapted(ranks, kind), torch.randn(3, 8).double()
     if state == "disabled":
         model.base_model.disable_adapter_layers()
