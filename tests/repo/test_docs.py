@@ -386,7 +386,11 @@ def ops_nll(n):
     same(n["linear_loss"], (linear_nll * n["weights"]).sum())
     two_parts = linear + n["u"].double() @ n["U"].double().T
     same(n["two_parts"], (plain_nll(two_parts, n["ids"]) * n["weights"]).sum())
-    same(n["focal"], ((1 - (-nll).exp()) ** 2 * nll).sum())
+    logits = leaf(n["logits"])
+    nll = plain_nll(logits, n["ids"])
+    focal = ((1 - (-nll).exp()) ** 2 * nll).sum()
+    same(n["focal"], focal)
+    same(n["focal_grad"], torch.autograd.grad(focal, logits)[0])
 
 
 @page("ops/row-stats.md")
