@@ -472,7 +472,7 @@ def test_a_function_that_returns_no_tensors_maps_over_deferred_logits(function):
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_checkpointed_function_of_deferred_logits(name):
     """The function runs twice, and materializes the logits, or the NLL, in its first run only."""
-    model, x = Model(), Batch()
+    model, x = Model(dtype=torch.float64), Batch()
 
     def run():
         model.zero_grad()
