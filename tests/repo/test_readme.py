@@ -24,7 +24,7 @@ def test_the_code_runs_as_printed():
     Fences that patch a framework run in ``test_docs.py``.
     """
     loop, on_gpu, more, framework = python(README.read_text())
-    assert framework in python((DOCS / "frameworks.md").read_text())
+    assert framework in python((DOCS / "frameworks" / "nemo-automodel.md").read_text())
     torch.manual_seed(0)
     first = loop_of_the_first_screen()
     run(loop, first)
