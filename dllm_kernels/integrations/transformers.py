@@ -348,7 +348,7 @@ class MaskedDiffusionCollator:
             TypeError: the samples are not a list of dicts, a seed is not an int, or ``collate`` returned no dict.
             ValueError: a sample lacks a field, a seed has more than 64 bits, ``collate`` returned no batch with a row
                 per sample, or an additive attention mask, or ``corrupt`` did not return three values. Also if the
-                caller is a ``Trainer`` that passes labels to its model, except in spawned workers, which do not show it.
+                caller is a ``Trainer`` that passes labels to its model, except in spawned workers.
         """
         _check_trainer()
         samples = checked_samples("samples", samples)

@@ -1,7 +1,7 @@
 """Every fence of docs runs as printed, and gives the numbers in the text around it.
 
 The fences of a page share their names and run in order. Then the page's check, defined here, compares the results with
-plain PyTorch in float64. The fences of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
+plain PyTorch in float64. The fences of the pages about many GPUs are checks of ``distributed_readme.py``, run by
 ``test_distributed.py``.
 """
 
@@ -24,7 +24,7 @@ from tests.support import trainers
 from tests.support.distributed_checks import CHECKS
 from tests.support.distributed_workers import distributed_readme
 from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
-from tests.support.readme import DOCS, ROOT, blocks, fences, python, run
+from tests.support.readme import DOCS, ROOT, blocks, python, run
 
 
 def drop_in(code):
@@ -682,14 +682,14 @@ def test_the_code_of_a_framework_runs_as_printed(name, fence, monkeypatch, tmp_p
 def test_no_fence_goes_without_a_test():
     """Each page with Python has a check, and every fence is Python or a command."""
     with_python = {name for name, text in PAGES.items() if python(text)}
-    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | {"many-gpus.md"}
+    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | distributed_readme.PAGES.keys()
     for name, text in PAGES.items():
         assert {language for language, _ in blocks(text)} <= {"python", *SHELL}, name
         assert len(blocks(text)) == text.count("```") / 2, name
 
 
 def test_every_fence_for_many_processes_has_a_scenario():
-    found = fences(PAGES["many-gpus.md"])
+    found = distributed_readme.FENCES
     assert found.keys() == distributed_readme.SCENARIOS.keys()
     for paragraph, codes in found.items():
         assert len(inspect.signature(distributed_readme.SCENARIOS[paragraph]).parameters) == len(codes), paragraph
