@@ -811,8 +811,8 @@ def messages():
 
 
 def test_every_error_is_listed_with_its_cause():
-    """Each message matches a row of troubleshooting, and every row matches a message."""
-    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting.md"], re.MULTILINE)
+    """Each message matches a row of the page of errors, and every row matches a message."""
+    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting/errors.md"], re.MULTILINE)
     patterns = [
         p for row in rows for p in re.findall(r"`([^`]+)`", row) if "…" in p or " must " in p or len(p.split()) > 4
     ]
