@@ -348,7 +348,7 @@ class MaskedDiffusionCollator:
             TypeError: the samples are not a list of dicts, a seed is not an int, or ``collate`` returned no dict.
             ValueError: a sample lacks a field, a seed has more than 64 bits, ``collate`` returned no batch with a row
                 per sample, or an additive attention mask, or ``corrupt`` did not return three values. Also if the
-                caller is a ``Trainer`` that passes labels to its model, unless it loads them in workers.
+                caller is a ``Trainer`` that passes labels to its model, except in spawned workers.
         """
         _check_trainer()
         samples = checked_samples("samples", samples)
@@ -447,7 +447,8 @@ def _seed_generator() -> torch.Generator | None:
 def _check_trainer() -> None:
     """Raise ValueError if a ``Trainer`` loads the batch that would pass the packed labels to its model.
 
-    The call stack is the only place where a collator can see its Trainer. That of a worker does not show it.
+    The call stack is the only place where a collator can see its Trainer. A forked worker inherits the stack, a spawned
+    one does not.
     """
     module: Any = sys.modules.get("transformers.trainer")
     frame = None if module is None else sys._getframe(1)

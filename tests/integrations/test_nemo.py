@@ -337,7 +337,6 @@ def test_float32_logits_of_16_bit_operands(strategy, way, loss):
 
     Without either, logits are rounded.
     """
-    torch.manual_seed(0)
     model, (hidden, *rest) = nemo_lora.Model().bfloat16(), nemo_lora.batch(torch.bfloat16)
     from_hidden_states, from_logits = nemo_lora.LOSSES[loss]
     option = {"logits_dtype": torch.float32}
@@ -449,7 +448,6 @@ def test_scdd_with_every_shape_of_the_schedule(strategy, gamma_shape):
 @pytest.mark.parametrize("chunk_size", [1024, 5, None])
 def test_scdd_equals_the_host(strategy, max_ratio, chunk_size):
     """Value and gradient are as close as the host's float32 schedule is to the exact one; there are few steps."""
-    torch.manual_seed(0)
     home, mask = module("components.loss.dllm_loss"), 5
     x0 = torch.randint(0, V - 1, (3, 8))
     x0 += x0 >= mask
@@ -880,7 +878,6 @@ class CappedModel(nn.Module):
 
 
 def test_the_cap_of_a_model_applies_to_the_loss_from_hidden_states(patched):
-    torch.manual_seed(0)
     model, hidden, labels = CappedModel(0.5), torch.randn(2, 9, 8), torch.randint(0, 33, (2, 9))
     calculate_loss = module("components.loss.utils").calculate_loss
     masked = module("components.loss.masked_ce").MaskedCrossEntropy()

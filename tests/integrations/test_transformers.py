@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import itertools
+import multiprocessing
 import os
 import pickle
 import re
@@ -1246,7 +1247,6 @@ def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kin
     ],
 )
 def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
-    torch.manual_seed(4)
     model, hidden = adapted(ranks, kind), torch.randn(3, 8).double()
     if state == "disabled":
         model.base_model.disable_adapter_layers()
@@ -1370,6 +1370,9 @@ def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_pa
         run(kind=Trainer)
     with pytest.raises(ValueError, match=f"^{message}"):
         run({}, kind=Trainer)
+    if multiprocessing.get_start_method() == "fork":  # a worker inherits the stack
+        with pytest.raises(ValueError, match=message):
+            run(kind=Trainer, arguments={"dataloader_num_workers": 1})
     run({"forward": reads_packed}, kind=Trainer)
     run(kind=Own)
     run(kind=Trainer, compute_loss_func=mdlm_loss_func)

@@ -509,7 +509,6 @@ def test_empty_completions_have_no_log_probs():
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
 def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
-    torch.manual_seed(0)
     model = Encoder().double()
     model.lm_head.requires_grad_(trained)
     trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob)
@@ -564,7 +563,6 @@ def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
 )
 def test_products_of_the_mixin(frozen, entropy, upstream, products):
     """TRL always requests the entropy, and usually only logs it."""
-    torch.manual_seed(0)
     model, (ids, not_padding, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
     model.lm_head.requires_grad_(not frozen)
     trainer = Trainer(mask_token_id=MASK, scheme="coupled")
@@ -604,7 +602,6 @@ def test_masks_stay_with_a_row_within_a_generation():
 
     The next generation sees others.
     """
-    torch.manual_seed(0)
     model, trainer = Encoder(), Trainer(mask_token_id=MASK, scheme="elbo", num=2)
 
     def scores(ids, not_padding, keep, **options):
@@ -622,7 +619,6 @@ def test_masks_stay_with_a_row_within_a_generation():
 
 def test_the_iteration_that_changes_the_masks_is_an_option():
     """The number is constant for all generations, or returned by a function of the trainer."""
-    torch.manual_seed(0)
     model, (ids, not_padding, keep) = Encoder(), batch()
 
     def scores(step, **options):
@@ -677,7 +673,6 @@ def test_a_lora_head_scores_and_trains():
 
 
 def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
-    torch.manual_seed(0)
     ids, not_padding, keep = batch()
     model = Encoder().bfloat16()
     plain, wide = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True))
@@ -695,7 +690,6 @@ def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_logits_can_be_float32(trained):
     """``cast_lm_head_to_fp32`` gives equal results, but here the products have 16-bit operands."""
-    torch.manual_seed(0)
     model = Encoder().bfloat16()
     model.lm_head.requires_grad_(trained)
     wide, cast = Trainer(mask_token_id=MASK, logits_dtype=torch.float32), Trainer(mask_token_id=MASK)
@@ -795,7 +789,6 @@ def by_hand(model, prompt, length, blocks):
 @torch.no_grad()
 def test_the_most_likely_rollout(options, blocks):
     """Tokens and the log-probabilities at decoding agree step by step. A completion ends with its EOS."""
-    torch.manual_seed(1)
     model = Encoder(places=6).double().train()
     rollout = integration.diffusion_rollout(MASK, length=6, temperature=0, with_logprobs=True, **options)
     trainer = Loop(model)
@@ -818,7 +811,6 @@ def test_the_most_likely_rollout(options, blocks):
 @torch.no_grad()
 def test_rollouts_with_float32_logits():
     """Log-probabilities equal those of a float32 head."""
-    torch.manual_seed(1)
     model = Encoder(places=6).bfloat16()
     found = []
     for options in ({"logits_dtype": torch.float32}, {}):
@@ -866,7 +858,6 @@ def shifted(model):
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, before):
-    torch.manual_seed(0)
     model, (ids, not_padding, keep) = Encoder(), batch(before=before, after=1)
     found = []
     for one, shift in ((model, False), (shifted(model), True)):
@@ -884,7 +875,6 @@ def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, 
 
 def test_a_shifted_model_does_not_predict_the_first_token():
     """Without a prompt, the first token of a row is neither masked nor scored, with and without left padding."""
-    torch.manual_seed(0)
     ids = torch.tensor([[PAD, 1, 2, 3], [4, 5, 6, 7]])
     trainer = Trainer(mask_token_id=MASK, shift=True)
     scores = trainer._get_per_token_logps_and_entropies(shifted(Encoder()), ids, (ids != PAD).long(), 4)[0]
@@ -893,7 +883,6 @@ def test_a_shifted_model_does_not_predict_the_first_token():
 
 @torch.no_grad()
 def test_rollouts_of_a_shifted_model():
-    torch.manual_seed(1)
     model = Encoder(places=6).double()
     found = [
         integration.diffusion_rollout(
@@ -913,7 +902,6 @@ def test_rollouts_of_a_shifted_model():
 @pytest.mark.parametrize("fails", [False, True])
 def test_rollouts_restore_the_mode_of_every_module(fails):
     """The dropout of a frozen part may be off while the rest trains."""
-    torch.manual_seed(0)
     model = Encoder()
     model.frozen = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)).eval()
     model.frozen[1].train()

@@ -144,7 +144,6 @@ def check(total, monkeypatch):
 @pytest.mark.parametrize("options", [{}, TRANSFORM], ids=["plain", "transform"])
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_ops_of_logits(name, options, dtype, backend, monkeypatch):
-    torch.manual_seed(0)
     x = torch.randn(N, V, device=DEVICE).to(dtype).requires_grad_()
     if "divergence, columns" in name:
         options = {}
@@ -158,7 +157,6 @@ def test_ops_of_logits(name, options, dtype, backend, monkeypatch):
 @pytest.mark.parametrize("trains", TRAINS, ids=str)
 @pytest.mark.parametrize("name", OF_HIDDEN)
 def test_ops_of_hidden_states(name, trains, options, dtype, monkeypatch):
-    torch.manual_seed(0)
     leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((N, D), (V, D), (V,), (N, R), (V, R))]
     leaves = [t.requires_grad_(bool(train)) for t, train in zip(leaves, trains, strict=True)]
     assert check(of_hidden(name, leaves, options), monkeypatch)

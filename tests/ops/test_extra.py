@@ -114,7 +114,6 @@ def test_extra_with_every_other_option(backend):
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3), (0,)])
 def test_any_leading_shape_and_strides(shape, backend):
-    torch.manual_seed(0)
     hidden, u = torch.randn(*shape, D, device=DEVICE), torch.randn(*shape, 2 * R, device=DEVICE)[..., ::2]
     weight, second = torch.randn(V, D, device=DEVICE), torch.randn(R, V, device=DEVICE).t()
     targets, weights = torch.randint(0, V, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
@@ -185,7 +184,6 @@ def products(function, rows):
 )
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_the_large_products_are_no_more_than_without_it(trains, weighted, per_row, objective, chunk, backend):
-    torch.manual_seed(0)
     rows, wide = 8, 101
     leaves = [torch.randn(shape, device=DEVICE) for shape in ((12, wide), (V, wide), (V,), (12, R), (V, R))]
     h, w, _, u, second = (leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True))

@@ -113,7 +113,6 @@ rare = {"marks": pytest.mark.exhaustive}, {"marks": pytest.mark.every_case}
 )
 def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
     """No column outside the support is drawn, and those inside as often as their probabilities say."""
-    torch.manual_seed(0)
     x = (
         torch.randperm(columns, device=DEVICE) + 1
     ).log() * -0.75  # the probability of rank r is proportional to r^-1.5

@@ -278,7 +278,6 @@ def test_a_peer_without_the_called_function_is_named_and_not_measured(broken_pee
 
 
 def test_a_trainers_divergences_equal_the_ones_compared_with_them():
-    torch.manual_seed(0)
     hidden, teacher, head, weights = torch.randn(6, 4), torch.randn(6, 4), torch.randn(11, 4), torch.rand(6)
     try:
         with trainers.loaded(trainers.SPECULATORS, "losses.eager"):

@@ -1,7 +1,7 @@
 """Every fence of docs runs as printed, and gives the numbers in the text around it.
 
 The fences of a page share their names and run in order. Then the page's check, defined here, compares the results with
-plain PyTorch in float64. The fences of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
+plain PyTorch in float64. The fences of the pages about many GPUs are checks of ``distributed_readme.py``, run by
 ``test_distributed.py``.
 """
 
@@ -24,7 +24,7 @@ from tests.support import trainers
 from tests.support.distributed_checks import CHECKS
 from tests.support.distributed_workers import distributed_readme
 from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
-from tests.support.readme import DOCS, ROOT, blocks, fences, python, run
+from tests.support.readme import DOCS, ROOT, blocks, python, run
 
 
 def drop_in(code):
@@ -54,15 +54,29 @@ def framework(code):
     assert theirs.MDLMCrossEntropyLoss is not ours.MDLMCrossEntropyLoss
 
 
+def loop_with_a_strategy(code):
+    """The loop trains with the package's loss."""
+    pytest.importorskip("nemo_automodel.recipes.dllm.strategy")
+    names = {}
+    try:
+        run(code, names)
+    finally:
+        names["nemo_automodel"].unpatch()
+    assert type(names["loss_fn"]) is ours.MDLMCrossEntropyLoss
+    assert names["losses"][-1] < 0.8 * names["losses"][0]
+
+
 def trainer(code):
-    """Check the class on which the examples build. ``integrations/test_transformers.py`` trains it."""
-    transformers = pytest.importorskip("transformers")
+    """The Trainer trains. ``integrations/test_transformers.py`` compares its loss."""
+    for needed in ("transformers", "accelerate"):
+        pytest.importorskip(needed)
     names = {}
     run(code, names)
-    trainer_class, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
-    assert issubclass(trainer_class, transformers.Trainer)
-    assert trainer_class.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
-    assert callable(names["MaskedDiffusionCollator"])
+    mixin, host = names["MaskedDiffusionTrainerMixin"], names["Trainer"]
+    assert names["DiffusionTrainer"].compute_loss is mixin.compute_loss is not host.compute_loss
+    state = names["trainer"].state
+    assert state.global_step == 10
+    assert 0 < state.log_history[-1]["train_loss"] < 2 * math.log(names["V"])
 
 
 def decoder(code):
@@ -123,22 +137,19 @@ def patched_speculators(code):
         assert theirs == host.utils._EAGER_LOSS_FN_MAP
 
 
-def metrics_of_speculators(code):
-    """The loss is KL with the decay from row 1 on, over the valid rows.
+def loop_with_speculators(code):
+    """The draft learns. The last loss is KL with the decay from row 1 on, over the valid rows.
 
     The acceptance rate is that of the predicting rows.
     """
-    torch.manual_seed(0)
     n = {}
     run(code, n)
-    h, w = leaf(n["hidden"]), n["head"].double()
+    assert n["rates"][-1] > 2 * n["rates"][0]
+    h, w = n["hidden"].detach().double(), n["head"].double()
     log_p, q = (h @ w.T).log_softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
-    k = torch.arange(n["T"]) % n["block_size"]
+    k = torch.arange(h.shape[1]) % n["block_size"]
     kl = F.kl_div(log_p, q, reduction="none").sum(-1)
-    loss = (kl * torch.exp(-(k - 1).double() / 4) * (k > 0)).sum() / (n["T"] + 1e-5)
-    loss.backward()
-    same(n["loss"], loss)
-    same(n["hidden"].grad, h.grad)
+    same(n["loss"], (kl * torch.exp(-(k - 1).double() / 4) * (k > 0)).sum() / (len(k) + 1e-5))
     same(n["metrics"]["accept_rate_sum"], torch.minimum(log_p.exp(), q).sum(-1)[:, k > 0].sum())
 
 
@@ -155,21 +166,25 @@ def patched_trl(code):
 
 
 def policy_of_trl(code):
-    """Check the class that the example in ``test_examples.py`` trains."""
-    for needed in ("trl", "pandas", "datasets"):
+    """The trainer takes its steps. The example in ``test_examples.py`` trains longer."""
+    for needed in ("trl", "pandas", "datasets", "tokenizers"):
         pytest.importorskip(needed)
     names = {}
     run(code, names)
     assert names["DiffusionGRPO"].__mro__[1:3] == (names["DiffusionPolicyMixin"], names["GRPOTrainer"])
-    assert callable(names["diffusion_rollout"])
+    assert names["trainer"].state.global_step == 2
 
 
 def names_of_others(code):
-    """Check the classes and functions that take the place of others. ``integrations/test_names.py`` calls them."""
-    names = {}
-    run(code, names)
-    assert names["FusedLinearDiffusionCrossEntropyLoss"](reduction="sum").reduction == "sum"
-    assert names["linear_cross_entropy"].__module__ == "dllm_kernels.integrations.names"
+    """The sum over the masked tokens of nll / p, and a policy gradient with an entropy bonus."""
+    n = {}
+    run(code, n)
+    ids, head = n["ids"], n["lm_head"].weight.double()
+    nll = plain_nll(n["body"](n["noisy"]).double() @ head.T, ids)
+    same(n["loss"], (nll * n["masked"] / n["p_mask"]).sum() / ids.numel())
+    log_p = (n["body"](ids[:, :-1]).double() @ head.T / 0.9).log_softmax(-1)
+    gained = log_p.gather(-1, ids[:, 1:, None])[..., 0] * n["advantages"]
+    same(n["policy"], -gained.mean() + 0.01 * (log_p.exp() * log_p).sum(-1).mean())
 
 
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
@@ -177,15 +192,11 @@ CHECK = {}
 FENCE_CHECKS = {
     "decoder.md": (decoder, padded),
     "models.md": (facts,),
-    "frameworks.md": (
-        framework,
-        trainer,
-        patched_speculators,
-        metrics_of_speculators,
-        patched_trl,
-        policy_of_trl,
-        names_of_others,
-    ),
+    "frameworks/nemo-automodel.md": (framework, loop_with_a_strategy),
+    "frameworks/hugging-face.md": (trainer,),
+    "frameworks/speculators.md": (patched_speculators, loop_with_speculators),
+    "frameworks/trl.md": (patched_trl, policy_of_trl),
+    "frameworks/other-names.md": (names_of_others,),
     "migrate/nemo-automodel.md": (drop_in,),
 }  # function that runs and checks each fence
 SHELL = {"sh", "console"}
@@ -386,7 +397,11 @@ def ops_nll(n):
     same(n["linear_loss"], (linear_nll * n["weights"]).sum())
     two_parts = linear + n["u"].double() @ n["U"].double().T
     same(n["two_parts"], (plain_nll(two_parts, n["ids"]) * n["weights"]).sum())
-    same(n["focal"], ((1 - (-nll).exp()) ** 2 * nll).sum())
+    logits = leaf(n["logits"])
+    nll = plain_nll(logits, n["ids"])
+    focal = ((1 - (-nll).exp()) ** 2 * nll).sum()
+    same(n["focal"], focal)
+    same(n["focal_grad"], torch.autograd.grad(focal, logits)[0])
 
 
 @page("ops/row-stats.md")
@@ -646,7 +661,7 @@ def test_the_code_runs_as_printed(name):
 
 
 # Importing NeMo AutoModel takes longer than all other fences. The same line is in integrations/test_nemo.py.
-LONG = {framework: pytest.mark.exhaustive}
+LONG = {framework: pytest.mark.exhaustive, loop_with_a_strategy: pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize(
@@ -657,7 +672,8 @@ LONG = {framework: pytest.mark.exhaustive}
         for i, runner in enumerate(runners)
     ],
 )
-def test_the_code_of_a_framework_runs_as_printed(name, fence):
+def test_the_code_of_a_framework_runs_as_printed(name, fence, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # trainers create their output folder
     codes = python(PAGES[name])
     assert len(codes) == len(FENCE_CHECKS[name])
     FENCE_CHECKS[name][fence](codes[fence])
@@ -666,14 +682,14 @@ def test_the_code_of_a_framework_runs_as_printed(name, fence):
 def test_no_fence_goes_without_a_test():
     """Each page with Python has a check, and every fence is Python or a command."""
     with_python = {name for name, text in PAGES.items() if python(text)}
-    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | {"many-gpus.md"}
+    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | distributed_readme.PAGES.keys()
     for name, text in PAGES.items():
         assert {language for language, _ in blocks(text)} <= {"python", *SHELL}, name
         assert len(blocks(text)) == text.count("```") / 2, name
 
 
 def test_every_fence_for_many_processes_has_a_scenario():
-    found = fences(PAGES["many-gpus.md"])
+    found = distributed_readme.FENCES
     assert found.keys() == distributed_readme.SCENARIOS.keys()
     for paragraph, codes in found.items():
         assert len(inspect.signature(distributed_readme.SCENARIOS[paragraph]).parameters) == len(codes), paragraph
@@ -795,8 +811,8 @@ def messages():
 
 
 def test_every_error_is_listed_with_its_cause():
-    """Each message matches a row of troubleshooting, and every row matches a message."""
-    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting.md"], re.MULTILINE)
+    """Each message matches a row of the page of errors, and every row matches a message."""
+    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting/errors.md"], re.MULTILINE)
     patterns = [
         p for row in rows for p in re.findall(r"`([^`]+)`", row) if "…" in p or " must " in p or len(p.split()) > 4
     ]
