@@ -34,6 +34,7 @@ from dllm_kernels._utils._dtypes import accum_dtype, dtype_of_logits, in_dtype_o
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
+from dllm_kernels.distributed import calls
 from dllm_kernels.fused import _lora
 from dllm_kernels.fused._in_head import HeadOutput, head_of, running_in_head
 
@@ -229,6 +230,7 @@ def diffusion_generate(
         of_rows = _philox.child_seeds(call.view(1), len(prompt))[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, len(plan) + 1)
     tokens = _Tokens(prompt, max_new_tokens, sampling, of_steps, shift, accum_dtype(base.weight.dtype))
+    groups = calls.groups_of(model)
 
     def call_model() -> (
         Any
@@ -239,8 +241,10 @@ def diffusion_generate(
     with torch.no_grad(), running_in_head(found, _HeadTokens) as run, _evaluating(model):
         for i, step in enumerate(plan):
             tokens.decode(i, step, lambda rows: run(call_model, rows)[0])
-            if eos and step.decoded == step.masked and tokens.all_ended(step, eos):
-                break
+            if eos and step.decoded == step.masked:
+                tokens.end_rows(step, eos)
+                if not calls.on_any_rank(tokens.any_left, groups, device):
+                    break
     return tokens.result(eos, eos[0] if eos and pad_token_id is None else pad_token_id)
 
 
@@ -315,7 +319,7 @@ class _Tokens:
         self.steps = torch.full_like(new, -1)
         self.log_probs = torch.zeros(new.shape, dtype=dtype, device=new.device)
         self.unfinished = torch.ones(len(new), 1, dtype=torch.bool, device=new.device)
-        self.order: Tensor | None = None
+        self.any_left, self.order = True, None
         if sampling.random and seeds is not None:
             draws = _philox.random_bits(seeds[:, 0].contiguous(), len(new), _philox.Layout(0, length))[1]
             self.order = draws.double()
@@ -347,12 +351,12 @@ class _Tokens:
         self.log_probs[:, block] = torch.where(kept, log_probs.to(self.log_probs.dtype), self.log_probs[:, block])
         self.steps[:, block] = self.steps[:, block].masked_fill(kept, i)
 
-    def all_ended(self, step: Step, eos: list[int]) -> bool:
-        """End the rows with an EOS in the block of the step; return True if no row is left. Causes a host sync."""
+    def end_rows(self, step: Step, eos: list[int]) -> None:
+        """End the rows with an EOS in the block of the step. Causes a host sync."""
         P = self.prompt.shape[1]
         in_block = _is_one_of(self.ids[:, P + step.start : P + step.stop], eos)
         self.unfinished &= ~in_block.any(1, keepdim=True)
-        return not bool(self.unfinished.any())
+        self.any_left = bool(self.unfinished.any())
 
     def result(self, eos: list[int], pad: int | None) -> DiffusionGeneration:
         """Drop the tokens behind the first EOS of each row."""
