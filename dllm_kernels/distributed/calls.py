@@ -30,7 +30,8 @@ def groups_of(model: nn.Module) -> Groups:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            found += [module.process_group] if module.will_sync_module_buffers() else []
+            if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+                found.append(module.process_group)
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             found.append(module.process_group)
         for p in module.parameters(recurse=False):
