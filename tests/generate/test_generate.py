@@ -63,54 +63,92 @@ def children(seed, count):
     return np.random.Philox(key=seed % 2**64 + (1 << 64)).random_raw(count).view(np.int64)
 
 
-def noise_of(seed, steps):
-    """Return the oracle's uniforms of each step, and the scores of random remasking, of one row."""
-    order, *of_steps = children(seed, 1 + steps).tolist()
+def draws_of_positions(seed):
+    return np.random.Philox(key=seed % 2**64, counter=2**32 - 1).random_raw(8).view("<u4").astype(np.float64)
+
+
+def noise_of(seed, most):
+    """Return the oracle's uniforms and the scores of random remasking, of one row.
+
+    A block of more than ``most`` columns begins in the prompt. Each of its tokens has a seed.
+    """
+    order, *of_steps = children(seed, 1 + 16).tolist()
 
     def uniform(step, width):
+        if width > most:
+            return uniforms(torch.from_numpy(children(of_steps[step], width)), torch.zeros(width, dtype=torch.int64), V)
         return uniforms(torch.full((width,), of_steps[step]), torch.arange(width), V)
 
-    raw = np.random.Philox(key=order % 2**64, counter=2**32 - 1).random_raw(8)
-    return {"uniform": uniform, "order": torch.from_numpy(raw.view("<u4").astype(np.float64))}
+    def place_uniform(step, width):
+        return torch.from_numpy((draws_of_positions(of_steps[step])[:width] + 0.5) * 2.0**-32)
+
+    order = torch.from_numpy(draws_of_positions(order))
+    return {"uniform": uniform, "place_uniform": place_uniform, "order": order}
 
 
 def expected(model, prompt, seed, **options):
     options = {"mask_token_id": MASK, "max_new_tokens": N, "steps": 4, **options}
     return reference.diffusion_generate(
         lambda ids: model(ids[None].to(DEVICE))[0].cpu(), torch.tensor(prompt, dtype=torch.int64), **options,
-        **noise_of(seed, options["steps"]),
+        **noise_of(seed, options.get("block_size") or N),
     )  # fmt: skip
 
 
 TEMPERATURES = (0, 1.0, 0.6)
 TRUNCATIONS = ({}, {"top_k": 4}, {"top_p": 0.83, "min_p": 0.03})
-PLANS = ({"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1})
+PLANS = (
+    {"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1},
+    {"steps": 6, "block_size": 4},
+)  # fmt: skip
+CHOICES = (
+    *({"remasking": name} for name in ("confidence", "random", "margin", "entropy")),
+    *({"remasking": name, "position_temperature": 0.2} for name in ("confidence", "margin", "entropy")),
+    {"threshold": 0.2}, {"threshold": 0.1, "remasking": "margin"},
+)  # fmt: skip
+OTHERS = (
+    {}, {"cfg_scale": 0.7}, {"suppress_ids": {3, 7, 11}}, {"delay_eos": True}, {"infill": True},
+    {"cfg_scale": 1.5, "suppress_ids": torch.tensor([2]), "delay_eos": True, "infill": True},
+)  # fmt: skip
+EOS = tuple(range(5, 13))  # of many tokens, so that most rows predict some in most steps
 
 
-@pytest.mark.everyday(2)
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("remasking", ["confidence", "random"])
+def assert_rows_as_expected(out, model, prompts, **options):
+    """Compare each row of a batch with left padding with the oracle's row alone."""
+    P, first_new = out.ids.shape[1] - options.get("max_new_tokens", N), not options.get("infill", False)
+    for row, (prompt, seed) in enumerate(zip(prompts, SEEDS.tolist(), strict=True)):
+        tokens, log_probs, steps = expected(model, prompt, seed, **options)
+        before = P if first_new else P - len(prompt)
+        assert out.ids[row, before:].tolist() == tokens
+        assert out.step_map[row].tolist() == [-1] * before + steps
+        exact = torch.tensor([0.0] * before + log_probs, dtype=torch.float64, device=DEVICE)
+        torch.testing.assert_close(out.log_probs[row], exact)
+        assert torch.equal(out.generated[row], out.step_map[row] >= 0)
+
+
+@pytest.mark.everyday(9)
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: "+".join(other))
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("shift", [False, True])
 @torch.no_grad()
-def test_parity(shift, plan, truncation, temperature, remasking, backend):
+def test_parity(shift, plan, truncation, temperature, other, choice, backend):
     """Each row of a batch with left padding has the tokens, log-probabilities and steps of the row alone."""
-    model, (ids, on) = model_of(), padded(before=1)
-    options = {"temperature": temperature, "remasking": remasking, **truncation, **plan}
+    prompts = ([1, MASK, 3, MASK], [4], [5, MASK]) if "infill" in other else PROMPTS
+    model, (ids, on) = model_of(), padded(prompts, before=1)
+    options = {"temperature": temperature, **truncation, **plan, **choice, **other}
+    if "threshold" in choice and plan["steps"] == 6:
+        options["steps"] = None
     plain, model.shift = copy.deepcopy(model), int(shift)
-    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options)
+    delayed = {"eos_token_id": EOS, "pad_token_id": 0} if "delay_eos" in other else {}
+    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options, **delayed)
     P = ids.shape[1]
-    assert torch.equal(out.ids[:, :P], ids)
-    assert torch.equal(out.generated, (torch.arange(P + N, device=DEVICE) >= P).expand(3, -1))
+    assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
     assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
-    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS.tolist(), strict=True)):
-        tokens, log_probs, steps = expected(plain, prompt, seed, **options)
-        assert out.ids[row, P:].tolist() == tokens
-        assert out.step_map[row].tolist() == [-1] * P + steps
-        exact = torch.tensor([0.0] * P + log_probs, dtype=torch.float64, device=DEVICE)
-        torch.testing.assert_close(out.log_probs[row], exact)
+    assert_rows_as_expected(out, plain, prompts, **options, **({"eos_token_ids": EOS} if delayed else {}))
+    assert len(model.seen) <= (options["steps"] or N + P)
 
 
 @pytest.mark.exhaustive
@@ -340,17 +378,17 @@ def test_the_model_has_copies_of_its_inputs(how):
 def test_a_model_generates_for_one_caller_at_a_time(monkeypatch):
     """A second caller raises before it changes the mode of a module, also between two steps of the first."""
     model, (ids, on) = model_of().train(), padded()
-    decode, modes = _Tokens.decode, []
+    step, modes = _Tokens._step, []
 
-    def between_steps(tokens, i, step, predict):
-        monkeypatch.setattr(_Tokens, "decode", decode)
+    def between_steps(tokens, *arguments):
+        monkeypatch.setattr(_Tokens, "_step", step)
         with pytest.raises(ValueError, match="with the forward of another call that replaces the same head and has "):
             generate(model, ids, on)
         modes.append(model.training)
-        decode(tokens, i, step, predict)
+        step(tokens, *arguments)
 
     expected = generate(model, ids, on)
-    monkeypatch.setattr(_Tokens, "decode", between_steps)
+    monkeypatch.setattr(_Tokens, "_step", between_steps)
     assert torch.equal(generate(model, ids, on).ids, expected.ids)
     assert modes == [False]
     assert model.training
@@ -495,10 +533,10 @@ def test_bad_input():
     between = "steps must lie between the number of blocks and that of tokens, "
     raises(ValueError, between + "1 and 6, got 7", steps=7)
     raises(ValueError, between + "3 and 6, got 2", steps=2, block_size=2)
-    raises(ValueError, "remasking must be one of confidence, random, got 'low'", remasking="low")
+    raises(ValueError, "remasking must be one of confidence, margin, entropy, random, got 'low'", remasking="low")
     raises(TypeError, "temperature must be a number, got NoneType", temperature=None)
     raises(ValueError, "temperature must be 0, or positive", temperature=-1.0)
-    raises(ValueError, "top_k must lie in [1, 21], the size of the vocabulary, or be None, got 0", top_k=0)
+    raises(ValueError, "top_k must lie in [0, 21], the size of the vocabulary, or be None, got -1", top_k=-1)
     raises(ValueError, "top_p must lie in (0, 1], or be None, got 2", top_p=2)
     raises(ValueError, "min_p must lie in [0, 1], or be None, got -1", min_p=-1)
     raises(TypeError, "attention_mask must be a torch.Tensor, got list", attention_mask=[1])
