@@ -255,15 +255,15 @@ def diffusion_generate(
         _checks.check_positive_int("block_size", block_size)
     plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, P if infill else 0)
     mask, base = checked_mask_id(mask_token_id, prompt), _lora.split(found).base
-    eos = _checked_tokens("eos_token_id", eos_token_id, base.out_features, mask)
-    pad = _checked_tokens("pad_token_id", pad_token_id, base.out_features, mask, several=False) or eos[:1]
+    eos = checked_tokens("eos_token_id", eos_token_id, base.out_features, mask)
+    pad = checked_tokens("pad_token_id", pad_token_id, base.out_features, mask, several=False) or eos[:1]
     choice = Choice.of(remasking, position_temperature, threshold, eos if delay_eos else None)
     _checks.check_not_negative("cfg_scale", cfg_scale)
     sampling = _Sampling(
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         {"skip_id": mask, "chunk_size": chunk_size, "backend": backend},
         logits_dtype, remasking, float(cfg_scale),
-        _checked_tokens("suppress_ids", suppress_ids, base.out_features),
+        checked_tokens("suppress_ids", suppress_ids, base.out_features),
     )  # fmt: skip
     sampling.check(base.out_features, device)
     inputs, real = _model_inputs(prompt, attention_mask, max_new_tokens, model_kwargs, shift)
@@ -564,7 +564,9 @@ def _is_one_of(ids: Tensor, tokens: list[int]) -> Tensor:
     return found
 
 
-def _checked_tokens(name: str, value: Any, V: int, mask: int | None = None, *, several: bool = True) -> list[int]:
+def checked_tokens(
+    name: str, value: Any, V: int | None = None, mask: int | None = None, *, several: bool = True
+) -> list[int]:
     """Return one id, or ``several``, as a list; raise unless they lie in the vocabulary and differ from ``mask``."""
     if value is None:
         return []
@@ -573,7 +575,7 @@ def _checked_tokens(name: str, value: Any, V: int, mask: int | None = None, *, s
     tokens = list(value) if several and isinstance(value, Collection) and not isinstance(value, str) else [value]
     for token in tokens:
         _checks.check_int(name, token, 0)
-        if token >= V:
+        if V is not None and token >= V:
             raise ValueError(f"{name} must lie in [0, {V}), got {token}")
         if token == mask:
             raise ValueError(f"{name} must not be the MASK token, got {token}")

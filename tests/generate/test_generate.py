@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
+from benchmarks.measure import peak_memory
 from dllm_kernels import DiffusionGeneration, diffusion_generate, policy_views
-from dllm_kernels.generate import _Tokens
+from dllm_kernels.generate import _Tokens, schedule
 from tests.conftest import DEVICE, every_time
 from tests.support.uniforms import uniforms
 
@@ -148,7 +149,10 @@ def test_parity(shift, plan, truncation, temperature, other, choice, backend):
     assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
     assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
     assert_rows_as_expected(out, plain, prompts, **options, **({"eos_token_ids": EOS} if delayed else {}))
-    assert len(model.seen) <= (options["steps"] or N + P)
+    rows, fewer = len(prompts) * (1 + ("cfg_scale" in other)), "threshold" in choice or "infill" in other
+    assert {len(seen) for seen, _ in model.seen} == {rows}
+    if not fewer:
+        assert len(model.seen) == options["steps"]
 
 
 @pytest.mark.exhaustive
@@ -180,6 +184,28 @@ def test_the_tokens_of_a_step_are_those_of_llada(masked):
             out = generate(model, ids, max_new_tokens=blocks * masked, steps=blocks * steps, block_size=size)
             counts = torch.bincount(out.step_map[0, ids.shape[1] :].cpu(), minlength=blocks * steps)
             assert counts.tolist() == num_transfer_tokens[0].tolist() * blocks
+
+
+@pytest.mark.parametrize(("length", "size"), [(9, 8), (100, 64), (129, 128), (16, 8), (5, 7), (7, 3)])
+def test_steps_are_in_proportion_to_the_tokens(length, size):
+    """As many steps as tokens is one token per step, also in a short last block."""
+    starts = range(0, length, size)
+    for steps in range(len(starts), length + 1):
+        plan = schedule(length, size, steps)
+        assert [block.steps for block in plan] == reference.steps_of_blocks(length, size, steps)
+        assert sum(block.steps for block in plan) == steps
+        for start, (first, stop, own) in zip(starts, plan, strict=True):
+            assert (first, stop) == (start, min(start + size, length))
+            assert 1 <= own <= stop - start
+            assert abs(own - steps * (stop - start) / length) < 1
+    assert [stop - start for start, stop, _ in plan] == [own for *_, own in plan]
+
+
+def test_one_token_per_step_in_a_short_last_block():
+    model, (ids, on) = model_of(), padded()
+    out = generate(model, ids, on, block_size=4, steps=N)
+    assert len(model.seen) == N
+    assert torch.equal(out.step_map[:, -N:].sort(1).values, torch.arange(N, device=DEVICE).expand(3, -1))
 
 
 @pytest.mark.many_draws
@@ -245,7 +271,7 @@ def test_the_step_map_gives_the_views_of_the_trace(block_size):
 
 
 @pytest.mark.many_draws
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [None, list, set, torch.tensor, np.array])
 @torch.no_grad()
 def test_a_row_ends_after_its_first_eos(several):
     model, (ids, on) = model_of(3), padded()
@@ -254,7 +280,7 @@ def test_a_row_ends_after_its_first_eos(several):
     P = ids.shape[1]
     eos = [int(whole.ids[0, P + 1]), int(whole.ids[1, P + 2])] if several else [int(whole.ids[0, P + 1])]
     model.seen.clear()
-    given = {"eos_token_id": eos, "pad_token_id": 0} if several else {"eos_token_id": eos[0]}
+    given = {"eos_token_id": several(eos), "pad_token_id": 0} if several else {"eos_token_id": eos[0]}
     pad = 0 if several else eos[0]
     out = generate(model, ids, on, seeds=SEEDS, **options, **given)
     ended = []
@@ -275,7 +301,10 @@ def test_a_row_ends_after_its_first_eos(several):
 @pytest.mark.parametrize(
     ("options", "products"),
     [({}, 1), ({"temperature": 1.0}, 1), ({"temperature": 0.5}, 2), ({"top_k": 3}, 2),
-     ({"temperature": 0.5, "remasking": "random"}, 1)],
+     ({"temperature": 0.5, "remasking": "random"}, 1), ({"remasking": "margin"}, 1),
+     ({"remasking": "entropy", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, 1),
+     ({"remasking": "margin", "temperature": 0.5}, 2), ({"cfg_scale": 2.0, "suppress_ids": [1], "temperature": 1.0}, 1),
+     ({"position_temperature": 0.3}, 1), ({"threshold": 1.0}, 1)],
     ids=str,
 )  # fmt: skip
 def test_only_masked_tokens_of_the_block_are_projected(options, products):
@@ -437,6 +466,66 @@ def test_a_head_that_is_not_found_by_its_name():
     assert torch.equal(generate(model, ids, on, head=vocabulary).ids, expected.ids)
 
 
+def test_infilling():
+    """A prompt alone may be filled. MASK under padding stays, and an EOS of the prompt ends no row."""
+    model, (ids, on) = model_of(), padded(([1, MASK, 3, MASK], [4, MASK]), before=2)
+    ids[on == 0] = MASK
+    options = {"infill": True, "max_new_tokens": 0, "steps": 2}
+    out = generate(model, ids, on, **options)
+    holes = (ids == MASK) & (on != 0)
+    assert torch.equal(out.generated, holes)
+    assert torch.equal(out.ids.masked_fill(holes, MASK), ids)
+    assert (out.ids[holes] != MASK).all()
+    assert len(model.seen) == 2
+    eos = out.ids[holes].tolist()
+    assert torch.equal(generate(model, ids, on, eos_token_id=eos, **options).ids, out.ids)
+    assert torch.equal(generate(model, out.ids, on, **options).ids, out.ids)  # nothing to fill: no further call
+    assert len(model.seen) == 4
+    more = generate(model, ids, on, infill=True, steps=N + 2)
+    assert torch.equal(more.step_map[0].sort().values[4:], torch.arange(N + 2, device=DEVICE))  # one token per step
+    assert int(more.step_map[1].max()) == N  # a hole less
+
+
+def test_inputs_of_the_model_with_guidance():
+    """Tensors with one entry per row are repeated, others and what is no tensor stay."""
+    model, (ids, on) = model_of(), padded()
+    seen = {}
+
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = model.lm_head
+
+        def forward(self, ids, attention_mask, **inputs):
+            seen.update(inputs, ids=ids, mask=attention_mask)
+            return model(ids, attention_mask)
+
+    given = {"position_ids": torch.arange(27, device=DEVICE).view(3, 9), "table": torch.ones(4, device=DEVICE), "n": 3}
+    generate(Taking(), ids, on, cfg_scale=1.0, model_kwargs=given)
+    assert torch.equal(seen["position_ids"], given["position_ids"].repeat(2, 1))
+    assert torch.equal(seen["mask"], torch.cat([on, on.new_ones(3, N)], 1).repeat(2, 1))
+    assert seen["table"] is given["table"]
+    assert torch.equal(seen["ids"][:3, -N:], seen["ids"][3:, -N:])
+    assert (seen["ids"][3:, :-N] == MASK).all()
+    assert torch.equal(seen["ids"][:3, :-N], ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_guidance_takes_the_memory_of_one_forward_pass_and_a_chunk(dtype):
+    """The logits of a chunk are the largest tensor; those of the rows without the prompt do not exist."""
+    vocabulary, C = 20_000, 2 * N
+    model, ids = model_of(vocabulary=vocabulary, width=64).to(dtype), torch.ones(2, 3, dtype=torch.int64, device=DEVICE)
+    options = {"steps": 1, "mask_token_id": vocabulary - 1, "chunk_size": C}
+
+    def peak(rows, **more):
+        return peak_memory(lambda _: generate(model, rows, **options, **more), DEVICE)
+
+    peak(ids, cfg_scale=1.0)
+    guided, plain = peak(ids, cfg_scale=1.0), peak(ids)
+    assert plain > 2 * N * vocabulary * dtype.itemsize  # the chunk
+    assert guided < plain + 2 * N * vocabulary * dtype.itemsize / 20
+
+
 @pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_lora_head():
@@ -446,7 +535,7 @@ def test_a_lora_head():
     adapted = peft.inject_adapter_in_model(config, copy.deepcopy(model))
     merged, layer = copy.deepcopy(model), adapted.lm_head
     merged.lm_head.weight += layer.get_delta_weight("default")
-    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3}
+    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3, "cfg_scale": 0.7, "suppress_ids": [2]}
     found, same, plain = (generate(m, ids, on, **options) for m in (adapted, merged, model))
     assert torch.equal(found.ids, same.ids)
     assert not torch.equal(found.ids, plain.ids)
@@ -552,9 +641,42 @@ def test_bad_input():
         attention_mask=cpu_on, model_kwargs={"attention_mask": cpu_on},
     )  # fmt: skip
     raises(TypeError, "eos_token_id must be an int, got str", eos_token_id="</s>")
-    raises(ValueError, "eos_token_id must be at least 0, got -1", eos_token_id=[1, -1])
+    raises(TypeError, "eos_token_id must be an int, got float", eos_token_id=torch.ones(1))
+    raises(TypeError, "eos_token_id must be an int, got bool", eos_token_id=True)
     raises(TypeError, "pad_token_id must be an int, got float", pad_token_id=0.0)
-    raises(TypeError, "shift must be a bool, got str", shift="no")
+    raises(TypeError, "pad_token_id must be an int, got list", pad_token_id=[0])
+    for name in ("eos_token_id", "pad_token_id", "suppress_ids"):
+        raises(ValueError, f"{name} must be at least 0, got -1", **{name: -1})
+        raises(ValueError, f"{name} must lie in [0, 21), got 21", **{name: V})
+        if name != "suppress_ids":
+            raises(ValueError, f"{name} must not be the MASK token, got 20", **{name: MASK})
+    for bad in ([1, -1], {V}, torch.tensor([[1], [V]])):
+        raises(ValueError, "eos_token_id must ", eos_token_id=bad)
+    raises(
+        ValueError, "suppress_ids must leave a token to choose beside MASK, got all 20 others",
+        suppress_ids=range(V - 1),
+    )  # fmt: skip
+    for name in ("delay_eos", "infill", "shift"):
+        raises(TypeError, f"{name} must be a bool, got str", **{name: "no"})
+    raises(ValueError, "eos_token_id must be given for delay_eos=True, got none", delay_eos=True)
+    raises(TypeError, "position_temperature must be a number, got NoneType", position_temperature=None)
+    raises(ValueError, "position_temperature must be 0, or positive, from ", position_temperature=-0.1)
+    drawn = "position_temperature must be 0 for remasking='random', got 0.1"
+    raises(ValueError, drawn, position_temperature=0.1, remasking="random")
+    raises(TypeError, "threshold must be a number or None, got str", threshold="0.9")
+    raises(ValueError, "threshold must lie in [0, 1], got 1.5", threshold=1.5)
+    for name in ("random", "entropy"):
+        raises(ValueError, f"threshold must be None for remasking={name!r}, got 0.9", threshold=0.9, remasking=name)
+    both = "threshold and position_temperature exclude each other: expected one of them, got both"
+    raises(ValueError, both, threshold=0.9, position_temperature=0.1)
+    raises(TypeError, "steps must be an int, got NoneType", steps=None)
+    raises(TypeError, "cfg_scale must be a number, got NoneType", cfg_scale=None)
+    raises(ValueError, "cfg_scale must be finite and non-negative, got -0.5", cfg_scale=-0.5)
+    raises(
+        ValueError, "prompt_ids must not begin with MASK for shift=True and infill=True, got it in row 1",
+        ids=torch.tensor([[1, 2], [0, MASK]]), attention_mask=torch.tensor([[1, 1], [0, 1]]), shift=True, infill=True,
+    )  # fmt: skip
+    raises(ValueError, between + "1 and 9, got 10", steps=10, infill=True)
     empty = "prompt_ids must have a token in every row for shift=True, got none in row "
     raises(ValueError, empty + "0", ids=cpu_ids[:, :0], shift=True)
     raises(ValueError, empty + "1", attention_mask=cpu_on * torch.tensor([[1], [0], [1]]), shift=True)

@@ -1,14 +1,18 @@
 """Checks of generation in several processes: all ranks call a sharded model equally often, whatever their rows."""
 
+import contextlib
 import copy
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
 
 from dllm_kernels import diffusion_generate
-from tests.support.distributed_checks import check
+from dllm_kernels.integrations.trl import diffusion_rollout
+from tests.support.distributed_checks import check, mesh_of, shard
 
 V, D, MASK, N = 21, 8, 20, 8
 SEEDS = torch.tensor([3, -7, 2**61, 5])
@@ -25,7 +29,7 @@ class Denoiser(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.double()
 
-    def forward(self, ids):
+    def forward(self, ids, attention_mask=None):
         self.calls += 1
         x = self.embed(ids) + self.places[: ids.shape[1]]
         return self.lm_head(torch.tanh(self.body(x) + 2 * x.mean(1, keepdim=True)))
@@ -74,3 +78,54 @@ def generation_until_the_rows_of_all_ranks_have_ended(wrapped):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs[mine])
         assert len(set(every_call(own))) == 1
+
+
+def tensor_parallel(model):
+    mesh = mesh_of("tp")
+    for name in ("weight", "bias"):
+        part = shard(getattr(model.lm_head, name).detach(), mesh, Shard(0))
+        setattr(model.lm_head, name, nn.Parameter(part))
+    return model
+
+
+EVERY_OPTION = (
+    {"remasking": "margin", "position_temperature": 0.2, "suppress_ids": [3, 4]},
+    {"remasking": "entropy", "cfg_scale": 1.2, "top_k": 9},
+    {"threshold": 0.2, "steps": None},
+    {"threshold": 0.15, "steps": 6, "infill": True, "cfg_scale": 0.5},
+    {"infill": True, "steps": 10, "delay_eos": True},
+)
+
+
+@check(2, wrapped=("sharded", "tensor_parallel"))
+def generation_with_every_option(wrapped):
+    """Tokens equal those of one process, and the ranks call the model equally often: blocks end for all at once."""
+    model, prompts = Denoiser(), PROMPTS.clone()
+    prompts[0, 1] = prompts[2, 1:] = MASK
+    r = dist.get_rank()
+    mine = slice(None) if wrapped == "tensor_parallel" else slice(2 * r, 2 * r + 2)
+    for options in EVERY_OPTION:
+        options = {**OPTIONS, "eos_token_id": [5, 6, 7], "seeds": SEEDS, **options}
+        expected = diffusion_generate(copy.deepcopy(model), prompts, **options)
+        own = (WRAPPED | {"tensor_parallel": tensor_parallel})[wrapped](copy.deepcopy(model))
+        found = diffusion_generate(own, prompts[mine], **options | {"seeds": SEEDS[mine]})
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs[mine])
+        assert len(set(every_call(own))) == 1
+
+
+@check(2)
+def rollouts_of_trl_end_together():
+    """The completions of one rank end in their first block, those of the other never."""
+    model = Denoiser()
+    whole = diffusion_generate(copy.deepcopy(model), PROMPTS, **{**OPTIONS, "temperature": 0})
+    eos = int(whole.ids[0, 3])
+    trainer = SimpleNamespace(
+        model=sharded(model), temperature=0.0, args=SimpleNamespace(max_completion_length=N),
+        accelerator=SimpleNamespace(autocast=contextlib.nullcontext, device=torch.device("cpu")),
+        processing_class=SimpleNamespace(pad_token_id=0, eos_token_id=eos),
+    )  # fmt: skip
+    prompts = [PROMPTS[0].tolist()] if dist.get_rank() == 0 else PROMPTS.tolist()
+    found = diffusion_rollout(MASK, steps=N, block_size=2)(prompts, trainer)
+    assert len(found["completion_ids"][0]) <= 2
+    assert len(set(every_call(model))) == 1
