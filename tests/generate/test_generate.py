@@ -149,7 +149,7 @@ def test_parity(shift, plan, truncation, temperature, other, choice, backend):
     assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
     assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
     assert_rows_as_expected(out, plain, prompts, **options, **({"eos_token_ids": EOS} if delayed else {}))
-    rows, fewer = len(prompts) * (1 + ("cfg_scale" in other)), "threshold" in choice or "infill" in other
+    rows, fewer = len(prompts) * (1 + ("cfg_scale" in other)), {"threshold", "infill", "delay_eos"} & {*choice, *other}
     assert {len(seen) for seen, _ in model.seen} == {rows}
     if not fewer:
         assert len(model.seen) == options["steps"]
@@ -514,11 +514,11 @@ def test_inputs_of_the_model_with_guidance():
 def test_guidance_takes_the_memory_of_one_forward_pass_and_a_chunk(dtype):
     """The logits of a chunk are the largest tensor; those of the rows without the prompt do not exist."""
     vocabulary, C = 20_000, 2 * N
-    model, ids = model_of(vocabulary=vocabulary, width=64).to(dtype), torch.ones(2, 3, dtype=torch.int64, device=DEVICE)
+    model, ids = model_of(vocabulary=vocabulary, width=64).cpu().to(dtype), torch.ones(2, 3, dtype=torch.int64)
     options = {"steps": 1, "mask_token_id": vocabulary - 1, "chunk_size": C}
 
     def peak(rows, **more):
-        return peak_memory(lambda _: generate(model, rows, **options, **more), DEVICE)
+        return peak_memory(lambda _: generate(model, rows, **options, **more), "cpu")
 
     peak(ids, cfg_scale=1.0)
     guided, plain = peak(ids, cfg_scale=1.0), peak(ids)
