@@ -26,6 +26,7 @@ with different padding share columns, so token j of the first block has its own 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -74,39 +75,35 @@ class DiffusionGeneration(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Block of the new tokens [start, stop), and its number of steps."""
+    """Block of the new tokens [start, stop), and its number of steps; None: until all of its tokens are decoded."""
 
     start: int
     stop: int
-    steps: int
+    steps: int | None
 
 
-def schedule(length: int, block_size: int, steps: int | None, holes: int = 0) -> list[Block]:
-    """Split the steps over the blocks in proportion to their tokens.
+def schedule(length: int, block_size: int, steps: int | None, *, infill: bool = False) -> list[Block]:
+    """Split the steps over the blocks in proportion to their new tokens.
 
-    Args:
-        length: number of new tokens.
-        block_size: tokens per block.
-        steps: number of steps, of which those beyond one per new token belong to the first block; None: one per token.
-        holes: largest number of MASK tokens before the new ones, which are decoded with the first block.
+    The plan does not depend on the prompts, which differ between ranks. With ``infill``, steps beyond one per new token
+    belong to the first block.
 
     Raises:
-        ValueError: there are fewer steps than blocks, or more than tokens.
+        ValueError: there are fewer steps than blocks or, without ``infill``, more than tokens.
     """
-    starts = range(0, length, block_size) or range(1)
+    spans = [(start, min(start + block_size, length)) for start in range(0, length, block_size) or range(1)]
     if steps is None:
-        steps = length + holes
-    elif not len(starts) <= steps <= length + holes:
+        return [Block(*span, None) for span in spans]
+    if infill and steps < len(spans):
+        raise ValueError(f"steps must be at least {len(spans)}, the number of blocks, got {steps}")
+    if not (infill or len(spans) <= steps <= length):
         raise ValueError(
-            f"steps must lie between the number of blocks and that of tokens, {len(starts)} and {length + holes}, got "
-            f"{steps}"
+            f"steps must lie between the number of blocks and that of tokens, {len(spans)} and {length}, got {steps}"
         )
-    shared, plan = min(steps, length), []
-    for start in starts:
-        stop = min(start + block_size, length)
-        plan.append(Block(start, stop, shared * stop // max(length, 1) - shared * start // max(length, 1)))
-    plan[0] = plan[0]._replace(steps=plan[0].steps + steps - shared)
-    return plan
+    shared, whole = min(steps, length), max(length, 1)
+    own = [shared * stop // whole - shared * start // whole for start, stop in spans]
+    own[0] += steps - shared
+    return [Block(*span, n) for span, n in zip(spans, own, strict=True)]
 
 
 def diffusion_generate(
@@ -192,8 +189,8 @@ def diffusion_generate(
         prompt_ids: ``[B, P]``, integers; P may be 0. MASK tokens in it are decoded with ``infill`` only.
         mask_token_id: id of the MASK token; never sampled.
         max_new_tokens: N, the number of new tokens per row; may be 0 with ``infill``.
-        steps: denoising steps, from the number of blocks to N. With ``infill`` to P + N: the steps beyond N belong to
-            the first block. None, with ``threshold`` only: one per token.
+        steps: denoising steps, from the number of blocks to N. With ``infill`` there may be more, for the first block.
+            None, with ``threshold`` only: no bound.
         block_size: tokens per block; the last block may be shorter. None: one block.
         remasking: score of a predicted token. "confidence": its probability. "margin": the difference of the two
             largest probabilities. "entropy": minus the entropy of the prediction. "random": a random number.
@@ -253,7 +250,7 @@ def diffusion_generate(
         _checks.check_positive_int("steps", steps)
     if block_size is not None:
         _checks.check_positive_int("block_size", block_size)
-    plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, P if infill else 0)
+    plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, infill=bool(infill))
     mask, base = checked_mask_id(mask_token_id, prompt), _lora.split(found).base
     eos = checked_tokens("eos_token_id", eos_token_id, base.out_features, mask)
     pad = checked_tokens("pad_token_id", pad_token_id, base.out_features, mask, several=False) or eos[:1]
@@ -272,7 +269,7 @@ def diffusion_generate(
     if choice.draws or temperature != 0:
         call = _seeds.resolve_seed(device, B, generator, seeds)
         of_rows = _philox.child_seeds(call.view(1), B)[0] if seeds is None else call
-        of_steps = _philox.child_seeds(of_rows, 1 + sum(block.steps for block in plan))
+        of_steps = _philox.child_seeds(of_rows, 1 + min(steps or P + max_new_tokens, P + max_new_tokens))
     holes = (prompt == mask) & real if infill else None
     if holes is not None and shift:
         _check_first_is_given(holes, real)
@@ -490,7 +487,8 @@ class _Tokens:
         """Decode a block; stop early if no rank has a masked token left, which only these options make possible."""
         at = slice(0 if self.infills and block.start == 0 else self.P + block.start, self.P + block.stop)
         of_row, counted = block.stop - block.start, self.choice.threshold is not None or at.start < self.P
-        for left in range(block.steps, 0, -1):
+        endless = itertools.repeat(self.ids.shape[1])  # more steps than a row has tokens: one token per step
+        for left in endless if block.steps is None else range(block.steps, 0, -1):
             masked = self.masked[:, at]
             num_active = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
             if counted and not calls.on_any_rank(num_active > 0, groups, masked.device):
@@ -506,7 +504,8 @@ class _Tokens:
         columns = (torch.arange(at.start, at.stop, device=masked.device) - int(self.shift)).clamp(min=0)
         seeds, of_tokens, draws = None, None, None
         if self.seeds is not None:
-            seeds = of_tokens = self.seeds.gather(1, self.step[:, None] + 1)[:, 0]
+            own = (self.step + 1).clamp(max=self.seeds.shape[1] - 1)  # a row that has ended may wait for other ranks
+            seeds = of_tokens = self.seeds.gather(1, own[:, None])[:, 0]
             draws = _position_draws(seeds, len(columns)) if self.choice.temperature else None
             if at.start < self.P:
                 of_tokens = _philox.child_seeds(seeds, len(columns)).gather(1, self.number[:, at])

@@ -70,8 +70,9 @@ class Options(NamedTuple):
             if k is not None:
                 _checks.check_int(name, k)
                 if not least <= k <= V:
-                    size = f"[{least}, {V}], the size of the vocabulary"
-                    raise ValueError(f"{name} must lie in {size}, or be None, got {k}")
+                    raise ValueError(
+                        f"{name} must lie in [{least}, {V}], the size of the vocabulary, or be None, got {k}"
+                    )
         return replaced(
             self,
             **flags,

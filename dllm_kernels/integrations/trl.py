@@ -592,7 +592,7 @@ def diffusion_rollout(
     Args:
         mask_token_id: id of the MASK token; never sampled.
         steps: denoising steps of a completion, in proportion to the tokens of the blocks; None, with ``threshold``
-            only: one per token.
+            only: no bound.
         length: tokens of a completion; None: the trainer's ``max_completion_length``.
         block_size: tokens of a block, decoded from left to right; None: the whole completion.
         temperature: temperature of the samples, 0 for the most likely token; None: the trainer's temperature.
@@ -636,7 +636,7 @@ def diffusion_rollout(
             _checks.checked_temperature(temperature, "0, or positive")
     _checks.check_wide_logits(logits_dtype)
     if length is not None:
-        schedule(length, block_size or length, steps, holes=(steps or 0) if infill else 0)
+        schedule(length, block_size or length, steps, infill=bool(infill))
 
     options: dict[str, Any] = {
         "mask_token_id": mask_token_id, "steps": steps, "block_size": block_size, "remasking": remasking,

@@ -209,11 +209,19 @@ def test_one_token_per_step_in_a_short_last_block():
 
 
 @pytest.mark.many_draws
-def test_a_row_depends_only_on_its_seed_and_prompt():
-    model, (ids, on) = model_of(), padded()
-    options = {"temperature": 0.9, "remasking": "random", "block_size": 4}
+@pytest.mark.parametrize(
+    "options",
+    [{"remasking": "random"}, {"threshold": 0.2, "steps": None}, {"infill": True, "steps": 9},
+     {"infill": True, "remasking": "random"}, {"infill": True, "position_temperature": 0.1}],
+    ids=str,
+)  # fmt: skip
+def test_a_row_depends_only_on_its_seed_and_prompt(options):
+    """Rows of a batch have other padding, other holes and other numbers of steps than alone."""
+    prompts = ([1, MASK, 3], [4], [5, MASK]) if "infill" in options else PROMPTS
+    model, (ids, on) = model_of(), padded(prompts)
+    options = {"temperature": 0.9, "block_size": 4, **options}
     whole = generate(model, ids, on, seeds=SEEDS, **options)
-    for row, prompt in enumerate(PROMPTS):
+    for row, prompt in enumerate(prompts):
         alone = generate(model, torch.tensor([prompt], device=DEVICE), seeds=SEEDS[row, None], **options)
         assert torch.equal(alone.ids[0], whole.ids[row, -alone.ids.shape[1] :])
         assert torch.equal(alone.step_map[0], whole.step_map[row, -alone.ids.shape[1] :])
@@ -314,6 +322,18 @@ def test_only_masked_tokens_of_the_block_are_projected(options, products):
         generate(model, ids, on, seeds=SEEDS, steps=4, block_size=3, **options)
     masked = 2 * (3 + 1)  # of two blocks of three tokens; the first step of each decodes two
     assert counter.get_total_flops() == products * 2 * 3 * masked * V * D
+
+
+def test_rows_that_have_ended_are_not_projected():
+    model, (ids, on) = model_of(3), padded()
+    options = {"block_size": 2, "steps": 3, "seeds": SEEDS, "temperature": 1.0}
+    eos = int(generate(model, ids, on, **options).ids[0, -N])
+    with FlopCounterMode(display=False) as counter:
+        out = generate(model, ids, on, eos_token_id=eos, **options)
+    new = out.ids[:, -N:]
+    left = [3, *(int(((new[:, :stop] != eos).all(1)).sum()) for stop in (2, 4))]
+    assert left[0] > left[1] > 0
+    assert counter.get_total_flops() == 2 * 2 * sum(left) * V * D
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -464,6 +484,18 @@ def test_a_head_that_is_not_found_by_its_name():
     ):
         generate(model, ids, on)
     assert torch.equal(generate(model, ids, on, head=vocabulary).ids, expected.ids)
+
+
+def test_an_eos_is_delayed_until_nothing_else_is_left():
+    """Without a threshold, or with one that every other token reaches, EOS tokens come last, one per step."""
+    model, (ids, on) = model_of(), padded(PROMPTS[:1])
+    P = ids.shape[1]
+    plain = generate(model, ids, on, steps=1).ids[0, P:].tolist()
+    late = torch.tensor([token == plain[0] for token in plain])
+    assert not late.all()
+    out = generate(model, ids, on, threshold=0.0, steps=None, eos_token_id=plain[0], delay_eos=True)
+    assert torch.equal(out.step_map[0, P:].cpu() == 0, ~late)
+    assert len(model.seen) - 1 == 1 + int(late.sum())
 
 
 def test_infilling():
@@ -676,7 +708,7 @@ def test_bad_input():
         ValueError, "prompt_ids must not begin with MASK for shift=True and infill=True, got it in row 1",
         ids=torch.tensor([[1, 2], [0, MASK]]), attention_mask=torch.tensor([[1, 1], [0, 1]]), shift=True, infill=True,
     )  # fmt: skip
-    raises(ValueError, between + "1 and 9, got 10", steps=10, infill=True)
+    raises(ValueError, "steps must be at least 3, the number of blocks, got 2", steps=2, block_size=2, infill=True)
     empty = "prompt_ids must have a token in every row for shift=True, got none in row "
     raises(ValueError, empty + "0", ids=cpu_ids[:, :0], shift=True)
     raises(ValueError, empty + "1", attention_mask=cpu_on * torch.tensor([[1], [0], [1]]), shift=True)
