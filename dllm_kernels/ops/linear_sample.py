@@ -98,7 +98,7 @@ def linear_sample(
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
         extra: {extra}
-        top_k: sample only from the k most likely tokens; None: from all.
+        top_k: sample only from the k most likely tokens; None or 0: from all.
         top_p: then only from the fewest most likely tokens whose probability, among the tokens left by ``top_k``, is at
             least p, in (0, 1]; None or 1: from all. If the vocabulary is split over ranks, it needs ``top_k``.
         min_p: then only from the tokens whose probability is at least ``min_p`` times the largest, in [0, 1]; None or

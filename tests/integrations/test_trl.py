@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dllm_kernels import PolicyViews, policy_views
+from dllm_kernels import PolicyViews, diffusion_generate, policy_views
 from dllm_kernels.integrations import nemo_automodel, speculators
 from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
@@ -849,6 +849,62 @@ def test_rollouts_differ_between_rows_and_calls():
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
 
 
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 0, "top_p": 1.0}], ids=str)
+def test_rollouts_truncate_as_the_trainer_says(option):
+    torch.manual_seed(0)
+    model = Encoder()
+    trainer, greedy = Loop(model), integration.diffusion_rollout(MASK, steps=2, temperature=0)
+    expected = greedy(PROMPTS * 4, Loop(model))["completion_ids"]
+    for name, value in option.items():
+        setattr(trainer, name, value)
+    found = integration.diffusion_rollout(MASK, steps=2, with_logprobs=True)(PROMPTS * 4, trainer)
+    truncated = "top_k" not in option or option["top_k"] == 1
+    assert (found["completion_ids"] == expected) == truncated
+    assert all(lp == 0 for row in found["logprobs"] for lp in row) == truncated
+
+
+def test_rollouts_refuse_what_they_cannot_honour():
+    rollout = integration.diffusion_rollout(MASK, steps=2)
+    trainer = Loop(Encoder(), generation_kwargs={})
+    trainer.repetition_penalty = 1.0
+    rollout(PROMPTS, trainer)
+    trainer.repetition_penalty = 1.1
+    with pytest.raises(ValueError, match=r"^repetition_penalty must be 1 with diffusion_rollout, got 1\.1$"):
+        rollout(PROMPTS, trainer)
+    more = {"no_repeat_ngram_size": 2}
+    with pytest.raises(
+        ValueError, match=r"^generation_kwargs must be None with diffusion_rollout, got \{'no_repeat_ng"
+    ):
+        rollout(PROMPTS, Loop(Encoder(), generation_kwargs=more))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"remasking": "margin", "position_temperature": 0.2, "suppress_ids": [2, 3]}, {"threshold": 0.1, "cfg_scale": 1.0},
+     {"remasking": "entropy", "delay_eos": True, "steps": 3}, {"infill": True, "steps": 6}],
+    ids=str,
+)  # fmt: skip
+def test_rollouts_decode_as_their_options_say(options):
+    torch.manual_seed(0)
+    model, prompts = Encoder(), [[1, MASK, 3], [4], [MASK, 6]]
+    options = {"steps": None if "threshold" in options else 4, "block_size": 2, **options}
+    torch.manual_seed(3)
+    found = integration.diffusion_rollout(MASK, with_logprobs=True, **options)(prompts, Loop(model))
+    torch.manual_seed(3)
+    seeds = torch.empty(3, dtype=torch.int64).random_()
+    ids = torch.tensor([[0] * (3 - len(p)) + p for p in prompts])
+    on = torch.tensor([[0] * (3 - len(p)) + [1] * len(p) for p in prompts])
+    out = diffusion_generate(
+        model, ids, mask_token_id=MASK, max_new_tokens=4, attention_mask=on, temperature=0.7, eos_token_id=EOS,
+        seeds=seeds, **options,
+    )  # fmt: skip
+    for row, (prompt, tokens, log_probs) in enumerate(zip(*found.values(), strict=True)):
+        new = out.generated[row, 3:]
+        assert tokens == out.ids[row, 3:][new].tolist()
+        assert log_probs == out.log_probs[row, 3:][new].tolist()
+        assert prompt == (out.ids[row, :3][on[row] != 0].tolist() if "infill" in options else prompts[row])
+
+
 def shifted(model):
     other = copy.deepcopy(model)
     other.shift = 1
@@ -956,10 +1012,14 @@ def test_bad_arguments_of_rollouts():
         ({"steps": 1, "block_size": 0}, "block_size must be"),
         ({"steps": 1, "temperature": -1.0}, "temperature must be 0, or positive, .*, got -1.0"),
         ({"steps": 1, "mask_token_id": -1}, "mask_token_id must not be negative, got -1"),
+        ({"steps": 1, "remasking": "low"}, "remasking must be one of confidence, margin, entropy, random, got 'low'"),
+        ({"steps": 1, "threshold": 2}, r"threshold must lie in \[0, 1\], got 2"),
+        ({"steps": 1, "cfg_scale": -1}, "cfg_scale must be finite and non-negative, got -1"),
+        ({"steps": 1, "suppress_ids": [-1]}, "suppress_ids must be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             integration.diffusion_rollout(**{"mask_token_id": MASK} | options)
-    for name, bad in (("mask_token_id", True), ("temperature", "1")):
+    for name, bad in (("mask_token_id", True), ("temperature", "1"), ("steps", None), ("delay_eos", 1)):
         with pytest.raises(TypeError, match=f"{name} must be "):
             integration.diffusion_rollout(**{"mask_token_id": MASK, "steps": 1} | {name: bad})
     with pytest.raises(TypeError, match="with_logprobs"):

@@ -35,6 +35,7 @@ from tests.support import (  # noqa: F401
     distributed_extra,
     distributed_fsdp,
     distributed_fused_head,
+    distributed_generate,
     distributed_pipeline,
     distributed_readme,
     distributed_sample,
