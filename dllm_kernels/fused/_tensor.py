@@ -44,6 +44,11 @@ RENAMED = {"axis": "dim", "keepdims": "keepdim"}
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
 plainly = torch._C.DisableTorchFunctionSubclass
+# Attributes of one tensor, which those made from it do not inherit.
+STATE = {
+    "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
+    "_gradient_wanted", "_copy", "_checkpointed",
+}  # fmt: skip
 
 
 class UnknownArgumentError(Exception):
@@ -74,6 +79,7 @@ class DeferredTensor(Tensor, Deferred):
     _tapped: tuple[Tensor | None, ...] | None
     _derived: list[weakref.ref[DeferredTensor]]
     _gradient_wanted: bool  # by a hook of the user, or retain_grad
+    _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
     @classmethod
@@ -87,6 +93,7 @@ class DeferredTensor(Tensor, Deferred):
         vars(made).update(
             attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
+            _checkpointed=False,
         )  # fmt: skip
         for source in sources:
             source._derived.append(weakref.ref(made))
@@ -122,8 +129,18 @@ class DeferredTensor(Tensor, Deferred):
     @property
     def deferred(self) -> bool:
         """True if rules apply: the values have not been computed, and nobody asked for their gradient."""
-        known = self._value is not None or self._dense is not None or self._gradient_wanted
-        return not known and self._own_node and all(source.deferred for source in self.sources)
+        known = (self._value is not None or self._dense is not None) and not self._recomputed
+        return (
+            not known
+            and not self._gradient_wanted
+            and self._own_node
+            and all(source.deferred for source in self.sources)
+        )
+
+    @property
+    def _recomputed(self) -> bool:
+        """True in a backward that recomputes a checkpointed function, which had seen the tensor without its values."""
+        return self._checkpointed and torch._C._current_graph_task_id() != -1
 
     def before_values(self, use: str) -> None:
         """Check and report that the values of the output of a head are computed."""
@@ -174,7 +191,7 @@ class DeferredTensor(Tensor, Deferred):
         family = [x for x in self.family() if x._value is not None]
         with plainly(), torch.enable_grad():
             for x in family:
-                if x.requires_grad and x.grad_fn is not x._node and (len(family) > 1 or x._value.requires_grad):  # type: ignore[union-attr]
+                if x.requires_grad and x._node is not None and x.grad_fn is not x._node:
                     x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
             for x in family:
                 if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
@@ -197,6 +214,7 @@ class DeferredTensor(Tensor, Deferred):
         family = self.family()
         for x in family:
             x.materialize(use)
+            x._checkpointed = False
         values = self.materialize(use)
         version = values._version
         change(values)
@@ -215,8 +233,9 @@ class DeferredTensor(Tensor, Deferred):
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
         recipe = _graph.Step(step, self._recipe.restored, [self])
+        kept = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
-            view = DeferredTensor.made(form, self.parts, recipe, needs=self.needs)
+            view = self.made(form, self.parts, recipe, **kept)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
         return view
@@ -274,6 +293,9 @@ class DeferredTensor(Tensor, Deferred):
             with contextlib.suppress(UnknownArgumentError):
                 result = _by_rule(rule, name, func, args, kwargs)
                 if result is not NotImplemented:
+                    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+                    for x in objects if hooked else ():
+                        x._checkpointed = True
                     return result
         return _by_values(name, func, args, kwargs, objects)
 
@@ -310,8 +332,7 @@ class DeferredTensor(Tensor, Deferred):
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the tensor ``step(*sources)``, which has the parts of this one."""
-        recipe = _graph.Step(step, self._recipe.restored, sources)
-        return DeferredTensor.made(step(*(source.form for source in sources)), self.parts, recipe, needs=self.needs)
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         parts = vars(self).get("parts", ())
