@@ -26,28 +26,30 @@ class ActiveRows:
             then NaN, because it covers some of the active rows only.
     """
 
-    def __init__(self, targets: Tensor, num_active: int | None, counted: Tensor | None = None) -> None:
+    def __init__(
+        self, targets: Tensor, num_active: int | None, counted: Tensor | None = None, every_row: bool = False
+    ) -> None:
         """List the rows whose target in ``targets [N]`` is not ``IGNORE``.
 
         ``num_active`` must be at least the number of such rows in ``counted``, by default in ``targets``. Backward
-        lists fewer rows than forward if some have no upstream gradient.
+        lists fewer rows than forward if some have no upstream gradient. ``every_row``: True if no target is ``IGNORE``.
 
         Reading their number is a host sync on a GPU, which is worthwhile, because the matrix products then run on these
-        rows only. There is no sync during CUDA-graph capture, which processes all rows, nor if the caller gives
-        ``num_active``, an upper bound of the number.
+        rows only. There is no sync if every row is active, nor during CUDA-graph capture, which processes all rows, nor
+        if the caller gives ``num_active``, an upper bound of the number.
         """
         self.total = targets.numel()
         self._targets = targets
         self.overflow: Tensor | None = None
         self._index: Tensor | None = None
         self._padded = num_active is not None
-        mask = targets != IGNORE
         if num_active is not None:
+            mask = targets != IGNORE
             self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
             self.overflow = (mask if counted is None else counted != IGNORE).sum() > num_active
             self._zero = self.checked_(torch.zeros((), device=targets.device))
-        elif not _captured(mask):
-            index = mask.nonzero().squeeze(1)
+        elif not every_row and not _captured(targets):
+            index = (targets != IGNORE).nonzero().squeeze(1)
             self._index = index if index.numel() < self.total else None
         self.count = self.total if self._index is None else self._index.numel()
 

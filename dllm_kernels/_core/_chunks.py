@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
+from dllm_kernels._core._rows import as_marks
 from dllm_kernels._core._setup import NO_GRADIENTS, PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
 
 # Columns of a low-precision chunk that are cast to float32 at a time, on devices whose matmul cannot add to a float32
@@ -60,7 +61,7 @@ class Chunks:
     """
 
     def __init__(
-        self, hidden: Tensor, head: Head, targets: Tensor, setup: Setup, needs: NeedsGrad = NO_GRADIENTS,
+        self, hidden: Tensor, head: Head, targets: Tensor | None, setup: Setup, needs: NeedsGrad = NO_GRADIENTS,
         factors: Factors = NO_FACTORS, *, listed: Tensor | None = None, columns: int = 0,
     ) -> None:  # fmt: skip
         """Allocate the buffer of a chunk and the gradients.
@@ -68,7 +69,7 @@ class Chunks:
         Args:
             hidden: ``[N, D]``.
             head: the LM head, with ``[N, r]`` rows of its low-rank part.
-            targets: int64 ``[N]``, ``IGNORE`` in inactive rows.
+            targets: int64 ``[N]``, ``IGNORE`` in inactive rows; None for zeros, if every row is active.
             setup: settings of the call.
             needs: inputs whose gradients are accumulated.
             factors: per-row factors of the gradients.
@@ -84,9 +85,11 @@ class Chunks:
         self.grads: dict[str, Tensor] = {}
         if needs.bias:
             self.grads["bias"] = torch.zeros(V, dtype=setup.accum_dtype, device=device)
+        every_row = targets is None and listed is None
+        targets = as_marks(targets, hidden)
         # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
         listed, counted = (targets, None) if listed is None else (listed, targets)
-        self.rows = ActiveRows(listed, setup.num_active, counted)
+        self.rows = ActiveRows(listed, setup.num_active, counted, every_row)
         if needs.bias:
             self.rows.checked_(self.grads["bias"])
         size = setup.chunk_size or self._chosen_size(max(V, columns), sms)

@@ -30,6 +30,7 @@ from dllm_kernels._backends.triton import _launch, divergence
 from dllm_kernels._core._divergence_spec import checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
+from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
 from tools import launches, predicted
@@ -116,6 +117,17 @@ def a_weighted_sum_launches_few_kernels(gpu):
         torch.autograd.grad(loss, logits, one)
     assert [launch.specimen.kernel for launch in gpu.launches] == ["token_nll_bwd"]
     assert backward.names == []
+
+
+@check
+@on_each("sm_90")
+def the_host_syncs_are_those_of_the_table(gpu):
+    def reset():
+        count, gpu.syncs = gpu.syncs, 0
+        return count
+
+    for name, trained, bounded in itertools.product(SYNCS, (False, True), (False, True)):
+        check_syncs(name, trained, bounded, reset)
 
 
 V, D = 126464, 512  # forward from logits splits a row of this length: one launch more
