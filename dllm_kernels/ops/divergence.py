@@ -745,8 +745,11 @@ def _chunks(
     hidden: Tensor, head: Head, teacher: Teacher, marks: Tensor | None, setup: Setup, needs: NeedsGrad, factors: Any,
     listed: Tensor | None = None,
 ) -> Chunks:  # fmt: skip
-    columns = 0 if teacher.weight is None else len(teacher.weight)
-    return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, columns=columns)
+    sizes = [len(head.weight if teacher.weight is None else teacher.weight)]
+    if teacher.columns is not None:
+        sizes.append(len(teacher.columns))
+    others = [(size, setup.logits_dtype) for size in sizes]
+    return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, others=others)
 
 
 def _compare_chunks(

@@ -255,7 +255,8 @@ def _sample(
     """
     k, transform = sampling.return_top or 0, setup.transform
     with no_autocast(hidden):
-        chunks = Chunks(hidden, head, marks, setup)
+        others = [] if sampling.truncation is None else [(len(head.weight), setup.accum_dtype)]
+        chunks = Chunks(hidden, head, marks, setup, others=others)
         rows, primitives, device = chunks.rows, chunks.primitives, hidden.device
         ids = rows.empty(1 + k, dtype=torch.int64, device=device)
         log_probs = rows.empty(1 + k, dtype=setup.accum_dtype, device=device)
