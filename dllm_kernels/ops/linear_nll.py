@@ -36,7 +36,7 @@ from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
 from dllm_kernels._core._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
+from dllm_kernels._utils._checks import LINEAR, Extra, check_constant, check_tensor
 from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor
@@ -120,6 +120,7 @@ def weighted_linear_nll(
         IndexError: a target is out of range and checked, see ``check_targets``.
         RuntimeError: a second backward pass through the same loss.
     """
+    check_tensor("weights", weights)
     check_constant("weights", weights, "linear_token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype,

@@ -148,9 +148,11 @@ def _checked_bump(hidden: Tensor, bump: Any) -> Tensor | None:
         _checks.check_same_device("hidden", hidden, bump=bump)
         return bump  # type: ignore[no-any-return]
     _checks.check_number("bump", bump, "a number or a tensor")
-    if not -math.inf < bump < math.inf:
-        raise ValueError(f"bump must be finite, got {_changing.printable(bump)}")
-    return torch.full(rows, float(bump), dtype=accum_dtype(hidden.dtype), device=hidden.device)
+    dtype = accum_dtype(hidden.dtype)
+    most = torch.finfo(dtype).max
+    if not -most <= bump <= most:
+        raise ValueError(f"bump must be finite in {dtype}, got {_changing.printable(bump)}")
+    return torch.full(rows, float(bump), dtype=dtype, device=hidden.device)
 
 
 def soft_embedding_unchecked(
