@@ -197,7 +197,7 @@ class DLLMCollator:
 
 def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
     """Return the samples of a batch; raise TypeError unless they are dicts. ``name`` is that of the argument."""
-    if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
+    if isinstance(samples, (Mapping, torch.Tensor)) or not isinstance(samples, Iterable):
         hint = "; put a single sample into a list" if isinstance(samples, Mapping) else ""
         raise TypeError(f"{name} must be a list of dicts, got {type_name(samples)}{hint}")
     found = list(samples)
@@ -211,7 +211,12 @@ def _length(i: int, sample: Mapping[str, Any]) -> int:
     """Return the common length of the fields of sample i; raise if they differ."""
     for field in FIELDS:
         if field not in sample:
-            raise ValueError(f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}")
+            hint = (
+                "; make it, [label != -100 for label in labels]" if field == "loss_mask" and "labels" in sample else ""
+            )
+            raise ValueError(
+                f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}{hint}"
+            )
         try:
             length = len(sample[field])
         except TypeError as error:
@@ -236,6 +241,8 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
     if isinstance(values, (list, tuple)):
         values = _packed(name, values if limit is None or len(values) <= limit else values[:limit])
     if isinstance(values, torch.Tensor):
+        if values.is_meta:
+            raise _not_numbers(name, values)
         # Cast, because NumPy has no bfloat16.
         values = values.detach().cpu().to(torch.float64 if values.is_floating_point() else values.dtype)
     try:
@@ -265,7 +272,7 @@ def _packed(name: str, values: Sequence[Any]) -> Any:
     for code, dtype in (("q", np.int64), ("d", np.float64)):
         try:
             row = np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype=dtype)
-        except (struct.error, OverflowError):
+        except (struct.error, OverflowError, TypeError):
             continue
         if code == "d":
             _check_exact(name, values, row)

@@ -529,7 +529,7 @@ def sample_level(
 
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, used by BD3-LM and Duo.
     """
-    _checks.check_positive_int("B", B)
+    _checks.check_int("B", B, 1, _checks.MOST_SIZE)
     _checks.check_choice("method", method, METHODS)
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
@@ -537,8 +537,8 @@ def sample_level(
     if device is None:
         source = generator if seeds is None else seeds
         device = getattr(source, "device", "cpu")
-    place = torch.device(device) if isinstance(device, str) else device
-    seed = _seeds.resolve_seed(place, B, generator, seeds)
+    place = _seeds.as_device(device)
+    seed = _seeds.resolve_seed(place, int(B), generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
     (level,) = _sample_level(seed, int(B), method, low, high, backend)

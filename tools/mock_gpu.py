@@ -147,6 +147,7 @@ class MockGPU:
 
     Args:
         name: one of ``tools.gpus.TARGETS``.
+        memory: size of its memory in bytes.
 
     Attributes:
         launches: every launch so far.
@@ -155,8 +156,8 @@ class MockGPU:
         syncs: number of calls of ``nonzero`` so far; on a GPU, each is a host sync.
     """
 
-    def __init__(self, name: str) -> None:
-        self.limits = TARGETS[name]
+    def __init__(self, name: str, memory: int = 80 << 30) -> None:
+        self.limits, self.memory = TARGETS[name], memory
         self.target = self.limits.gpu_target()
         self.launches: list[Launch] = []
         self.specimens: list[Specimen] = []
@@ -192,7 +193,8 @@ class MockGPU:
         yield torch.Tensor, "device", property(lambda t: _GPU if _seems_on_gpu(t) else _real_device(t))
         yield torch.Tensor, "is_cuda", property(lambda t: _seems_on_gpu(t))
         yield torch.cuda, "is_current_stream_capturing", lambda: self._is_capturing
-        yield torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(multi_processor_count=132, total_memory=self.memory)
+        yield torch.cuda, "get_device_properties", lambda device: properties
         yield torch.version, "hip", "mock" if self.limits.backend == "hip" else None
         yield torch.autograd.function.BackwardCFunction, "apply", _with_modes_of_forward(self)
 

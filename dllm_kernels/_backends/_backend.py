@@ -8,6 +8,8 @@ import os
 
 import torch
 
+from dllm_kernels._utils._checks import check_choice
+
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -40,11 +42,10 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
         ValueError: an unknown name, or ``"triton"`` if it cannot run. An explicit choice never falls back silently.
     """
     source = "backend"
-    if backend == "auto":
+    if isinstance(backend, str) and backend == "auto":
         backend = os.environ.get("DLLM_KERNELS_BACKEND") or "auto"
         source = "DLLM_KERNELS_BACKEND"
-    if backend not in BACKENDS:
-        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    check_choice(source, backend, BACKENDS)
     if backend == "torch":
         return False
     on_gpu = tensor.is_cuda  # costs a fifth of tensor.device.type

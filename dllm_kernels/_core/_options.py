@@ -64,7 +64,7 @@ class Options(NamedTuple):
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
         flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
-        _checks.check_int("ignore_index", self.ignore_index)
+        _checks.check_int64("ignore_index", self.ignore_index)
         _checks.check_logits_dtype(self.logits_dtype)
         for name, k, least in (("return_top", self.return_top, 1), ("top_k", self.top_k, 0)):
             if k is not None:

@@ -48,6 +48,15 @@ def _seed_on_host() -> Tensor:
     return seed
 
 
+def as_device(device: Any) -> torch.device:
+    """Convert the ``device`` of a call to a ``torch.device``."""
+    if isinstance(device, str):
+        return torch.device(device)
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device must be a torch.device or its name, got {type_name(device)}")
+    return device
+
+
 def _same_device(a: torch.device, b: torch.device) -> bool:
     """Return True if the devices are equal; one without an index, as a user writes it, equals any of its type."""
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)

@@ -17,6 +17,8 @@ from dllm_kernels._utils._target_range import first_true, raise_bad_target
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The largest length of a dimension that a caller gives as a number.
+MOST_SIZE = 2**31 - 1
 # Range of a soft cap or a scale, such that float32 holds the value, its inverse and the product of a cap and a scale.
 FACTOR_RANGE = (1e-18, 1e18)
 # Case-insensitive values of an environment variable.
@@ -59,11 +61,13 @@ def type_name(value: object) -> str:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is a tensor."""
+    """Raise a TypeError unless ``value`` is a dense tensor."""
     if not isinstance(value, Tensor):
         part = "bias" if "bias" in name else "weight"
         hint = f"; pass its .{part}" if isinstance(value, nn.Module) and hasattr(value, part) else ""
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}{hint}")
+    if type(value) is Tensor and value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; pass its to_dense()")
 
 
 def check_gathered(**parameters: Tensor | None) -> None:
@@ -250,12 +254,14 @@ def check_wide_logits(value: Any) -> None:
         raise ValueError(f"logits_dtype must be torch.float32 or None, got {value}")
 
 
-def check_int(name: str, value: Any, least: int | None = None) -> None:
-    """Raise unless ``value`` is an int, of at least ``least``."""
+def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
+    """Raise unless ``value`` is an int, of at least ``least`` and at most ``most``."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {type_name(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def check_choice(name: str, value: Any, known: Collection[str]) -> None:
@@ -299,6 +305,8 @@ def check_total(name: str, value: Any) -> None:
     real = known and not isinstance(value, numbers.Integral) and not torch.compiler.is_compiling()
     if real and not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {float(value)}")
+    if known and not real and not torch.compiler.is_compiling() and value >= 2**63:
+        raise ValueError(f"{name} must be an int of 64 bits, got {value}")
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")
@@ -536,7 +544,7 @@ def check_factor(name: str, value: Any, allowed: str = "positive") -> None:
 
 def is_per_row(reduction: Any) -> bool:
     """Return False for a sum over the rows, True for a loss of each row."""
-    if reduction not in ("sum", "none"):
+    if not isinstance(reduction, str) or reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
     return bool(reduction == "none")
 

@@ -30,7 +30,7 @@ SHARED = {
     "weights": "``[...]``, bool or numeric constants; must not require a gradient.",
     "ignore_index": "target of inactive rows.",
     "with_lse": "also return the logsumexp of each row.",
-    "chunk_size": "rows per chunk of logits; None: chosen from the sizes.",
+    "chunk_size": "rows per chunk of logits; None: chosen from the sizes and the memory of the device.",
     "num_active": (
         "upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is too small, "
         "all floating results and all gradients are NaN, and flags are False."

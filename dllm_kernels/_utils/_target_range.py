@@ -47,8 +47,8 @@ def first_true(mask: torch.Tensor) -> tuple[int, ...] | None:
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first supervised mask value strictly between 0 and 1, or None; also None without data."""
-    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
-        return None
+    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point() or mask.dtype.itemsize == 1:
+        return None  # torch computes little in float8, which no mask may have
     if not (readable_without_sync(mask) and supervised.is_cpu and bool(mask.frac().any())):
         return None
     return first_true(supervised.bool() & (mask > 0) & (mask < 1))

@@ -354,8 +354,9 @@ class MaskedDiffusionCollator:
         samples = checked_samples("samples", samples)
         for field in ("loss_mask", *filter(None, [self.seed_field])):
             if any(field not in sample for sample in samples):
+                such_as = ", such as [label != -100 for label in labels]" if field == "loss_mask" else ""
                 raise ValueError(
-                    f"every sample must have a field {field!r}; a Trainer drops it from the data unless "
+                    f"every sample must have a field {field!r}{such_as}; a Trainer drops it from the data unless "
                     "TrainingArguments(remove_unused_columns=False)"
                 )
         batch = self.collate(samples)

@@ -40,7 +40,9 @@ LOSS_TYPES = {"dflash": "decay", **{name: name for name in VARIANTS}}
 
 def _check_gamma(loss_gamma: Any) -> None:
     _checks.check_constant("loss_gamma", loss_gamma)
-    if loss_gamma is not None and not isinstance(loss_gamma, Tensor) and loss_gamma != "paper":
+    if isinstance(loss_gamma, Tensor):
+        _checks.check_count("loss_gamma", loss_gamma)
+    elif loss_gamma is not None and not (isinstance(loss_gamma, str) and loss_gamma == "paper"):
         _checks.check_number("loss_gamma", loss_gamma, "a number or None")
 
 
@@ -97,7 +99,7 @@ class DraftLoss(TransformedLoss):
         self.loss_gamma = loss_gamma if loss_gamma is None or isinstance(loss_gamma, str) else float(loss_gamma)
         self.chunk_size = chunk_size
         self.normalize = normalize
-        self.position_weights = position_weights
+        object.__setattr__(self, "position_weights", position_weights)  # nn.Module would register a module
         self.dpace_alpha = dpace_alpha
         self.anchor_row = anchor_row
         self.decay_from = decay_from

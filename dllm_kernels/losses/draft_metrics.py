@@ -30,7 +30,12 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
     Returns:
         ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 if nothing was
         counted. The dict is empty if the output has no counts.
+
+    Raises:
+        TypeError: ``output`` is not the output of a loss.
     """
+    if not isinstance(output, DLLMLossOutput):
+        raise TypeError(f"output must be the output of a loss, got {_checks.type_name(output)}")
     hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
     if hits is None or count is None:
         return {}
@@ -124,15 +129,15 @@ def acceptance_stats(
     Source: as in :func:`acceptance_length`.
     """
     _checks.check_flags(anchor_row=anchor_row, bonus=bonus, sampling=sampling)
-    correct = _rates_of(output) if sampling else _correct_of(output)
+    name, correct = _rates_of(output) if sampling else _correct_of(output)
     _checks.check_positive_int("block_size", block_size)
     if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == correct.numel():
         correct, mask = as_batch(correct), as_batch(mask)  # a loss of packed rows returns a batch of one sequence
-    _checks.check_masks_like("correct", correct, mask=mask)
+    _checks.check_masks_like(name, correct, mask=mask)
     if correct.dim() == 3:
-        size_of_blocks("correct", correct, block_size, anchor_row)
+        size_of_blocks(name, correct, block_size, anchor_row)
         correct, mask = correct.flatten(1), mask.flatten(1)
-    _checks.check_ndim("correct", correct, 2, "[B, T] or [B, blocks, k]")
+    _checks.check_ndim(name, correct, 2, "[B, T] or [B, blocks, k]")
     correct, mask = all_plain(correct, mask)
     rows = rows_of_block(correct.shape[1], block_size, anchor_row)
     valid = in_blocks(mask.detach().to(torch.float32), rows)
@@ -151,21 +156,28 @@ def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     return sums.unbind()
 
 
-def _rates_of(output: Any) -> torch.Tensor:
-    """Return the acceptance rates of a loss output, or the given tensor."""
-    rates = output.acceptance_rate if isinstance(output, DLLMLossOutput) else output
+def _rates_of(output: Any) -> tuple[str, torch.Tensor]:
+    """Return name and value of the acceptance rates of a loss output, or of the given tensor."""
+    name, rates = _field_of(output, "acceptance_rate")
     if rates is None:
         raise ValueError(
             "output must have acceptance_rate, which DraftDistillationLoss returns if it has a teacher, got None"
         )
-    _checks.check_float("correct", rates)
-    return rates
+    _checks.check_float(name, rates)
+    return name, rates
 
 
-def _correct_of(output: Any) -> torch.Tensor:
-    """Return the matches of a loss output, or the given tensor."""
-    correct = output.draft_correct if isinstance(output, DLLMLossOutput) else output
+def _correct_of(output: Any) -> tuple[str, torch.Tensor]:
+    """Return name and value of the matches of a loss output, or of the given tensor."""
+    name, correct = _field_of(output, "draft_correct")
     if correct is None:
         raise ValueError("output must have draft_correct, which DFlashDecayLoss returns, got None")
-    _checks.check_mask("correct", correct, getattr(correct, "shape", ()))
-    return correct
+    _checks.check_mask(name, correct, getattr(correct, "shape", ()))
+    return name, correct
+
+
+def _field_of(output: Any, field: str) -> tuple[str, Any]:
+    """Return (name, value) of a field of a loss output; any other output is the value itself."""
+    if isinstance(output, DLLMLossOutput):
+        return f"output.{field}", getattr(output, field)
+    return "output", output

@@ -18,6 +18,8 @@ from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._plain import all_plain
 
 _LAST = torch.iinfo(torch.int64).max
+# The longest block of a sampled prefix, whose lengths are compared one by one.
+MOST_PREFIX = 2**16
 
 
 def sample_anchors(
@@ -67,8 +69,8 @@ def sample_anchors(
     """
     _checks.check_mask("loss_mask", loss_mask, getattr(loss_mask, "shape", ()))
     _checks.check_ndim("loss_mask", loss_mask, 2, "[B, L]")
-    _checks.check_positive_int("num", num)
-    _checks.check_int("block_size", block_size, 2)
+    _checks.check_int("num", num, 1, _checks.MOST_SIZE)
+    _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)
     overlap = _checks.checked_bool("overlap", overlap)
     if segment_ids is not None:
         _checks.check_ids("segment_ids", segment_ids)
@@ -150,7 +152,7 @@ def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor
     for name, t in (("ids", ids), ("anchors", anchors)):
         _checks.check_ids(name, t)
         _checks.check_ndim(name, t, 2, "[B, L]" if name == "ids" else "[B, num]")
-    _checks.check_int("block_size", block_size, 2)
+    _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)
     _checks.check_same_device("ids", ids, anchors=anchors)
     if len(ids) != len(anchors):
         raise ValueError(f"anchors must have the rows of ids, {len(ids)}, got {len(anchors)}")
@@ -201,14 +203,14 @@ def sample_prefix(
     if isinstance(shape, (str, int)) or not isinstance(shape, Sequence) or not len(shape):
         raise TypeError(f"shape must be a tuple of ints, such as (B, num), got {type_name(shape)}")
     for size in shape:
-        _checks.check_int("shape", size, 0)
-    _checks.check_int("block_size", block_size, 2)
+        _checks.check_int("shape", size, 0, _checks.MOST_SIZE)
+    _checks.check_int("block_size", block_size, 2, MOST_PREFIX)
     _checks.check_number("base", base)
     if not 0 < base < math.inf:
         raise ValueError(f"base must be positive and finite, got {base}")
     if device is None:
         device = getattr(generator if seeds is None else seeds, "device", "cpu")
-    place = torch.device(device) if isinstance(device, str) else device
+    place = _seeds.as_device(device)
     rows, per_row = shape[0], math.prod(shape[1:])
     seed = _seeds.resolve_seed(place, rows, generator, seeds)
     draws = _philox.random_bits(seed, rows, _philox.Layout(0, per_row))[1]

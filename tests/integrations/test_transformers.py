@@ -694,8 +694,15 @@ def test_collators_in_one_worker_draw_differently():
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])
 def test_a_field_removed_by_a_trainer_is_named(field):
     samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
-    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'; .*remove_unused_columns=False"):
+    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'.*; .*remove_unused_columns=False"):
         MaskedDiffusionCollator(99, seed_field="seed")(samples)
+
+
+def test_samples_with_labels_are_told_how_to_make_the_mask():
+    samples = [{"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}]
+    for collate in (MaskedDiffusionCollator(99), dllm_kernels.DLLMCollator()):
+        with pytest.raises(ValueError, match=r"'loss_mask'.* \[label != -100 for label in labels\]"):
+            collate(samples)
 
 
 @pytest.mark.parametrize("count", [None, 11, torch.tensor(11.0)])

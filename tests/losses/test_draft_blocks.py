@@ -186,11 +186,11 @@ def test_shapes_that_do_not_fit(form):
 
 def test_metrics_of_shapes_that_do_not_fit():
     mask = torch.ones(SHAPE)
-    with pytest.raises(ValueError, match=r"^block_size must be 5 for correct \[B, blocks, k\] = \(2, 3, 4\), because "):
+    with pytest.raises(ValueError, match=r"^block_size must be 5 for output \[B, blocks, k\] = \(2, 3, 4\), because "):
         acceptance_length(mask, mask, 4)
     with pytest.raises(ValueError, match=r"^block_size must be 5 for block_mask \[B, blocks, k\] = \(2, 3, 4\), "):
         DFlashDecayLoss().position_weights(mask, 4)
-    with pytest.raises(ValueError, match=r"^mask must have shape \(2, 3, 4\) \(that of correct\), got \(2, 12\)$"):
+    with pytest.raises(ValueError, match=r"^mask must have shape \(2, 3, 4\) \(that of output\), got \(2, 12\)$"):
         acceptance_length(mask, mask.flatten(1), 5)
 
 

@@ -14,6 +14,7 @@ import torch
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
+    DLLMLossOutput,
     FusedLinearCrossEntropy,
     IDLMLoss,
     MaskedCrossEntropy,
@@ -23,6 +24,7 @@ from dllm_kernels import (
     calculate_mtp_loss,
     compute_per_token_nll,
     corrupt_uniform,
+    draft_accuracy,
     scdd_schedule,
 )
 from dllm_kernels.ops import (
@@ -648,6 +650,8 @@ def test_the_mask_of_scdd_lies_in_the_vocabulary(form):
         ({"max_ratio": "0.1"}, TypeError, "max_ratio must be a number, got str"),
         ({"gamma_shape": float("nan")}, ValueError, "gamma_shape must be finite, got nan"),
         ({"gamma_shape": float("inf")}, ValueError, "gamma_shape must be finite, got inf"),
+        ({"gamma_shape": 2**40}, ValueError, "gamma_shape must be nearer to 0 at t_peak=0.5, because c(t) leaves the "),
+        ({"gamma_shape": -(2.0**40)}, ValueError, "gamma_shape must be nearer to 0 at t_peak=0.5, because c(t) "),
         ({"gamma_shape": True}, TypeError, "gamma_shape must be a number, got bool"),
         ({"t_peak": 0.0}, ValueError, "t_peak must lie in (0, 1), got 0.0"),
         ({"t_peak": 1}, ValueError, "t_peak must lie in (0, 1), got 1"),
@@ -702,19 +706,23 @@ def test_the_blocks_of_each_sequence(form):
 
 def test_acceptance_length_arguments():
     correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
-    raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
-    of_rows = "correct must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
+    raises(TypeError, "output must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
+    of_rows = "output must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
     raises(ValueError, of_rows, acceptance_length, correct[None, None], on[None, None], 4)
     raises(
-        ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
+        ValueError, "mask must have shape (2, 6) (that of output), got (2,)", acceptance_length, correct, on[:, 0], 4
     )
-    raises(ValueError, "mask must be on cpu like correct, got meta", acceptance_length, correct, on.to(META), 4)
+    raises(ValueError, "mask must be on cpu like output, got meta", acceptance_length, correct, on.to(META), 4)
     raises(ValueError, "block_size must be at least 1, got 0", acceptance_length, correct, on, 0)
     raises(TypeError, "block_size must be an int, got NoneType", acceptance_length, correct, on, None)
     raises(ValueError, "T must be a multiple of block_size - 1 for ", acceptance_length, correct, on, 6)
     raises(ValueError, "T must be a multiple of block_size for ", acceptance_length, correct, on, 4, anchor_row=True)
     raises(TypeError, "bonus must be a bool, got str", acceptance_length, correct, on, 4, bonus="yes")
     raises(TypeError, "anchor_row must be a bool, got str", acceptance_length, correct, on, 4, anchor_row="yes")
+    rows = DLLMLossOutput(on, on, draft_correct=correct)
+    message = "mask must have shape (2, 6) (that of output.draft_correct), got (2,)"
+    raises(ValueError, message, acceptance_length, rows, on[:, 0], 4)
+    raises(TypeError, "output must be the output of a loss, got int", draft_accuracy, 1)
     other = BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON)
     raises(ValueError, "output must have draft_correct, which DFlashDecayLoss returns", acceptance_length, other, ON, 4)
 
@@ -968,3 +976,11 @@ def test_a_temperature_of_zero():
     assert linear_sample(H, W, temperature=0).ids.shape == (B, L)
     raises(ValueError, "temperature must be 0, or positive, from ", linear_sample, H, W, temperature=-1)
     raises(ValueError, "temperature must be positive, from ", token_log_probs, X, Y, temperature=0)
+
+
+def test_a_triton_that_is_too_old():
+    package = pytest.importorskip("dllm_kernels._backends.triton")
+    message = "triton must be of version 3.6 or later, got 3.5.1; upgrade it, or pass backend='torch' or set "
+    raises(ImportError, message, package.check_version, "3.5.1")
+    for version in ("3.6.0", "3.10.0", "3.6.0+git1a2b", "4.0.0a1"):
+        package.check_version(version)

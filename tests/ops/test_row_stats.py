@@ -458,16 +458,6 @@ def test_products(trains, forward, both, backend):
     assert counter.get_total_flops() == both * one
 
 
-def test_rows_without_a_gradient_are_not_projected_again(backend):
-    (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
-    hidden.requires_grad_()
-    out = linear_row_stats(hidden, weight, arguments["ids"], backend=backend)
-    counter = FlopCounterMode(display=False)
-    with counter:
-        out.lse[2].backward()
-    assert counter.get_total_flops() == 2 * 2 * weight.numel()
-
-
 @pytest.mark.everyday(1)
 def test_a_nan_in_an_inactive_row_reaches_no_gradient(path):
     (hidden, weight, bias), arguments = linear_draw(torch.float32)(0)

@@ -247,7 +247,7 @@ def test_bad_input():
     raises(ValueError, "bump and bump_ids must both be given or neither, got bump alone", h, w, e, bump=1.0)
     raises(ValueError, "bump and bump_ids must both be given or neither, got bump_ids alone", h, w, e, bump_ids=ids)
     raises(TypeError, "bump must be a number or a tensor, got str", h, w, e, bump="high", bump_ids=ids)
-    raises(ValueError, "bump must be finite, got inf", h, w, e, bump=math.inf, bump_ids=ids)
+    raises(ValueError, "bump must be finite in torch.float32, got inf", h, w, e, bump=math.inf, bump_ids=ids)
     message = "bump must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)"
     raises(ValueError, message, h, w, e, bump=bump[:, 1:], bump_ids=ids)
     raises(ValueError, "bump must be on cpu like hidden, got meta", h, w, e, bump=bump.to("meta"), bump_ids=ids)
