@@ -48,7 +48,6 @@ import inspect
 import multiprocessing.context
 import operator
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -347,10 +346,8 @@ class MaskedDiffusionCollator:
         Raises:
             TypeError: the samples are not a list of dicts, a seed is not an int, or ``collate`` returned no dict.
             ValueError: a sample lacks a field, a seed has more than 64 bits, ``collate`` returned no batch with a row
-                per sample, or an additive attention mask, or ``corrupt`` did not return three values. Also if the
-                caller is a ``Trainer`` that passes labels to its model, unless it loads them in workers.
+                per sample, or an additive attention mask, or ``corrupt`` did not return three values.
         """
-        _check_trainer()
         samples = checked_samples("samples", samples)
         for field in ("loss_mask", *filter(None, [self.seed_field])):
             if any(field not in sample for sample in samples):
@@ -442,35 +439,6 @@ def _seed_generator() -> torch.Generator | None:
     if _of_worker is None or _of_worker[0] != worker.seed:
         _of_worker = worker.seed, torch.Generator("cpu").manual_seed(worker.seed)
     return _of_worker[1]
-
-
-def _check_trainer() -> None:
-    """Raise ValueError if a ``Trainer`` loads the batch that would pass the packed labels to its model.
-
-    The call stack is the only place where a collator can see its Trainer. That of a worker does not show it.
-    """
-    module: Any = sys.modules.get("transformers.trainer")
-    frame = None if module is None else sys._getframe(1)
-    while frame is not None:
-        trainer = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
-        if isinstance(trainer, module.Trainer):
-            if _takes_labels_for_tokens(trainer, module.Trainer):
-                raise ValueError(
-                    f"the Trainer must read packed labels, got {type(trainer).__name__}, whose model would take them "
-                    "for token ids; put MaskedDiffusionTrainerMixin before Trainer among the bases, or pass "
-                    "compute_loss_func=mdlm_loss_func"
-                )
-            return
-        frame = frame.f_back
-
-
-def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
-    """Return True if ``Trainer`` itself passes labels to a forward of transformers; other code may unpack them."""
-    if type(trainer).compute_loss is not host.compute_loss or trainer.compute_loss_func is not None:
-        return False
-    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of PEFT
-    owner = next(c for c in type(base).__mro__ if "forward" in vars(c))  # a derived class may inherit the forward
-    return owner.__module__.startswith("transformers.")
 
 
 def _check_collated(batch: Any, rows: int) -> None:
