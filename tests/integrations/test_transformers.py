@@ -163,6 +163,108 @@ def test_what_collate_returns():
             MaskedDiffusionCollator(9, **{name: 3})
 
 
+def packed_sample(*lengths, seed=0, **more):
+    """Return a sample of packed documents."""
+    ids = torch.randint(0, 21, (sum(lengths),), generator=torch.Generator().manual_seed(seed)).tolist()
+    numbers = {
+        "position_ids": [i for n in lengths for i in range(n)],
+        "segment_ids": [j for j, n in enumerate(lengths) for _ in range(n)],
+    }
+    return {"input_ids": ids, "loss_mask": [1] * len(ids), "attention_mask": [1] * len(ids), **numbers, **more}
+
+
+def half_then_full(B, **_):
+    return torch.tensor([0.5, 1.0]).repeat(B)[:B]
+
+
+LEVELS = {
+    "drawn": ({}, True),
+    "of a sampler": ({"level": functools.partial(dllm_kernels.sample_level, low=0.1)}, True),
+    "of a partial routine": ({"corrupt": functools.partial(dllm_kernels.corrupt_uniform, eps=0.3)}, True),
+    "of a routine without segments": ({"corrupt": dllm_kernels.corrupt_blockwise}, False),
+    "of blocks": ({"block_size": 4}, False),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_documents_of_a_packed_row_have_levels_of_their_own(name):
+    """The noise of a sample does not depend on the other samples of the batch."""
+    options, by_document = LEVELS[name]
+    collator = MaskedDiffusionCollator(
+        22, dllm_kernels.DLLMCollator(pad_seq_len_divisible=32), seed_field="seed", **options
+    )
+    samples = [packed_sample(5, 9, 4, seed=1), packed_sample(17, seed=2), packed_sample(2, 3, 4, 3, 6, seed=3)]
+    samples = [sample | {"seed": i} for i, sample in enumerate(samples)]
+    batch = collator(samples)
+    assert list(batch) == ["input_ids", "attention_mask", "labels", "position_ids", "segment_ids"]
+    _, noise, p, supervised = unpack_labels(batch["labels"])
+    for b, sample in enumerate(samples):
+        n = len(sample["input_ids"])
+        assert batch["segment_ids"][b].tolist() == sample["segment_ids"] + [-1] * (32 - n)
+        assert batch["position_ids"][b].tolist() == sample["position_ids"] + [0] * (32 - n)
+        for key, row in collator([sample]).items():
+            assert torch.equal(row[0], batch[key][b])
+        levels = [p[b, batch["segment_ids"][b] == j].unique() for j in range(max(sample["segment_ids"]) + 1)]
+        if by_document:
+            assert len(torch.cat(levels).unique()) == len(torch.cat(levels)) == len(levels)
+        elif name != "of blocks":
+            assert len(torch.cat(levels).unique()) == 1
+    assert torch.equal(supervised, batch["segment_ids"] >= 0)
+    assert noise.any()
+
+
+def test_levels_of_packed_documents():
+    """A sampler is called once for all documents; column j of its levels belongs to the j-th document of a row."""
+    collator = MaskedDiffusionCollator(22, level=half_then_full)
+    _, noise, p, _ = unpack_labels(collator([packed_sample(3, 4, 2), packed_sample(2, 2)])["labels"])
+    assert p.tolist() == [[0.5] * 3 + [1.0] * 4 + [0.5] * 2, [1.0, 1.0, 0.5, 0.5] + [0.0] * 5]
+    assert noise[0, 3:7].all()
+    none = packed_sample(3, 4) | {"segment_ids": [-1] * 7}
+    assert not unpack_labels(collator([none])["labels"])[1].any()
+    with pytest.raises(ValueError, match=r"^level must return as many levels as asked for, 3, got 2$"):
+        MaskedDiffusionCollator(22, level=lambda B, **_: torch.ones(2))([packed_sample(3, 4, 2)])
+    with pytest.raises(ValueError, match=r"^exact must be False with block_size or segment_ids, got True"):
+        MaskedDiffusionCollator(22, exact=True)([packed_sample(3, 4, 2)])
+    seeds = torch.tensor([7])
+    given = MaskedDiffusionCollator(22, seeds=seeds)([packed_sample(3, 4, 2)])
+    sample = {name: torch.tensor([values]) for name, values in packed_sample(3, 4, 2).items()}
+    noisy, *_ = dllm_kernels.corrupt_uniform(
+        sample["input_ids"], sample["loss_mask"], 22, segment_ids=sample["segment_ids"], seeds=seeds
+    )
+    assert torch.equal(given["input_ids"], noisy)
+
+
+@needs_trainer
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_loss_of_packed_documents_is_that_of_the_documents_alone(ranks, tmp_path, shift):
+    """A shifted model does not predict the first token of a document, and the Trainer does not count it."""
+    samples = [packed_sample(5, 9, 4, seed=1), packed_sample(7, 6, seed=2)]
+
+    def collate(samples):
+        batch = dllm_kernels.DLLMCollator()(samples)
+        segments = batch["segment_ids"]
+        return batch | {"attention_mask": segments[:, None, :, None] == segments[:, None, None, :]}
+
+    collator = MaskedDiffusionCollator(ranks.MASK, collate, eps=0.5, seeds=torch.tensor([3, 4]))
+    net = ranks.model().eval()
+    net.set_attn_implementation("sdpa")
+    created = ranks.trainer(net, tmp_path, 2, 1, data_collator=collator, eval_dataset=samples, shift=shift)
+    batch = collator(samples)
+    targets, noise, p, _ = unpack_labels(batch["labels"])
+    total, count = 0.0, 0
+    for b, j in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+        row, columns = slice(b, b + 1), batch["segment_ids"][b] == j
+        part = [t[row, columns] for t in (targets, noise, p)]
+        logits = net(input_ids=batch["input_ids"][row, columns]).logits
+        loss = dllm_kernels.MDLMCrossEntropyLoss(shift=shift)
+        total += loss(logits, *part, torch.ones_like(part[0])).total_loss
+        count += int(columns.sum()) - shift
+    assert created.evaluate()["eval_loss"] == pytest.approx(total.item() / count)
+    inputs = next(iter(created.get_eval_dataloader()))
+    assert (inputs["labels"][:, shift:] != -100).sum() == count
+    assert not collator.shift
+
+
 def test_what_is_no_list_of_samples():
     """A single sample, as of ``DataLoader(batch_size=None)``, was reported as samples without a field."""
     with pytest.raises(

@@ -248,6 +248,51 @@ def masks(n):
     same(n["out"].total_loss, (nll * n["noise_mask"] / n["p_mask"]).sum() / n["count"])
 
 
+@page("packed-data.md")
+def packed_data(n):
+    """The loss and its gradient are those of each document alone, without a mask."""
+    model, grad = n["model"], n["model"].lm_head.weight.grad.clone()
+    model.zero_grad()
+    total, shifted, next_token, pairs, L = 0.0, 0.0, 0.0, 0, n["ids"].shape[1]
+    for b, segments in enumerate(n["segments"]):
+        for j in range(int(segments.max()) + 1):
+            place = b, segments == j
+            ids, noise, p = (n[name][place][None] for name in ("ids", "noise_mask", "p_mask"))
+            assert len(p.unique()) == 1
+            logits = model(input_ids=n["noisy"][place][None]).logits
+            diffusion = logits.index_fill(-1, torch.tensor([n["MASK"]]), -math.inf)
+            total = total + (plain_nll(diffusion, ids) * noise / p).sum()
+            following = plain_nll(logits[:, :-1], ids[:, 1:])
+            shifted = shifted + (following * noise[:, 1:] / p[:, 1:]).sum()
+            next_token, pairs = next_token + following.sum(), pairs + following.numel()
+    assert n["predicted"].sum() == pairs == n["loss_mask"].sum() - len(n["documents"])
+    assert len(n["segments"]) < len(n["documents"])
+    (total / n["loss_mask"].sum()).backward()
+    same(n["out"].total_loss, total / n["loss_mask"].sum())
+    same(grad, model.lm_head.weight.grad)
+    same(n["shifted"].total_loss, shifted / pairs)
+    same(n["next_token"], next_token / pairs)
+    assert n["inputs"]["attention_mask"].shape == (len(n["segments"]), 1, L, L)
+    assert torch.equal(n["inputs"]["segment_ids"], n["segments"])
+    text = " ".join(PAGES["packed-data.md"].split())
+    with torch.no_grad():  # the statements on attention
+        exact = model(input_ids=n["ids"], attention_mask=n["same"], position_ids=n["batch"]["position_ids"]).logits
+        inside = n["segments"] >= 0
+
+        def differs(mask):
+            other = model(input_ids=n["ids"], attention_mask=mask, position_ids=n["batch"]["position_ids"]).logits
+            return not torch.allclose(other[inside], exact[inside], atol=1e-5)
+
+        assert "transformers 5.24 attends to the whole row, whatever the positions are" in text
+        assert differs(None)
+        assert differs(n["batch"]["attention_mask"])
+        model.set_attn_implementation("eager")
+        assert "a bool would add 1 within a document" in text
+        assert differs(n["same"])
+        assert "`torch.where(same, 0.0, torch.finfo(torch.float32).min)`" in text
+        assert not differs(torch.where(n["same"], 0.0, torch.finfo(torch.float32).min))
+
+
 @page("index.md")
 def start(n):
     check_the_loop_of_the_first_screen(n["first_screen"])
@@ -635,6 +680,8 @@ def test_the_code_runs_as_printed(name):
         pytest.skip("this torch has no linear_cross_entropy")
     torch.manual_seed(0)
     names, codes = {}, python(PAGES[name])
+    if any("from transformers import" in code for code in codes):
+        pytest.importorskip("transformers")
     if name == "index.md":
         names["first_screen"] = loop_of_the_first_screen()
         run(codes.pop(0), names["first_screen"])
