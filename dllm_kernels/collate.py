@@ -117,8 +117,9 @@ class DLLMCollator:
         Raises:
             TypeError: the batch is not a list of dicts, or a field is not a sequence of numbers.
             ValueError: a field is missing, is not as long as ``input_ids``, is not 1-d, or holds a value other than a
-                64-bit whole number. With ``response_window``, also if a sample has more than one supervised run (the
-                original raises AssertionError). Every message names the sample and the field.
+                64-bit whole number, or a ``loss_mask`` holds an integer above 1. With ``response_window``, also if a
+                sample has more than one supervised run (the original raises AssertionError). Every message names the
+                sample and the field.
         """
         samples = checked_samples("batch", batch)
         packed = {name: pad for name, pad in PACKED.items() if any(name in sample for sample in samples)}
@@ -141,6 +142,10 @@ class DLLMCollator:
             **{name: (pad, pad, torch.int64) for name, pad in packed.items()},
         }
         out = {field: self._pad_and_fill(rows[field], lengths, ends, L, *values[field]) for field in fields}
+        if out["loss_mask"].numpy().max(initial=0) > 1:
+            for i, row in enumerate(rows["loss_mask"]):
+                if row.dtype.kind in "iu":
+                    check_mask_values(f"sample {i}, field 'loss_mask'", torch.from_numpy(row.astype("i8")), no_ids=True)
         return {**out, "input_lengths": lengths.pin_memory() if self.pin_memory else lengths}
 
     def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:

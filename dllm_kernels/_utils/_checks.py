@@ -163,10 +163,10 @@ def check_weights(name: str, value: Any, expected: Sequence[int], of: str = "") 
     check_shape(name, value, expected, of)
 
 
-def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
+def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "", *, no_ids: bool = False) -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape with values of a mask."""
     check_weights(name, value, expected, of)
-    check_mask_values(name, value)
+    check_mask_values(name, value, no_ids=no_ids)
 
 
 def check_whole_tensor(name: str, tensor: object) -> None:
@@ -196,12 +196,13 @@ def check_masks_like(first_name: str, first: Tensor, /, **masks: Any) -> None:
         check_mask_values(name, mask)
 
 
-def check_mask_values(name: str, mask: Tensor) -> None:
+def check_mask_values(name: str, mask: Tensor, *, no_ids: bool = False) -> None:
     """Raise a ValueError if a mask holds a negative number, NaN or an infinity: it is probably no mask.
 
-    Not checked on a GPU, where it would be a sync, nor while a graph is traced.
+    ``no_ids``: also raise for an integer above 1, where tokens and mask may be swapped. Not checked on a GPU, where it
+    would be a sync, nor while a graph is traced.
     """
-    if mask.dtype in (torch.bool, torch.uint8):
+    if mask.dtype is torch.bool or (mask.dtype is torch.uint8 and not no_ids):
         return
     mask = _plain.plain(mask)
     if not _plain.readable_without_sync(mask) or not mask.numel():
@@ -209,6 +210,13 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     least, most = (value.item() for value in torch.aminmax(mask))
     if not (least >= 0 and most < math.inf):  # NaN is both
         _raise_no_mask(name, mask)
+    if no_ids and most > 1 and not mask.is_floating_point():
+        where = first_true(mask > 1)
+        assert where is not None
+        raise ValueError(
+            f"{name} must hold no integer above 1, got {mask[where].item()} at position {where}; it looks like token "
+            "ids, pass a mask of 0 and 1"
+        )
 
 
 def _raise_no_mask(name: str, mask: Tensor) -> None:

@@ -114,7 +114,7 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
         _checks.check_whole_tensor(name, t)
     _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
-        _checks.check_mask(name, mask, input_ids.shape, "that of input_ids")
+        _checks.check_mask(name, mask, input_ids.shape, "that of input_ids", no_ids=True)
     _checks.check_float("p_mask", p_mask)
     _checks.check_dtype("p_mask", p_mask, [torch.float32])
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
