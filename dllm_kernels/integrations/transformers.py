@@ -49,6 +49,7 @@ import inspect
 import multiprocessing.context
 import operator
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -73,6 +74,7 @@ from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_le
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
 IGNORED = -100
+BIDIRECTIONAL_SINCE = "5.2"  # first version of transformers in which config.is_causal = False has an effect
 TOKEN_BITS, P_BITS = 31, 30
 PACKED, MASKED = 2**61, 2**62  # the bit of every supervised label, and the bit of a masked token
 PROBES = 3  # steps that look for a dependence between positions; a model may have none before its first update
@@ -925,10 +927,14 @@ class MaskedDiffusionTrainerMixin:
         if unpacked:
             _refuse_labels("token ids, or other labels that are not packed")
         if earlier and not later:
+            config = getattr(self.accelerator.unwrap_model(model), "config", None)
+            version = getattr(sys.modules.get("transformers"), "__version__", "not imported")
             raise ValueError(
                 "the model must attend to later tokens, got a causal model, in which no position depends on the tokens "
-                "behind it; set config.is_causal = False (or pass is_causal=False to LlamaConfig or Qwen3Config) to "
-                "attend to all tokens, or pass allow_causal=True to train the model as it is"
+                f"behind it; config.is_causal is {getattr(config, 'is_causal', 'not set')}, and False makes a decoder "
+                f"attend to all tokens from transformers {BIDIRECTIONAL_SINCE} on (here {version}); otherwise let "
+                "collate return an attention_mask [B, 1, L, L] of zeros, or pass allow_causal=True to train the model "
+                "as it is"
             )
         self._seen_labels = True
         if probes:

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import runpy
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -1104,7 +1105,8 @@ def llama(ranks, kind="Llama", attention="eager", **options):
 
 
 IS_CAUSAL = (
-    r"^the model must attend to later tokens, got a causal model, .* set config\.is_causal = False .* allow_causal=True"
+    r"^the model must attend to later tokens, got a causal model, .*; config\.is_causal is (not set|None|True), and "
+    r"False makes a decoder attend to all tokens from transformers 5\.2 on .* allow_causal=True"
 )
 
 
@@ -1123,6 +1125,20 @@ def test_a_causal_model_is_rejected(ranks, tmp_path, kind, attention):
         assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch)) > 0
     model = llama(ranks, kind, attention, is_causal=False)
     assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch)) > 0
+    model = llama(ranks, kind, attention)  # what the message advises for other versions
+    zeros = batch["attention_mask"].new_zeros(4, 1, 16, 16, dtype=torch.float64)
+    assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, batch | {"attention_mask": zeros}) > 0
+
+
+def test_the_message_of_a_causal_model_says_what_was_done(monkeypatch):
+    """In transformers 5.1 and before, ``is_causal=False`` has no effect, and the message advised it again."""
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.0.0"))
+    model = Mixing(torch.tril)
+    model.config = SimpleNamespace(is_causal=False)
+    with pytest.raises(
+        ValueError, match=r"; config\.is_causal is False, and False .* transformers 5\.2 on \(here 5\.0\.0\)"
+    ):
+        BareTrainer().compute_loss(model, mixing_batch())
 
 
 class Mixing(nn.Module):

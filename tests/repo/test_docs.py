@@ -84,6 +84,16 @@ def decoder(code):
     return n
 
 
+def attention_in_any_version(code):
+    """The mask of zeros gives what ``is_causal=False`` gives, also if that has no effect."""
+    n = decoder(python(PAGES["decoder.md"])[0])
+    run(code, n)
+    torch.testing.assert_close(n["hidden_of_all"], n["hidden"])
+    n["model"].config.is_causal = True
+    run(code, n)
+    torch.testing.assert_close(n["hidden_of_all"], n["hidden"])
+
+
 def padded(code):
     """A bias of -inf equals the head without its last rows, in the gradient, too."""
     n = decoder(python(PAGES["decoder.md"])[0])
@@ -175,7 +185,7 @@ def names_of_others(code):
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 FENCE_CHECKS = {
-    "decoder.md": (decoder, padded),
+    "decoder.md": (decoder, attention_in_any_version, padded),
     "models.md": (facts,),
     "frameworks.md": (
         framework,
