@@ -885,7 +885,8 @@ except ValueError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "backend='triton' was asked for, but triton is not installed"
+    message = "backend='triton' was asked for, but triton is not installed; GPU builds of torch install theirs (triton"
+    assert done.stdout.startswith(message)
 
 
 def test_an_ignore_index_is_an_int():
