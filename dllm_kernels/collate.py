@@ -22,6 +22,7 @@ from dllm_kernels._utils._checks import (
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 PACKED = {"position_ids": 0, "segment_ids": -1}  # fields of packed documents, and what they are padded with
+FROM_LABELS = "from labels it is [int(label != -100) for label in labels]"
 Row = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -225,7 +226,9 @@ def _length(i: int, sample: Mapping[str, Any], fields: Sequence[str]) -> int:
     """Return the common length of the fields of sample i; raise if they differ."""
     for field in fields:
         if field not in sample:
-            raise ValueError(f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}")
+            hint = f"; {FROM_LABELS}" if field == "loss_mask" and "labels" in sample else ""
+            has = ", ".join(map(repr, sample)) or "none"
+            raise ValueError(f"sample {i} has no field {field!r}; it has {has}{hint}")
         try:
             length = len(sample[field])
         except TypeError as error:

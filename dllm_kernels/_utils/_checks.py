@@ -44,6 +44,10 @@ class Names(NamedTuple):
     bias: str = ""
 
 
+INSIDE_FORWARD = (
+    "it may be a local shard, as FullyShardedDataParallel leaves a parameter outside of its forward; compute the loss "
+    "inside the model's forward, or shard by fully_shard, whose parameters are gathered here"
+)
 LOGITS = Names("logits", "targets")
 LINEAR = Names("hidden", "targets", "weight", "bias")
 
@@ -67,13 +71,29 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_gathered(**parameters: Tensor | None) -> None:
-    """Raise a ValueError if a parameter is empty and one-dimensional, as DeepSpeed ZeRO-3 keeps it between uses."""
+    """Raise a ValueError if a parameter has no values, as sharding leaves it outside of the forward of its module.
+
+    DeepSpeed ZeRO-3 leaves an empty tensor, and FSDP1 an empty shard or a view without storage.
+    """
     for name, value in parameters.items():
-        if value is not None and value.dim() == 1 and not value.numel():
+        if value is None:
+            continue
+        empty = value.dim() == 1 and not value.numel()
+        if empty and hasattr(value, "ds_id"):
             raise ValueError(
                 f"{name} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a "
                 "partitioned parameter; compute the loss inside deepspeed.zero.GatheredParameters([...]) of the head"
             )
+        if empty or _is_freed(value):
+            got = "an empty tensor of shape (0,)" if empty else "a tensor without storage"
+            raise ValueError(f"{name} must hold its values, got {got}; {INSIDE_FORWARD}")
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    """Return True for a plain tensor whose storage was freed."""
+    if torch.compiler.is_compiling() or type(parameter) not in (Tensor, nn.Parameter):
+        return False
+    return parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -323,6 +343,8 @@ def check_rows(
     _plain.check_no_transform()
     if weight is not None:
         check_gathered(**{names.weight: weight})
+        if weight.dim() == 1:
+            raise ValueError(f"{names.weight} must have shape [V, D], got {tuple(weight.shape)}; {INSIDE_FORWARD}")
         check_ndim(names.weight, weight, 2, "[V, D]")
         V, D = weight.shape
         if 0 in (V, D):

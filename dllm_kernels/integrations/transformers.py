@@ -64,7 +64,7 @@ from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.collate import DLLMCollator, checked_samples
+from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.integrations import _attention
@@ -364,10 +364,11 @@ class MaskedDiffusionCollator:
         """
         samples = checked_samples("samples", samples)
         for field in ("loss_mask", *filter(None, [self.seed_field])):
-            if any(field not in sample for sample in samples):
+            if (lacking := next((sample for sample in samples if field not in sample), None)) is not None:
+                how = f"; {FROM_LABELS}" if field == "loss_mask" else ""
                 raise ValueError(
-                    f"every sample must have a field {field!r}; a Trainer drops it from the data unless "
-                    "TrainingArguments(remove_unused_columns=False)"
+                    f"every sample must have a field {field!r}, got {', '.join(map(str, lacking)) or 'none'}{how}; if "
+                    "the data has it, a Trainer drops it unless TrainingArguments(remove_unused_columns=False)"
                 )
         batch = self.collate(samples)
         _check_collated(batch, len(samples))

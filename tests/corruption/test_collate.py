@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from dllm_kernels.collate import DLLMCollator
+from dllm_kernels.integrations.transformers import MaskedDiffusionCollator
 from reference import collate
 from tests.conftest import drawn
 
@@ -286,6 +287,17 @@ def test_a_missing_field_is_named(field):
     del bad[field]
     with pytest.raises(ValueError, match=f"sample 1 has no field '{field}'"):
         DLLMCollator()([packed(2), bad])
+
+
+def test_a_loss_mask_can_be_made_from_labels():
+    """Data for causal models has labels. A Trainer keeps them, and drops a ``loss_mask``."""
+    of_model = {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}
+    way = r"from labels it is \[int\(label != -100\) for label in labels\]"
+    with pytest.raises(ValueError, match=rf"^sample 0 has no field 'loss_mask'; it has 'input_ids', .*; {way}$"):
+        DLLMCollator()([of_model])
+    message = rf"^every sample must have a field 'loss_mask', got input_ids, attention_mask, labels; {way}; if the data"
+    with pytest.raises(ValueError, match=message):
+        MaskedDiffusionCollator(9)([of_model])
 
 
 @pytest.mark.parametrize("field", FIELDS[1:])

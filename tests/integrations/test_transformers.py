@@ -796,7 +796,7 @@ def test_collators_in_one_worker_draw_differently():
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])
 def test_a_field_removed_by_a_trainer_is_named(field):
     samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
-    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'; .*remove_unused_columns=False"):
+    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}', got input_ids, .*columns=False"):
         MaskedDiffusionCollator(99, seed_field="seed")(samples)
 
 
@@ -1055,6 +1055,69 @@ class Linear(nn.Module):
 def test_a_head_that_is_not_linear_is_rejected(head, name):
     message = f"must be an nn.Linear for the loss to run inside it, got {name};"
     with pytest.raises(ValueError, match=re.escape(message)), loss_in_head(Model(head), lambda *_: None):
+        pass
+
+
+def replaced_rows(V):
+    """Return a head whose weight and bias were replaced by V rows, so that ``out_features`` is stale."""
+    head = nn.Linear(4, 6)
+    head.weight, head.bias = nn.Parameter(torch.randn(V, 4)), nn.Parameter(torch.randn(V))
+    return head
+
+
+def stale_columns():
+    """Return what PEFT's ``ensure_weight_tying`` makes of an LM head: ``in_features`` is V."""
+    head = nn.Linear(6, 4, bias=False)
+    head.weight = nn.Parameter(torch.randn(6, 4))
+    return head
+
+
+def partitioned():
+    """Return a head as DeepSpeed ZeRO-3 keeps it: without values, except in its forward."""
+    head, values = nn.Linear(4, 6, bias=False), torch.randn(6, 4)
+
+    def gather(*_):
+        head.weight.data = values
+
+    def free(*_):
+        head.weight.data = torch.empty(0)
+
+    gather.__module__ = free.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(free)
+    free()
+    return head
+
+
+HEADS = {
+    "more rows": lambda: replaced_rows(9),
+    "fewer rows": lambda: replaced_rows(5),
+    "tied by PEFT": stale_columns,
+    "partitioned by ZeRO-3": partitioned,
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_taken_as_torch_takes_its_weight(name):
+    """The message was: the LM head must be an nn.Linear, got torch.nn.modules.linear.Linear."""
+    torch.manual_seed(0)
+    model, x = Model(HEADS[name]()), torch.randn(2, 4)
+    expected, got = model.lm_head(x), []
+    with loss_in_head(model, lambda *head: got.append(nn.functional.linear(*head)) or got[-1].sum()):
+        assert model.lm_head(x) == expected.sum()
+    assert torch.equal(got[0], expected)
+    if name != "partitioned by ZeRO-3":  # its weight is gone when the loss reads the logits
+        with dllm_kernels.fused_head(model, on_logits="raise") as fused:
+            nll = nn.functional.cross_entropy(model.lm_head(x), torch.tensor([1, 4]))
+        torch.testing.assert_close(nll, nn.functional.cross_entropy(expected, torch.tensor([1, 4])))
+        assert fused.materialized == 0
+
+
+def test_a_weight_that_is_no_matrix_of_floats_is_named():
+    head = nn.Linear(4, 6)
+    head.weight = nn.Parameter(torch.zeros(6, 2, dtype=torch.uint8), requires_grad=False)
+    message = r"must be an nn\.Linear .*, got torch\.nn\.modules\.linear\.Linear with a weight \(6, 2\) of uint8; "
+    with pytest.raises(ValueError, match=message), loss_in_head(Model(head), lambda *_: None):
         pass
 
 
@@ -1321,6 +1384,8 @@ def adapted(ranks, kind):
     if kind == "trained copy":
         options |= {"target_modules": ["Wqkv"], "modules_to_save": ["decoder"]}
     options |= {"a bias": {"lora_bias": True}, "dora": {"use_dora": True}}.get(kind, {})
+    if kind == "tokens":
+        options |= {"target_modules": ["Wqkv"], "trainable_token_indices": {"decoder": [ranks.MASK]}}
     model = peft.get_peft_model(model, peft.LoraConfig(**options))
     if kind == "two adapters":
         model.add_adapter("other", peft.LoraConfig(**options | {"r": 2, "lora_alpha": 7}))
@@ -1334,7 +1399,8 @@ def adapted(ranks, kind):
 @pytest.mark.everyday(1)
 @needs_trainer
 @pytest.mark.parametrize(
-    "kind", every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy"])
+    "kind",
+    every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy"]),
 )
 def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kind):
     from transformers import Trainer
@@ -1431,6 +1497,45 @@ def test_the_logits_of_16_bit_operands_can_be_float32(ranks, tmp_path, loss):
 def test_an_adapter_beyond_low_rank_is_rejected_by_name(ranks, tmp_path):
     with pytest.raises(ValueError, match=r"got peft\.tuners\.lora\.variants\.DoraLinearVariant; a plain Trainer with"):
         ranks.trained(adapted(ranks, "dora"), tmp_path, 4, 1)
+
+
+@needs_trainer
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "embed_tokens"]], ids=["trained copy", "LoRA"])
+def test_a_head_that_peft_ties_to_the_embedding_trains_as_from_logits(ranks, tmp_path, targets):
+    """``ensure_weight_tying`` leaves a head whose ``in_features`` is the vocabulary."""
+    peft = pytest.importorskip("peft")
+    model = llama(ranks, tie_word_embeddings=True, is_causal=False)
+    saved = None if "embed_tokens" in targets else ["embed_tokens"]
+    options = {"target_modules": targets, "modules_to_save": saved, "ensure_weight_tying": True}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double()
+    batch, trained = ranks.COLLATOR(ranks.samples()[:4]), [p for p in model.parameters() if p.requires_grad]
+    losses = (
+        ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch), num_items_in_batch=7),
+        mdlm_loss_func(model(batch["input_ids"], batch["attention_mask"]), batch["labels"], 7),
+    )
+    torch.testing.assert_close(*losses)
+    for ours, theirs in zip(*(torch.autograd.grad(loss, trained) for loss in losses), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@needs_trainer
+def test_trainable_tokens_of_the_head_are_rejected_with_a_way(ranks, tmp_path):
+    """``weight`` of the wrapper is the merged weight, whose gradient reaches the trained rows."""
+    model = adapted(ranks, "tokens")
+    way = r"TrainableTokensWrapper \(trainable_token_indices\), whose weight is computed at each access: pass head\."
+    with pytest.raises(ValueError, match=rf"{way}weight to forward_fused .*; a plain Trainer with compute_loss_func"):
+        ranks.trained(model, tmp_path, 4, 1)
+    head, hidden, targets = model.get_output_embeddings(), torch.randn(3, 8).double(), torch.tensor([1, 5, ranks.MASK])
+    with pytest.raises(ValueError, match=way), dllm_kernels.fused_head(model):
+        pass
+    (trained,) = (p for p in head.parameters() if p.requires_grad)
+    expected = nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
+    got = weighted_linear_nll(hidden, head.weight, targets, torch.ones(3)).loss
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, trained) for loss in (got, expected)))
+    fused = dllm_kernels.FusedLinearCrossEntropy()
+    by_model = dllm_kernels.calculate_loss(fused, hidden_states=hidden[None], labels=targets[None], model=model)
+    torch.testing.assert_close(by_model, expected)
 
 
 @needs_trainer
