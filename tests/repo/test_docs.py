@@ -268,7 +268,7 @@ def published_noise(n):
         assert not (noise_mask & (loss_mask == 0)).any()
         assert torch.equal(noisy[~noise_mask], ids[~noise_mask])
     assert n["sdar"](ids, loss_mask, torch.zeros_like(ids))[1].any(1).all()
-    noisy, noise_mask, p_mask, in_block = n["dparallel"](ids, torch.tensor([0, 2, 5]))
+    noisy, noise_mask, _, in_block = n["dparallel"](ids, torch.tensor([0, 2, 5]))
     assert torch.equal(noise_mask, noisy == n["MASK"])
     for row, block, start in zip(noise_mask, in_block, (0, 2, 5), strict=True):
         first, last = block.nonzero()[[0, -1], 0].tolist()
