@@ -91,6 +91,7 @@ SUBJECTS = {
         "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "linear_nll_rows[bf16]"),),
+        extra="triton",
         needs=("triton",),
     ),
     "predicted": Subject(

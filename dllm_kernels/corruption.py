@@ -474,7 +474,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     for name, mask in (("noise_mask", noise_mask), ("loss_mask", loss_mask)):
         _checks.check_whole_tensor(name, mask)
     _checks.check_mask("noise_mask", noise_mask, noise_mask.shape)
-    _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask")
+    _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask", no_ids=True)
     _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
     if (where := first_fraction(noise_mask, loss_mask)) is not None:
         raise ValueError(
@@ -590,7 +590,7 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     if optional and loss_mask is None:
         return
     _checks.check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
+    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids", no_ids=True)
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
 
 

@@ -46,6 +46,10 @@ class Names(NamedTuple):
     bias: str = ""
 
 
+INSIDE_FORWARD = (
+    "it may be a local shard, as FullyShardedDataParallel leaves a parameter outside of its forward; compute the loss "
+    "inside the model's forward, or shard by fully_shard, whose parameters are gathered here"
+)
 LOGITS = Names("logits", "targets")
 LINEAR = Names("hidden", "targets", "weight", "bias")
 
@@ -71,13 +75,29 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_gathered(**parameters: Tensor | None) -> None:
-    """Raise a ValueError if a parameter is empty and one-dimensional, as DeepSpeed ZeRO-3 keeps it between uses."""
+    """Raise a ValueError if a parameter has no values, as sharding leaves it outside of the forward of its module.
+
+    DeepSpeed ZeRO-3 leaves an empty tensor, and FSDP1 an empty shard or a view without storage.
+    """
     for name, value in parameters.items():
-        if value is not None and value.dim() == 1 and not value.numel():
+        if value is None:
+            continue
+        empty = value.dim() == 1 and not value.numel()
+        if empty and hasattr(value, "ds_id"):
             raise ValueError(
                 f"{name} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a "
                 "partitioned parameter; compute the loss inside deepspeed.zero.GatheredParameters([...]) of the head"
             )
+        if empty or _is_freed(value):
+            got = "an empty tensor of shape (0,)" if empty else "a tensor without storage"
+            raise ValueError(f"{name} must hold its values, got {got}; {INSIDE_FORWARD}")
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    """Return True for a plain tensor whose storage was freed."""
+    if torch.compiler.is_compiling() or type(parameter) not in (Tensor, nn.Parameter):
+        return False
+    return parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -167,10 +187,10 @@ def check_weights(name: str, value: Any, expected: Sequence[int], of: str = "") 
     check_shape(name, value, expected, of)
 
 
-def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
+def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "", *, no_ids: bool = False) -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape with values of a mask."""
     check_weights(name, value, expected, of)
-    check_mask_values(name, value)
+    check_mask_values(name, value, no_ids=no_ids)
 
 
 def check_whole_tensor(name: str, tensor: object) -> None:
@@ -200,12 +220,13 @@ def check_masks_like(first_name: str, first: Tensor, /, **masks: Any) -> None:
         check_mask_values(name, mask)
 
 
-def check_mask_values(name: str, mask: Tensor) -> None:
+def check_mask_values(name: str, mask: Tensor, *, no_ids: bool = False) -> None:
     """Raise a ValueError if a mask holds a negative number, NaN or an infinity: it is probably no mask.
 
-    Not checked on a GPU, where it would be a sync, nor while a graph is traced.
+    ``no_ids``: also raise for an integer above 1, where tokens and mask may be swapped. Not checked on a GPU, where it
+    would be a sync, nor while a graph is traced.
     """
-    if mask.dtype in (torch.bool, torch.uint8):
+    if mask.dtype is torch.bool or (mask.dtype is torch.uint8 and not no_ids):
         return
     mask = _plain.plain(mask)
     if not _plain.readable_without_sync(mask) or not mask.numel():
@@ -213,6 +234,13 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     least, most = (value.item() for value in torch.aminmax(mask))
     if not (least >= 0 and most < math.inf):  # NaN is both
         _raise_no_mask(name, mask)
+    if no_ids and most > 1 and not mask.is_floating_point():
+        where = first_true(mask > 1)
+        assert where is not None
+        raise ValueError(
+            f"{name} must hold no integer above 1, got {mask[where].item()} at position {where}; it looks like token "
+            "ids, pass a mask of 0 and 1"
+        )
 
 
 def _raise_no_mask(name: str, mask: Tensor) -> None:
@@ -323,6 +351,8 @@ def check_rows(
     _plain.check_no_transform()
     if weight is not None:
         check_gathered(**{names.weight: weight})
+        if weight.dim() == 1:
+            raise ValueError(f"{names.weight} must have shape [V, D], got {tuple(weight.shape)}; {INSIDE_FORWARD}")
         check_ndim(names.weight, weight, 2, "[V, D]")
         V, D = weight.shape
         if 0 in (V, D):

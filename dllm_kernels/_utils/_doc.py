@@ -116,7 +116,7 @@ SHARED = {
         "teacher's logits too."
     ),
     "input_ids": "clean tokens ``[B, L]``, integer.",
-    "loss_mask": "``[B, L]``, bool or numeric, nonzero for supervised positions.",
+    "loss_mask": "``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.",
     "generator": (
         "source of one seed per call, which each row uses with its index. A CPU generator can be used for tensors on "
         "any device and gives the same result on all of them. None: the default generator of the device."

@@ -28,7 +28,10 @@ def raise_bad_target(
         bad = bad & (counted != 0)
     if (where := first_true(bad)) is not None:
         position = (*where[:-1], where[-1] + shift) if where else where
-        raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
+        dist = torch.distributed
+        split = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        hint = "; a head or logits split over ranks must be a DTensor, not its local shard" if split else ""
+        raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}{hint}")
 
 
 def _in_range(targets: torch.Tensor, V: int, ignore_index: int | None) -> bool:

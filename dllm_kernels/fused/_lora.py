@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward
+from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward, trains_tokens
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
 
@@ -304,14 +304,23 @@ def _check_linear(head: Any, advice: str) -> None:
 
 
 def _check_shape(head: Any, advice: str) -> None:
-    if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
+    if not isinstance(head, nn.Linear):
         _refuse(head, advice)
     # torchao's quantized weights are tensor subclasses in a plain layer.
     if is_traceable_wrapper_subclass(head.weight) and not is_dtensor(head.weight):
         _refuse(head, advice, f" with a weight of {type_name(head.weight)}")
+    # Not compared with out_features, which F.linear does not read. FSDP1 and ZeRO-3 flatten it outside of the forward.
+    if head.weight.dim() not in (1, 2) or not head.weight.is_floating_point():
+        dtype = str(head.weight.dtype).removeprefix("torch.")
+        _refuse(head, advice, f" with a weight {tuple(head.weight.shape)} of {dtype}")
 
 
 def _refuse(head: object, advice: str, what: str = "") -> None:
+    if trains_tokens(head):
+        what = (
+            " (trainable_token_indices), whose weight is computed at each access: pass head.weight to forward_fused of "
+            "a loss"
+        )
     raise ValueError(
         f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}{what}; {advice}"
     )

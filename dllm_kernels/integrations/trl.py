@@ -49,7 +49,7 @@ from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.integrations._hosts import Host, PatchReport
+from dllm_kernels.integrations._hosts import Host, PatchReport, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 
@@ -96,7 +96,9 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
     module = _host.module(HOME)
     original = vars(module).get(NAME)
     ours = ChunkedLogProbs(original, logits_dtype)
-    if callable(forward := getattr(original, "forward", None)):
+    if original is not None and not _host.owns(original):
+        found = [f"{module.__name__}.{NAME} is {origin(original)}, not the framework's own"]
+    elif callable(forward := getattr(original, "forward", None)):
         found = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
     else:
         found = [f"{module.__name__} has no {NAME}.forward"]

@@ -484,7 +484,8 @@ def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:
     _checks.check_whole_tensor("ids", ids)
     _checks.check_ndim("ids", ids, 2, "[B, L]")
     _checks.check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_masks_like("ids", ids, loss_mask=loss_mask)
+    _checks.check_like("ids", ids, _checks.MASK_DTYPES, loss_mask=loss_mask)
+    _checks.check_mask_values("loss_mask", loss_mask, no_ids=True)
     return checked_mask_id(mask_token_id, ids, "ids")
 
 

@@ -25,7 +25,7 @@ from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.support import nemo_lora
-from tests.support.hosts import assert_patched_once, found
+from tests.support.hosts import assert_patched_once, defined_in, found
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
@@ -558,18 +558,18 @@ def test_other_signatures_keep_their_names_or_are_rejected(strategy, monkeypatch
     other = type(
         "MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": forward, "new_method": constructor}
     )
-    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", other)
+    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", defined_in(loss, other))
     monkeypatch.delattr(module("components.datasets.dllm.corruption"), "gumbel_topk")
     before = host_attributes()
     with pytest.raises(
-        RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected signatures; nothing was replaced:"
+        RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected definitions; nothing was replaced:"
     ) as error:
         integration.patch(strict=True)
     assert_identical(before, host_attributes())
     assert integration.unpatch() == ()
     names = "MDLMCrossEntropyLoss, gumbel_topk"
     with pytest.warns(
-        UserWarning, match=rf"^nemo_automodel 0\.\S+ has unexpected signatures; {names} stay as they are:\n"
+        UserWarning, match=rf"^nemo_automodel 0\.\S+ has unexpected definitions; {names} stay as they are:\n"
     ) as warned:
         report = integration.patch()
     assert warned[0].filename == __file__
@@ -607,9 +607,9 @@ class DFlashDecayLoss(nn.Module):
 def test_a_later_version_is_patched_where_it_fits(strategy, monkeypatch):
     """A class with new arguments and methods, one that became a function, and a module that moved."""
     loss = module("components.loss.dllm_loss")
-    monkeypatch.setattr(loss, "DFlashDecayLoss", DFlashDecayLoss)
+    monkeypatch.setattr(loss, "DFlashDecayLoss", defined_in(loss, DFlashDecayLoss))
     linear = module("components.loss.linear_ce")
-    monkeypatch.setattr(linear, "FusedLinearCrossEntropy", lambda *args, **kwargs: None)
+    monkeypatch.setattr(linear, "FusedLinearCrossEntropy", defined_in(linear, lambda *args, **kwargs: None))
     collate = "nemo_automodel.components.datasets.dllm.collate"
     monkeypatch.setitem(sys.modules, collate, None)
     with monkeypatch.context() as m:
@@ -646,9 +646,38 @@ def test_two_threads_patch_once(strategy, monkeypatch):
 
 def test_a_version_that_passes_fewer_arguments_is_supported(strategy, monkeypatch):
     other = type("MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": fewer_arguments})
-    monkeypatch.setattr(module("components.loss.dllm_loss"), "MDLMCrossEntropyLoss", other)
-    assert integration.patch().replaced
+    loss = module("components.loss.dllm_loss")
+    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", defined_in(loss, other))
+    assert "MDLMCrossEntropyLoss" in {name for _, name in integration.patch().replaced}
     assert integration.unpatch()
+
+
+def own_loss(logits, *args):
+    return "the user's"
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "value"),
+    [
+        ("components.loss.dllm_loss", "encoder_ar_loss", own_loss),
+        ("components.loss.dllm_loss", "MDLMCrossEntropyLoss", type("MDLMCrossEntropyLoss", (nn.Module,), {})),
+        ("components.datasets.dllm.corruption", "corrupt_uniform", functools.partial(own_loss)),
+        ("components.loss.utils", "calculate_loss", "wrapped"),
+    ],
+)
+def test_what_the_user_put_in_the_place_of_a_name_is_kept(strategy, monkeypatch, home, name, value):
+    """It has the name of the host's, and a wrapped function its module."""
+    loss = module(home)
+    if value == "wrapped":
+        value = functools.wraps(getattr(loss, name))(lambda *args, **kwargs: "the user's")
+    monkeypatch.setattr(loss, name, value)
+    with pytest.warns(
+        UserWarning, match=rf"unexpected definitions; {name} stay as they are:\n  .*{name} is .* not the "
+    ):
+        report = integration.patch()
+    assert getattr(loss, name) is value
+    assert name not in {name for _, name in report.replaced}
+    assert dict(report.kept)[name].endswith("not the framework's own")
 
 
 # The token losses and MTP ---------------------------------------------------------------------------------------------

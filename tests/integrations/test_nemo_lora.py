@@ -96,7 +96,7 @@ def quantized(model):
 
 
 def packed(model):
-    model.lm_head.weight.data = torch.zeros(7, 1)
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(7, 1, dtype=torch.uint8), requires_grad=False)
 
 
 def hooked(model):
@@ -113,7 +113,7 @@ def replaced(model):
 
 CHANGES = {
     quantized: "with a base layer that is quantized or of another library",
-    packed: "PatchedLinearLoRA; ",
+    packed: r"PatchedLinearLoRA with a weight \(7, 1\) of uint8; ",
     hooked: "got a hook",
     hooked_within: "with a hook",
     replaced: "with a forward set on the object",

@@ -20,7 +20,7 @@ from dllm_kernels import PolicyViews, diffusion_generate, policy_views
 from dllm_kernels.integrations import nemo_automodel, speculators
 from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
-from tests.support.hosts import assert_patched_once
+from tests.support.hosts import assert_patched_once, defined_in
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
 N, H, V = 6, 8, 21
@@ -88,17 +88,20 @@ def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes cap, which ours does not"),
-        (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes top, which ours does not"),
-        (SimpleNamespace(forward=longer), r"outputs defaults to \(\), ours to \('entropy', "),
-        (SimpleNamespace(), "trl.kernels has no ChunkedLogProbFunction.forward"),
-        (None, "trl.kernels has no ChunkedLogProbFunction.forward"),
+        ({"forward": longer}, "ChunkedLogProbFunction.forward: takes cap, which ours does not"),
+        ({"forward": longer}, "ChunkedLogProbFunction.forward: takes top, which ours does not"),
+        ({"forward": longer}, r"outputs defaults to \(\), ours to \('entropy', "),
+        ({}, "trl.kernels has no ChunkedLogProbFunction.forward"),
+        (None, "trl.kernels has no ChunkedLogProbFunction"),
+        (SimpleNamespace(forward=longer), "types.SimpleNamespace, not the framework's own"),
     ],
 )
 def test_another_signature_keeps_the_function_or_is_rejected(host, monkeypatch, changed, message):
+    if isinstance(changed, dict):
+        changed = defined_in(host.kernels, type("ChunkedLogProbFunction", (), changed))
     monkeypatch.setattr(host.kernels, "ChunkedLogProbFunction", changed)
     before = host_attributes()
-    differ = r"^trl 1\.16\.0 has unexpected signatures; "
+    differ = r"^trl 1\.16\.0 has unexpected definitions; "
     with pytest.raises(RuntimeError, match=rf"{differ}nothing was replaced:\n(.|\n)*{message}"):
         integration.patch(strict=True)
     with pytest.warns(UserWarning, match=rf"{differ}ChunkedLogProbFunction stay as they are:\n(.|\n)*{message}"):

@@ -18,7 +18,7 @@ from tests.support.cases import FIRSTS, LOSSES
 NO_LOSSES = (
     losses.DLLMLossOutput, losses.SCDDSchedule, losses.acceptance_length, losses.acceptance_stats,
     losses.block_targets, losses.sample_anchors, losses.sample_prefix, losses.compute_per_token_nll,
-    losses.draft_accuracy, losses.scdd_schedule,
+    losses.draft_accuracy, losses.next_token_mask, losses.scdd_schedule,
 )  # fmt: skip
 HOMES = {
     "losses": " ".join(

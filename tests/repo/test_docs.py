@@ -98,6 +98,16 @@ def decoder(code):
     return n
 
 
+def attention_in_any_version(code):
+    """The mask of zeros gives what ``is_causal=False`` gives, also if that has no effect."""
+    n = decoder(python(PAGES["decoder.md"])[0])
+    run(code, n)
+    torch.testing.assert_close(n["hidden_of_all"], n["hidden"])
+    n["model"].config.is_causal = True
+    run(code, n)
+    torch.testing.assert_close(n["hidden_of_all"], n["hidden"])
+
+
 def padded(code):
     """A bias of -inf equals the head without its last rows, in the gradient, too."""
     n = decoder(python(PAGES["decoder.md"])[0])
@@ -190,7 +200,7 @@ def names_of_others(code):
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 FENCE_CHECKS = {
-    "decoder.md": (decoder, padded),
+    "decoder.md": (decoder, attention_in_any_version, padded),
     "models.md": (facts,),
     "frameworks/nemo-automodel.md": (framework, loop_with_a_strategy),
     "frameworks/hugging-face.md": (trainer,),
@@ -257,6 +267,74 @@ def masks(n):
     assert not (n["noise_mask"] & (n["labels"] == -100)).any()
     nll = plain_nll(n["logits"], n["input_ids"])
     same(n["out"].total_loss, (nll * n["noise_mask"] / n["p_mask"]).sum() / n["count"])
+
+
+@page("published-noise.md")
+def published_noise(n):
+    """``corruption/test_published.py`` compares the distributions."""
+    ids, loss_mask = torch.randint(0, n["MASK"], (3, 12)), torch.ones(3, 12)
+    loss_mask[:, :3] = 0
+    for name in ("llada", "dllm", "bd3lm", "gidd", "duo"):
+        noisy, noise_mask, _ = n[name](ids, loss_mask)
+        assert not (noise_mask & (loss_mask == 0)).any()
+        assert torch.equal(noisy[~noise_mask], ids[~noise_mask])
+    assert n["sdar"](ids, loss_mask, torch.zeros_like(ids))[1].any(1).all()
+    noisy, noise_mask, _, in_block = n["dparallel"](ids, torch.tensor([0, 2, 5]))
+    assert torch.equal(noise_mask, noisy == n["MASK"])
+    for row, block, start in zip(noise_mask, in_block, (0, 2, 5), strict=True):
+        first, last = block.nonzero()[[0, -1], 0].tolist()
+        assert (first - start) % 4 == 0
+        assert not row[:first].any()
+        assert row[last + 1 :].all()
+    tokens = 9
+    _, noise_mask, _ = ours.corrupt_uniform(torch.zeros(20_000, tokens).long(), torch.ones(20_000, tokens), 1)
+    assert "with a probability of about 1 / (n + 1)" in " ".join(PAGES["published-noise.md"].split())
+    assert abs((~noise_mask.any(1)).double().mean() - 1 / (tokens + 1)) < 0.01
+
+
+@page("packed-data.md")
+def packed_data(n):
+    """The loss and its gradient are those of each document alone, without a mask."""
+    model, grad = n["model"], n["model"].lm_head.weight.grad.clone()
+    model.zero_grad()
+    total, shifted, next_token, pairs, L = 0.0, 0.0, 0.0, 0, n["ids"].shape[1]
+    for b, segments in enumerate(n["segments"]):
+        for j in range(int(segments.max()) + 1):
+            place = b, segments == j
+            ids, noise, p = (n[name][place][None] for name in ("ids", "noise_mask", "p_mask"))
+            assert len(p.unique()) == 1
+            logits = model(input_ids=n["noisy"][place][None]).logits
+            diffusion = logits.index_fill(-1, torch.tensor([n["MASK"]]), -math.inf)
+            total = total + (plain_nll(diffusion, ids) * noise / p).sum()
+            following = plain_nll(logits[:, :-1], ids[:, 1:])
+            shifted = shifted + (following * noise[:, 1:] / p[:, 1:]).sum()
+            next_token, pairs = next_token + following.sum(), pairs + following.numel()
+    assert n["predicted"].sum() == pairs == n["loss_mask"].sum() - len(n["documents"])
+    assert len(n["segments"]) < len(n["documents"])
+    (total / n["loss_mask"].sum()).backward()
+    same(n["out"].total_loss, total / n["loss_mask"].sum())
+    same(grad, model.lm_head.weight.grad)
+    same(n["shifted"].total_loss, shifted / pairs)
+    same(n["next_token"], next_token / pairs)
+    assert n["inputs"]["attention_mask"].shape == (len(n["segments"]), 1, L, L)
+    assert torch.equal(n["inputs"]["segment_ids"], n["segments"])
+    text = " ".join(PAGES["packed-data.md"].split())
+    with torch.no_grad():  # the statements on attention
+        exact = model(input_ids=n["ids"], attention_mask=n["same"], position_ids=n["batch"]["position_ids"]).logits
+        inside = n["segments"] >= 0
+
+        def differs(mask):
+            other = model(input_ids=n["ids"], attention_mask=mask, position_ids=n["batch"]["position_ids"]).logits
+            return not torch.allclose(other[inside], exact[inside], atol=1e-5)
+
+        assert "transformers 5.24 attends to the whole row, whatever the positions are" in text
+        assert differs(None)
+        assert differs(n["batch"]["attention_mask"])
+        model.set_attn_implementation("eager")
+        assert "a bool would add 1 within a document" in text
+        assert differs(n["same"])
+        assert "`torch.where(same, 0.0, torch.finfo(torch.float32).min)`" in text
+        assert not differs(torch.where(n["same"], 0.0, torch.finfo(torch.float32).min))
 
 
 @page("index.md")
@@ -650,6 +728,8 @@ def test_the_code_runs_as_printed(name):
         pytest.skip("this torch has no linear_cross_entropy")
     torch.manual_seed(0)
     names, codes = {}, python(PAGES[name])
+    if any("from transformers import" in code for code in codes):
+        pytest.importorskip("transformers")
     if name == "index.md":
         names["first_screen"] = loop_of_the_first_screen()
         run(codes.pop(0), names["first_screen"])
