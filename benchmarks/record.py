@@ -35,6 +35,22 @@ PACKAGES = (
 )
 
 
+# Whole names of GPUs with a model or a bar -> short name and number of multiprocessors. Another card may have a name that
+# contains one of these (GH200), and a slice of a card has fewer multiprocessors.
+CARDS = {
+    "NVIDIA A100-SXM4-80GB": ("A100", 108),
+    "NVIDIA H100 80GB HBM3": ("H100", 132),
+    "NVIDIA H200": ("H200", 132),
+}
+
+
+def card(gpu: Mapping[str, Any] | None) -> str | None:
+    """Return the short name of a GPU in the environment of a measurement; None if it is not in ``CARDS``."""
+    gpu = gpu or {}
+    short, multiprocessors = CARDS.get(str(gpu.get("name")), (None, None))
+    return short if gpu.get("multiprocessors") == multiprocessors else None
+
+
 def _command(*words: str) -> str | None:
     if shutil.which(words[0]) is None:
         return None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.linear_nll import BARE
+from benchmarks.record import card
 from benchmarks.shapes import HEADLINE, Shape
 
 Record = dict[str, Any]
@@ -37,7 +38,7 @@ class Bar:
         phase: phase of the measurement.
         measured: function of the candidates of the case, and of a lookup of another case by its differences. It returns
             None if a measurement is missing.
-        least: smallest value that meets the bar, or one such value per device, by a part of its name.
+        least: smallest value that meets the bar, or one such value per card (``record.CARDS``).
     """
 
     claim: str
@@ -47,11 +48,9 @@ class Bar:
     measured: Measured
     least: float | Mapping[str, float]
 
-    def on(self, device: str) -> float | None:
-        """Return the smallest value that meets the bar on a device; None if the bar does not exist there."""
-        if not isinstance(self.least, Mapping):
-            return self.least
-        return next((value for name, value in self.least.items() if name in device), None)
+    def on(self, card: str | None) -> float | None:
+        """Return the smallest value that meets the bar on a card; None if the bar does not exist there."""
+        return self.least.get(card or "") if isinstance(self.least, Mapping) else self.least
 
 
 def _median(them: Candidates, name: str) -> float | None:
@@ -158,10 +157,14 @@ def _read(path: Path) -> Record:
     return found
 
 
-def _where(written: Record) -> tuple[object, object]:
+def _gpu(written: Record) -> Record:
+    return (written.get("environment") or {}).get("gpu") or {}
+
+
+def _where(written: Record) -> tuple[object, ...]:
     """Return the values that must agree between a measurement and the verification: package sources and device."""
-    environment = written.get("environment") or {}
-    return environment.get("sources"), (environment.get("gpu") or {}).get("name")
+    gpu = _gpu(written)
+    return (written.get("environment") or {}).get("sources"), gpu.get("name"), gpu.get("multiprocessors")
 
 
 def _cases(written: Record) -> list[tuple[Record, str, Candidates]]:
@@ -195,7 +198,7 @@ def _verdict(bar: Bar, written: Record, verified: Record | None) -> str:
     if (failed := ours.get("extra", {}).get("failed")) is not None:
         return f"- FAILED: {bar.claim}: {failed}"
     value = bar.measured(them, lambda **other: _candidates(written, bar.case | other, bar.phase))
-    least = bar.on(str(_where(written)[1]))
+    least = bar.on(card(_gpu(written)))
     limit = "no bar for this device" if least is None else f"bar {least:.3g}"
     if value is None:
         return f"- not measured: {bar.claim}, {limit}{_beside(them)}"

@@ -16,10 +16,13 @@ import pytest
 import torch
 
 from benchmarks import on_gpu, shapes, tune, verdicts
+from benchmarks import record as record_of
 from benchmarks.on_gpu import Step
+from benchmarks.record import CARDS
 from tests.conftest import DEVICE, usually
 from tests.support.interpreter import NEEDS_OLDER_NUMPY
 from tools import predicted
+from tools.gpus import GPUS
 
 ORDER = ["peers", "verify", "headline", "token_nll", "linear_nll", "trained_head", "corruption", "variants"]
 SECOND = ["gpu_tests", "compile", "parity", "row_stats"]
@@ -309,7 +312,8 @@ def record(name, seconds, case, phase="forward", floor=1.0, subject="token_nll",
     }  # fmt: skip
 
 
-HERE = {"sources": "1234", "gpu": {"name": "NVIDIA H100 80GB HBM3"}}
+H100 = {"name": "NVIDIA H100 80GB HBM3", "multiprocessors": 132}
+HERE = {"sources": "1234", "gpu": H100}
 RIGHT = {"check": "NLL", "quantity": "nll", "error": 0.1, "allowed": 0.2, "passed": True}
 VERIFIED = {"environment": HERE, "complete": True, "findings": [RIGHT]}
 
@@ -362,13 +366,32 @@ def test_every_bar_has_its_verdict(tmp_path):
     assert lines[-1] == "- NOT MET: k at V 7, chunk: 0.75 of its prediction, bar 0.9 to 1.1"
 
 
-@pytest.mark.parametrize(("device", "word"), [("H100", "met"), ("H200", "NOT MET"), ("A100", "no bar")])
-def test_a_bar_of_a_device_does_not_judge_another(device, word, tmp_path):
-    where = HERE | {"gpu": {"name": f"NVIDIA {device}"}}
+@pytest.mark.parametrize(
+    ("device", "multiprocessors", "word"),
+    [
+        ("NVIDIA H100 80GB HBM3", 132, "met"),
+        ("NVIDIA H200", 132, "NOT MET"),
+        ("NVIDIA A100-SXM4-80GB", 108, "no bar"),
+        ("NVIDIA GH200 480GB", 132, "no bar"),
+        ("NVIDIA H200 NVL", 132, "no bar"),
+        ("NVIDIA H100 PCIe", 114, "no bar"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 60, "no bar"),
+        ("NVIDIA H100 80GB HBM3", 60, "no bar"),
+    ],
+)
+def test_a_bar_of_a_device_does_not_judge_another(device, multiprocessors, word, tmp_path):
+    where = HERE | {"gpu": {"name": device, "multiprocessors": multiprocessors}}
     found = [record("ours", 1.0, ALL, **LINEAR), record("bare products", 0.89, ALL, **LINEAR)]
     lines = written(tmp_path, VERIFIED | {"environment": where}, where, headline=found)
     assert lines[4].startswith(f"- {word}: frozen head")
     assert ("no bar for this device" in lines[4]) == (word == "no bar")
+
+
+def test_the_cards_of_bars_and_models_are_the_same():
+    models = {name: gpu.multiprocessors for name, gpu in GPUS.items()}
+    assert dict(CARDS.values()) == models
+    assert {key for bar in verdicts.bars("full") if isinstance(bar.least, dict) for key in bar.least} <= models.keys()
+    assert record_of.card(None) is None
 
 
 def test_every_figure_of_the_bars_is_measured():
@@ -510,6 +533,7 @@ def test_predictions_are_read_and_never_computed_there(tmp_path):
     model.write_text(json.dumps(reports))
     assert predicted.shares(model, "H200") == {"k": 0.7, "chunk": 0.6}
     assert predicted.shares(None, "H200") == predicted.shares(tmp_path / "none.json", "H200") == {}
+    assert predicted.shares(model, None) == {}  # not that of another GPU
 
 
 @pytest.mark.parametrize(
