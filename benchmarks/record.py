@@ -35,8 +35,8 @@ PACKAGES = (
 )
 
 
-# Whole names of GPUs with a model or a bar -> short name and number of multiprocessors. Another card may have a name that
-# contains one of these (GH200), and a slice of a card has fewer multiprocessors.
+# Whole names of GPUs with a model or a bar -> short name and number of multiprocessors. The name of another card may
+# contain a short name (GH200), and a slice of a card has fewer multiprocessors.
 CARDS = {
     "NVIDIA A100-SXM4-80GB": ("A100", 108),
     "NVIDIA H100 80GB HBM3": ("H100", 132),

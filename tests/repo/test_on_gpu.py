@@ -20,7 +20,6 @@ from benchmarks import record as record_of
 from benchmarks.on_gpu import Step
 from benchmarks.record import CARDS
 from tests.conftest import DEVICE, usually
-from tests.support.interpreter import NEEDS_OLDER_NUMPY
 from tools import predicted
 from tools.gpus import GPUS
 
@@ -486,7 +485,6 @@ sys.exit(verify.main(sys.argv[1:]))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(NEEDS_OLDER_NUMPY, reason="the interpreter of this Triton fails with this NumPy")
 def test_a_wrong_kernel_fails_the_run_and_leaves_every_verdict_unverified(rehearse, monkeypatch, capfd):
     monkeypatch.setattr(on_gpu, "verdicts", verdicts.verdicts)
     real = on_gpu.steps
