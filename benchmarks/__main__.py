@@ -14,6 +14,7 @@ from pathlib import Path
 
 # One thread: at this size, more threads would only wait for each other.
 TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot"),)
+FOLDERS = ("train", "all", "on_gpu", "prepare")  # subjects whose ``--out`` is a folder
 ONCE = ((*TOY[0], "--samples", "1", "--warmup", "0"),)  # of slow calls; the last value of an option counts
 
 
@@ -60,12 +61,12 @@ SUBJECTS = {
         "benchmarks.peers", "list the peers that can be imported, and the reason for the others", ((),), needs=()
     ),
     "verify": Subject(
-        "benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes", minutes=1.5
+        "benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes", minutes=1.0
     ),
     "headline": Subject(
         "benchmarks.headline",
         "ours alone at the headline shapes, with a copy and the bare matrix products",
-        minutes=1.5,
+        minutes=0.8,
     ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
@@ -79,7 +80,7 @@ SUBJECTS = {
     "divergence": Subject(
         "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
     ),
-    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k", minutes=0.7),
+    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k", minutes=0.6),
     "collate": Subject("benchmarks.collate", "the collator"),
     "calls": Subject(
         "benchmarks.calls", "calls with visible overhead, such as small calls, compared with plain PyTorch"
@@ -91,6 +92,12 @@ SUBJECTS = {
         "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "linear_nll_rows[bf16]"),),
+        needs=("triton",),
+    ),
+    "prepare": Subject(
+        "tools.prepare",
+        "without a GPU, predictions and compiled kernels for a run on a GPU",
+        (("--size", "toy"),),
         needs=("triton",),
     ),
     "predicted": Subject(
@@ -172,9 +179,7 @@ def smoke(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in argv or SUBJECTS:
             for number, args in enumerate(SUBJECTS[name].smoke):
-                out = Path(scratch) / (
-                    f"{name}-{number}" if name in ("train", "all", "on_gpu") else f"{name}-{number}.json"
-                )
+                out = Path(scratch) / (f"{name}-{number}" if name in FOLDERS else f"{name}-{number}.json")
                 takes_out = name != "inspect"
                 if not _smoke_one(name, (*args, *(("--out", str(out)) if takes_out else ()))):
                     failed.append(" ".join((name, *args)))

@@ -223,10 +223,10 @@ def _verification(written: Record) -> tuple[Record | None, str]:
     """Return (the verification if it holds, a line that describes it)."""
     wrong = [f"{f['check']}: {f['quantity']}" for f in written.get("findings", ()) if not f["passed"]]
     if wrong:
-        return None, f"- NOT VERIFIED: {'; '.join(wrong)}"
+        return None, f"KERNELS WRONG: {'; '.join(wrong)}\n"
     if not written.get("complete"):
-        return None, "- NOT VERIFIED: the step verify did not come to its end"
-    return written, f"- verified: {len(written['findings'])} comparisons on all rows"
+        return None, "KERNELS NOT VERIFIED: the step verify did not come to its end\n"
+    return written, f"kernels verified: {len(written['findings'])} comparisons with float64 on all rows\n"
 
 
 def verdicts(folder: Path, size: str = "full") -> list[str]:

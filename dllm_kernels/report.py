@@ -113,8 +113,8 @@ def _unusable(device: str) -> str | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.zeros(1, device=device)
-    except Exception as error:  # the report must list any failure
-        return _said(error)
+    except Exception as failure:
+        return _said(failure)
     return None
 
 
@@ -123,17 +123,17 @@ def _tried(device: str, backend: str) -> str:
     wrong = []
     try:
         runs = "triton" if use_triton(backend, torch.zeros(1, device=device)) else "torch"
-    except ValueError as error:
-        return f"no, {_said(error)}"
+    except ValueError as refused:
+        return f"no, {_said(refused)}"
     for name, check in CHECKS.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # warnings of Triton's interpreter contain the path of its file
                 error, allowed = check(device, backend)
-        except ValueError as found:
-            return f"no, {_said(found)}"
-        except Exception as found:
-            return f"fails, {_said(found)}"
+        except ValueError as refused:
+            return f"no, {_said(refused)}"
+        except Exception as failure:  # the report must list any failure
+            return f"fails, {_said(failure)}"
         if not error <= allowed:
             wrong.append(f"{name} by {error:.1e}")
     return f"{runs}, {'WRONG: ' + ', '.join(wrong) if wrong else 'right'}"
