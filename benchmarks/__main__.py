@@ -104,7 +104,9 @@ SUBJECTS = {
         "tools.predicted", "the row kernels, compared with the prediction of the static roofline", ONCE
     ),
     "variants": Subject(
-        "benchmarks.variants", "alternatives to the package's chunk sizes, cache hint and prefetching", ONCE
+        "benchmarks.variants",
+        "candidates for chunk sizes, cache hints, epilogues and samples, with their predicted gain",
+        ONCE,
     ),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes", ONCE),
     "on_gpu": Subject(

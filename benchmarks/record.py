@@ -200,6 +200,8 @@ def _row(result: Result, baseline: Result | None) -> dict[str, str]:
             row["host"] = duration(result.timing.host)
         if baseline is not None and baseline.timing is not None:
             row[f"speed / {baseline.name}"] = f"{baseline.timing.median / result.timing.median:.2f}x"
+        if result.extra.get("gain") is not None:
+            row["predicted"] = f"{result.extra['gain']:.2f}x"
         if result.floor_s is not None:
             row["of floor"] = f"{100 * result.floor_s / result.timing.median:.0f} %"
     if result.peak_bytes is not None:

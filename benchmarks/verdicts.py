@@ -219,6 +219,19 @@ def _surprise(case: Record, name: str, them: Candidates, verified: bool) -> str:
     return f"- {word}: {case['kernel']} at V {case['V']}, {name}: {ratio:.2f} of its prediction, bar 0.9 to 1.1"
 
 
+def _gains(case: Record, them: Candidates, verified: bool) -> list[str]:
+    """Return a line for each candidate of ``variants`` whose gain was predicted, or that is faster than ours."""
+    lines = []
+    what = ", ".join(str(value) for key, value in case.items() if key != "subject")
+    for name, found in them.items():
+        gain, predicted = _ratio(_median(them, "ours"), _median(them, name)), found["extra"].get("gain")
+        if name != "ours" and gain is not None and (predicted is not None or gain > 1):
+            word = "unverified" if not verified else "faster" if gain > 1 else "not faster"
+            said = "" if predicted is None else f", predicted {predicted:.2f}"
+            lines.append(f"- {word}: candidate {name} for {what}: {gain:.2f} times as fast as ours{said}")
+    return lines
+
+
 def _verification(written: Record) -> tuple[Record | None, str]:
     """Return (the verification if it holds, a line that describes it)."""
     wrong = [f"{f['check']}: {f['quantity']}" for f in written.get("findings", ()) if not f["passed"]]
@@ -230,13 +243,14 @@ def _verification(written: Record) -> tuple[Record | None, str]:
 
 
 def verdicts(folder: Path, size: str = "full") -> list[str]:
-    """Return a line for the verification, one for missing peers, one per bar, and one per predicted kernel."""
+    """Return lines: the verification, missing peers, one per bar, per predicted kernel, and per candidate."""
     verified, line = _verification(_read(folder / "verify.json"))
     missing = {name: why for name, why in _read(folder / "peers.json").get("imports", {}).items() if why is not None}
     lines = [line]
     if missing:
         lines.append("- not imported: " + "; ".join(f"{name} ({why})" for name, why in missing.items()))
     lines += [_verdict(bar, _read(folder / f"{bar.results}.json"), verified) for bar in bars(size)]
-    predicted = _read(folder / "predicted.json")
-    trusted = verified is not None and _where(predicted) == _where(verified)
-    return lines + [_surprise(*found, trusted) for found in _cases(predicted)]
+    predicted, variants = (_read(folder / f"{name}.json") for name in ("predicted", "variants"))
+    here = None if verified is None else _where(verified)
+    lines += [_surprise(*found, here == _where(predicted)) for found in _cases(predicted)]
+    return lines + [line for case, _, them in _cases(variants) for line in _gains(case, them, here == _where(variants))]

@@ -596,6 +596,17 @@ def test_failed_candidates_are_named(tmp_path):
     assert lines[4].endswith("2, bar 1 (beside plain; liger failed: RuntimeError: no)")
 
 
+def test_a_candidate_of_ours_is_compared_with_its_prediction(tmp_path):
+    case = {"what": "chunk", "V": 7}
+    times = {"ours": (1.0, None), "one pass": (0.8, 1.14), "no hint": (1.1, None), "in parts": (2.0, 1.5)}
+    found = [record(n, s, case, "launch", subject="variants", extra={"gain": gain}) for n, (s, gain) in times.items()]
+    assert [line for line in written(tmp_path, variants=found) if "candidate" in line] == [
+        "- faster: candidate one pass for chunk, 7: 1.25 times as fast as ours, predicted 1.14",
+        "- not faster: candidate in parts for chunk, 7: 0.50 times as fast as ours, predicted 1.50",
+    ]
+    assert written(tmp_path, {}, variants=found)[-1].startswith("- unverified: candidate in parts")
+
+
 def test_a_candidate_that_did_not_fit_decides_nothing(tmp_path):
     records = [record("ours", 1.0, LLADA, "both"), record("plain", 1.0, LLADA, "both") | {"timing": None}]
     assert written(tmp_path, token_nll=records)[3].startswith("- not measured")
