@@ -102,7 +102,7 @@ REFRESH = 15.0  # s between two updates of the files while a step runs
 RESERVE = 10.0  # s reserved for ending the last step and writing its outcome
 PATIENCE = 2.0  # s between SIGTERM and SIGKILL
 START, PAUSE = 1.5, 0.5  # min of ``--total`` for the start of the machine, and between two calls
-LEFT = "left out"  # first words of the outcome of a step that could not run
+LEFT, ENDED = "left out", "ended"  # first words of the outcome of a step that could not run, or took too long
 MARK = "DLLM_KERNELS_STEP"  # in the environment of all processes that a step starts
 
 
@@ -238,12 +238,18 @@ class Run:
         self.environment = environment("cpu" if toy else "cuda")
 
     def resume(self, folder: Path) -> None:
-        """Load the results of an earlier run, and the minutes of its calls; what was left out is not done."""
+        """Load the results of an earlier run, and the minutes of its calls.
+
+        Steps that were left out are not done. A verification that was ended is not done either, because without it
+        nothing counts, and now its kernels are compiled.
+        """
         with tarfile.open(folder / "results.tar.gz") as archive:
             archive.extractall(self.work, filter="data")
         summary = json.loads((self.work / "summary.json").read_text())
         self.earlier = list(summary["calls"])
-        self.done = {name: found for name, found in summary["steps"].items() if not found["outcome"].startswith(LEFT)}
+        for name, found in summary["steps"].items():
+            if not found["outcome"].startswith((LEFT, ENDED) if name == "verify" else LEFT):
+                self.done[name] = found
 
     def save(self, running: str | None = None) -> None:
         """Update the three output files, each atomically."""
@@ -307,7 +313,7 @@ class Run:
             self.save()
             print(f"{self.verdict}\n\n{log.read_text(errors='replace')}", flush=True)
         if status is None:
-            return f"ended after its {step.minutes:g} minutes"
+            return f"{ENDED} after its {step.minutes:g} minutes"
         if status and step.needs is not None and any(text in log.read_text() for text in REFUSALS):
             return f"{LEFT}: {step.needs} refuses this device"
         return "ok" if status == 0 else f"failed with status {status}"

@@ -273,6 +273,15 @@ def test_a_resumed_run_continues_and_keeps_earlier_results(rehearse, tmp_path):
     assert {"verify.log", "verify.json", "parity_nll.log"} < set(contents(out))
 
 
+def test_a_verification_that_was_ended_runs_again(rehearse, tmp_path):
+    """Without it no verdict counts. Other steps that were ended keep what they have measured."""
+    _, out = rehearse(lambda work: [shell(name, "sleep 60", minutes=0.01) for name in ("verify", "tune")])
+    assert set(outcomes(out).values()) == {"ended after its 0.01 minutes"}
+    earlier = out.rename(tmp_path / "earlier")
+    status, out = rehearse(lambda work: [shell(name, "true") for name in ("verify", "tune")], "--resume", str(earlier))
+    assert (status, outcomes(out)) == (0, {"tune": "ended after its 0.01 minutes", "verify": "ok"})
+
+
 def test_the_environment_is_queried_once_and_before_the_first_step(rehearse, monkeypatch, tmp_path):
     """The query runs git and nvidia-smi, which would take time from the measurements."""
     queried = tmp_path / "asked"
