@@ -97,7 +97,7 @@ SUBJECTS = {
     "prepare": Subject(
         "tools.prepare",
         "without a GPU, predictions and compiled kernels for a run on a GPU",
-        (("--size", "toy"),),
+        (),  # tests/repo/test_on_gpu.py runs it
         needs=("triton",),
     ),
     "predicted": Subject(
