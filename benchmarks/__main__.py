@@ -14,7 +14,6 @@ from pathlib import Path
 
 # One thread: at this size, more threads would only wait for each other.
 TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot"),)
-FOLDERS = ("train", "all", "on_gpu", "prepare")  # subjects whose ``--out`` is a folder
 ONCE = ((*TOY[0], "--samples", "1", "--warmup", "0"),)  # of slow calls; the last value of an option counts
 
 
@@ -181,7 +180,9 @@ def smoke(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in argv or SUBJECTS:
             for number, args in enumerate(SUBJECTS[name].smoke):
-                out = Path(scratch) / (f"{name}-{number}" if name in FOLDERS else f"{name}-{number}.json")
+                out = Path(scratch) / (
+                    f"{name}-{number}" if name in ("train", "all", "on_gpu") else f"{name}-{number}.json"
+                )
                 takes_out = name != "inspect"
                 if not _smoke_one(name, (*args, *(("--out", str(out)) if takes_out else ()))):
                     failed.append(" ".join((name, *args)))
