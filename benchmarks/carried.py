@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.record import version, write_whole
+from benchmarks.record import said, version, write_whole
 
 MODEL, KERNELS, RECORD = "model.json", "triton.tar.gz", "prepared.json"  # files of a prepared folder
 
@@ -82,14 +82,23 @@ def use_prepared(folder: Path, work: Path) -> str:
     prepared = json.loads((folder / RECORD).read_text())
     if prepared["triton"] != version("triton"):
         return f"not used: {folder}, prepared with Triton {prepared['triton']}, here is {version('triton')}"
+    shutil.copy(folder / MODEL, work)
+    try:
+        count = _extract(folder / KERNELS)
+    except (OSError, tarfile.TarError) as error:  # a cache that cannot be written to must not prevent the run
+        return f"prepared: predictions alone, {said(error)}"
+    return f"prepared: predictions, and {count} kernels for {prepared['target']}"
+
+
+def _extract(kernels: Path) -> int:
+    """Extract kernels into Triton's cache; return their number."""
     from triton import knobs
 
-    shutil.copy(folder / MODEL, work)
     cache = Path(knobs.cache.dir)
-    with tarfile.open(folder / KERNELS) as archive:
+    with tarfile.open(kernels) as archive:
         archive.extractall(cache, filter="data")
         groups = [cache / name for name in archive.getnames() if Path(name).name.startswith("__grp__")]
     for group in groups:  # these list the files of a kernel with their folder
         names = json.loads(group.read_text())["child_paths"]
         write_whole(group, json.dumps({"child_paths": {name: str(group.parent / name) for name in names}}))
-    return f"prepared: predictions, and {len(groups)} kernels for {prepared['target']}"
+    return len(groups)
