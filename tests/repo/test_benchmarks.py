@@ -463,4 +463,4 @@ def test_durations_are_those_of_the_steps_on_a_gpu(capsys):
     assert stated == {name: steps[name] for name in stated}
     assert command.main(["--help"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"headline .*\(estimated 1.5 minutes on an H200\)$", printed, re.MULTILINE)
+    assert re.search(r"headline .*\(estimated 0.8 minutes on an H200\)$", printed, re.MULTILINE)
