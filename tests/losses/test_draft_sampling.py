@@ -8,7 +8,15 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels import DFlashDecayLoss, DraftDistillationLoss, block_targets, sample_anchors, sample_prefix
+from dllm_kernels import (
+    DFlashDecayLoss,
+    DraftDistillationLoss,
+    acceptance_length,
+    acceptance_stats,
+    block_targets,
+    sample_anchors,
+    sample_prefix,
+)
 from tests.conftest import DEVICE
 
 SEEDS = torch.tensor([5, -3, 2**62, 0])
@@ -147,6 +155,59 @@ def test_a_prefix_equals_the_direct_formula(form, normalize, gamma, anchor_row, 
     (grad,) = torch.autograd.grad(out.total_loss, hidden)
     assert grad[weights == 0].abs().sum() == 0
     assert out.draft_count_per_pos.sum() == (weights != 0).sum()
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("anchor_row", [False, True])
+def test_the_acceptance_of_a_perfect_draft_after_a_prefix(anchor_row, form):
+    """The mean of block_size - l; with a row for the anchor, of one more. By hand: given rows may be masked."""
+    torch.manual_seed(0)
+    rows, prefix = 4 if anchor_row else 3, torch.tensor([[1, 2, 3], [3, 3, 1]], device=DEVICE)
+    h, head = torch.randn(2, 3 * rows, 5, device=DEVICE), torch.randn(9, 5, device=DEVICE)
+    x, mask = h @ head.T, torch.ones(2, 3 * rows, device=DEVICE)
+    loss, y = DFlashDecayLoss(anchor_row=anchor_row), x.argmax(-1)
+    options = {"anchor_row": anchor_row, "bonus": True}
+
+    def called(targets, prefix, mask):
+        rest = targets, mask, None, 4
+        return loss(x, *rest, prefix=prefix) if form == "logits" else loss.forward_fused(h, head, *rest, prefix=prefix)
+
+    out = called(y, prefix, mask)
+    lengths = 4 + anchor_row - prefix
+    torch.testing.assert_close(acceptance_length(out, mask, 4, **options), 1 + lengths.float().mean())
+    torch.testing.assert_close(
+        acceptance_length(out, mask, 4, **options, prefix=prefix.int()), 1 + lengths.float().mean()
+    )
+    matches = torch.ones_like(mask)
+    assert [t.item() for t in acceptance_stats(matches, mask, 4, anchor_row=anchor_row, prefix=prefix)] == [
+        lengths.sum(),
+        6,
+    ]
+    wrong, holes = y.clone(), mask.clone()
+    wrong[0, rows + 2] += 1 - 2 * (wrong[0, rows + 2] > 0)  # the second row that is read of the second block
+    holes[1, :2] = 0  # in the prefix of the fourth block
+    holes[0, 2 * rows + 2] = 0  # the first row that is read of the third block, which does not count
+    total, count = acceptance_stats(called(wrong, prefix, holes), holes, 4, anchor_row=anchor_row)
+    assert count == 5
+    assert total == lengths.sum() - (lengths[0, 1] - 1) - lengths[0, 2]
+    other = called(y, torch.ones_like(prefix), mask)
+    with pytest.raises(ValueError, match=r"^prefix must be that of the loss call, which output holds, or None, got "):
+        acceptance_length(other, mask, 4, anchor_row=anchor_row, prefix=prefix)
+    with pytest.raises(ValueError, match=r"^prefix must have shape \(2, 3\) \(an entry for each block\), got \(2, 2\)"):
+        acceptance_length(matches, mask, 4, anchor_row=anchor_row, prefix=prefix[:, :2])
+    with pytest.raises(ValueError, match=r"^prefix must lie in \[1, [34]\], got 0 at position \(0, 0\)"):
+        acceptance_length(matches, mask, 4, anchor_row=anchor_row, prefix=prefix - 1)
+
+
+@pytest.mark.parametrize("decay_from", [1, 2])
+def test_the_acceptance_of_a_perfect_draft_whose_first_rows_predict_nothing(decay_from):
+    """Also if their mask is 1."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 12, 9, device=DEVICE), torch.ones(2, 12, device=DEVICE)
+    out = DraftDistillationLoss("kl", anchor_row=True, decay_from=decay_from)(x, x, None, mask, block_size=4)
+    for sampling in (False, True):
+        length = acceptance_length(out, mask, 4, anchor_row=True, sampling=sampling)
+        torch.testing.assert_close(length.item(), 4.0 - decay_from)
 
 
 def test_a_prefix_of_one_is_the_default():

@@ -128,7 +128,7 @@ MASKS = {
     "dflash reduced, block_mask": lambda m: DFlashDecayLoss()._reduce(ON, m, None, None),
     "distillation, block_mask": lambda m: DraftDistillationLoss("kl")(X, X, None, m),
     "acceptance, mask": lambda m: acceptance_length(ON, m, L + 1),
-    "acceptance, correct": lambda m: acceptance_length(m, ON, L + 1),
+    "acceptance, output": lambda m: acceptance_length(m, ON, L + 1),
     "dpace, mask": lambda m: ops.dpace_weights(ON, m),
     "token_nll, active": lambda m: ops.token_nll(X, Y, active=m),
     "weighted_nll, active": lambda m: ops.weighted_nll(X, Y, ON, active=m),

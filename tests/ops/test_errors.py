@@ -702,13 +702,13 @@ def test_the_blocks_of_each_sequence(form):
 
 def test_acceptance_length_arguments():
     correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
-    raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
-    of_rows = "correct must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
+    raises(TypeError, "output must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
+    of_rows = "output must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
     raises(ValueError, of_rows, acceptance_length, correct[None, None], on[None, None], 4)
     raises(
-        ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
+        ValueError, "mask must have shape (2, 6) (that of output), got (2,)", acceptance_length, correct, on[:, 0], 4
     )
-    raises(ValueError, "mask must be on cpu like correct, got meta", acceptance_length, correct, on.to(META), 4)
+    raises(ValueError, "mask must be on cpu like output, got meta", acceptance_length, correct, on.to(META), 4)
     raises(ValueError, "block_size must be at least 1, got 0", acceptance_length, correct, on, 0)
     raises(TypeError, "block_size must be an int, got NoneType", acceptance_length, correct, on, None)
     raises(ValueError, "T must be a multiple of block_size - 1 for ", acceptance_length, correct, on, 6)
@@ -717,6 +717,22 @@ def test_acceptance_length_arguments():
     raises(TypeError, "anchor_row must be a bool, got str", acceptance_length, correct, on, 4, anchor_row="yes")
     other = BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON)
     raises(ValueError, "output must have draft_correct, which DFlashDecayLoss returns", acceptance_length, other, ON, 4)
+    one = torch.zeros(2, 6)
+    for value, got in ((0.3, "0.30000001192092896"), (5, "5.0")):
+        one[1, 2] = value
+        message = f"output must hold 0 or 1, got {got} at position (1, 2); pass sampling=True with acceptance rates"
+        raises(ValueError, message, acceptance_length, one, on, 4)
+    for value in (-1.0, 5.0):
+        one[1, 2] = value
+        message = f"output must lie in [0, 1] where it is used, got {value} at position (1, 2)"
+        raises(ValueError, message, acceptance_length, one, on, 4, sampling=True)
+        of_blocks = message.replace("(1, 2)", "(1, 0, 2)")
+        raises(ValueError, of_blocks, acceptance_length, one.view(2, 2, 3), on.view(2, 2, 3), 4, sampling=True)
+    unread = on.clone()
+    unread[1, 2] = 0
+    assert acceptance_length(one, unread, 4, sampling=True) == 0
+    given = torch.tensor([[1, 1], [3, 1]])  # a row of a given token is not read, nor those behind it
+    assert acceptance_length(one.roll(-1, 1), on, 4, sampling=True, prefix=given) == 0
 
 
 def test_dflash_settings():
