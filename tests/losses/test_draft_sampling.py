@@ -17,6 +17,7 @@ from dllm_kernels import (
     sample_anchors,
     sample_prefix,
 )
+from dllm_kernels.losses import draft_sampling
 from tests.conftest import DEVICE
 
 SEEDS = torch.tensor([5, -3, 2**62, 0])
@@ -38,10 +39,13 @@ def batch(L=37, density=0.85):
     return mask, segments
 
 
+@pytest.mark.parametrize("path", ["numpy", "torch"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("with_segments", [False, True])
 @pytest.mark.parametrize(("num", "block_size"), [(1, 2), (5, 4), (50, 4), (6, 8), (3, 64)])
-def test_anchors_equal_the_oracle(num, block_size, with_segments, overlap):
+def test_anchors_equal_the_oracle(num, block_size, with_segments, overlap, path, monkeypatch):
+    if path == "torch":
+        monkeypatch.setattr(draft_sampling, "on_host", lambda tensor: False)
     mask, segments = batch()
     segments = segments if with_segments else None
     draws = torch.stack([draws_of(int(seed), mask.shape[1]) for seed in SEEDS])
@@ -87,8 +91,10 @@ def test_every_candidate_is_equally_likely():
 
 
 @pytest.mark.parametrize(("block_size", "base"), [(2, 3.0), (3, 0.5), (8, 0.7), (8, 1.0), (16, 1.3)])
-def test_prefixes_have_geometric_probabilities(block_size, base):
+def test_prefixes_have_geometric_probabilities(block_size, base, monkeypatch):
     drawn = sample_prefix((2000, 50), block_size, base, seeds=torch.arange(2000))
+    monkeypatch.setattr(draft_sampling, "on_host", lambda tensor: False)
+    assert torch.equal(drawn[:50], sample_prefix((50, 50), block_size, base, seeds=torch.arange(50)))
     for length, p in reference.prefix_probabilities(block_size, base).items():
         share = (drawn == length).double().mean().item()
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / 100_000) + 1e-9
@@ -97,14 +103,32 @@ def test_prefixes_have_geometric_probabilities(block_size, base):
 
 
 def test_targets_of_blocks():
-    ids, anchors = torch.randint(0, 99, (3, 11), device=DEVICE), torch.randint(0, 11, (3, 4), device=DEVICE)
+    ids, anchors = torch.randint(0, 99, (3, 11), device=DEVICE), torch.randint(-1, 12, (3, 7), device=DEVICE)
+    documents = torch.tensor(
+        [[0] * 4 + [1] * 3 + [0] * 4, [7, 7, -1, -1, -1, 3, 3, 3, 2, 2, 2], [-1] * 11], device=DEVICE
+    )
     for block_size in (2, 5, 20):
-        for a, b in zip(
-            block_targets(ids.int(), anchors, block_size),
-            reference.block_targets(ids, anchors, block_size),
-            strict=True,
-        ):
-            assert torch.equal(a.cpu(), b)
+        for segments in (None, documents, documents.to(torch.int8)):
+            found = block_targets(ids.int(), anchors, block_size, segment_ids=segments)
+            expected = reference.block_targets(ids, anchors, block_size, segments)
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_block_crosses_into_another_document(overlap):
+    """Also if no document holds a whole block: the recipe of the DFlash page trains on its own tokens alone."""
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, -1], [5, 5, 5, 5, 5, 5, 5, 5, 5, 9]], device=DEVICE)
+    ids = 100 * segments + torch.arange(10, device=DEVICE)
+    mask, size = torch.ones_like(ids), 6
+    anchors, real = sample_anchors(mask, 4, size, seeds=SEEDS[:2].to(DEVICE), segment_ids=segments, overlap=overlap)
+    targets, inside = block_targets(ids, anchors, size, segment_ids=segments)
+    supervised = block_targets(mask, anchors, size)[0] > 0
+    valid = (inside & supervised & real.repeat_interleave(size - 1, 1)).view(2, 4, size - 1)
+    document = segments.gather(1, anchors).unsqueeze(2)
+    assert (targets.view(valid.shape).div(100, rounding_mode="floor") == document)[valid].all()
+    assert valid[0].any(-1).sum() == real[0].sum() > 0  # each has a target: the rest of its document
+    assert (valid[1].sum(-1) == 5 * real[1]).all()
     targets, inside = block_targets(ids[:, :0], anchors, 4)
     assert not inside.any()
     assert (targets == -100).all()
@@ -267,6 +291,8 @@ def draft(prefix=PREFIX, block_size=4, loss_gamma=7.0, **options):
         (lambda: sample_anchors(MASK, 2, 4, segment_ids=TWO), ValueError, "segment_ids must have shape (2, 9) (that"),
         (lambda: sample_anchors(MASK, 2, 4, seeds=TWO[:1]), ValueError, "seeds must have shape"),
         (lambda: block_targets(MASK, PREFIX, 4), ValueError, "ids must have dtype"),
+        (lambda: block_targets(PREFIX, PREFIX, 4, segment_ids=MASK), ValueError, "segment_ids must have dtype"),
+        (lambda: block_targets(PREFIX, PREFIX, 4, segment_ids=TWO), ValueError, "segment_ids must have shape (2, 3) "),
         (lambda: block_targets(PREFIX, PREFIX[:1], 4), ValueError, "anchors must have the rows of ids, 2, got 1"),
         (lambda: sample_prefix(4, 4, 1.0), TypeError, "shape must be a tuple of ints, such as (B, num), got int"),
         (lambda: sample_prefix((2, 3), 4, 0.0), ValueError, "base must be positive and finite, got 0.0"),
