@@ -152,6 +152,7 @@ def _in_one_document(segment_ids: Array) -> Array:
 def _run_ends(linked: Array) -> Array:
     """Return the last position of the run of each one ``[B, L]``; ``linked [B, L - 1]`` to the next one of the run."""
     B, L = linked.shape[0], linked.shape[1] + 1
+    ends: Array
     if isinstance(linked, Tensor):
         ends = torch.where(F.pad(linked, (0, 1)), L, torch.arange(L, device=linked.device))
         return ends.flip(1).cummin(1).values.flip(1)
