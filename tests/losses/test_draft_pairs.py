@@ -1,8 +1,9 @@
 """Features of draft losses and their metrics against each other: each pair of values once, compared with the oracle."""
 
+import math
+
 import pytest
 import torch
-import torch.nn.functional as F
 
 import reference
 from dllm_kernels import (
@@ -107,6 +108,7 @@ class Inputs:
         self.hidden, self.weight, self.bias = 2 * draw(b, T, D), draw(vocabulary, D), draw(vocabulary)
         self.u, self.second = draw(b, T, R), draw(vocabulary, R)
         self.mask = drawn_mask(case, (b, T), rows).to(DEVICE)
+        self.read = torch.ones_like(self.mask, dtype=torch.bool)
         with torch.no_grad():
             best = self.transformed(self.logits()).argmax(-1)
         other = torch.randint(0, vocabulary - 1, (b, T), device=DEVICE)
@@ -114,7 +116,11 @@ class Inputs:
         self.targets = torch.where(torch.rand(b, T, device=DEVICE) < 0.7, best, other)
         if case["ignored"]:
             self.targets[torch.rand(b, T, device=DEVICE) < 0.2] = -100
-        self.prefix = torch.randint(1, rows + 1, (b, BLOCKS), device=DEVICE) if case.get("prefix") else None
+        self.prefix, self.read = None, self.mask != 0
+        if case.get("prefix"):
+            self.prefix = torch.randint(1, rows + 1, (b, BLOCKS), device=DEVICE)
+            self.read &= reference.prefix_weights(self.prefix, rows, None).to(DEVICE) != 0
+        self.hidden[~self.read], self.u[~self.read] = math.nan, math.nan
         self.leaves = [self.hidden]
         if case["head"] == "trained":
             self.leaves += [self.weight, *([self.bias] if case["bias"] else [])]
@@ -133,8 +139,11 @@ class Inputs:
         self.head_options |= {"extra": (self.laid(self.u), self.second)} if case["extra"] else {}
 
     def logits(self):
-        x = F.linear(self.hidden, self.weight, self.bias if self.case["bias"] else None)
-        return x + F.linear(self.u, self.second) if self.case["extra"] else x
+        bias, extra = (
+            (self.bias if self.case["bias"] else None),
+            ((self.u, self.second) if self.case["extra"] else None),
+        )
+        return reference.linear_logits(self.hidden, self.weight, bias, self.read, extra)
 
     def transformed(self, logits):
         return reference.transformed(logits, **TRANSFORMS[self.case["transform"]])
@@ -224,6 +233,7 @@ DFLASH_CASES = pairs(DFLASH, excluded)
 DISTILLED_CASES = pairs(DISTILLED, excluded)
 
 
+@pytest.mark.everyday(20)
 @pytest.mark.parametrize("number", range(len(DFLASH_CASES)))
 def test_dflash(number):
     case = DFLASH_CASES[number]
@@ -241,10 +251,8 @@ def test_dflash(number):
     rows = out.row_losses
     assert (rows is None) == (case["reduction"] == "total")
     assert_same((out.total_loss, rows), expected, i.leaves)
-    read = i.mask
-    if i.prefix is not None:
-        read = torch.where(reference.prefix_weights(i.prefix, i.rows, None).to(DEVICE) != 0, i.mask, 0)
-        assert torch.equal(out.prefix, i.prefix)
+    read = torch.where(i.read, i.mask, 0)
+    assert i.prefix is out.prefix is None or torch.equal(out.prefix, i.prefix)
     if nll is not None:
         plain = reference.token_nll(logits, i.targets, active=read)
         torch.testing.assert_close(nll.reshape(i.shape), plain.to(nll))
@@ -262,6 +270,7 @@ KINDS = {
 }
 
 
+@pytest.mark.everyday(20)
 @pytest.mark.parametrize("number", range(len(DISTILLED_CASES)))
 def test_distillation(number):
     case = DISTILLED_CASES[number]

@@ -149,38 +149,6 @@ def test_no_rows(L, seeds):
         assert (prefix.shape, prefix.dtype) == (shape, torch.int64)
 
 
-@pytest.mark.everyday(8)
-@pytest.mark.covering(2, most=2)
-@pytest.mark.parametrize("anchor_row", [False, True])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("normalize", ["mean", "rows"])
-@pytest.mark.parametrize("gamma", [4.0, None])
-def test_a_prefix_equals_the_direct_formula(form, normalize, gamma, anchor_row, backend):
-    """The rows of the prefix are not read; they have no weight, no gradient and no part in the accuracy."""
-    torch.manual_seed(0)
-    B, num, rows, V, D = 2, 3, 7, 11, 5
-    size = rows if anchor_row else rows + 1
-    prefix = sample_prefix((B, num), rows + 1, 1.2, seeds=torch.arange(B)).to(DEVICE)
-    hidden, head = torch.randn(B, num * rows, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    targets = torch.randint(0, V, (B, num * rows), device=DEVICE)
-    mask = (torch.rand(B, num * rows, device=DEVICE) < 0.8).float()
-    weights = reference.prefix_weights(prefix, rows, gamma).to(DEVICE) * mask
-    hidden[weights == 0] = math.nan
-    hidden.requires_grad_()
-    loss = DFlashDecayLoss(gamma, normalize=normalize, anchor_row=anchor_row, backend=backend)
-    if form == "logits":
-        out = loss(hidden @ head.T, targets, mask, block_size=size, prefix=prefix)
-    else:
-        out = loss.forward_fused(hidden, head, targets, mask, block_size=size, prefix=prefix)
-    logits = torch.where((weights != 0)[..., None], hidden.detach(), 0.0).double() @ head.T.double()
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, -1)
-    over = weights.sum() + 1e-6 if normalize == "mean" else (weights != 0).sum()
-    torch.testing.assert_close(out.total_loss.double(), (weights * nll).sum() / over)
-    (grad,) = torch.autograd.grad(out.total_loss, hidden)
-    assert grad[weights == 0].abs().sum() == 0
-    assert out.draft_count_per_pos.sum() == (weights != 0).sum()
-
-
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("anchor_row", [False, True])
 def test_the_acceptance_of_a_perfect_draft_after_a_prefix(anchor_row, form):
