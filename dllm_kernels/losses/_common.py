@@ -44,6 +44,8 @@ class DLLMLossOutput(NamedTuple):
             is ``weight_sum``, including rows with a target of -100.
         acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 for rows
             that predict nothing (distillation with a teacher only, else None).
+        prefix: ``[B, blocks]`` int64, the number of given tokens at the start of each block, the anchor included:
+            ``prefix`` of DFlash, or ``decay_from + 1`` in distillation. :func:`acceptance_length` reads it. None: 1.
 
     Custom denominators are possible in two ways. With one denominator per step, pass no count (or a count of 1), and
     divide the sum of ``total_loss`` over micro-batches and ranks by the sum of ``weight_sum``. The gradient is then
@@ -62,6 +64,7 @@ class DLLMLossOutput(NamedTuple):
     row_losses: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     acceptance_rate: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
 
 
 def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Tensor | None = None) -> DLLMLossOutput:

@@ -97,11 +97,12 @@ def test_results_are_those_of_sequences(name, form, size_given):
                 assert torch.equal(ours, want.reshape(ours.shape))
         assert draft_accuracy(got) == draft_accuracy(flat)
         assert len(draft_accuracy(got)) == 1 + K
-        for of, m in ((got, mask), (got.draft_correct, mask)):
-            stats = acceptance_stats(of, m, size, anchor_row=loss.anchor_row)
-            want = acceptance_stats(flat, mask.flatten(1), size, anchor_row=loss.anchor_row)
+        of_blocks = {"anchor_row": loss.anchor_row}
+        for of, prefix in ((got, None), (got.draft_correct, got.prefix)):
+            stats = acceptance_stats(of, mask, size, **of_blocks, prefix=prefix)
+            want = acceptance_stats(flat, mask.flatten(1), size, **of_blocks)
             assert stats == want
-            assert acceptance_length(of, m, size, anchor_row=loss.anchor_row) == want[0] / want[1]
+            assert acceptance_length(of, mask, size, **of_blocks, prefix=prefix) == want[0] / want[1]
 
 
 def test_the_decay_restarts_at_each_block():

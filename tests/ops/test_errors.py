@@ -725,6 +725,22 @@ def test_acceptance_length_arguments():
     raises(TypeError, "output must be the output of a loss, got int", draft_accuracy, 1)
     other = BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON)
     raises(ValueError, "output must have draft_correct, which DFlashDecayLoss returns", acceptance_length, other, ON, 4)
+    one = torch.zeros(2, 6)
+    for value, got in ((0.3, "0.30000001192092896"), (5, "5.0")):
+        one[1, 2] = value
+        message = f"output must hold 0 or 1, got {got} at position (1, 2); pass sampling=True with acceptance rates"
+        raises(ValueError, message, acceptance_length, one, on, 4)
+    for value in (-1.0, 5.0):
+        one[1, 2] = value
+        message = f"output must lie in [0, 1] where it is used, got {value} at position (1, 2)"
+        raises(ValueError, message, acceptance_length, one, on, 4, sampling=True)
+        of_blocks = message.replace("(1, 2)", "(1, 0, 2)")
+        raises(ValueError, of_blocks, acceptance_length, one.view(2, 2, 3), on.view(2, 2, 3), 4, sampling=True)
+    unread = on.clone()
+    unread[1, 2] = 0
+    assert acceptance_length(one, unread, 4, sampling=True) == 0
+    given = torch.tensor([[1, 1], [3, 1]])  # a row of a given token is not read, nor those behind it
+    assert acceptance_length(one.roll(-1, 1), on, 4, sampling=True, prefix=given) == 0
 
 
 def test_dflash_settings():

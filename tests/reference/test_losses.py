@@ -234,7 +234,7 @@ def test_dflash_rows_of_weight_zero_are_inert_and_a_zero_sum_is_zero():
 
 def test_dflash_refuses_another_normalisation():
     with pytest.raises(
-        ValueError, match="normalize must be 'tokens', 'mean' or a count of blocks or sequences, got 'sum'"
+        ValueError, match="normalize must be 'tokens', 'rows', 'mean' or a count of blocks or sequences, got 'sum'"
     ):
         dflash(normalize="sum")
 
