@@ -678,7 +678,7 @@ def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, star
         _row_norms[(C,)](
             logits, skip_id, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
             ALIGNED=_launch.aligned(logits[None]),
-            ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(),
+            ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(tile.num_warps),
         )  # fmt: skip
     return norms, column
 
@@ -710,5 +710,5 @@ def _launch_rows(
         *_transform.arguments(transform), *_transform.arguments(teacher_transform), **bits,
         FULL=spec.full and whole is not None, WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
         FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
-        **_launch.alone_on_a_multiprocessor(),
+        **_launch.alone_on_a_multiprocessor(tile.num_warps),
     )  # fmt: skip
