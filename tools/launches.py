@@ -178,6 +178,7 @@ def odd() -> Iterator[Call]:
     for options in ({}, {"exact": True}, {"block_size": 32}, {"segments": True}):
         yield partial(padded, corrupt_uniform, 8, 4096, **options)
     yield partial(padded, corrupt_uniform, 8, 4096, segments=True, own_seeds=False, start=None)
+    yield partial(padded, corrupt_uniform, 8, 64, segments=True, start=None)
     yield partial(padded, corrupt_uniform, 2, 131072, exact=True)
     for size in (None, 32):
         yield partial(padded, corrupt_blockwise, 8, 4096, block_size=size)

@@ -302,6 +302,8 @@ def no_program_has_more_threads_than_a_tile_columns(gpu):
     threads = {s: s.options["num_warps"] * gpu.limits.warp_size for s in seen}
     assert {s.kernel for s in seen} >= set(IN_PLACE)
     assert [(s.kernel, s.constants["BLOCK_V"]) for s in seen if s.constants["BLOCK_V"] < threads[s]] == []
+    # The limit of registers is for programs of 8 warps or more. A kernel of one warp spills with it.
+    assert {s.options["num_warps"] for s in seen if s.options.get("maxnreg")} <= {8, 16}
 
 
 IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "row_stats_bwd", "divergence_rows")

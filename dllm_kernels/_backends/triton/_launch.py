@@ -53,12 +53,13 @@ def on_nvidia() -> bool:
     return not INTERPRETED and bool(_current_target().backend == "cuda")
 
 
-def alone_on_a_multiprocessor() -> dict[str, int]:
+def alone_on_a_multiprocessor(num_warps: int) -> dict[str, int]:
     """Launch options for one 16-warp program, or two of 8 warps, that occupy an SM alone: raise the register limit.
 
-    Otherwise ptxas saves registers for one more program: it delays loads until their use, or spills.
+    Otherwise ptxas saves registers for one more program: it delays loads until their use, or spills. A smaller program,
+    for a short row, may have more registers per thread than this limit.
     """
-    return {"maxnreg": 128} if on_nvidia() else {}
+    return {"maxnreg": 128} if num_warps >= 8 and on_nvidia() else {}
 
 
 def _current_target() -> Any:

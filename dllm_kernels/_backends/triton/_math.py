@@ -179,6 +179,18 @@ def lane_sum(lanes, x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def total(x):
+    """Sum x over its first dimension, with the same bits in every lane. Every sum of floats across lanes uses it.
+
+    In ``tl.sum(a * b, 0)`` the compiler contracts the product into the first step across lanes, which becomes
+    fma(a, b, shuffled product). This rounds only one of two products, and in the two lanes not the same one, so the
+    lanes end with different totals. All lanes then store theirs at one address, and PTX leaves open which one stays.
+    With + 0.0 the product becomes fma(a, b, 0.0) instead, which is the rounded product.
+    """
+    return tl.sum(x + 0.0, 0)
+
+
+@triton.jit
 def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """Return True if a lower column of the target's tile equals the target."""
     i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -247,8 +259,8 @@ def column_stats(
     less = tl.exp2(step * LOG2E)
     moment = row_max
     if WITH_ENTROPY:
-        moment = tl.sum(less * rescale_moment(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
-    row_sum = tl.sum(lane_sum * less, 0) + tl.sum(e, 0)
+        moment = total(less * rescale_moment(lane_moment, lane_sum, step)) + total(e * tl.maximum(d, FARTHEST))
+    row_sum = total(lane_sum * less) + total(e)
     beaten = row_max > target_logit
     if WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
         if row_max == target_logit:

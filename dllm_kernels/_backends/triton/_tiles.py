@@ -154,15 +154,15 @@ class IndependentTile(NamedTuple):
     num_warps: int
 
 
-def independent(blocks: int, size: int, counter: int) -> IndependentTile:
+def independent(blocks: int, size: int, counter: int, with_segments: bool = False) -> IndependentTile:
     """Tile of positions that are corrupted independently; ``counter`` is the number of positions per counter.
 
-    If blocks may begin at any draw of a counter, each position computes its own counter. With eight such positions per
-    thread sm_100 spills, hence 8 warps.
+    If blocks may begin at any draw of a counter, each position computes its own counter, and ``with_segments`` the one
+    of its segment's level. With eight such positions per thread sm_90 and sm_100 spill, hence 8 warps.
     """
     block = max(4, min(1024, _next_power_of_2(size)))
     part = share(blocks, size, block, counter)
-    return IndependentTile(1024 // block, block, part, 4 if part > 1 else 8)
+    return IndependentTile(1024 // block, block, part, 4 if part > 1 and not with_segments else 8)
 
 
 def share(blocks: int, size: int, block: int, counter: int) -> int:

@@ -371,7 +371,8 @@ def corrupt(
     flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
     flags |= {"enable_fp_fusion": False}
     if kind in _KINDS:
-        R, block, share, num_warps = _tiles.independent(blocks, size, 4 if kind == "tokens" else 8)
+        sizes = blocks, size, 4 if kind == "tokens" else 8
+        R, block, share, num_warps = _tiles.independent(*sizes, segments is not None)
         programs = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
         flags |= {"KIND": _KINDS[kind], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
         _corrupt_independent[programs](*pointers, segments, *numbers, **flags)
@@ -379,7 +380,7 @@ def corrupt(
     tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY if start is None else _tiles.PADDED_IN_MEMORY)
     share = _tiles.share(blocks, size, tile.block, 8)
     flags |= {"EXACT": kind == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
-    flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor() if tile.num_warps == 16 else {})
+    flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor(16) if tile.num_warps == 16 else {})
     of_rows, of_call = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
     numbers = (*numbers, of_call, int(block_size is None))
     if tile.in_memory:

@@ -126,7 +126,7 @@ def _totals(sums, tails):
     """Combine the sums of the lanes and of the tail to the sums of a row."""
     totals = ()
     for i in tl.static_range(len(sums)):
-        totals += (tl.sum(sums[i], 0) + tl.sum(tails[i], 0),)
+        totals += (_math.total(sums[i]) + _math.total(tails[i]),)
     return Sums(*totals)
 
 
@@ -374,15 +374,15 @@ def _first_pass(
     lanes_z, lanes_t = tl.split(tl.max(tl.join(student[0], teacher[0]), 0))
     max_z, in_lanes_z, in_tail_z = _below_maximum(student, z_tail, lanes_z, tl.max(z_tail, 0))
     max_t, in_lanes_t, in_tail_t = _below_maximum(teacher, t_tail, lanes_t, tl.max(t_tail, 0))
-    sum_z, sum_t = tl.split(tl.sum(tl.join(in_lanes_z, in_lanes_t), 0))
-    sum_z += tl.sum(in_tail_z, 0)
-    sum_t += tl.sum(in_tail_t, 0)
+    sum_z, sum_t = tl.split(_math.total(tl.join(in_lanes_z, in_lanes_t)))
+    sum_z += _math.total(in_tail_z)
+    sum_t += _math.total(in_tail_t)
     of_rows = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
     ratio = max_z * 0
     if WITH_MOMENT:
         moment = _moved(moment, student[1], finite(student[0]) - max_z, finite(teacher[0]) - max_t)
         in_tail = _times(tl.exp2((z_tail - max_z) * LOG2E), (z_tail - max_z) - (t_tail - max_t))
-        ratio = (tl.sum(moment, 0) + tl.sum(in_tail, 0)) / sum_z
+        ratio = (_math.total(moment) + _math.total(in_tail)) / sum_z
     # Find the first column with the maximum of each row by re-reading the first tile that contains it.
     tile_z = tl.where(student[0] == max_z, student[2], NOWHERE)
     tile_t = tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
@@ -678,7 +678,7 @@ def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, star
         _row_norms[(C,)](
             logits, skip_id, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
             ALIGNED=_launch.aligned(logits[None]),
-            ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(),
+            ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(tile.num_warps),
         )  # fmt: skip
     return norms, column
 
@@ -710,5 +710,5 @@ def _launch_rows(
         *_transform.arguments(transform), *_transform.arguments(teacher_transform), **bits,
         FULL=spec.full and whole is not None, WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
         FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
-        **_launch.alone_on_a_multiprocessor(),
+        **_launch.alone_on_a_multiprocessor(tile.num_warps),
     )  # fmt: skip

@@ -170,7 +170,7 @@ def gumbel_topk_mask(
     flags["SHARED_SEED"] = seed is not None and seed.dim() == 0
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
-        options |= {} if start is None else alone_on_a_multiprocessor()  # it would spill on sm_90
+        options |= {} if start is None else alone_on_a_multiprocessor(tile.num_warps)  # it would spill on sm_90
         scratch = torch.empty((N, 16 * triton.cdiv(D, 16)), dtype=torch.int64, device=log_w.device)
         _gumbel_topk_long[(N,)](*pointers, scratch, *sizes, **flags, **options)
     else:

@@ -90,13 +90,13 @@ def _row_stats_merge(
         row_max = _math.finite(tl.max(maxima, 0))
         step = _math.finite(maxima) - row_max
         less = tl.exp2(step * LOG2E)
-        row_sum = tl.sum(sums * less, 0)
+        row_sum = _math.total(sums * less)
         log_sum = tl.log(row_sum)
         tl.store(max_ptr + n, row_max)
         tl.store(log_sum_ptr + n, log_sum)
         if WITH_ENTROPY:
             moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
-            moment = tl.sum(less * _math.rescale_moment(moments, sums, step), 0)
+            moment = _math.total(less * _math.rescale_moment(moments, sums, step))
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
         ids = tl.load(ids_ptr + ids_at, mask=asked, other=IGNORE)
         inside = (ids >= 0) & (ids < V)
@@ -233,8 +233,8 @@ def _row_stats_mix(
                 transform, WITH_WEIGHT, WIDE, ACC,
             )  # fmt: skip
         count = end - start
-        mix = tl.sum(lane_mix, 0)
-        weight = tl.sum(lane_weight, 0)
+        mix = _math.total(lane_mix)
+        weight = _math.total(lane_weight)
         if start == 0:  # the first program of a row also processes the ragged columns
             v, there = _math.ragged_columns(0, V, first, wide, WIDE)
             z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
@@ -242,8 +242,8 @@ def _row_stats_mix(
                 z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, a_over_ratio,
                 transform, WITH_WEIGHT, 2 * WIDE, ACC,
             )  # fmt: skip
-            mix += tl.sum(few_mix, 0)
-            weight += tl.sum(few_weight, 0)
+            mix += _math.total(few_mix)
+            weight += _math.total(few_weight)
             count += V - wide
             if skip_id is not None:
                 count -= ((skip_id >= 0) & (skip_id < V)).to(tl.int32)

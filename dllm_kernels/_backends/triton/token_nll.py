@@ -128,7 +128,7 @@ def _token_nll_merge(
         sums = tl.load(part_sum_ptr + part, mask=k < SPLITS, other=0.0)
         beaten = tl.load(part_beaten_ptr + part, mask=k < SPLITS, other=0)
         row_max = tl.max(maxima, 0)
-        row_sum = tl.sum(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0), 0)
+        row_sum = _math.total(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0))
         any_beaten = tl.max(beaten.to(tl.int32), 0)
         finish_row(n, row_max, row_sum, target_logit, any_beaten, out, WITH_CORRECT)
     else:
