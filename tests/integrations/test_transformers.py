@@ -4,7 +4,6 @@ import copy
 import functools
 import importlib.util
 import itertools
-import multiprocessing
 import os
 import pickle
 import re
