@@ -292,7 +292,7 @@ def few_rows(shape: Shape, count: int, options: argparse.Namespace) -> list[meas
     off = measure.each_error(runs, lambda run: measure.relative_error(run(), exact))
     timed = {name: measure.Candidate(lambda _, run=run: run()) for name, run in runs.items()}  # type: ignore[misc]
     case = {"what": "grad_hidden", "rows": count, "V": shape.vocab, "D": shape.hidden}
-    sms = limits_of_chunks(torch.device(options.device)[0])
+    sms = limits_of_chunks(torch.device(options.device))[0]
     gains = {f"{parts} parts": gain_of_parts(count, shape.hidden, parts, sms) for parts in PARTS} if sms else {}
     return _compared(case, timed, gains, off, options)
 

@@ -530,7 +530,7 @@ def test_float32_logits_of_16_bit_operands():
         (TypeError, "sample_from_anchor must be a bool, got str", {"sample_from_anchor": "yes"}),
         (TypeError, "confidence_head_alpha must be a number, got NoneType", {"confidence_head_alpha": None}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_bad_arguments_of_the_metrics(error, message, changes):
     i = sequence()
