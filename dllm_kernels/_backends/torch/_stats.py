@@ -95,7 +95,7 @@ class Sums(NamedTuple):
 
     def write_max(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
-        if self.best is not None and z.is_cpu:  # with NumPy, a seventh of the time of torch.max
+        if self.best is not None and z.is_cpu:  # torch.max with indices is not vectorised on a CPU
             self.best.copy_(torch.from_numpy(z.numpy().argmax(1)).unsqueeze(1))
             torch.gather(z, 1, self.best, out=self.row_max)
         elif self.best is not None:
