@@ -215,7 +215,7 @@ def a_local_shard_for_the_head_is_named():
     with pytest.raises(
         IndexError, match=r"got \d+ at position .*; a head or logits split over ranks must be a DTensor"
     ):
-        weighted_linear_nll(torch.randn(1, 2, D), weight.to_local(), ids, torch.ones(1, 2))
+        weighted_linear_nll(torch.randn(1, 2, D), weight.to_local(), ids, torch.ones(1, 2), check_targets=True)
 
 
 def fsdp1(model, original):
