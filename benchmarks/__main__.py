@@ -98,6 +98,7 @@ SUBJECTS = {
         "tools.prepare",
         "without a GPU, predictions and compiled kernels for a run on a GPU",
         (),  # tests/repo/test_on_gpu.py runs it
+        extra="triton",
         needs=("triton",),
     ),
     "predicted": Subject(

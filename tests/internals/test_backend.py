@@ -1,5 +1,6 @@
 """Choice of the backend where Triton is missing."""
 
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -23,3 +24,12 @@ def test_a_gpu_without_triton_warns_once(monkeypatch):
     _backend._warn_without_triton.cache_clear()
     with pytest.raises(ValueError, match=r"^backend='triton' was asked for, but triton is not installed; GPU builds"):
         _backend.use_triton("triton", on_gpu)
+
+
+def test_a_triton_that_is_too_old():
+    package = pytest.importorskip("dllm_kernels._backends.triton")
+    message = "triton must be of version 3.6 or later, got 3.5.1; upgrade it, or pass backend='torch' or set "
+    with pytest.raises(ImportError, match=re.escape(message)):
+        package.check_version("3.5.1")
+    for version in ("3.6.0", "3.10.0", "3.6.0+git1a2b", "4.0.0a1"):
+        package.check_version(version)

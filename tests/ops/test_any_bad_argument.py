@@ -43,7 +43,7 @@ VALID = {
     "base": 0.5, "max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5, "anchors": torch.zeros(B, 1, dtype=torch.long),
     "scheme": "elbo", "log_probs": -torch.ones(2, B, L), "views": VIEWS, "old": -P, "seq_len": L, "depth": 0,
     "model": Model(), "loss_fn": dk.MaskedCrossEntropy(), "objective": dk.PolicyObjective(), "noisy": VIEWS.noisy,
-    "scored": VIEWS.scored,
+    "scored": VIEWS.scored, "segment_ids": Y,
 }  # fmt: skip
 OTHERS = {
     "gumbel_topk": {"log_w": P[0], "k": 2}, "acceptance_length": {"block_size": 5},
