@@ -87,7 +87,7 @@ class Chunks:
         if needs.bias:
             self.grads["bias"] = torch.zeros(V, dtype=setup.accum_dtype, device=device)
         every_row = targets is None and listed is None
-        targets = as_marks(targets, hidden)
+        self.targets = targets = as_marks(targets, hidden)
         # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
         listed, counted = (targets, None) if listed is None else (listed, targets)
         self.rows = ActiveRows(listed, setup.num_active, counted, every_row)

@@ -53,11 +53,11 @@ class Wanted(NamedTuple):
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
         return cls(ids, row_marks(active), a, b, options.entropy, options.rest)
 
-    def request(self, setup: Setup, *, lse: bool = True) -> StatsRequest:
-        """Return the request for the backend."""
+    def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
+        """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
         return StatsRequest(
-            self.ids, as_marks(self.marks, self.ids), self.mix_a, self.mix_b, setup.transform, self.with_entropy,
-            setup.with_correct, any(setup.needs), lse=lse,
+            self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
+            setup.transform, self.with_entropy, setup.with_correct, any(setup.needs), lse=lse,
         )  # fmt: skip
 
     def specs(self, setup: Setup, *, lse: bool = True) -> list[Spec]:
