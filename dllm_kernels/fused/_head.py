@@ -99,13 +99,15 @@ class FusedHead:
         z = F.linear(parts[0], weight, bias)
         return z if extra is None else z + F.linear(*extra)
 
-    # ``assume_constant_result`` calls a method while a graph is made, once for each graph. An error would be wrapped in
-    # one of Dynamo there, so a call that is not traced raises it when the model runs.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
+    # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler
+    # that do this import torch._dynamo, which takes seconds.
     def _note_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
 
-    @functools.partial(torch.compiler.disable, reason=f"{COMPILED} under fused_head: {BODY}")
+    _note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _refuse_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
 
