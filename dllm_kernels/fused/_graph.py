@@ -8,6 +8,7 @@ between the head and the loss (DDP, FSDP2, copies).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -237,7 +238,9 @@ def in_graph(x: Any, dense: Tensor) -> Tensor:
 
 def become(x: Any, values: Tensor) -> None:
     """Make ``x`` the tensor ``values`` in the graph."""
-    with torch.enable_grad(), torch.autograd.grad_mode._unsafe_preserve_version_counter(x):
+    preserve = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    kept = contextlib.nullcontext() if x.is_inference() else preserve(x)
+    with torch.enable_grad(), kept:
         _Become.apply(x, values)  # type: ignore[no-untyped-call]
 
 

@@ -367,11 +367,13 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     changed = (args or [kwargs.get("input")])[0] if in_place else kwargs.get("out")
     if not isinstance(changed, DeferredTensor):
         given, named = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+        for x in objects if in_place or name in EXPOSING else ():  # a list, or the caller, may change the values
+            for each in x.family():
+                each.materialize(name)
         result = func(*given, **named)
         for x in objects:
-            if name in EXPOSING:  # the caller may change the values
-                for each in x.family():
-                    each.materialize(name)
+            if in_place:
+                x.sync()
             several = isinstance(result, tuple | list)
             result = _pytree.tree_map(lambda t: x.sharing(t, several), result)  # noqa: B023
         return result
