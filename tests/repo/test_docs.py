@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,18 +239,26 @@ def mdlm_sum(logits, n):
 
 def loop_of_the_first_screen():
     """Return the names that the first fence of README and of the front page takes from the reader's program."""
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 8))
-    model.add_module("lm_head", torch.nn.Linear(8, 50))
-    ids, masked = torch.randint(0, 50, (2, 12)), torch.rand(2, 12) < 0.5
-    given = {"model": model, "noisy": ids.masked_fill(masked, 49), "ids": ids, "masked": masked}
-    return given | {"p": torch.full((2, 12), 0.5), "F": F}
+    ids = torch.randint(0, 49, (2, 12))
+    return {"model": OutputModel(), "ids": ids, "loss_mask": torch.ones(2, 12), "mask_token_id": 49, "F": F}
+
+
+class OutputModel(torch.nn.Module):
+    """A model that returns its logits as the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.lm_head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.lm_head(self.body(input_ids)))
 
 
 def check_the_loop_of_the_first_screen(n):
     """The gradient of the loop is that of the logits."""
     model, found = n["model"], [p.grad.clone() for p in n["model"].parameters()]
     model.zero_grad()
-    (plain_nll(model(n["noisy"]), n["ids"]) * n["masked"] / n["p"]).sum().backward()
+    (plain_nll(model(n["noisy"]).logits, n["ids"]) * n["masked"] / n["p"]).sum().backward()
     for grad, p in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
 
