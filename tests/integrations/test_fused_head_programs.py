@@ -350,6 +350,20 @@ def test_a_factor_of_a_float64_loss_has_all_its_digits():
     torch.testing.assert_close(fused, (x.nll(model) / 3).sum(), rtol=1e-14, atol=0)
 
 
+def test_logits_cast_to_float64_have_the_digits_of_float64():
+    """Fused operations would compute in the dtype of the hidden states."""
+    model, x = Model(), Batch()
+
+    def losses():
+        z = model(x.noisy).double()
+        return F.cross_entropy(z.transpose(1, 2), x.ids), token_nll(z, x.ids).nll, z.logsumexp(-1)
+
+    expected = losses()
+    with fused_head(model, on_logits="allow"):
+        found = losses()
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
 @pytest.mark.parametrize("of", [lambda model, x: model(x.noisy), lambda model, x: x.nll(model)], ids=["logits", "NLL"])
 def test_the_gradient_of_what_was_never_computed(of):
     model, x = Model(), Batch()
