@@ -179,7 +179,7 @@ def _of_logits(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
     """Return the check of a weighted NLL from float32 logits."""
 
     def check(device: str, backend: str) -> tuple[float, float]:
-        targets, weights = torch.arange(rows), torch.linspace(0.5, 1.0, rows)
+        targets, weights = torch.arange(rows, device="cpu"), torch.linspace(0.5, 1.0, rows, device="cpu")
 
         def ours(logits: Tensor) -> list[Tensor]:
             return [dllm_kernels.weighted_nll(logits, targets.to(device), weights.to(device), backend=backend).loss]
@@ -194,7 +194,7 @@ def _of_logits(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
 
 def _of_hidden(device: str, backend: str) -> tuple[float, float]:
     """Check the NLL from bfloat16 hidden states through a trained head, in two chunks."""
-    targets, weights = torch.arange(24), torch.linspace(0.5, 1.0, 24)
+    targets, weights = torch.arange(24, device="cpu"), torch.linspace(0.5, 1.0, 24, device="cpu")
 
     def ours(hidden: Tensor, head: Tensor) -> list[Tensor]:
         options: dict[str, Any] = {"weights": weights.to(device), "chunk_size": 16, "backend": backend}
@@ -210,7 +210,7 @@ def _of_hidden(device: str, backend: str) -> tuple[float, float]:
 
 def _statistics(device: str, backend: str) -> tuple[float, float]:
     """Check log-probabilities and entropy from float32 logits."""
-    ids = torch.arange(8)
+    ids = torch.arange(8, device="cpu")
 
     def ours(logits: Tensor) -> list[Tensor]:
         out = ops.token_log_probs(logits, ids.to(device), with_entropy=True, backend=backend)

@@ -123,12 +123,13 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
     @property
     def usable(self) -> bool:
         """True if an op may take rows and head in place of the logits."""
-        return self.fusible and self.axis == len(self.shape) - 1 and not self.log_probs
+        kept = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
+        return self.fusible and kept and self.axis == len(self.shape) - 1 and not self.log_probs
 
     @property
     def fusible(self) -> bool:
-        """True if an operation may compute with chunks of logits, which are not wider than their hidden states."""
-        return self.deferred and accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)
+        """True if an operation may compute from the hidden states, which have the digits of the logits."""
+        return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
 
     @property
     def source(self) -> tuple[Any, ...]:

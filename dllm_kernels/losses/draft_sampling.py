@@ -110,7 +110,7 @@ def _sampled_anchors(
     if count:
         keys, length = _keys_of_anchors(loss_mask, segment_ids, seed, block_size)
         smallest = _smallest(keys, count) if overlap else _disjoint(keys, count, length, min(block_size, L))
-        found = torch.as_tensor(smallest & ((1 << _POSITION_BITS) - 1))
+        found = torch.as_tensor(smallest & ((1 << _POSITION_BITS) - 1), device=loss_mask.device)
     anchors = F.pad(found.clamp(max=L), (0, num - count), value=L).sort(1).values
     real = anchors < L
     return [torch.where(real, anchors, 0), real]
@@ -299,7 +299,7 @@ def _sampled_prefix(seed: Tensor, rows: int, per_row: int, block_size: int, base
     lengths: Array = shortest + 0 * draws
     for bound in _bounds(base, block_size - shortest):
         lengths += draws >= bound
-    return [torch.as_tensor(lengths)]
+    return [torch.as_tensor(lengths, device=seed.device)]
 
 
 def _bounds(base: float, count: int) -> list[int]:
