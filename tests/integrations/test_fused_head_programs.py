@@ -336,6 +336,22 @@ def test_logits_are_not_used_after_an_optimizer_has_changed_the_head(options):
         F.cross_entropy(model(x.noisy).transpose(1, 2), x.ids)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="values are not read on a GPU")
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_logits_are_not_used_after_a_write_to_the_data_of_the_head(name):
+    """As an EMA of the weights does, which changes no version counter."""
+    model, x = Model(bias=True), Batch()
+    with fused_head(model, on_logits="allow"):
+        z = model(x.noisy)
+        with torch.no_grad():
+            old = z.logsumexp(-1)
+        model.lm_head.get_parameter(name).data.mul_(0.9)
+        for use in (lambda: z.logsumexp(-1), z.exp, lambda: F.cross_entropy(z.transpose(1, 2), x.ids)):
+            with pytest.raises(RuntimeError, match="must not be modified between the head and the use"):
+                use()
+        assert not torch.equal(model(x.noisy).logsumexp(-1), old)
+
+
 def pickled(model):
     file = io.BytesIO()
     torch.save(model, file)
