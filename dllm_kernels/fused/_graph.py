@@ -43,16 +43,16 @@ class Recipe:
                 self._graph = leaves, get_gradient_edge(out)
         return out.detach()
 
-    def gradients(self, parts: Parts, grad: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the parts, in a graph of their own if gradients are enabled."""
+    def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the saved parts, in a graph of their own if gradients are enabled."""
         if torch.is_grad_enabled():
-            pairs = zip(parts, self.needs, strict=True)
+            pairs = zip(ctx.saved_tensors, self.needs, strict=True)
             leaves: Any = [t if t is None else t.view_as(t) if need else t.detach() for t, need in pairs]
             with self.restored():
                 out: Any = self.compute(leaves)
         else:
             if self._graph is None:
-                self.values(parts)
+                self.values(ctx.saved_tensors)
             leaves, out = self._graph
         return gradients_of(out, leaves, self.needs, grad)
 
@@ -68,11 +68,11 @@ class Step:
         with torch.inference_mode(False), torch.no_grad(), self.restored():
             return self.function(*(source.dense() for source in self.sources))
 
-    def gradients(self, _: Parts, grad: Tensor) -> list[Tensor | None]:
+    def gradients(self, _: Any, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of the sources."""
         needs = [source.requires_grad for source in self.sources]
         if torch.is_grad_enabled():
-            inputs = [source.materialize() for source in self.sources]
+            inputs = [(v := source.materialize()).view_as(v) for source in self.sources]  # one may occur twice
         else:
             inputs = [s.dense().detach().requires_grad_(need) for s, need in zip(self.sources, needs, strict=True)]
         with torch.enable_grad(), self.restored(), own_graph():
@@ -166,13 +166,13 @@ class _Stand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        saved, needs, dense = ctx.saved_tensors, ctx.needs_input_grad[5:], grad
+        needs, dense = ctx.needs_input_grad[5:], grad
         grads: list[Any] = [None] * len(needs)
         if isinstance(grad, PartsGradient):
             grads[ctx.sources :], dense = grad.parts, grad.dense
             grad.parts = ()  # the last reference: AccumulateGrad can then keep the tensor instead of copying it
         if dense is not None:
-            for i, g in enumerate(ctx.recipe.gradients(saved, dense)):
+            for i, g in enumerate(ctx.recipe.gradients(ctx, dense)):
                 grads[i] = total(grads[i], g) if needs[i] else None
         return None, None, None, None, None, *grads
 

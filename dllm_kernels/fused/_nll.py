@@ -192,9 +192,10 @@ def _negative(x: DeferredNLL, call: Call) -> Any:
 
 @rule("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel")
 def _reshaped(x: DeferredNLL, call: Call) -> Any:
-    out = call.on(torch.empty(x.shape, device="meta", dtype=torch.float32))
-    if out.dtype != torch.float32:
-        return NotImplemented
+    probe = torch.empty(x.shape, device="meta", dtype=torch.float32)
+    out = call.on(probe)
+    if out is probe or out.dtype != torch.float32:
+        return x if out is probe else NotImplemented
     shape = tuple(out.shape)
     return x.moved(lambda t: t.reshape(shape), lambda t: t.reshape(*shape, t.shape[-1]))
 

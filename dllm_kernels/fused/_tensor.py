@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +47,7 @@ plainly = torch._C.DisableTorchFunctionSubclass
 # Attributes of one tensor, which those made from it do not inherit.
 STATE = {
     "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
-    "_gradient_wanted", "_copy", "_checkpointed",
+    "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read",
 }  # fmt: skip
 
 
@@ -80,6 +80,8 @@ class DeferredTensor(Tensor, Deferred):
     _derived: list[weakref.ref[DeferredTensor]]
     _gradient_wanted: bool  # by a hook of the user, or retain_grad
     _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
+    _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
+    _node_read: bool  # somebody may have hooks of its grad_fn
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
     @classmethod
@@ -87,13 +89,15 @@ class DeferredTensor(Tensor, Deferred):
         """Return a tensor like ``form``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        with plainly():
+        of_normal = any(_views(form, source.form) and not source.is_inference() for source in sources)
+        normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
+        with plainly(), normal:
             made = _graph.stand(cls, form, device, recipe, sources, parts)
         detached = tuple(None if t is None else t.detach() for t in parts)
         vars(made).update(
             attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
-            _checkpointed=False,
+            _checkpointed=False, _leaf_view=False, _node_read=False,
         )  # fmt: skip
         for source in sources:
             source._derived.append(weakref.ref(made))
@@ -123,7 +127,7 @@ class DeferredTensor(Tensor, Deferred):
         """True if this tensor is as it was made, or a copy: gradients of the parts may pass through its graph."""
         with plainly():
             if self.is_leaf:
-                return not self.requires_grad
+                return not self.requires_grad or (self._leaf_view and not torch.is_grad_enabled())
             return self._copy or getattr(self.grad_fn, "recipe", None) is self._recipe
 
     @property
@@ -170,7 +174,8 @@ class DeferredTensor(Tensor, Deferred):
         with plainly():
             needs_grad, node = self.requires_grad, self.grad_fn
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            through = not self.sources or self._gradient_wanted or self._copy or not self._own_node
+            asked = self._gradient_wanted or self._node_read or self._leaf_view
+            through = asked or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
                 if not needs_grad or through or self._dense is not None or self._value is not None:
                     values = self.dense(use)
@@ -215,6 +220,9 @@ class DeferredTensor(Tensor, Deferred):
         for x in family:
             x.materialize(use)
             x._checkpointed = False
+        if torch.is_grad_enabled() and self.requires_grad:
+            for x in family:
+                x._linked_value()
         values = self.materialize(use)
         version = values._version
         change(values)
@@ -222,14 +230,25 @@ class DeferredTensor(Tensor, Deferred):
         if values._version > version and not values.is_inference():
             torch.autograd.graph.increment_version(self)  # for Functions that saved this tensor
 
+    def _linked_value(self) -> Tensor:
+        """Make the values of a view a view of those of its source; torch then changes the graphs of both."""
+        is_view = self.sources and _views(self.form, self.sources[0].form) and not self._leaf_view
+        if is_view and hasattr(self._value.grad_fn, "of") and self._own_node and not self._copy:  # type: ignore[union-attr]
+            source = self.sources[0]._linked_value()
+            with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
+                self._value = self._recipe.function(source)
+            self._linked = self._value.grad_fn  # type: ignore[union-attr]
+        return self._value  # type: ignore[return-value]
+
     def sharing(self, result: Any, several: bool) -> Any:
         """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
         if result is self._value:
             return self
         if self._value is None or not _shares(result, self._value):
             return result
-        form = torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
-        step = strided(form, result.storage_offset() - self._value.storage_offset())
+        step = strided(result, result.storage_offset() - self._value.storage_offset())
+        form = step(self.form)
+        leaf = result.requires_grad and not torch.is_grad_enabled()
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
         recipe = _graph.Step(step, self._recipe.restored, [self])
@@ -238,7 +257,13 @@ class DeferredTensor(Tensor, Deferred):
             view = self.made(form, self.parts, recipe, **kept)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
-        return view
+        return view.as_leaf() if leaf else view
+
+    def as_leaf(self) -> DeferredTensor:
+        """Require a gradient, as views that are made without gradients enabled."""
+        with plainly():
+            self._leaf_view = True
+            return self.requires_grad_()
 
     def become(self, other: DeferredTensor) -> DeferredTensor:
         """Take the place of a tensor that was made from this one, which no other tensor shares memory with."""
@@ -282,6 +307,10 @@ class DeferredTensor(Tensor, Deferred):
         if name in KNOWN:
             if name in ("register_hook", "retain_grad"):
                 return args[0]._ask(func, args[1:], kwargs)
+            if attribute == "grad_fn":
+                args[0]._node_read = True
+                if args[0]._apart:
+                    return args[0]._value.grad_fn
             known = _without_function(func, args, kwargs)
             return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
         if func is torch.autograd.grad:
@@ -294,8 +323,9 @@ class DeferredTensor(Tensor, Deferred):
                 result = _by_rule(rule, name, func, args, kwargs)
                 if result is not NotImplemented:
                     hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-                    for x in objects if hooked else ():
-                        x._checkpointed = True
+                    while hooked and objects:
+                        objects[0]._checkpointed = True
+                        objects += objects.pop(0).sources
                     return result
         return _by_values(name, func, args, kwargs, objects)
 
@@ -352,8 +382,12 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
     if not isinstance(first, DeferredTensor | tuple | list):  # a sequence: cat, stack
         return NotImplemented
     result = rule(first, Call(func, tuple(others), named))
-    if name in ("clone", "contiguous") and isinstance(result, DeferredTensor):
-        result.note_copy_of(first)
+    for x in [result] if isinstance(result, DeferredTensor) else result if isinstance(result, tuple | list) else ():
+        if name in ("clone", "contiguous"):
+            x.note_copy_of(first)
+        elif x is not first and name not in ("detach", "data") and not torch.is_grad_enabled():
+            if isinstance(first, DeferredTensor) and first.requires_grad and _views(x.form, first.form):
+                x.as_leaf()
     return result
 
 
@@ -414,9 +448,21 @@ def _shares(result: Any, values: Any) -> bool:
     return bool(result.untyped_storage()._cdata == values.untyped_storage()._cdata)
 
 
+def _views(form: Tensor, other: Tensor) -> bool:
+    return bool(form.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def _normal() -> Iterator[None]:
+    grad = torch.is_grad_enabled()  # inference_mode(False) enables gradients
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
 def strided(form: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
     """Return the operation that makes a view; unlike one of several views, it allows changes of the others."""
-    return lambda z: z.as_strided(form.shape, form.stride(), z.storage_offset() + offset)
+    shape, strides = form.shape, form.stride()
+    return lambda z: z.as_strided(shape, strides, z.storage_offset() + offset)
 
 
 def _attribute(name: str) -> Callable[[Tensor], Any]:
