@@ -177,7 +177,8 @@ class DeferredTensor(Tensor, Deferred):
             asked = self._gradient_wanted or self._node_read or self._leaf_view
             through = asked or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
-                if not needs_grad or through or self._dense is not None or self._value is not None:
+                known = self._value is not None or (self._dense is not None and not self._is_view)
+                if not needs_grad or through or known:
                     values = self.dense(use)
                     with plainly():
                         values = _graph.in_graph(self, values) if needs_grad else values
@@ -222,7 +223,7 @@ class DeferredTensor(Tensor, Deferred):
             x._checkpointed = False
         if torch.is_grad_enabled() and self.requires_grad:
             for x in family:
-                x._linked_value()
+                x.linked_value()
         values = self.materialize(use)
         version = values._version
         change(values)
@@ -230,15 +231,20 @@ class DeferredTensor(Tensor, Deferred):
         if values._version > version and not values.is_inference():
             torch.autograd.graph.increment_version(self)  # for Functions that saved this tensor
 
-    def _linked_value(self) -> Tensor:
-        """Make the values of a view a view of those of its source; torch then changes the graphs of both."""
-        is_view = self.sources and _views(self.form, self.sources[0].form) and not self._leaf_view
-        if is_view and hasattr(self._value.grad_fn, "of") and self._own_node and not self._copy:  # type: ignore[union-attr]
-            source = self.sources[0]._linked_value()
-            with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
-                self._value = self._recipe.function(source)
-            self._linked = self._value.grad_fn  # type: ignore[union-attr]
-        return self._value  # type: ignore[return-value]
+    def linked_value(self) -> Tensor:
+        """Return the values, those of a view as a view of its source's: torch then changes the graphs of both."""
+        value: Any = self._value
+        if self._is_view and value.requires_grad and self._own_node and not self._copy:
+            source = self.sources[0].linked_value()
+            if value._base is not (source if source._base is None else source._base):
+                with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
+                    self._value = value = self._recipe.function(source)
+                self._linked = value.grad_fn
+        return value  # type: ignore[no-any-return]
+
+    @property
+    def _is_view(self) -> bool:
+        return bool(self.sources) and _views(self.form, self.sources[0].form) and not self._leaf_view
 
     def sharing(self, result: Any, several: bool) -> Any:
         """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
@@ -385,10 +391,15 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
     for x in [result] if isinstance(result, DeferredTensor) else result if isinstance(result, tuple | list) else ():
         if name in ("clone", "contiguous"):
             x.note_copy_of(first)
-        elif x is not first and name not in ("detach", "data") and not torch.is_grad_enabled():
-            if isinstance(first, DeferredTensor) and first.requires_grad and _views(x.form, first.form):
-                x.as_leaf()
+        elif x is not first and name not in ("detach", "data") and _is_leaf_view(x, first):
+            x.as_leaf()
     return result
+
+
+def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
+    if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
+        return False
+    return source.requires_grad and _views(x.form, source.form)
 
 
 def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], objects: list[DeferredTensor]) -> Any:
