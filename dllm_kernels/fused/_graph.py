@@ -47,7 +47,10 @@ class Recipe:
         """Return the gradients of the saved parts, in a graph of their own if gradients are enabled."""
         if torch.is_grad_enabled():
             pairs = zip(ctx.saved_tensors, self.needs, strict=True)
-            leaves: Any = [t if t is None else t.view_as(t) if need else t.detach() for t, need in pairs]
+            # A parameter may have been frozen since.
+            leaves: Any = [
+                t if t is None else t.view_as(t).requires_grad_() if need else t.detach() for t, need in pairs
+            ]
             with self.restored():
                 out: Any = self.compute(leaves)
         else:

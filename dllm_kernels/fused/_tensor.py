@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -322,7 +322,7 @@ class DeferredTensor(Tensor, Deferred):
         if func is torch.autograd.grad:
             return _checked(_without_function(func, args, kwargs), args[1])
         name = ALIASES.get(name, name)
-        objects = [x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredTensor)]
+        objects = _deferred_in((*args, *kwargs.values()))
         rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
         if rule is not None:
             with contextlib.suppress(UnknownArgumentError):
@@ -378,6 +378,16 @@ class DeferredTensor(Tensor, Deferred):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:
+    found: list[DeferredTensor] = []
+    for x in values:
+        if isinstance(x, DeferredTensor):
+            found.append(x)
+        elif isinstance(x, tuple | list | dict):
+            found += _deferred_in(x.values() if isinstance(x, dict) else x)
+    return found
 
 
 def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

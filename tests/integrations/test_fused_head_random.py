@@ -285,6 +285,17 @@ with torch.inference_mode():
     a = Dirty.apply(z)
     v = z.squeeze(0)
 see((v.is_inference(), v.requires_grad))""",
+    "the second order of a head that was frozen after its call": """
+z = lg(model(x[:1]))
+head.requires_grad_(False)
+g = torch.autograd.grad(z.sum() * 0.3, base.body.weight, create_graph=True)[0]
+g.pow(2).sum().backward()""",
+    "a view of logits whose copy was changed": """
+z = lg(model(x))
+v = z.view(-1, V)
+v.detach().mul_(2)
+v[..., :3].mul_(0.5)
+((z + 0).sum() * 0.3 + v.sum()).backward()""",
     "a node of a view that is changed": """
 z = lg(model(x))
 v = z[:, ::2]
