@@ -38,6 +38,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from triton import knobs
 
+from dllm_kernels.fused import _graph, _head
+from dllm_kernels.fused._tensor import DeferredTensor
+
 T = torch.Tensor
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 REAL_DEVICE = torch._C.TensorBase.device.__get__
@@ -53,6 +56,8 @@ lenient = False  # within torch.autograd.gradcheck, whose numerical gradients ha
 
 def storage_of(t: torch.Tensor) -> int | None:
     """Return the address of the storage; None if the tensor has none (meta, fake and wrapper tensors)."""
+    if isinstance(t, DeferredTensor):
+        return None
     try:
         return t.untyped_storage()._cdata if REAL_DEVICE(t).type == "cpu" else None
     except (NotImplementedError, RuntimeError):
@@ -60,6 +65,8 @@ def storage_of(t: torch.Tensor) -> int | None:
 
 
 def in_cuda(t: torch.Tensor) -> bool:
+    if isinstance(t, DeferredTensor):
+        return bool(t.place == CUDA)
     return storage_of(t) in IN_CUDA
 
 
@@ -97,7 +104,7 @@ class PretendedGpu(TorchFunctionMode):
         if name == "__set__" or func is T.untyped_storage:
             return func(*args, **kwargs)
         for other in types:
-            if not issubclass(other, torch.Tensor):  # deferred logits, which compute in the mode
+            if issubclass(other, DeferredTensor) and torch._C._is_torch_function_enabled():  # computes in the mode
                 with PretendedGpu():
                     return other.__torch_function__(func, types, args, kwargs)
         if func in (T.to, T.cuda, T.cpu):
@@ -245,7 +252,9 @@ def patch_comparison() -> None:
     def compared(actual: Any, expected: Any, **options: Any) -> None:
         if options.get("check_device", True):
             for a, e in zip(tensors_in(actual), tensors_in(expected), strict=False):
-                assert in_cuda(a) == in_cuda(e), "The values for attribute 'device' do not match (pretended GPU)"
+                with torch._C.DisableTorchFunction():  # the mode would report pretended devices
+                    same = in_cuda(a) == in_cuda(e)
+                assert same, "The values for attribute 'device' do not match (pretended GPU)"
         global lenient
         was, lenient = lenient, True
         try:
@@ -254,6 +263,14 @@ def patch_comparison() -> None:
             lenient = was
 
     torch.testing.assert_close = compared
+
+
+def patch_wrappers() -> None:
+    """Make tensor subclasses without memory on the CPU, because autograd asks their device for its stream."""
+    stand, of = _graph.stand, _graph.PartsGradient.of.__func__
+    _graph.stand = lambda cls, form, device, *rest: stand(cls, form, CPU, *rest)
+    _head.FOLDERS += (__file__,)  # whose frames are not the place of a use
+    _graph.PartsGradient.of = classmethod(lambda cls, like, *rest: of(cls, (*like[:2], CPU), *rest))
 
 
 def cannot(what: str) -> Any:
@@ -280,11 +297,10 @@ patch_tensors()
 patch_autograd()
 patch_cuda()
 patch_comparison()
+patch_wrappers()
 for owner, name in ((torch, "compile"), (torch.export, "export"), (torch.library, "opcheck")):
     setattr(owner, name, cannot("trace"))
 torch.utils.checkpoint.checkpoint = cannot("recompute in a backward pass")
-# Tensor subclasses without memory are of the device itself, which autograd asks for its stream.
-importlib.import_module("dllm_kernels.fused._graph").stand = cannot("make deferred logits")
 for owner, name in (
     (torch.autograd.forward_ad, "make_dual"),
     *((torch.func, name) for name in torch.func.__all__ if name != "functional_call"),
