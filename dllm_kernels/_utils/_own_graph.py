@@ -19,8 +19,22 @@ def own_graph() -> contextlib.AbstractContextManager[Any]:
     autograd: Any = torch._C._autograd
     if torch.compiler.is_compiling() or not autograd._saved_tensors_hooks_is_enabled():
         return contextlib.nullcontext()  # there are no hooks, and setting any would raise
-    return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+    return torch.autograd.graph.saved_tensors_hooks(_with_version, _unchanged)
 
 
-def _unchanged(t: Tensor) -> Tensor:
+class ModifiedError(RuntimeError):
+    """A tensor that a backward pass needs was modified in place; without hooks, torch raises a RuntimeError."""
+
+
+def _with_version(t: Tensor) -> tuple[Tensor, int]:
+    return t, 0 if t.is_inference() else t._version
+
+
+def _unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    t, version = saved
+    if not t.is_inference() and t._version != version:
+        raise ModifiedError(
+            "tensors that the backward pass needs must not be modified in place before it, got a modified "
+            f"{str(t.dtype).removeprefix('torch.')} tensor of shape {tuple(t.shape)}"
+        )
     return t

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels._utils._own_graph import ModifiedError, own_graph
 
 aten = torch.ops.aten
 Parts = Sequence[Tensor | None]
@@ -53,10 +53,13 @@ class Recipe:
             ]
             with self.restored():
                 out: Any = self.compute(leaves)
-        else:
-            if self._graph is None:
-                self.values(ctx.saved_tensors)
-            leaves, out = self._graph
+            return gradients_of(out, leaves, self.needs, grad)
+        if self._graph is not None:
+            with contextlib.suppress(ModifiedError):  # hooks of the caller may have saved copies
+                leaves, out = self._graph
+                return gradients_of(out, leaves, self.needs, grad)
+        self.values(ctx.saved_tensors)
+        leaves, out = self._graph
         return gradients_of(out, leaves, self.needs, grad)
 
 

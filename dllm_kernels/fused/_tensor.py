@@ -220,7 +220,7 @@ class DeferredTensor(Tensor, Deferred):
         family = self.family()
         for x in family:
             x.materialize(use)
-            x._checkpointed = False
+            x._checkpointed &= not _views(x.form, self.form)
         if torch.is_grad_enabled() and self.requires_grad:
             for x in family:
                 x.linked_value()
@@ -290,7 +290,10 @@ class DeferredTensor(Tensor, Deferred):
             linked = value is not None and _graph.becomes(self)  # its gradient is that of the values
             handle = None if linked else func(self, *args, **kwargs)
         if self._apart and value is not None and value.requires_grad:
-            handle = func(value, *args, **kwargs)
+            other, first = func(value, *args, **kwargs), handle
+            handle = first or other
+            if first is not None:
+                handle.remove = lambda: (type(first).remove(first), other.remove())
         return handle
 
     @property
@@ -320,7 +323,7 @@ class DeferredTensor(Tensor, Deferred):
             known = _without_function(func, args, kwargs)
             return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
         if func is torch.autograd.grad:
-            return _checked(_without_function(func, args, kwargs), args[1])
+            return _gradients(func, args, kwargs)
         name = ALIASES.get(name, name)
         objects = _deferred_in((*args, *kwargs.values()))
         rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
@@ -399,9 +402,11 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
         return NotImplemented
     result = rule(first, Call(func, tuple(others), named))
     for x in [result] if isinstance(result, DeferredTensor) else result if isinstance(result, tuple | list) else ():
+        if x is first:
+            continue
         if name in ("clone", "contiguous"):
             x.note_copy_of(first)
-        elif x is not first and name not in ("detach", "data") and _is_leaf_view(x, first):
+        elif name not in ("detach", "data") and _is_leaf_view(x, first):
             x.as_leaf()
     return result
 
@@ -507,15 +512,29 @@ def form_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | No
     )
 
 
-def _checked(gradients: Any, inputs: Any) -> Any:
-    """Raise RuntimeError if ``torch.autograd.grad`` was asked for the gradient of a tensor that was never computed."""
-    for x, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, gradients, strict=True):
+def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """Compute ``torch.autograd.grad``; gradients of deferred tensors pass these, their values, or both.
+
+    Raises:
+        RuntimeError: the gradient of a deferred tensor is that of a fused loss, which never computes it.
+    """
+    given = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
+    apart = [x for x in given if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
+    values = [x._value for x in apart]
+    unused = {"allow_unused": True} if apart else {}
+    with plainly():
+        gradients = func(args[0], [*given, *values], *args[2:], **{**kwargs, **unused})
+    found = list(gradients[: len(given)])
+    for x, gradient in zip(given, found, strict=True):
         if isinstance(gradient, _graph.PartsGradient):
             raise RuntimeError(
                 "inputs of torch.autograd.grad must be tensors that the loss was computed from, got deferred ones of "
                 f"shape {tuple(x.shape)}, which a fused loss never computes; call materialize() of them before the loss"
             )
-    return gradients
+    for x, gradient in zip(apart, gradients[len(given) :], strict=True):
+        at = next(i for i, each in enumerate(given) if each is x)
+        found[at] = _graph.total(found[at], gradient)
+    return tuple(found)
 
 
 def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

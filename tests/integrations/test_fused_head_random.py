@@ -1,7 +1,9 @@
 """Random programs on logits: with ``fused_head`` they report the same, or raise an announced error."""
 
 import pytest
+import torch
 
+from dllm_kernels import fused_head
 from tests.support.fused_grammar import reports, write
 from tests.support.fused_programs import FailedError, Program, Spec, check, mended
 
@@ -296,6 +298,28 @@ v = z.view(-1, V)
 v.detach().mul_(2)
 v[..., :3].mul_(0.5)
 ((z + 0).sum() * 0.3 + v.sum()).backward()""",
+    "a change of contiguous rows": """
+z = lg(model(x))
+z.view(-1, V).contiguous().neg_()
+(z.sum() * 0.3).backward()""",
+    "a hook that is removed": """
+z = 1.7 * torch.tanh(lg(model(x)) / 1.7)
+with torch.no_grad():
+    torch.ops.aten.mul_(z, 0.5)
+hook(z, 'z').remove()
+with hook(z, 'z', 3.0):
+    pass
+(Several.apply(z)[1].sum() * 0.3).backward()""",
+    "the gradient of rows whose values are from those of all": """
+z = lg(model(x))
+v = z[:, 1:]
+see(torch.autograd.grad((v.softmax(-1) ** 2).sum(), [v, head.weight]))
+see(torch.autograd.grad(z[:, :2].exp().sum(), v, allow_unused=True))""",
+    "a checkpoint, then a change of a copy": """
+z = lg(model(x))
+s = checkpoint(lambda q: q.logsumexp(-1).mean(), z, use_reentrant=False)
+torch.roll(z, 1, 0).masked_fill_(mask((2, 5, 11)), -3.0)
+s.backward()""",
     "a node of a view that is changed": """
 z = lg(model(x))
 v = z[:, ::2]
@@ -310,7 +334,6 @@ torch._foreach_mul_([z], 2.0)
 # Programs with another value or an error: docs/any-loop.md has these limits.
 OPEN = {
     "a dirty Function of a view, then a Function of the base", "a change of the base of torch.Tensor",
-    "saved copies of a head that is changed",
 }  # fmt: skip
 FINE = "told", "unstable"  # an announced error; a program that says nothing
 
@@ -336,6 +359,16 @@ with torch.no_grad():
     head.weight.mul_(1.1)
 (z.sum() * 0.3).backward()"""
     assert check(Program(Spec(head="lora"), [source.strip()])) is None
+
+
+def test_a_head_that_is_changed_before_the_backward_of_its_values_raises():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 11))
+    with fused_head(model, head=model[1], on_logits="allow"):
+        y = model(torch.ones(2, 6)).exp()
+    with torch.no_grad():
+        model[1].weight.mul_(1.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @LIMIT
