@@ -200,7 +200,7 @@ def _lowest_equal(x, v, value):
 @triton.jit
 def _argmax(tile_ptr, first, wide, row_max, lane_max, lane_tile, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """Return the lowest column that equals the maximum among the ``wide`` aligned ones, or NO_COLUMN."""
-    tile = tl.min(tl.where(lane_max == row_max, lane_tile, wide), 0)
+    tile = tl.min(tl.where(lane_max == row_max, lane_tile, wide), 0) // BLOCK_V * BLOCK_V  # a multiple: wide accesses
     lanes = tl.arange(0, BLOCK_V)
     x = tl.load(tile_ptr + tile + lanes, mask=lanes < wide - tile, other=float("nan"))
     x = transformed(x, lanes, transform, ACC, first + tile)
