@@ -33,7 +33,7 @@ SHARED = {
     "chunk_size": "rows per chunk of logits; None: chosen from the sizes and the memory of the device.",
     "num_active": (
         "upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is too small, "
-        "all floating results and all gradients are NaN, flags are False, and predicted ids are -100."
+        "all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are -100."
     ),
     "logits_dtype": (
         "torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax. The "
