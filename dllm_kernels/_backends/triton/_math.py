@@ -198,13 +198,15 @@ def _lowest_equal(x, v, value):
 
 
 @triton.jit
-def _argmax(tile_ptr, first, wide, row_max, lane_max, lane_tile, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    """Return the lowest column that equals the maximum among the ``wide`` aligned ones, or NO_COLUMN."""
+def _argmax(
+    tile_ptr, first, wide, ragged, v, row_max, lane_max, lane_tile, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """Return the lowest column that equals the maximum, among ``wide`` aligned ones and the ragged ones v."""
     tile = tl.min(tl.where(lane_max == row_max, lane_tile, wide), 0) // BLOCK_V * BLOCK_V  # a multiple: wide accesses
     lanes = tl.arange(0, BLOCK_V)
     x = tl.load(tile_ptr + tile + lanes, mask=lanes < wide - tile, other=float("nan"))
     x = transformed(x, lanes, transform, ACC, first + tile)
-    return _lowest_equal(x, first + tile + lanes, row_max)
+    return tl.minimum(_lowest_equal(x, first + tile + lanes, row_max), _lowest_equal(ragged, v, row_max))
 
 
 @triton.jit
@@ -288,14 +290,10 @@ def column_stats(
     row_sum = total(lane_sum * less) + total(e)
     best = tl.full([], NO_COLUMN, tl.int32)
     if WITH_IDS:
-        best = _lowest_equal(x, v, row_max)
-        best = tl.minimum(best, _argmax(tile_ptr, first, wide, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC))
+        best = _argmax(tile_ptr, first, wide, x, v, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC)
     elif WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
         if row_max == target_logit:
-            best = _lowest_equal(x, v, row_max)
-            best = tl.minimum(
-                best, _argmax(tile_ptr, first, wide, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC)
-            )
+            best = _argmax(tile_ptr, first, wide, x, v, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC)
     return row_max, row_sum, moment, best
 
 
