@@ -1,5 +1,6 @@
 """Row statistics: parity of every output and of their joint gradients, extreme and bad rows, both forms, memory."""
 
+import itertools
 import math
 import weakref
 from functools import partial
@@ -90,11 +91,13 @@ def assert_parity(ours, oracle, draw):
 
 
 def logits_pair(backend, **fixed):
+    flags = itertools.cycle([{"with_correct": True}, {"with_correct": True, "with_ids": True}])
+
     def ours(x, **arguments):
-        out = row_stats(x, entropy=True, with_correct=True, with_ids=True, backend=backend, **arguments, **fixed)
+        out = row_stats(x, entropy=True, backend=backend, **next(flags), **arguments, **fixed)
         wanted = reference.row_stats(x.detach(), **arguments, **fixed)
         assert torch.equal(out.correct, wanted.correct)
-        assert torch.equal(out.ids, wanted.ids)
+        assert out.ids is None or torch.equal(out.ids, wanted.ids)
         return out
 
     return ours, lambda x, **arguments: reference.row_stats(x, **arguments, **fixed)
