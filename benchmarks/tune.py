@@ -59,7 +59,7 @@ def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
 
 
 def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]:
-    """Return the launches of the kernels over rows of logits, with and without the argmax match.
+    """Return the launches of the kernels over rows of logits, with and without the argmax match and the argmax.
 
     The divergence runs on a chunk of pairs of rows: kl takes two passes, l1 three.
     """
@@ -69,7 +69,7 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)
-    nll, row_max, log_sum, _ = token_nll.nll(logits, targets, with_correct=False)
+    nll, row_max, log_sum, *_ = token_nll.nll(logits, targets, with_correct=False)
     scale = torch.rand_like(nll)
     out = torch.empty_like(logits)
     chunk = logits[0, :2048].clone()  # in place: its content after a launch is equally valid input
@@ -79,16 +79,18 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
         token_nll.nll_grad(logits, targets, scale, row_max, log_sum, out)
 
     found = {"backward": Launch("token_nll_bwd", backward, 2 * logits.nbytes)}
-    for label, correct in {"": False, ", argmax-match": True}.items():
+    requests = {"": (False, False), ", argmax-match": (True, False), ", argmax": (False, True)}
+    for label, flags in requests.items():
+        options: dict[str, Any] = dict(zip(("with_correct", "with_ids"), flags, strict=True))
         found |= {
             f"forward{label}": Launch(
                 "token_nll_fwd",
-                functools.partial(token_nll.nll, logits, targets, with_correct=correct),
+                functools.partial(token_nll.nll, logits, targets, **options),
                 logits.nbytes,
             ),
             f"chunk{label}": Launch(
                 "linear_nll_rows",
-                functools.partial(linear_nll.nll_and_grad_, chunk, y, s, with_correct=correct),
+                functools.partial(linear_nll.nll_and_grad_, chunk, y, s, **options),
                 2 * chunk.nbytes,
             ),
         }

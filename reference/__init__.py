@@ -55,7 +55,14 @@ from reference.row_objective import linear_row_objective, row_objective
 from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.scdd import SCDDSchedule, scdd_loss, scdd_schedule
 from reference.soft_embedding import soft_embedding
-from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
+from reference.token_nll import (
+    argmax_match,
+    compute_per_token_nll,
+    predicted_ids,
+    token_lse,
+    token_nll,
+    weighted_nll,
+)
 from reference.topk_divergence import linear_topk_divergence, topk_divergence
 from reference.transform import possible_targets, transformed
 
@@ -110,6 +117,7 @@ __all__ = [
     "policy_objective",
     "policy_views",
     "possible_targets",
+    "predicted_ids",
     "prefix_probabilities",
     "prefix_weights",
     "row_divergence",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from reference.linear_nll import Extra, linear_logits
-from reference.token_nll import IGNORE_INDEX
+from reference.token_nll import IGNORE_INDEX, predicted_ids
 from reference.transform import transformed
 
 Mix = tuple[torch.Tensor, torch.Tensor]
@@ -21,6 +21,7 @@ class RowStats(NamedTuple):
     entropy: torch.Tensor
     mix: torch.Tensor | None
     correct: torch.Tensor
+    ids: torch.Tensor
 
 
 def row_stats(
@@ -36,11 +37,11 @@ def row_stats(
     """Compute statistics of the softmax p of every row of transformed logits z.
 
     ``log_probs = log p[ids]``, ``lse = log sum_v exp(z_v)``, ``entropy = -sum_v p_v log p_v`` with ``0 log 0 = 0``,
-    ``mix = sum_v log(a + b p_v)`` over all columns except ``skip_id``. ``correct`` is True if the lowest argmax is the
-    first id.
+    ``mix = sum_v log(a + b p_v)`` over all columns except ``skip_id``. ``ids`` is the lowest argmax, and
+    ``correct`` is True if it is the first id.
 
-    An inactive row gives 0 and False, and gradient 0, for any content. An id of -100 gives 0. Any other id out of
-    range, or ``skip_id``, gives NaN.
+    An inactive row gives 0, False and the id -100, and gradient 0, for any content. An id of -100 gives 0. Any other
+    id out of range, or ``skip_id``, gives NaN.
 
     Args:
         logits: ``[..., V]``, floating; ``-inf`` means probability 0.
@@ -70,10 +71,9 @@ def row_stats(
     p = log_p.exp()
     entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
     F = None if mix is None else torch.where(rows, _sum_of_logs(log_p, mix, skip_id), 0.0)
-    is_best = z == z.amax(dim=-1, keepdim=True)
-    best = torch.where(is_best, torch.arange(V, device=z.device), V).amin(dim=-1)
+    best = predicted_ids(z, rows, skip_id)
     correct = rows & (best == index[..., 0]) & there[..., 0] & ~picked[..., 0].isnan()
-    return RowStats(log_probs.view(ids.shape), lse, torch.where(rows, entropy, 0.0), F, correct)
+    return RowStats(log_probs.view(ids.shape), lse, torch.where(rows, entropy, 0.0), F, correct, best)
 
 
 def _sum_of_logs(log_p: torch.Tensor, mix: Mix, skip_id: int | None) -> torch.Tensor:

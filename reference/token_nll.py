@@ -1,4 +1,4 @@
-"""Per-token negative log-likelihood, logsumexp and argmax match."""
+"""Per-token negative log-likelihood, logsumexp, argmax and argmax match."""
 
 from __future__ import annotations
 
@@ -100,12 +100,31 @@ def argmax_match(
 
     Source: the draft top-1 accuracy that DFlash training logs.
     """
-    V = logits.shape[-1]
-    is_best = logits == logits.amax(dim=-1, keepdim=True)
-    columns = torch.arange(V, device=logits.device)
-    lowest_best = torch.where(is_best, columns, V).amin(dim=-1)
     has_nll = ~token_nll(logits, targets, ignore_index, active).isnan()
-    return (lowest_best == targets.long()) & counted_rows(targets, ignore_index, active) & has_nll
+    return (predicted_ids(logits) == targets.long()) & counted_rows(targets, ignore_index, active) & has_nll
+
+
+def predicted_ids(logits: torch.Tensor, active: torch.Tensor | None = None, skip_id: int | None = None) -> torch.Tensor:
+    """Find the most likely token of every row; the lowest index wins a tie.
+
+    ``ids[n] = min argmax_v logits[n, v]``. -100 for inactive rows. If the softmax of a row is NaN, the lowest id other
+    than ``skip_id``.
+
+    Args:
+        logits: ``[..., V]``, floating, after their transform.
+        active: optional mask ``[...]``; nonzero is True.
+        skip_id: the column that the transform has set to ``-inf``.
+
+    Returns:
+        ``[...]``, int64.
+
+    Source: greedy decoding; ties as in :func:`argmax_match`.
+    """
+    is_best = logits == logits.amax(dim=-1, keepdim=True)
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    ids = torch.where(is_best, columns, logits.shape[-1]).amin(dim=-1)
+    ids = torch.where(torch.softmax(logits, dim=-1).isnan().any(dim=-1), int(skip_id == 0), ids)
+    return ids if active is None else torch.where(active.bool(), ids, IGNORE_INDEX)
 
 
 def weighted_nll(

@@ -46,9 +46,11 @@ def real() -> Iterator[Call]:
     for dtype in DTYPES:
         for shape in (REAL_LOGITS, FEW_ROWS, SHORT_ROWS):
             yield partial(token_nll, shape, dtype, with_correct=True)
+            yield partial(token_nll, shape, dtype, with_ids=True)
             yield partial(weighted_nll, shape, dtype)
             yield partial(token_nll, shape, dtype)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=True)
+        yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_ids=True)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True)
     for shape in (REAL_LOGITS, SHORT_ROWS):
         yield partial(weighted_nll, shape, torch.bfloat16, with_correct=True)
@@ -56,6 +58,7 @@ def real() -> Iterator[Call]:
     yield from transformed()
     for dtype in DTYPES:
         yield partial(row_stats, REAL_LOGITS, dtype, entropy=True, mix=True, with_correct=True)
+        yield partial(row_stats, REAL_LOGITS, dtype, entropy=True, with_ids=True)
     for entropy, mixed in ((False, False), (True, False), (False, True)):
         yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mixed)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
@@ -84,10 +87,11 @@ def real() -> Iterator[Call]:
 def transformed() -> Iterator[Call]:
     """Yield calls with a transform of the logits: all of its steps in every dtype, some of them in bfloat16."""
     for dtype in DTYPES:
-        for flag in (False, True):
-            yield partial(token_nll, REAL_LOGITS, dtype, with_correct=flag, **ALL_STEPS)
-            yield partial(token_nll, SHORT_ROWS, dtype, with_correct=flag, **(ALL_STEPS | {"skip_id": 0}))
-            yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=flag, **ALL_STEPS)
+        for flag in (None, "with_correct", "with_ids"):
+            flags: dict[str, Any] = {} if flag is None else {flag: True}
+            yield partial(token_nll, REAL_LOGITS, dtype, **flags, **ALL_STEPS)
+            yield partial(token_nll, SHORT_ROWS, dtype, **flags, **(ALL_STEPS | {"skip_id": 0}))
+            yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, **flags, **ALL_STEPS)
     for steps in SOME_STEPS:
         yield partial(token_nll, REAL_LOGITS, torch.bfloat16, with_correct=True, **steps)
         yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, frozen=True, **steps)
@@ -125,6 +129,7 @@ def odd() -> Iterator[Call]:
     """Yield calls with unusual inputs that a caller may pass."""
     for dtype in (torch.bfloat16, torch.float32):
         yield partial(token_nll, (8, 512, 50257), dtype, with_correct=True)
+        yield partial(token_nll, (8, 512, 50257), dtype, with_ids=True)
         yield partial(from_hidden, (8, 512, 50257), dtype, frozen=True)
         yield partial(from_hidden, (8, 512, 32000), dtype, frozen=True, with_correct=True)
         yield partial(

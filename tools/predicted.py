@@ -29,7 +29,7 @@ from tools.gpus import GPUS
 
 KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # kernel of a rule; other kernels have the name of their rule
 # Suffixes with which ``inspect`` distinguishes the launches of ``tune``.
-WORDS = {"argmax-match": ", correct", "kl": ", grad, fast", "l1": ", grad, fast, tv=i64"}
+WORDS = {"argmax-match": ", correct", "argmax": ", ids", "kl": ", grad, fast", "l1": ", grad, fast, tv=i64"}
 
 
 def shares(model: Path | None, gpu: str | None) -> dict[str, float]:

@@ -28,8 +28,10 @@ PREDICTED = (
     "token_nll_bwd[bf16]",
     "token_nll_fwd_split[bf16]",
     "token_nll_fwd_split[bf16, correct]",
+    "token_nll_fwd_split[bf16, ids]",
     "linear_nll_rows[bf16]",
     "linear_nll_rows[bf16, correct]",
+    "linear_nll_rows[bf16, ids]",
     "divergence_rows[bf16, grad, fast]",
     "divergence_rows[bf16, grad, fast, tv=i64]",
 )

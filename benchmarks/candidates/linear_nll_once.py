@@ -86,7 +86,7 @@ def _linear_nll_rows_once(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     n = tl.program_id(0)
-    out = (nll_ptr, max_ptr, log_sum_ptr, None, None, None)
+    out = (nll_ptr, max_ptr, log_sum_ptr, None, None, None, None)
     y64 = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
@@ -126,7 +126,7 @@ def _linear_nll_rows_once(
         tl.store(logits_ptr + row + v, e.to(logits_ptr.dtype.element_ty), mask=there)
         log_sum = tl.log(row_sum)
         nll = tl.where(row_sum == 0, float("nan"), (c - target_logit) + log_sum)
-        token_nll.store_row(n, nll, row_max, log_sum + (c - row_max), False, out, False)
+        token_nll.store_row(n, nll, row_max, log_sum + (c - row_max), False, IGNORE, out, False, False)
         tl.store(factor_ptr + n, tl.where(scale == 0, 0.0, tl.where(y >= 0, scale / row_sum, float("nan"))))
         tl.debug_barrier()  # the column of the target must hold its E before the next store
         if scale == 0:
@@ -135,7 +135,7 @@ def _linear_nll_rows_once(
             at_target = tl.exp2((target_logit - c) * LOG2E) - row_sum
             tl.store(logits_ptr + row + y, at_target.to(logits_ptr.dtype.element_ty), mask=y >= 0)
     else:
-        token_nll.store_row(n, 0.0, 0.0, 0.0, False, out, False)
+        token_nll.store_row(n, 0.0, 0.0, 0.0, False, IGNORE, out, False, False)
         tl.store(factor_ptr + n, 0.0)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
@@ -143,7 +143,7 @@ def _linear_nll_rows_once(
 def nll_and_factor_(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor) -> tuple[NLL, torch.Tensor]:
     """Return the NLL and the factors of rows ``[C, V]``, which then hold E: the gradient is the factor times E."""
     C, V = logits.shape
-    out = token_nll.new_rows(C, torch.float32, logits.device, False)
+    out = token_nll.new_rows(C, torch.float32, logits.device, False, False)
     factor = torch.empty_like(out[0])
     block = max(64, min(16384 // logits.element_size(), triton.next_power_of_2(V)))
     warps = _tiles.at_most_a_thread_a_column(block * logits.element_size() // 2048, block)

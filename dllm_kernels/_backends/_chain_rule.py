@@ -70,13 +70,13 @@ def nll_of_stats(
         return StatsRequest(ids, targets, weights=weights if V is None else None, **options)
 
     def nll(
-        logits: Tensor, targets: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,
-        with_lse: bool = True, weights: Tensor | None = None,
+        logits: Tensor, targets: Tensor, *, with_correct: bool, with_ids: bool = False,
+        transform: Transform = NO_TRANSFORM, with_lse: bool = True, weights: Tensor | None = None,
     ) -> NLL:  # fmt: skip
-        request = requested(targets, weights, transform=transform, correct=with_correct, lse=with_lse)
+        request = requested(targets, weights, transform=transform, correct=with_correct, best=with_ids, lse=with_lse)
         result = stats.forward(logits, request)
         # log p is at most 0, and the negative of 0 would be -0.
-        return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct
+        return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct, result.best
 
     def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Any, ...]:
         result = nll(logits, targets, weights=weights, **options)

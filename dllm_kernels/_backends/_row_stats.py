@@ -39,6 +39,7 @@ class StatsRequest(NamedTuple):
         transform: transform of the logits.
         entropy: True if the entropy is requested.
         correct: True if the argmax-match is requested.
+        best: True if the argmax is requested.
         gradients: True if W is requested.
         whole: True if the columns are all columns of a row, False if they are a part of a split row.
         lse: True if (M, log S) are requested. Otherwise a backend may omit them if its backward pass does not read
@@ -55,6 +56,7 @@ class StatsRequest(NamedTuple):
     transform: Transform = NO_TRANSFORM
     entropy: bool = False
     correct: bool = False
+    best: bool = False
     gradients: bool = False
     whole: bool = True
     lse: bool = True
@@ -65,7 +67,9 @@ class StatsRequest(NamedTuple):
 class StatsResult(NamedTuple):
     """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
 
-    ``row_max`` and ``log_sum`` are tensors if requested. The last three fields are filled by ``_core/_rest.py``.
+    ``best`` is the argmax, int64: the lowest column of a tie, ``IGNORE`` in inactive rows, and the lowest column that
+    is not skipped if the softmax is NaN. ``row_max`` and ``log_sum`` are tensors if requested. The last three fields
+    are filled by ``_core/_rest.py``.
     """
 
     log_probs: Tensor
@@ -75,6 +79,7 @@ class StatsResult(NamedTuple):
     mix: Tensor | None = None
     mix_weight: Tensor | None = None
     correct: Tensor | None = None
+    best: Tensor | None = None
     rest: Tensor | None = None
     rest_max: Any = None
     rest_sum: Any = None
@@ -84,7 +89,7 @@ class StatsResult(NamedTuple):
         """Return the arguments of a custom op that make up the record."""
         return (
             "Tensor log_probs, Tensor? row_max, Tensor? log_sum, Tensor? entropy, Tensor? mix, Tensor? mix_weight, "
-            "Tensor? correct, Tensor? rest, Tensor? rest_max, Tensor? rest_sum"
+            "Tensor? correct, Tensor? best, Tensor? rest, Tensor? rest_max, Tensor? rest_sum"
         )
 
 

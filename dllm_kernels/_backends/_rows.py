@@ -26,7 +26,7 @@ from dllm_kernels._utils._truncation import Truncation
 
 IGNORE = -100
 P_MASK_MIN = 1e-8
-NLL = tuple[Tensor, Any, Any, Tensor | None]
+NLL = tuple[Tensor, Any, Any, Tensor | None, Tensor | None]
 
 
 class StatsPrimitives(Protocol):
@@ -70,18 +70,20 @@ class RowPrimitives(Protocol):
         """
 
     def nll(
-        self, logits: Tensor, targets: Tensor, *, with_correct: bool, transform: Transform = ..., with_lse: bool = True
-    ) -> NLL:
-        """Return (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or None.
+        self, logits: Tensor, targets: Tensor, *, with_correct: bool, with_ids: bool = False,
+        transform: Transform = ..., with_lse: bool = True,
+    ) -> NLL:  # fmt: skip
+        """Return (nll, row_max, log_sum, correct, best): ``[N]`` of dtype acc; bool and int64 ``[N]``, or None.
 
-        Reads each active row once. ``log_sum`` is log(sum(exp(row - row_max))). Inactive rows are 0 or False. Without
+        Reads each active row once. ``log_sum`` is log(sum(exp(row - row_max))). Inactive rows are 0 or False, and
+        ``IGNORE`` in ``best``, the argmax as in :class:`StatsResult`. Without
         ``with_lse`` a backend may return None for row_max and log_sum, if its ``nll_grad`` of whole rows does not read
         them.
         """
 
     def weighted_nll(
-        self, logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool, transform: Transform = ...,
-        with_lse: bool = True,
+        self, logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool, with_ids: bool = False,
+        transform: Transform = ..., with_lse: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         """Return (weights * nll, then the results of ``nll``), with one weight per row, in acc.
 
@@ -100,8 +102,9 @@ class RowPrimitives(Protocol):
         """
 
     def nll_and_grad_(
-        self, logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = ...
-    ) -> NLL:
+        self, logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
+        transform: Transform = ...,
+    ) -> NLL:  # fmt: skip
         """Compute ``nll`` and ``nll_grad`` of a chunk ``[C, V]`` in one call; the gradient overwrites the logits."""
 
     def scale_(self, t: Tensor, factor: Tensor) -> None:

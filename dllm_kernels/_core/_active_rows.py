@@ -70,22 +70,25 @@ class ActiveRows:
         return targets.masked_fill(self._index[chunk] == self.total, IGNORE)
 
     def empty(self, *columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a per-row result for :meth:`put` to fill; inactive rows are zero."""
+        """Allocate a per-row result for :meth:`put` to fill; inactive rows are zero, ``IGNORE`` in int64."""
         if self._index is None:
             return torch.empty(self.total, *columns, dtype=dtype, device=device)
         return self.zeros(self.total + self._padded, *columns, dtype=dtype, device=device)
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate zeros; NaN if ``num_active`` is too small and the dtype has NaN."""
+        """Allocate zeros, ``IGNORE`` in int64; NaN if ``num_active`` is too small and the dtype has NaN."""
+        if dtype == torch.int64:
+            return torch.full(shape, IGNORE, dtype=dtype, device=device)
         if self.overflow is None or not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device).copy_(self._zero)  # one pass, as for zeros
 
     def checked_(self, t: Tensor) -> Tensor:
-        """Overwrite a tensor by NaN, or by zeros if it is not floating, if ``num_active`` is too small."""
+        """Overwrite a tensor by NaN, flags by False and ids by ``IGNORE``, if ``num_active`` is too small."""
         if self.overflow is None:
             return t
-        return t.masked_fill_(self.overflow, math.nan if t.is_floating_point() else 0)
+        nothing = math.nan if t.is_floating_point() else IGNORE if t.dtype == torch.int64 else 0
+        return t.masked_fill_(self.overflow, nothing)
 
     def put(self, out: Tensor, chunk: slice, value: Tensor) -> None:
         """Write the chunk's rows; the padding of a given ``num_active`` goes to a spare last row."""

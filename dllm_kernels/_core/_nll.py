@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._core._setup import Setup
+from dllm_kernels._utils._opaque import Spec
 
 
 def in_rows(made: Iterable[Tensor], rows: torch.Size, setup: Setup) -> Any:
-    """Return (nll, lse, correct) in the shape of the caller's rows; None for those that were not requested."""
-    each = iter(made)
-    return [next(each).view(rows) if given else None for given in (True, setup.with_lse, setup.with_correct)]
+    """Return (nll, lse, correct, ids) in the shape of the caller's rows; None for those that were not requested."""
+    each, requested = iter(made), (True, setup.with_lse, setup.with_correct, setup.with_ids)
+    return [next(each).view(rows) if given else None for given in requested]
+
+
+def argmax_specs(y: Tensor, setup: Setup) -> list[Spec]:
+    """Return shape and dtype of (correct, ids) of the rows ``y``."""
+    requested = ((setup.with_correct, torch.bool), (setup.with_ids, torch.int64))
+    return [(y.shape, dtype) if given else None for given, dtype in requested]
 
 
 def logsumexp(row_max: Any, log_sum: Any, setup: Setup) -> Any:

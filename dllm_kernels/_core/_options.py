@@ -26,6 +26,7 @@ class Options(NamedTuple):
         logits_dtype: float32 keeps the logits of 16-bit operands in float32; None: the dtype of the operands.
         with_lse: return the logsumexp.
         with_correct: return the argmax-match.
+        with_ids: return the argmax.
         entropy: return the entropy.
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
@@ -46,6 +47,7 @@ class Options(NamedTuple):
     logits_dtype: torch.dtype | None = None
     with_lse: bool = False
     with_correct: bool = False
+    with_ids: bool = False
     entropy: bool = False
     round_nll: bool = False
     inplace_backward: bool = False

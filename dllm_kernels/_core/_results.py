@@ -15,18 +15,21 @@ class TokenNLL(NamedTuple):
         lse: logsumexp of the row, detached, or None unless requested. 0 for inactive rows.
         correct: True if the target is the argmax of its row (the lowest index wins a tie), bool, or None unless
             requested. False for inactive rows and for rows whose NLL is NaN.
+        ids: argmax of the row (the lowest index wins a tie), int64, or None unless requested. -100 for inactive rows.
+            If the softmax of a row is NaN, the lowest id that is not skipped.
     """
 
     nll: torch.Tensor
     lse: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 class RowStats(NamedTuple):
     """Statistics of each row of logits. Inactive rows are 0 or False.
 
-    All but ``correct`` are differentiable, also together. Floats are float32 (float64 for float64 logits), in nats. All
-    but ``log_probs`` have the shape of the rows.
+    All but ``correct`` and ``ids`` are differentiable, also together. Floats are float32 (float64 for float64 logits),
+    in nats. All but ``log_probs`` have the shape of the rows.
 
     Attributes:
         log_probs: log p of each id, of the shape of the ids; 0 for an id of -100.
@@ -35,6 +38,7 @@ class RowStats(NamedTuple):
         mix: ``sum_v log(a + b p_v)`` over the columns that are not skipped, or None unless requested.
         correct: True if the first id is the argmax (the lowest index wins a tie), bool, or None unless requested. False
             if its log-probability is NaN.
+        ids: argmax of the row, not the ids of the call; see :class:`TokenNLL`.
     """
 
     log_probs: torch.Tensor
@@ -42,6 +46,7 @@ class RowStats(NamedTuple):
     entropy: torch.Tensor | None = None
     mix: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 class RowObjective(NamedTuple):
@@ -57,6 +62,7 @@ class RowObjective(NamedTuple):
         lse: logsumexp.
         entropy: ``-sum_v p_v log p_v``, or None unless requested.
         correct: True if the first id is the argmax, bool, or None unless requested.
+        ids: see :class:`RowStats`.
     """
 
     loss: torch.Tensor
@@ -65,6 +71,7 @@ class RowObjective(NamedTuple):
     lse: torch.Tensor
     entropy: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 class RestStats(NamedTuple):
@@ -127,12 +134,14 @@ class WeightedNLL(NamedTuple):
         nll: see :class:`TokenNLL`, but detached.
         lse: see :class:`TokenNLL`.
         correct: see :class:`TokenNLL`.
+        ids: see :class:`TokenNLL`.
     """
 
     loss: torch.Tensor
     nll: torch.Tensor
     lse: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
 
 
 class Divergence(NamedTuple):

@@ -124,6 +124,7 @@ class Setup(NamedTuple):
         num_active: upper bound on the number of active rows; None: counted.
         with_lse: True if the logsumexp is a result.
         with_correct: True if the argmax-match is a result.
+        with_ids: True if the argmax is a result.
         split: this rank's part of a call on DTensors, or None.
     """
 
@@ -136,6 +137,7 @@ class Setup(NamedTuple):
     num_active: int | None = None
     with_lse: bool = False
     with_correct: bool = False
+    with_ids: bool = False
     split: Split | None = None
 
     @staticmethod
@@ -144,7 +146,7 @@ class Setup(NamedTuple):
         return (
             "float softcap, float logit_scale, Tensor? changing, SymInt? skip_id, bool triton, ScalarType dtype, "
             "ScalarType logits_dtype, bool[] needs, SymInt? chunk_size, SymInt? num_active, bool with_lse, "
-            "bool with_correct"
+            "bool with_correct, bool with_ids"
         )
 
     @classmethod
@@ -164,7 +166,7 @@ class Setup(NamedTuple):
         return cls(
             options.transform, use_triton(options.backend, x), dtype, torch.float32 if wide and narrow else dtype,
             NeedsGrad.of(x, head), options.chunk_size, options.num_active, options.with_lse, options.with_correct,
-            split,
+            options.with_ids, split,
         )  # fmt: skip
 
     @property
@@ -196,7 +198,7 @@ class Setup(NamedTuple):
             "softcap": softcap, "logit_scale": scale, "changing": changing, "skip_id": self.transform.skip_id,
             "triton": self.triton, "dtype": self.dtype, "logits_dtype": self.logits_dtype, "needs": list(self.needs),
             "chunk_size": self.chunk_size, "num_active": self.num_active, "with_lse": self.with_lse,
-            "with_correct": self.with_correct,
+            "with_correct": self.with_correct, "with_ids": self.with_ids,
         }  # fmt: skip
 
     @classmethod

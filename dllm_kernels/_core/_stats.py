@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
         return StatsRequest(
             self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
-            setup.transform, self.with_entropy, setup.with_correct, any(setup.needs), lse=lse,
+            setup.transform, self.with_entropy, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
         )  # fmt: skip
 
     def specs(self, setup: Setup, *, lse: bool = True) -> list[Spec]:
@@ -67,7 +67,8 @@ class Wanted(NamedTuple):
         rest: Spec = ((N,), acc) if self.with_rest else None
         return [
             ((N, K), acc), *[((N,), acc) if given else None for given in wanted],
-            ((N,), torch.bool) if setup.with_correct else None, rest, rest, rest,
+            ((N,), torch.bool) if setup.with_correct else None, ((N,), torch.int64) if setup.with_ids else None,
+            rest, rest, rest,
         ]  # fmt: skip
 
     def empty(self, rows: ActiveRows, setup: Setup) -> list[Tensor | None]:
@@ -126,8 +127,8 @@ def with_nones(made: Iterable[Tensor], given: Sequence[bool]) -> list[Any]:
     return [next(outputs) if there else None for there in given]
 
 
-def named(log_probs: Any, lse: Any, entropy: Any, mix: Any, rest: Any, correct: Any) -> RowStats | RestStats:
+def named(log_probs: Any, lse: Any, entropy: Any, mix: Any, rest: Any, correct: Any, ids: Any) -> RowStats | RestStats:
     """Return the statistics as a caller receives them."""
     if rest is None:
-        return RowStats(log_probs, lse, entropy, mix, correct)
+        return RowStats(log_probs, lse, entropy, mix, correct, ids)
     return RestStats(log_probs, lse, rest, correct)

@@ -33,7 +33,7 @@ SHARED = {
     "chunk_size": "rows per chunk of logits; None: chosen from the sizes and the memory of the device.",
     "num_active": (
         "upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is too small, "
-        "all floating results and all gradients are NaN, and flags are False."
+        "all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are -100."
     ),
     "logits_dtype": (
         "torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax. The "
@@ -52,6 +52,11 @@ SHARED = {
     ),
     "linear_correct": (
         "also return the argmax match: True if the target is the argmax of the logits rounded to the compute dtype."
+    ),
+    "with_ids": "also return the predicted id, the argmax of the transformed logits; takes no second product or pass.",
+    "linear_ids": (
+        "also return the predicted id, the argmax of the transformed logits rounded to the compute dtype; takes no "
+        "second product."
     ),
     "inplace_backward": (
         "write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and nothing else may "

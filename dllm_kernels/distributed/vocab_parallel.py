@@ -5,19 +5,18 @@ Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to
 
 - the maximum M_r, and the sum S_r = sum exp(x - M_r),
 - the distance of each id's logit from M_r, 0 if another rank holds the id,
-- a flag, True if the first id is the argmax of these columns.
+- the argmax of these columns.
 
 One all-gather gives every rank
 
     M = max_r M_r,      S = sum_r S_r exp(M_r - M),      log p_k = (x_k - M) - log S,
 
-and the gradient is local. The first id is the argmax of the whole row if it is the argmax of its rank's columns and no
-other rank has a better column. A lower rank is better if its maximum is at least as large, a higher rank if its maximum
-is larger, because the lowest index wins a tie.
+and the gradient is local. The argmax of the whole row is that of the lowest rank with M_r = M, because the lowest index
+wins a tie.
 
 The functions implement the row primitives (``_backends/_rows.py``) on top of those of a backend. All code above the row
 primitives therefore works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes per row, 16 with the
-argmax-match, and twice as many for float64.
+argmax or its match, and twice as many for float64.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def shard_primitives(shard: VocabShard, local: RowPrimitives) -> RowPrimitives:
     stats = StatsFunctions(forward, mix, local.stats.coefficients, backward)
     nll, weighted_nll, nll_grad = nll_of_stats(stats, shard.total)
 
-    def nll_and_grad_(
-        logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform
-    ) -> NLL:
-        out = nll(logits[None], targets, with_correct=with_correct, transform=transform)
+    def nll_and_grad_(logits: Tensor, targets: Tensor, scale: Tensor, *, transform: Transform, **flags: bool) -> NLL:
+        out = nll(logits[None], targets, transform=transform, **flags)
         nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
         return out
 
@@ -124,12 +121,16 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     Each shard's statistics treat its columns as a whole distribution. The shard has the share
     w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
     """
-    here = _local_request(shard, request)._replace(a=None, b=None)
+    argmax = request.correct or request.best
+    here = _local_request(shard, request)._replace(a=None, b=None, correct=False, best=argmax)
     shard_stats = StatsResult(*local.forward(logits, here)) if shard.size else _empty_stats(here, logits.dtype)
     owned = here.ids != IGNORE
     from_max = torch.where(owned, shard_stats.log_probs + shard_stats.log_sum.unsqueeze(1), 0.0)
     from_max = from_max.masked_fill(owned & (shard_stats.log_sum == -math.inf).unsqueeze(1), -math.inf)
-    more = [t.to(from_max.dtype) for t in (shard_stats.entropy, shard_stats.correct) if t is not None]
+    more = [] if shard_stats.entropy is None else [shard_stats.entropy]
+    if shard_stats.best is not None:  # as bits, because a float32 holds no integer above 2**24 exactly
+        bits = torch.int64 if from_max.dtype == torch.float64 else torch.int32
+        more.append((shard_stats.best + shard.start).to(bits).view(from_max.dtype))
     part = torch.cat([torch.stack([shard_stats.row_max, shard_stats.log_sum.exp(), *more], 1), from_max], 1)
     sizes = [1] * (2 + len(more)) + [request.ids.shape[1]]
     maxima, sums, *more, from_max = torch.split(shard.gather(part), sizes, -1)
@@ -141,16 +142,18 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
         entropy = (
             torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(inactive, 0)
         )
-    correct = None
-    if request.correct:
+    correct, best = None, None
+    if argmax:
         # A shard of nothing but -inf has no maximum.
-        best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max
-        first = best & (best.cumsum(0) == 1)
-        correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~inactive
+        first = (maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max).to(torch.int64).argmax(0)
+        best = next(columns).view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
+        best = best.masked_fill(~(log_sum > -math.inf), int(request.transform.skip_id == 0))
+        correct = (best == request.ids[:, 0]) & ~log_probs[:, 0].isnan() & ~inactive if request.correct else None
+        best = best.masked_fill_(inactive, IGNORE) if request.best else None
     row_max, log_sum = row_max.masked_fill(inactive, 0), log_sum.masked_fill(inactive, 0)
     F, W = (None, None) if request.a is None else _mix(shard, local, logits, request, row_max, log_sum)
     log_probs = log_probs.masked_fill((request.ids == IGNORE) | inactive.unsqueeze(1), 0)
-    return StatsResult(log_probs, row_max, log_sum, entropy, F, W, correct)
+    return StatsResult(log_probs, row_max, log_sum, entropy, F, W, correct, best)
 
 
 def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
@@ -158,8 +161,8 @@ def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     acc = accum_dtype(dtype)
     zero = torch.zeros(request.targets.shape, dtype=acc, device=request.targets.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf
-    entropy, correct = zero if request.entropy else None, zero != 0 if request.correct else None
-    return StatsResult(zero.new_zeros(request.ids.shape), lowest, none, entropy, correct=correct)
+    entropy, best = zero if request.entropy else None, zero.to(torch.int64) if request.best else None
+    return StatsResult(zero.new_zeros(request.ids.shape), lowest, none, entropy, best=best)
 
 
 def _combine_ids(

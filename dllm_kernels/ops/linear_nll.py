@@ -31,7 +31,7 @@ from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._fused import Fused, first_order, link_to, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
-from dllm_kernels._core._nll import in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels._core._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
@@ -59,6 +59,7 @@ def weighted_linear_nll(
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
+    with_ids: bool = False,
     round_nll: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
@@ -100,6 +101,7 @@ def weighted_linear_nll(
         ignore_index: {ignore_index}
         with_lse: {with_lse}
         with_correct: {linear_correct}
+        with_ids: {linear_ids}
         round_nll: round the value of each NLL to the compute dtype before it is weighted; gradients are not rounded.
         chunk_size: {chunk_size}
         num_active: {num_active}
@@ -124,7 +126,7 @@ def weighted_linear_nll(
     check_constant("weights", weights, "linear_token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype,
-        with_lse, with_correct, round_nll=round_nll,
+        with_lse, with_correct, with_ids, round_nll=round_nll,
     )  # fmt: skip
     call = checked(LINEAR, hidden, targets, options, (weight, bias, extra), active=active, weights=weights)
     return weighted_linear_nll_unchecked(
@@ -143,6 +145,7 @@ def linear_token_nll(
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
+    with_ids: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -173,6 +176,7 @@ def linear_token_nll(
         ignore_index: {ignore_index}
         with_lse: {with_lse}
         with_correct: {linear_correct}
+        with_ids: {linear_ids}
         chunk_size: {chunk_size}
         num_active: {num_active}
         logits_dtype: {logits_dtype}
@@ -192,8 +196,9 @@ def linear_token_nll(
     """
     transform = Transform(softcap, scale, skip_id)
     options = Options(
-        transform, ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype, with_lse, with_correct
-    )
+        transform, ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype, with_lse, with_correct,
+        with_ids,
+    )  # fmt: skip
     call = checked(LINEAR, hidden, targets, options, (weight, bias, extra), active=active)
     return linear_token_nll_unchecked(hidden, call.head, targets=call.ids, active=call.active, options=call.options)
 
@@ -244,12 +249,12 @@ class _WeightedLinearNLL(Fused):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         parts = Head(*head)  # type: ignore[arg-type]
         scale = weights if any(setup.needs) else None
-        nll, row_max, log_sum, correct, *grads, loss_scale, row_size = _nll(hidden, parts, y, scale, True, setup)
+        nll, row_max, log_sum, correct, ids, *grads, loss_scale, row_size = _nll(hidden, parts, y, scale, True, setup)
         made = Gradients(*grads), loss_scale, row_size
         link = keep_gradients(ctx, hidden, parts, made, setup, ("weighted_linear_nll", "linear_token_nll"))
         nll = rounded(nll, round_nll, setup)
         loss = weighted_sum(nll, weights, mask_zero)
-        return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), correct], link)
+        return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), correct, ids], link)
 
     @staticmethod
     @first_order(CROSS_ENTROPY)
@@ -269,13 +274,13 @@ class _LinearTokenNLL(Fused):
     def forward(ctx: Any, hidden: Tensor, y: Tensor, setup: Setup, *head: Tensor | None) -> tuple[Tensor, ...]:
         parts, frozen = Head(*head), setup.needs.frozen_head  # type: ignore[arg-type]
         ones = torch.ones(y.shape, dtype=setup.accum_dtype, device=y.device) if frozen else None
-        nll, row_max, log_sum, correct, *grads, _, row_size = _nll(hidden, parts, y, ones, False, setup)
+        nll, row_max, log_sum, correct, ids, *grads, _, row_size = _nll(hidden, parts, y, ones, False, setup)
         if frozen:
             link = keep_gradients(ctx, hidden, parts, (Gradients(*grads), None, row_size), setup, None)
         else:
             link, ctx.setup = link_to(hidden), setup
             ctx.save_for_backward(hidden, *head, y, row_max, log_sum, link)
-        return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), correct], link)
+        return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), correct, ids], link)
 
     @staticmethod
     @first_order(CROSS_ENTROPY)
@@ -296,7 +301,7 @@ def _nll_specs(hidden: Tensor, head: Head, y: Tensor, scale: Any, summed: bool, 
     needs = NO_GRADIENTS if scale is None else setup.needs
     stats = per_row if _keeps_stats(summed, setup) else None
     return [
-        per_row, stats, stats, (y.shape, torch.bool) if setup.with_correct else None,
+        per_row, stats, stats, *argmax_specs(y, setup),
         *gradient_specs(hidden, head, needs, setup.accum_dtype if scaled else None),
         ((), setup.accum_dtype) if scaled else None, row_size,
     ]  # fmt: skip
@@ -309,7 +314,7 @@ def _keeps_stats(summed: bool, setup: Setup) -> bool:
 
 @opaque("linear_nll", _nll_specs)
 def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bool, setup: Setup) -> Any:
-    """Return (nll, row_max, log_sum, correct) of N rows, five gradients, loss scale and row sizes, from one pass.
+    """Return (nll, row_max, log_sum, correct, ids) of N rows, five gradients, loss scale, row sizes, from one pass.
 
     None for those that are not needed. ``scale [N]`` is the factor of each row's gradient; None: no gradients. If the
     loss is a sum (``summed``), float16 gradients are those of a scaled loss, see ``unit_scale``. Otherwise the row
@@ -327,8 +332,10 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
         rows, device, acc = chunks.rows, hidden.device, setup.accum_dtype
         keeps = _keeps_stats(summed, setup)
         out = [rows.empty(dtype=acc, device=device) if kept else None for kept in (True, keeps, keeps)]
-        out.append(rows.empty(dtype=torch.bool, device=device) if setup.with_correct else None)
-        options: dict[str, Any] = {"with_correct": setup.with_correct, "transform": setup.transform}
+        out += [None if spec is None else rows.empty(dtype=spec[1], device=device) for spec in argmax_specs(y, setup)]
+        options: dict[str, Any] = {
+            "with_correct": setup.with_correct, "with_ids": setup.with_ids, "transform": setup.transform,
+        }  # fmt: skip
         for chunk, h, targets, logits in chunks:
             if scale is None:
                 stats = chunks.primitives.nll(logits[None], targets, **options)

@@ -46,6 +46,7 @@ def row_objective(
     entropy: bool = False,
     active: torch.Tensor | None = None,
     with_correct: bool = False,
+    with_ids: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -84,6 +85,7 @@ def row_objective(
         active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum. None: all rows.
         with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax;
             otherwise it is None.
+        with_ids: True to compute ``stats.ids`` for ``fn``, the argmax; otherwise it is None.
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}
@@ -103,8 +105,8 @@ def row_objective(
     """
     aux, active = _checked_aux(fn, logits, aux, LOGITS.rows), plain(active)
     stats = row_stats(
-        logits, ids, entropy=entropy, active=active, with_correct=with_correct, softcap=softcap, scale=scale,
-        skip_id=skip_id, check_targets=check_targets, backend=backend,
+        logits, ids, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids, softcap=softcap,
+        scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
     )  # fmt: skip
     return _objective_of(fn, aux, stats, active)
 
@@ -121,6 +123,7 @@ def linear_row_objective(
     entropy: bool = False,
     active: torch.Tensor | None = None,
     with_correct: bool = False,
+    with_ids: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -171,6 +174,7 @@ def linear_row_objective(
             rows.
         with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax of the
             logits rounded to the compute dtype; otherwise it is None.
+        with_ids: True to compute ``stats.ids`` for ``fn``, the argmax of the same logits; otherwise it is None.
         chunk_size: {chunk_size}
         num_active: {num_active}
         logits_dtype: {logits_dtype}
@@ -195,7 +199,8 @@ def linear_row_objective(
     aux = _checked_aux(fn, hidden, aux, LINEAR.rows)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
+        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, with_ids=with_ids,
+        entropy=entropy,
     )  # fmt: skip
     call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
     per_row: dict[str, Any] = {"ids": call.ids, "active": call.active}
@@ -228,16 +233,16 @@ def _objective_of(
 ) -> RowObjective:
     """Evaluate the objective of computed statistics, differentiable through them."""
     rows = stats.lse.dim()
-    log_probs, lse, entropy, _, correct = (
+    log_probs, lse, entropy, _, correct, ids = (
         None if t is None else t.detach().clone() for t in stats
     )  # copies, because fn may modify its stats in place
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
-    value = _checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
+    value = _checked_value(fn(RowStats(*flat[: len(stats)]), *flat[len(stats) :]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
     if num_active is not None:  # fn may have ignored the NaN of a bound that is too small
         count = torch.ones_like(stats.lse) if active is None else active != 0
         value = torch.where(count.sum() > num_active, math.nan, value)
-    return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct)  # type: ignore[arg-type]
+    return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct, ids)  # type: ignore[arg-type]
 
 
 def linear_row_objective_unchecked(
@@ -260,13 +265,13 @@ def linear_row_objective_unchecked(
     flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
     objective = Objective(fn, ids.dim() == hidden.dim(), flat_aux)
     loss, *made = _LinearRowObjective.under(setup)(flat_rows(hidden), wanted, objective, setup, *head.flat)
-    given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct)
+    given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct, setup.with_ids)
     value, log_probs, *others = _stats.with_nones(made, given)
     of_rows: list[Any] = [None if t is None else t.view(rows) for t in others]
-    value, log_probs, (lse, entropy, rest, correct) = value.view(rows), log_probs.view(ids.shape), of_rows
+    value, log_probs, (lse, entropy, rest, correct, best) = value.view(rows), log_probs.view(ids.shape), of_rows
     if wanted.with_rest:
         return RestObjective(loss, value, log_probs, lse, rest, correct)
-    return RowObjective(loss, value, log_probs, lse, entropy, correct)
+    return RowObjective(loss, value, log_probs, lse, entropy, correct, best)
 
 
 class _LinearRowObjective(Fused):
@@ -279,7 +284,7 @@ class _LinearRowObjective(Fused):
         loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
         link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
         lse = result.row_max + result.log_sum
-        constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct]
+        constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct, result.best]
         return outputs(ctx, [loss], constant, link)
 
     @staticmethod
@@ -351,7 +356,7 @@ class Objective(NamedTuple):
         # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
         with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
             log_probs = log_probs if self.several else log_probs.squeeze(1)
-            stats = _stats.named(log_probs, lse, entropy, None, rest, result.correct)
+            stats = _stats.named(log_probs, lse, entropy, None, rest, result.correct, result.best)
             value = torch.where(targets != IGNORE, _checked_value(self.fn(stats, *aux), lse), 0.0)
             *upstream, of_rest = _gradients(value.sum(), leaves)
         return value.detach(), Upstream._make([*upstream, None, of_rest])

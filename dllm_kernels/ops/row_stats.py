@@ -2,8 +2,8 @@ r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of
 
 For objectives that are not a weighted sum of NLLs. Examples are policy gradients (ratios and clipping of
 log-probabilities, entropy bonuses), distances between distributions that are known at a few ids, and bounds with a sum
-over the vocabulary. All outputs except ``correct`` are differentiable, and one backward pass handles all their upstream
-gradients (``_backends/_row_stats.py``).
+over the vocabulary. All outputs except ``correct`` and ``ids`` are differentiable, and one backward pass handles all
+their upstream gradients (``_backends/_row_stats.py``).
 
 From hidden states, the logits are computed in one buffer that all chunks of rows reuse. Backward recomputes them and
 overwrites them by their gradient. Nothing else of length V per row is kept.
@@ -49,6 +49,7 @@ def row_stats(
     mix: Mix | None = None,
     active: torch.Tensor | None = None,
     with_correct: bool = False,
+    with_ids: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -81,6 +82,7 @@ def row_stats(
         mix: {mix}
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax.
+        with_ids: {with_ids}
         softcap: {softcap}
         scale: {scale}
         skip_id: {skip_id}
@@ -100,7 +102,7 @@ def row_stats(
     _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
-        with_correct=with_correct, entropy=entropy,
+        with_correct=with_correct, with_ids=with_ids, entropy=entropy,
     )  # fmt: skip
     call, mix = checked(LOGITS, logits, ids, options, active=active, several=True), _checked_mix("logits", logits, mix)
     out: RowStats = row_stats_unchecked(logits, ids=call.ids, active=call.active, mix=mix, options=call.options)
@@ -118,6 +120,7 @@ def linear_row_stats(
     mix: Mix | None = None,
     active: torch.Tensor | None = None,
     with_correct: bool = False,
+    with_ids: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
     logits_dtype: torch.dtype | None = None,
@@ -143,6 +146,7 @@ def linear_row_stats(
         active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
             compute dtype.
+        with_ids: {linear_ids}
         chunk_size: {chunk_size}
         num_active: {num_active}
         logits_dtype: {logits_dtype}
@@ -166,7 +170,8 @@ def linear_row_stats(
     _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
+        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, with_ids=with_ids,
+        entropy=entropy,
     )  # fmt: skip
     call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
     mix = _checked_mix("hidden", hidden, mix)
@@ -228,7 +233,7 @@ def _in_rows(
     made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: Wanted, setup: Setup
 ) -> RowStats | RestStats:
     """Return the outputs of a Function in the shape of the caller's rows."""
-    stats = _stats.with_nones(made, (*_differentiable(wanted, setup), setup.with_correct))
+    stats = _stats.with_nones(made, (*_differentiable(wanted, setup), setup.with_correct, setup.with_ids))
     log_probs, *others = stats
     return _stats.named(log_probs.view(ids.shape), *[None if t is None else t.view(rows) for t in others])
 
@@ -280,10 +285,10 @@ def _saved(
     if any(setup.needs):
         entropy, rest = (None if t is None else t.clone() for t in (result.entropy, result.rest))
         log_probs = result.log_probs.clone()
-        kept = replaced(result, log_probs=log_probs, entropy=entropy, rest=rest, mix=None, correct=None)
+        kept = replaced(result, log_probs=log_probs, entropy=entropy, rest=rest, mix=None, correct=None, best=None)
         ctx.save_for_backward(*wanted[:4], *kept, *inputs)
     lse = result.row_max + result.log_sum if setup.with_lse else None
-    return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct])
+    return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct, result.best])
 
 
 def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], Wanted, StatsResult, Upstream]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._rows import as_blv
 from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._nll import in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels._core._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
@@ -39,6 +39,7 @@ def token_nll(
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
+    with_ids: bool = False,
     inplace_backward: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
@@ -62,6 +63,7 @@ def token_nll(
         ignore_index: {ignore_index}
         with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
+        with_ids: {with_ids}
         inplace_backward: {inplace_backward}
         softcap: {softcap}
         scale: {scale}
@@ -79,7 +81,7 @@ def token_nll(
     """
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
-        with_correct=with_correct, inplace_backward=inplace_backward,
+        with_correct=with_correct, with_ids=with_ids, inplace_backward=inplace_backward,
     )  # fmt: skip
     call = checked(LOGITS, logits, targets, options, active=active)
     return token_nll_unchecked(logits, targets=call.ids, active=call.active, options=call.options)
@@ -95,6 +97,7 @@ def weighted_nll(
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
+    with_ids: bool = False,
     round_nll: bool = False,
     inplace_backward: bool = False,
     softcap: float | None = None,
@@ -120,6 +123,7 @@ def weighted_nll(
         ignore_index: {ignore_index}
         with_lse: {with_lse}
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
+        with_ids: {with_ids}
         round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
             computed in that dtype.
         inplace_backward: {inplace_backward}
@@ -141,7 +145,7 @@ def weighted_nll(
     check_constant("weights", weights, "token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
-        with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward,
+        with_correct=with_correct, with_ids=with_ids, round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
     call = checked(LOGITS, logits, targets, options, active=active, weights=weights)
     return weighted_nll_unchecked(
@@ -192,10 +196,10 @@ class _TokenNLL(Fused):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, y: Tensor, inplace: bool, setup: Setup) -> tuple[Tensor, ...]:
-        _, nll, row_max, log_sum, correct = _nll(logits, y, None, setup)
+        _, nll, row_max, log_sum, *argmax = _nll(logits, y, None, setup)
         ctx.save_for_backward(logits, y, row_max, log_sum)
         ctx.inplace, ctx.setup = inplace, setup
-        return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), correct])
+        return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), *argmax])
 
     @staticmethod
     @first_order(CROSS_ENTROPY)
@@ -215,12 +219,12 @@ class _WeightedNLL(Fused):
     ) -> tuple[Tensor, ...]:  # fmt: skip
         # On a GPU each torch op on [N] is a kernel launch, so that only the sum is left to torch if possible.
         by_kernel = None if mask_zero else weights
-        weighted, nll, row_max, log_sum, correct = _nll(logits, y, by_kernel, setup)
+        weighted, nll, row_max, log_sum, *argmax = _nll(logits, y, by_kernel, setup)
         ctx.save_for_backward(logits, y, weights, row_max, log_sum)
         ctx.inplace, ctx.setup = inplace, setup
         nll = rounded(nll, round_nll, setup)
         loss = weighted_sum(nll, weights, mask_zero) if mask_zero or round_nll else weighted.sum()
-        return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), correct])
+        return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), *argmax])
 
     @staticmethod
     @first_order(CROSS_ENTROPY)
@@ -238,13 +242,15 @@ def _keeps_normalizer(setup: Setup) -> bool:
 def _nll_specs(logits: Tensor, y: Tensor, weights: Any, setup: Setup) -> list[Spec]:
     per_row, normalizer = (y.shape, setup.accum_dtype), _keeps_normalizer(setup)
     weighted, stats = per_row if weights is not None else None, per_row if normalizer else None
-    return [weighted, per_row, stats, stats, (y.shape, torch.bool) if setup.with_correct else None]
+    return [weighted, per_row, stats, stats, *argmax_specs(y, setup)]
 
 
 @opaque("token_nll", _nll_specs)
 def _nll(logits: Tensor, y: Tensor, weights: Tensor | None, setup: Setup) -> Any:
-    """Return (weights * nll, nll, row_max, log_sum, correct) of N rows; None for those that are not needed."""
-    options: dict[str, Any] = {"with_correct": setup.with_correct, "transform": setup.transform}
+    """Return (weights * nll, nll, row_max, log_sum, correct, ids) of N rows; None for those that are not needed."""
+    options: dict[str, Any] = {
+        "with_correct": setup.with_correct, "with_ids": setup.with_ids, "transform": setup.transform,
+    }  # fmt: skip
     if not _keeps_normalizer(setup):
         options["with_lse"] = False
     if weights is None:

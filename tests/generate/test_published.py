@@ -38,8 +38,12 @@ def prompts(holes=False):
 
 
 @torch.no_grad()
-def llada(model, prompt, steps, block_length, cfg_scale=0.0, eos=()):
-    """``generate`` of LLaDA, low-confidence remasking at temperature 0; ``eos``: their confidence is 0."""
+def llada(model, prompt, steps, block_length, cfg_scale=0.0, eos=(), never=()):
+    """``generate`` of LLaDA, low-confidence remasking at temperature 0.
+
+    ``eos``: tokens whose confidence is 0 (``confidence_eos_eot_inf``). ``never``: tokens with a logit of -inf
+    (``logits_eos_inf``).
+    """
     x = F.pad(prompt, (0, N), value=MASK)
     prompt_index = x != MASK
     for num_block in range(N // block_length):
@@ -51,7 +55,7 @@ def llada(model, prompt, steps, block_length, cfg_scale=0.0, eos=()):
             un_x[prompt_index] = MASK
             logits, un_logits = torch.chunk(model(torch.cat([x, un_x], dim=0)), 2, dim=0)
             logits = un_logits + (cfg_scale + 1) * (logits - un_logits)
-            logits[:, :, MASK] = -torch.inf  # ours never predicts MASK
+            logits[:, :, [MASK, *never]] = -torch.inf  # ours never predicts MASK
             x0 = logits.argmax(-1)
             x0_p = F.softmax(logits, dim=-1).gather(-1, x0[..., None])[..., 0]
             for token in eos:
@@ -120,10 +124,15 @@ def fast_dllm(model, prompt, block_length, threshold):
 
 
 @pytest.mark.parametrize(("steps", "block_size"), [(6, 3), (4, 6), (3, 2)])
-@pytest.mark.parametrize("options", [{}, {"cfg_scale": 1.5}, {"cfg_scale": 0.5, "eos": range(6, 14)}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cfg_scale": 1.5}, {"cfg_scale": 0.5, "eos": range(6, 14)}, {"cfg_scale": 2.0, "never": range(4, 15)}],
+    ids=str,
+)
 def test_llada(model, steps, block_size, options):
     eos = list(options.get("eos", ()))
-    ours = {"cfg_scale": options.get("cfg_scale", 0.0)} | ({"eos_token_id": eos, "delay_eos": True} if eos else {})
+    ours = {"cfg_scale": options.get("cfg_scale", 0.0), "suppress_ids": options.get("never")}
+    ours |= {"eos_token_id": eos, "delay_eos": True} if eos else {}
     out = generate(model, prompts(), steps=steps, block_size=block_size, **ours)
     expected = llada(model, prompts(), steps, block_size, **options)
     kept = out.generated if eos else torch.ones_like(out.generated)

@@ -157,7 +157,7 @@ def test_inputs_that_are_not_contiguous():
 @pytest.mark.exhaustive
 def test_shapes_that_change():
     def step(x, targets, weights):
-        return weighted_nll(x, targets, weights, with_lse=True, with_correct=True)
+        return weighted_nll(x, targets, weights, with_lse=True, with_correct=True, with_ids=True)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     for N in (6, 9, 13):
@@ -464,10 +464,15 @@ def test_row_statistics_are_one_graph():
     ids, active = torch.randint(0, V, (2, 6, 3), device=DEVICE), torch.rand(2, 6, device=DEVICE) < 0.7
 
     def step(h, w):
-        first = row_stats(F.linear(h.tanh(), w), ids, active=active, with_correct=True)
+        first = row_stats(F.linear(h.tanh(), w), ids, active=active, with_correct=True, with_ids=True)
         second = linear_row_stats(h.tanh(), w, ids, entropy=True, active=active, chunk_size=5)
         third = token_log_probs(h, ids[..., 0], weight=w, temperature=0.5, with_entropy=True)
-        return first.log_probs.square().sum() + first.correct.sum() + (second.entropy * third.log_probs).sum()
+        return (
+            first.log_probs.square().sum()
+            + first.correct.sum()
+            + first.ids.sum()
+            + (second.entropy * third.log_probs).sum()
+        )
 
     assert_compiled_equals_eager(step, leaves, "aot_eager")
 

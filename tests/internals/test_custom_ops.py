@@ -41,7 +41,7 @@ KEPT = torch.tensor([4, 1, 9, 0, 17, 12, 3], device=DEVICE)
 
 def of_logits(name, x, o):
     return {
-        "token_nll": lambda: token_nll(x, IDS, with_correct=True, with_lse=True, **o).nll.sum(),
+        "token_nll": lambda: token_nll(x, IDS, with_correct=True, with_ids=True, with_lse=True, **o).nll.sum(),
         "weighted_nll": lambda: weighted_nll(x, IDS, WEIGHTS, round_nll=True, **o).loss,
         "weighted_nll, active": lambda: weighted_nll(x, IDS, WEIGHTS, active=ACTIVE, **o).loss,
         "row_stats": lambda: sum(t.sum() for t in row_stats(x, IDS, entropy=True, mix=(WEIGHTS, WEIGHTS), **o)[:4]),
@@ -58,11 +58,11 @@ def of_hidden(name, leaves, o):
     h, w, b, u, U = leaves
     head = {"bias": b, "extra": (u, U), **o}
     return {
-        "linear_token_nll": lambda: linear_token_nll(h, w, IDS, with_correct=True, **head).nll.sum(),
+        "linear_token_nll": lambda: linear_token_nll(h, w, IDS, with_correct=True, with_ids=True, **head).nll.sum(),
         "weighted_linear_nll": lambda: weighted_linear_nll(h, w, IDS, WEIGHTS, with_lse=True, **head).loss,
         "linear_row_stats": lambda: linear_row_stats(h, w, torch.stack([IDS, IDS], 1), entropy=True, **head).lse.sum(),
         "linear_row_stats, mix": lambda: linear_row_stats(
-            h, w, IDS, mix=(WEIGHTS, WEIGHTS), active=ACTIVE, with_correct=True, **head
+            h, w, IDS, mix=(WEIGHTS, WEIGHTS), active=ACTIVE, with_correct=True, with_ids=True, **head
         ).mix.sum(),
         "linear_row_stats, rest": lambda: linear_topk_divergence(
             h, w, *TOP, WEIGHTS, reduction="none", **head

@@ -61,8 +61,10 @@ HEAD: dict[str, Any] = {"chunk_size": 256, "backend": "torch"}
 OF_LOGITS = {
     "token_nll": Op(
         "token_nll",
-        lambda x, t, ids, p: ops.token_nll(x, ids, active=p, with_correct=True, with_lse=True, backend="torch"),
-        65, (1, 1),
+        lambda x, t, ids, p: ops.token_nll(
+            x, ids, active=p, with_correct=True, with_ids=True, with_lse=True, backend="torch"
+        ),
+        69, (1, 1),
     ),
     "weighted_nll": Op("weighted_nll", lambda x, t, ids, p: ops.weighted_nll(x, ids, p, backend="torch"), 53, (1, 1)),
     "row_stats": Op(

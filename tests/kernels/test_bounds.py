@@ -63,14 +63,14 @@ def logits_and_targets(guarded, dtype):
 
 def token_nll(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
-    out = ops.token_nll(x, y, with_correct=True, backend="triton", **options)
+    out = ops.token_nll(x, y, with_correct=True, with_ids=True, backend="triton", **options)
     out.nll.backward(guarded.copy(torch.randn(N, dtype=out.nll.dtype)))
 
 
 def weighted_nll(guarded, dtype, **options):
     x, y = logits_and_targets(guarded, dtype)
     weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
-    out = ops.weighted_nll(x, y, weights, with_correct=True, backend="triton", **options)
+    out = ops.weighted_nll(x, y, weights, with_correct=True, with_ids=True, backend="triton", **options)
     out.loss.backward(guarded.copy(torch.tensor(0.3, dtype=out.loss.dtype)))
 
 
@@ -80,7 +80,7 @@ def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
     b.requires_grad_(bias_grad)
     weights = guarded.copy(torch.tensor([1.0, 0.5, 2.0, 0.0]))
     out = ops.weighted_linear_nll(
-        h, w, y, weights, bias=b, chunk_size=2, with_correct=True, backend="triton", **options
+        h, w, y, weights, bias=b, chunk_size=2, with_correct=True, with_ids=True, backend="triton", **options
     )
     out.loss.backward()
 
@@ -89,7 +89,7 @@ def row_stats(guarded, dtype, **options):
     x, _ = logits_and_targets(guarded, dtype)
     ids = guarded.copy(torch.randint(0, V, (N, K)))
     mix = guarded.copy(torch.rand(N)), guarded.copy(torch.rand(N) + 0.1)
-    out = ops.row_stats(x, ids, entropy=True, mix=mix, with_correct=True, backend="triton", **options)
+    out = ops.row_stats(x, ids, entropy=True, mix=mix, with_correct=True, with_ids=True, backend="triton", **options)
     sum(t.sum() for t in out[:4]).backward()
 
 

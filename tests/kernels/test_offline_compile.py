@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,7 +26,8 @@ TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 DRAWS = ("corrupt", "gumbel", "sample_level")
 # Rows of bfloat16 whose instructions are judged: plain and scaled NLLs, statistics, samples, and kinds of divergences.
 JUDGED = (
-    *("[bf16]", "[bf16, correct]", "[bf16, weight=*fp32]", "[bf16, correct, weight=*fp32]", "[bf16, factor=*fp32]"),
+    *("[bf16]", "[bf16, correct]", "[bf16, ids]", "[bf16, weight=*fp32]", "[bf16, correct, weight=*fp32]"),
+    "[bf16, factor=*fp32]",
     *("[bf16, logit_scale=i64]", "[bf16, correct, logit_scale=i64]", "[bf16, entropy]", "[bf16, correct, entropy]"),
     *("row_stats_bwd[bf16, BLOCK", "row_stats_bwd[bf16, log, BLOCK", "sample[bf16, noise", "[bf16, grad, fast]"),
     *("[bf16, grad, fast, tv=i64]", "[bf16, grad, fast, rkl=i64]", "[bf16, grad, fast, jsd=i64]"),
@@ -162,6 +164,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
     assert len(nothing_drawn) > 1
 
 
+WITH_ARGMAX = re.compile("correct|ids")
 # Static roofline of bf16 rows: required values, so that a later change cannot lose them unnoticed.
 MOST_SLOTS = {"forward": 9, "gradient": 12}
 WEIGHTS = ("weight=*fp32", "factor=*fp32")
@@ -191,9 +194,9 @@ def row_passes(reports, target):
 def test_every_row_kernel_is_counted(target, reports):
     found = {}
     for kernel, which, _ in row_passes(reports, target):
-        found.setdefault(kernel.partition("[")[0], []).append((which, "correct" in kernel))
-    forward, gradient = {("forward", False), ("forward", True)}, {("gradient", False), ("gradient", True)}
-    assert set(found.pop("token_nll_bwd")) == {("gradient", False)}
+        found.setdefault(kernel.partition("[")[0], []).append((which, *WITH_ARGMAX.findall(kernel)))
+    forward, gradient = ({(which,), (which, "correct"), (which, "ids")} for which in ("forward", "gradient"))
+    assert set(found.pop("token_nll_bwd")) == {("gradient",)}
     assert set(found.pop("linear_nll_rows")) == forward | gradient
     assert {kernel: set(passes) for kernel, passes in found.items()} == {
         "token_nll_fwd": forward,

@@ -104,19 +104,20 @@ def in_separate_memory(logits, offset):
     return view.copy_(logits)
 
 
-# Each returns (nll, gradient, argmax match, factor by which the gradient is still to be multiplied).
+# Each returns (nll, gradient, (argmax match, argmax), factor by which the gradient is still to be multiplied).
 
 
 def forward_and_backward(logits, targets, scale):
-    nll, row_max, log_sum, correct = token_nll_kernels.nll(logits[None], targets, with_correct=True)
+    nll, row_max, log_sum, *argmax = token_nll_kernels.nll(logits[None], targets, with_correct=True, with_ids=True)
+    assert torch.equal(token_nll_kernels.nll(logits[None], targets, with_correct=True)[3], argmax[0])
     grad = torch.empty_like(logits)
     token_nll_kernels.nll_grad(logits[None], targets, scale, row_max, log_sum, grad[None])
-    return nll, grad, correct, torch.ones_like(scale).unsqueeze(1)
+    return nll, grad, argmax, torch.ones_like(scale).unsqueeze(1)
 
 
 def over_a_chunk(logits, targets, scale):
-    nll, _, _, correct = linear_nll_kernels.nll_and_grad_(logits, targets, scale, with_correct=True)
-    return nll, logits, correct, torch.ones_like(scale).unsqueeze(1)
+    nll, _, _, *argmax = linear_nll_kernels.nll_and_grad_(logits, targets, scale, with_correct=True, with_ids=True)
+    return nll, logits, argmax, torch.ones_like(scale).unsqueeze(1)
 
 
 PATHS = {"whole rows": forward_and_backward, "split rows": forward_and_backward, "chunk": over_a_chunk}
@@ -142,10 +143,12 @@ def test_every_kind_of_row(path, V, dtype, offset, monkeypatch):
     exact, plain, matches = exact_and_plain(logits, targets, scale)
     ordinary = logits.abs().amax(1) < 10
     theirs = logits.clone() if offset is None else in_separate_memory(logits, offset)
-    nll, grad, correct, factor = PATHS[path](theirs, targets, scale)
+    ids = reference.predicted_ids(logits)
+    nll, grad, (correct, best), factor = PATHS[path](theirs, targets, scale)
     for i, name in enumerate(names):
         assert_same_specials(nll[i], exact[0][i], name)
         assert correct[i] == (matches[i] & ~exact[0][i].isnan()), name
+        assert best[i] == ids[i], name
         assert (grad[i] * factor[i]).isnan().any() == exact[0][i].isnan(), name
     one_by_one = (~ordinary & ~exact[0].isnan()).nonzero().tolist()
     for these in (ordinary & ~exact[0].isnan(), *one_by_one):
@@ -163,11 +166,15 @@ def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset)
     logits[read] = torch.randn(len(read), V, device=DEVICE)
     targets, scale = torch.full((10,), 4, device=DEVICE), torch.full((10,), 2.0, device=DEVICE)
     targets[skipped], scale[weightless] = -100, 0
-    nll, grad, correct, factor = path(logits, targets, scale)
+    ids = logits.argmax(1)
+    nll, grad, (correct, best), factor = path(logits, targets, scale)
     grad = grad * factor
     assert (nll[skipped] == 0).all()
     assert nll[weightless].isnan().all()
     assert not correct[skipped + weightless].any()
+    assert best[skipped].eq(-100).all()
+    assert best[weightless].eq(0).all()
+    assert torch.equal(best[read], ids[read])
     assert (grad[skipped + weightless] == 0).all()
     assert (grad[read] != 0).all()
     beside = logits._base.clone()
@@ -196,7 +203,7 @@ def without_rows(op, *row_inputs, **options):
 
 NO_IDS, NONE = torch.empty(0, dtype=torch.int64), torch.empty(0)
 NO_ROWS = {
-    "token_nll": without_rows(ops.token_nll, NO_IDS, with_correct=True),
+    "token_nll": without_rows(ops.token_nll, NO_IDS, with_correct=True, with_ids=True),
     "weighted_nll": without_rows(ops.weighted_nll, NO_IDS, NONE),
     "row_stats": without_rows(ops.row_stats, NO_IDS, entropy=True),
     "divergence": without_rows(ops.divergence, torch.empty(0, 7)),

@@ -87,6 +87,19 @@ def test_the_noise_of_each_document_has_a_level_of_its_own(batch):
     assert not (noise & ~supervised).any()
 
 
+def test_the_noise_of_a_document_does_not_depend_on_the_others(batch):
+    """Alone in its columns, with its level and the seed of the row, a document has the noise of the packed row."""
+    batch, (_, noise, p), places = batch
+    rows = torch.tensor([row for row, _ in places])
+    here = torch.zeros(N, batch["input_ids"].shape[1], dtype=torch.bool)
+    for number, (_, columns) in enumerate(places):
+        here[number, columns] = True
+    level = torch.stack([p[place][0] for place in places])
+    ids, supervised = (batch[name][rows] * here for name in ("input_ids", "loss_mask"))
+    _, alone, _ = corrupt_uniform(ids, supervised, MASK, level=level, seeds=rows)
+    assert torch.equal(alone, noise[rows] & here)
+
+
 def hidden(ids, segments, table):
     """Return the hidden states of a model whose tokens see all tokens of their document, and no other."""
     same = (segments[:, :, None] == segments[:, None, :]).double()

@@ -103,7 +103,7 @@ def test_extra_with_every_other_option(backend):
     targets, weights = drawn(case).values()
     targets = torch.where(targets == 2, 3, targets)
     transform = {"softcap": 3.0, "scale": 1.3, "skip_id": 2}
-    options = {"with_lse": True, "with_correct": True, "backend": backend, **transform}
+    options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": backend, **transform}
     logits = F.linear(h, w, b) + F.linear(u, second)
     wanted = ops.weighted_nll(logits, targets, weights, **options)
     for more in ({"num_active": B * L}, {"num_active": 9}, {"chunk_size": 2}):

@@ -101,10 +101,12 @@ def test_any_leading_shape_and_strides(shape, path):
     targets.view(-1)[: targets.numel() // 2] = logits.argmax(-1).view(-1)[: targets.numel() // 2]
     for requires_grad in (False, True):  # with a gradient, one pass over a chunk computes all results
         leaf = hidden.detach().requires_grad_(requires_grad)
-        rows = weighted_linear_nll(leaf, weight, targets, weights, with_lse=True, with_correct=True, backend=path)
+        options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": path}
+        rows = weighted_linear_nll(leaf, weight, targets, weights, **options)
         torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
         torch.testing.assert_close(rows.lse, reference.token_lse(logits))
         assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
+        assert torch.equal(rows.ids, reference.predicted_ids(logits))
 
 
 @pytest.mark.covering(1, most=1)
@@ -175,7 +177,7 @@ def test_outputs_that_are_not_requested_are_none(backend):
         weighted_linear_nll(hidden, head, targets, torch.ones(3, device=DEVICE), backend=backend),
     ):
         assert out.lse is None
-        assert out.correct is None
+        assert (out.correct, out.ids) == (None, None)
 
 
 def test_without_grad_mode_only_the_first_product_runs(backend):
@@ -532,7 +534,9 @@ def test_targets_out_of_range_give_nan_in_their_own_row(path):
     good = torch.arange(9, device=DEVICE) > 3
     hidden, weight = leaves[0].requires_grad_(), leaves[1]
     for head in (weight, weight.clone().requires_grad_()):  # the gradient overwrites the logits, or it does not
-        out = linear_token_nll(hidden, head, targets, with_correct=True, chunk_size=4, backend=path)
+        options = {"with_correct": True, "with_ids": True, "chunk_size": 4, "backend": path}
+        out = linear_token_nll(hidden, head, targets, **options)
+        assert torch.equal(out.ids, reference.predicted_ids(F.linear(hidden, weight), targets != -100))
         (grad,) = torch.autograd.grad(out.nll.sum(), hidden)
         wanted = value_and_grads(
             lambda h: reference.linear_token_nll(h, weight, targets, active=good), [hidden], torch.ones(9)

@@ -59,7 +59,7 @@ class Call:
 
 def nll(h, call):
     targets = call.ids.masked_fill(call.active == 0, -100)
-    out = linear_token_nll(h, targets=targets, with_lse=True, with_correct=True, **call.head)
+    out = linear_token_nll(h, targets=targets, with_lse=True, with_correct=True, with_ids=True, **call.head)
     return out.nll.sum(), out
 
 

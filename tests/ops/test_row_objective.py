@@ -258,6 +258,23 @@ def test_a_closure_that_alone_requires_a_gradient(inside):
         assert linear_row_objective(h, w, ids, fn).loss.isfinite()
 
 
+def test_fn_receives_the_predicted_ids(backend):
+    h, w = torch.randn(2, 5, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    targets, active = torch.randint(1, V, (2, 5), device=DEVICE), torch.tensor([[1, 1, 0, 1, 1]] * 2, device=DEVICE)
+    options = {"active": active, "with_ids": True, "skip_id": 0, "backend": backend}
+
+    def fn(stats):
+        return stats.log_probs * stats.ids
+
+    expected = reference.row_stats(h @ w.t(), targets, active=active, skip_id=0)
+    for out in (
+        row_objective(h @ w.t(), targets, fn, **options),
+        linear_row_objective(h, w, targets, fn, chunk_size=3, **options),
+    ):
+        assert torch.equal(out.ids, expected.ids)
+        torch.testing.assert_close(out.value, expected.log_probs * expected.ids)
+
+
 def test_a_constant_has_a_gradient_of_0():
     h, w, ids = torch.randn(3, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.tensor([1, 2, 3])
     out = linear_row_objective(h, w, ids, lambda s: torch.ones_like(s.log_probs))

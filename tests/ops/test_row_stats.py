@@ -1,5 +1,6 @@
 """Row statistics: parity of every output and of their joint gradients, extreme and bad rows, both forms, memory."""
 
+import itertools
 import math
 import weakref
 from functools import partial
@@ -90,10 +91,13 @@ def assert_parity(ours, oracle, draw):
 
 
 def logits_pair(backend, **fixed):
+    flags = itertools.cycle([{"with_correct": True}, {"with_correct": True, "with_ids": True}])
+
     def ours(x, **arguments):
-        out = row_stats(x, entropy=True, with_correct=True, backend=backend, **arguments, **fixed)
+        out = row_stats(x, entropy=True, backend=backend, **next(flags), **arguments, **fixed)
         wanted = reference.row_stats(x.detach(), **arguments, **fixed)
         assert torch.equal(out.correct, wanted.correct)
+        assert out.ids is None or torch.equal(out.ids, wanted.ids)
         return out
 
     return ours, lambda x, **arguments: reference.row_stats(x, **arguments, **fixed)
@@ -251,12 +255,13 @@ def judge_special_rows(rows, dtype, path, **steps):
     mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
 
     def ours(x, ids, **arguments):
-        return row_stats(x, ids, entropy=True, with_correct=True, backend=path, **arguments)
+        return row_stats(x, ids, entropy=True, with_correct=True, with_ids=True, backend=path, **arguments)
 
     got, grad, out = stats_and_gradient(ours, logits, ids, mix, steps)
     plain, plain_grad, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
     exact, exact_grad, _ = stats_and_gradient(reference.row_stats, logits.double(), ids, mix, steps)
     assert torch.equal(out.correct, oracle.correct)
+    assert torch.equal(out.ids, oracle.ids)
     for row, kind in enumerate(names):
         for name, o, p, e in zip(
             (*OUTPUTS, "gradient"), (*got, grad), (*plain, plain_grad), (*exact, exact_grad), strict=True
@@ -305,7 +310,8 @@ def test_inactive_rows_are_not_read(path):
 def test_ids_out_of_range_give_nan_in_their_entries(path):
     logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)
     ids = torch.tensor([[0, 37], [-1, 3], [2**40, 3], [5, 5], [-101, 3]], device=DEVICE)
-    out = row_stats(logits, ids, entropy=True, with_correct=True, skip_id=5, backend=path)
+    out = row_stats(logits, ids, entropy=True, with_correct=True, with_ids=True, skip_id=5, backend=path)
+    assert torch.equal(out.ids, logits.detach().index_fill(1, torch.tensor([5], device=DEVICE), -INF).argmax(1))
     bad = torch.tensor([[0, 1], [1, 0], [1, 0], [1, 1], [1, 0]], device=DEVICE, dtype=torch.bool)
     assert torch.equal(out.log_probs.isnan(), bad)
     assert not out.entropy.isnan().any()
@@ -479,7 +485,8 @@ def test_no_active_row(path):
     """All logits are NaN, and none is read. Every output and every gradient is 0, for any upstream gradient."""
     logits = torch.full((2, 3, 17), NAN, device=DEVICE).requires_grad_()
     ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
-    out = row_stats(logits, ids, entropy=True, active=active, with_correct=True, backend=path)
+    out = row_stats(logits, ids, entropy=True, active=active, with_correct=True, with_ids=True, backend=path)
+    assert out.ids.eq(-100).all()
     (grad,) = torch.autograd.grad(differentiable(out), [logits], [torch.ones_like(t) for t in differentiable(out)])
     assert all(t.eq(0).all() for t in (*differentiable(out), grad))
     assert not out.correct.any()
@@ -490,7 +497,7 @@ def test_outputs_that_were_not_requested_are_none(backend):
     from_hidden = linear_row_stats(hidden, weight, arguments["ids"], backend=backend)
     from_logits = row_stats(hidden @ weight.T, arguments["ids"], backend=backend)
     for out in (from_hidden, from_logits):
-        assert (out.entropy, out.mix, out.correct) == (None, None, None)
+        assert (out.entropy, out.mix, out.correct, out.ids) == (None,) * 4
 
 
 def test_float16_gradients_do_not_underflow(backend):

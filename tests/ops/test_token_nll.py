@@ -87,13 +87,14 @@ def test_strides(kind, path):
     logits = laid_out(kind).detach().requires_grad_()
     targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=DEVICE)
     upstream = upstream_like(targets)
-    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
+    out = token_nll(logits, targets, with_lse=True, with_correct=True, with_ids=True, backend=path)
     (grad,) = torch.autograd.grad(out.nll, logits, upstream)
     expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
     torch.testing.assert_close(out.nll.detach(), expected[0])
     torch.testing.assert_close(grad, expected[1])
     torch.testing.assert_close(out.lse, reference.token_lse(logits.detach()))
     assert torch.equal(out.correct, reference.argmax_match(logits.detach(), targets))
+    assert torch.equal(out.ids, reference.predicted_ids(logits.detach()))
 
 
 @pytest.mark.everyday(4)
@@ -105,6 +106,7 @@ def test_extreme_rows(dtype, path):
     """
     _, logits, targets = between_ordinary_rows(extreme_rows(40), dtype)
     out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
+    assert torch.equal(token_nll(logits, targets, with_ids=True, backend=path).ids, reference.predicted_ids(logits))
     exact, lse = reference.token_nll(logits.double(), targets), reference.token_lse(logits)
     assert_same_specials(out.nll, exact)
     torch.testing.assert_close(out.nll, exact.to(dtype), equal_nan=True)
@@ -169,9 +171,11 @@ def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
     if active.is_floating_point():
         active = active / 4
     logits.requires_grad_()
-    out = token_nll(logits, targets, active=active, with_lse=True, with_correct=True, backend=path)
+    out = token_nll(logits, targets, active=active, with_lse=True, with_correct=True, with_ids=True, backend=path)
     out.nll.sum().backward()
     idle = active == 0
+    assert torch.equal(out.ids, reference.predicted_ids(logits.detach(), active))
+    assert out.ids[idle].eq(-100).all()
     assert out.nll[idle].eq(0).all()
     assert out.lse[idle].eq(0).all()
     assert not out.correct[idle].any()
@@ -185,8 +189,9 @@ def test_no_active_row(path):
     logits, targets = torch.full((2, 3, 17), NAN, device=DEVICE), torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
     for active, y in ((torch.zeros(2, 3, device=DEVICE), targets), (None, targets - 100)):
         x = logits.clone().requires_grad_()
-        out = token_nll(x, y, active=active, with_lse=True, with_correct=True, backend=path)
+        out = token_nll(x, y, active=active, with_lse=True, with_correct=True, with_ids=True, backend=path)
         out.nll.sum().backward()
+        assert out.ids.eq(-100).all()
         assert out.nll.eq(0).all()
         assert out.lse.eq(0).all()
         assert not out.correct.any()
@@ -209,8 +214,9 @@ def test_targets_out_of_range_give_nan_and_read_nothing_out_of_bounds(path):
     logits.copy_(torch.randn(len(bad), V))
     targets = torch.tensor(bad, device=DEVICE)
     x = logits.requires_grad_()
-    out = token_nll(x, targets, with_lse=True, with_correct=True, backend=path)
+    out = token_nll(x, targets, with_lse=True, with_correct=True, with_ids=True, backend=path)
     (grad,) = torch.autograd.grad(out.nll.sum(), x)
+    assert torch.equal(out.ids, logits.detach().argmax(-1))
     assert out.nll.isnan().all()
     assert grad.isnan().all()
     assert not out.correct.any()
@@ -273,6 +279,9 @@ def test_the_lowest_index_wins_a_tie(dtype, path):
     out = token_nll(x, targets, with_correct=True, backend=path)
     assert out.correct.tolist() == [True, False, False, False, True, dtype != torch.bfloat16]
     assert torch.equal(out.correct, reference.argmax_match(x, targets))
+    both = token_nll(x, targets, with_correct=True, with_ids=True, backend=path)
+    assert torch.equal(both.correct, out.correct)
+    assert both.ids.tolist() == [3, 3, 3, 3, 0, 3 if dtype == torch.bfloat16 else 39]
 
 
 def test_outputs_that_are_not_requested_are_none(backend):
@@ -280,9 +289,10 @@ def test_outputs_that_are_not_requested_are_none(backend):
     out = token_nll(logits, targets, backend=backend)
     assert out.lse is None
     assert out.correct is None
-    rows = weighted_nll(
-        logits, targets, torch.ones(9, device=DEVICE), with_lse=True, with_correct=True, backend=backend
-    )
+    assert out.ids is None
+    options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": backend}
+    rows = weighted_nll(logits, targets, torch.ones(9, device=DEVICE), **options)
+    assert rows.ids.dtype == torch.int64
     assert not rows.nll.requires_grad
     assert not rows.lse.requires_grad
     assert rows.correct.dtype == torch.bool
@@ -368,7 +378,7 @@ def test_a_weighted_sum_is_the_product_and_the_sum(transform, path):
     logits, targets = inputs((4, 3))
     weights = torch.rand(4, 3, device=DEVICE) - 0.3
     weights[1] = 0
-    options = {"with_lse": True, "with_correct": True, "backend": path, **transform}
+    options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": path, **transform}
     x, y = (logits.clone().requires_grad_() for _ in range(2))
     rows, found = token_nll(x, targets, active=weights != 0, **options), weighted_nll(y, targets, weights, **options)
     assert_equal_but_for_contraction(found.loss, (rows.nll * weights).flatten().sum(), path)

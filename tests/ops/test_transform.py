@@ -127,7 +127,7 @@ def test_special_rows(steps, dtype, path):
     rows = extreme_rows(V) | around_a_transform(V, 17, 200.0 if "softcap" in steps else 4.0)
     names, logits, targets = between_ordinary_rows(rows, dtype)
     x = logits.clone().requires_grad_()
-    out = token_nll(x, targets, with_lse=True, with_correct=True, backend=path, **steps)
+    out = token_nll(x, targets, with_lse=True, with_correct=True, with_ids=True, backend=path, **steps)
     (grad,) = torch.autograd.grad(out.nll.sum(), x)
     possible = reference.possible_targets(targets, steps.get("skip_id"))
 
@@ -145,6 +145,7 @@ def test_special_rows(steps, dtype, path):
                 assert_as_good_as_plain([ours[i]], [e[i]], error, name, sizes={V})
     transformed = reference.transformed(logits, **steps)
     assert torch.equal(out.correct, reference.argmax_match(transformed, possible))
+    assert torch.equal(out.ids, reference.predicted_ids(transformed, skip_id=steps.get("skip_id")))
     fine = ~exact[0].isnan()
     torch.testing.assert_close(out.lse[fine], reference.token_lse(transformed[fine]))
     if "skip_id" in steps:

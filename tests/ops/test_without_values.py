@@ -8,12 +8,12 @@ from dllm_kernels import MDLMCrossEntropyLoss, ops
 
 V, D = 7, 5
 OPS = {
-    "token_nll": lambda x, h, w, ids, p: ops.token_nll(x, ids, with_lse=True, with_correct=True),
+    "token_nll": lambda x, h, w, ids, p: ops.token_nll(x, ids, with_lse=True, with_correct=True, with_ids=True),
     "weighted_nll": lambda x, h, w, ids, p: ops.weighted_nll(x, ids, p),
-    "row_stats": lambda x, h, w, ids, p: ops.row_stats(x, ids, entropy=True, mix=(p, p), with_correct=True),
+    "row_stats": lambda x, h, w, ids, p: ops.row_stats(x, ids, entropy=True, mix=(p, p), with_ids=True),
     "token_log_probs": lambda x, h, w, ids, p: ops.token_log_probs(x, ids, with_entropy=True),
     "linear_token_nll": lambda x, h, w, ids, p: ops.linear_token_nll(h, w, ids),
-    "weighted_linear_nll": lambda x, h, w, ids, p: ops.weighted_linear_nll(h, w, ids, p, with_correct=True),
+    "weighted_linear_nll": lambda x, h, w, ids, p: ops.weighted_linear_nll(h, w, ids, p, with_ids=True),
     "linear_row_stats": lambda x, h, w, ids, p: ops.linear_row_stats(h, w, ids.unsqueeze(-1), entropy=True),
     "divergence": lambda x, h, w, ids, p: ops.divergence(x, 2 * x.detach(), p),
     "linear_divergence": lambda x, h, w, ids, p: ops.linear_divergence(h, w, 2 * h.detach(), p),

@@ -42,6 +42,7 @@ def test_values():
     # log(1/2) + log(3/4) + log(1/2) = ln 3 - 4 ln 2; log(1) + log(1) + log(2)
     close(out.mix, LN3 - 4 * LN2, LN2)
     assert out.correct.tolist() == [True, False]
+    assert out.ids.tolist() == [1, 2]
 
 
 def test_gradients():
@@ -63,6 +64,7 @@ def test_the_transform():
     logits = torch.tensor([[0.0, 3.0, 100.0, 1.0]], **DOUBLE)
     out = row_stats(logits, torch.tensor([1]), mixture([1.0], [1.0]), softcap=2.0, scale=0.5, skip_id=2)
     plain = row_stats(torch.tanh(logits[:, [0, 1, 3]] / 2), torch.tensor([1]), mixture([1.0], [1.0]))
+    assert out.ids.tolist() == [1]
     for got, expected in zip(out, plain, strict=True):
         torch.testing.assert_close(got, expected)
 
@@ -73,6 +75,7 @@ def test_an_id_out_of_range_or_skipped_is_nan_in_its_entry():
     torch.testing.assert_close(out.log_probs, values(-LN2, NAN, NAN, -LN2, NAN, -LN2).view(3, 2), equal_nan=True)
     close(out.entropy, LN2, LN2, LN2)
     assert out.correct.tolist() == [True, False, False]
+    assert out.ids.tolist() == [0, 0, 0]
 
 
 def test_impossible_columns():
@@ -93,6 +96,7 @@ def test_inactive_rows_are_inert_and_bad_rows_affect_only_themselves():
     close(out.entropy, 0, NAN, NAN, LN2)
     close(out.mix, 0, NAN, NAN, 2 * LN2)
     assert out.correct.tolist() == [False, False, False, True]
+    assert out.ids.tolist() == [-100, 0, 0, 0]
     (grad,) = torch.autograd.grad(sum(t.sum() for t in out[:4]), logits)
     assert grad[0].tolist() == [0, 0]
     assert grad[1:3].isnan().all()

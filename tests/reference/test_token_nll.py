@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from reference import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
+from reference import argmax_match, compute_per_token_nll, predicted_ids, token_lse, token_nll, weighted_nll
 from tests.support.parity import assert_as_good_as_plain, reduction_sizes
 
 LN2 = math.log(2.0)
@@ -130,6 +130,7 @@ def test_lse():
 def test_argmax_match_lowest_index_wins_a_tie():
     logits = torch.tensor([[1.0, 3.0, 3.0], [1.0, 3.0, 3.0], [2.0, 2.0, 2.0], [-INF, -INF, 0.0]])
     assert argmax_match(logits, torch.tensor([1, 2, 0, 2])).tolist() == [True, False, True, True]
+    assert predicted_ids(logits, torch.tensor([1, 0, 1, 1])).tolist() == [1, -100, 0, 2]
 
 
 def test_argmax_match_compares_logits_as_rounded_to_their_dtype():
@@ -143,6 +144,12 @@ def test_argmax_match_compares_logits_as_rounded_to_their_dtype():
 )
 def test_ignored_and_nan_rows_are_never_correct(row, target):
     assert not argmax_match(torch.tensor([row]), torch.tensor([target])).item()
+
+
+@pytest.mark.parametrize("row", [[9.0, NAN, 9.0], [NAN, 9.0, 0.0], [-INF] * 3, [0.0, INF, 0.0]])
+def test_the_predicted_id_of_a_row_without_a_softmax_is_the_lowest_that_is_not_skipped(row):
+    assert predicted_ids(torch.tensor([row])).item() == 0
+    assert predicted_ids(torch.tensor([row]), skip_id=0).item() == 1
 
 
 def test_weighted_nll():

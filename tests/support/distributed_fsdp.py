@@ -333,6 +333,7 @@ def fsdp_row_statistics(trains):
         head = nn.Parameter(head, requires_grad=trains)
         h = hidden.clone().requires_grad_()
         options = {"entropy": True, "mix": tuple(t[rows] for t in mix), "chunk_size": 5, "with_correct": True}
+        options["with_ids"] = True
         out = ops.linear_row_stats(h[rows], head, ids[rows], **options)
         sum(out.log_probs.sum(-1).square() + out.lse + out.entropy.square() + out.mix).sum().backward()
         results.append((out, h.grad, head.grad))

@@ -156,7 +156,7 @@ def a_skipped_column_is_one_of_the_whole_row():
         y[2] = skip_id
         for backend in ("torch", "triton") if skip_id == V // 2 else ("torch",):
             flags = {"softcap": 6.0, "scale": 1.4, "skip_id": skip_id, "with_correct": True, "with_lse": True}
-            flags["backend"] = backend
+            flags |= {"with_ids": True, "backend": backend}
             out = ops.token_nll(shard(x, mesh, Shard(1)), y, **flags)
             assert torch.equal(out.nll.isnan(), y == skip_id)
             assert out.correct[1]
@@ -287,13 +287,14 @@ def special_values(kind):
         for backend in ("torch", "triton") if ignore_index == 10 and kind in with_kernels else ("torch",):
             rows = slice(None) if backend == "torch" else OF_KERNELS
             flags = {"active": active[rows], "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
-            flags["backend"] = backend
+            flags |= {"with_ids": True, "backend": backend}
             split = shard(x[rows], mesh, Shard(1))
             _same(lambda t, f=flags, y=y[rows]: ops.token_nll(t, y, **f), x[rows], split, g[rows])
     eye = torch.eye(V).double()  # logits = hidden: 0 * inf is NaN, so finite ones only
     if kind in ("ties", "large", "targets at the edges"):
         for ignore_index in (-100, 10):
             flags = {"active": active, "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
+            flags["with_ids"] = True
             expected = ops.linear_token_nll(x, eye, y, **flags)
             got = ops.linear_token_nll(x, shard(eye, mesh, Shard(0)), y, **flags)
             for a, b in zip(got, expected, strict=True):
@@ -318,7 +319,7 @@ def special_row_statistics(kind):
         for backend in ("torch", "triton") if transform is of_kernels and kind in with_kernels else ("torch",):
             rows = slice(None) if backend == "torch" else OF_KERNELS
             flags = {"active": active[rows], "entropy": True, "with_correct": True, **transform}
-            flags["mix"] = [t[rows] for t in mix]
+            flags |= {"mix": [t[rows] for t in mix], "with_ids": True}
             leaves = [t.detach().clone().requires_grad_() for t in (x[rows], shard(x[rows], mesh, Shard(1)))]
             expected = ops.row_stats(leaves[0], ids[rows], **flags)
             got = ops.row_stats(leaves[1], ids[rows], backend=backend, **flags)
@@ -353,10 +354,10 @@ def row_statistics_of_split_rows_in_the_global_shape():
     """
     mesh, x = mesh_of("cp"), torch.randn(B, L, V).double()
     for ids in (torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L, 3))):
-        expected = ops.row_stats(x, ids, entropy=True, with_correct=True)
+        expected = ops.row_stats(x, ids, entropy=True, with_correct=True, with_ids=True)
         logits = distribute_tensor(x, mesh, [Shard(1)])
         with Sent() as sent:
-            got = ops.row_stats(logits, ids, entropy=True, with_correct=True)
+            got = ops.row_stats(logits, ids, entropy=True, with_correct=True, with_ids=True)
         assert [call[0] for call in sent.calls] == ["all_reduce"]
         for a, b in zip(got, expected, strict=True):
             close(a, b) if b is not None else None
@@ -419,7 +420,7 @@ def fewer_columns_than_ranks():
         for shape in ((7,), (2, 3), (2, 2, 2), ()):
             x, y = torch.randn(*shape, columns).double(), torch.randint(0, columns, shape)
             for backend in ("torch", "triton") if columns == 5 and not shape else ("torch",):
-                flags = {"with_correct": True, "with_lse": True, "backend": backend}
+                flags = {"with_correct": True, "with_ids": True, "with_lse": True, "backend": backend}
                 split, g = shard(x, mesh, Shard(len(shape))), torch.randn(shape).double()
                 _same(lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, split, g)
             h, w = torch.randn(*shape, D).double(), torch.randn(columns, D).double()
@@ -478,7 +479,7 @@ def a_rank_without_columns_launches_nothing(op):
     y, weights, mix = torch.arange(4).view(1, 4) % columns, torch.rand(1, 4), (torch.rand(1, 4), torch.rand(1, 4))
     teacher = x.roll(1, 1)  # distributed afterwards, because a DTensor has no roll in torch 2.11
     calls = {
-        "token_nll": lambda x, **o: ops.token_nll(x, y, with_correct=True, **o),
+        "token_nll": lambda x, **o: ops.token_nll(x, y, with_ids=True, **o),
         "weighted_nll": lambda x, **o: ops.weighted_nll(x, y, weights, **o),
         "row_stats": lambda x, **o: ops.row_stats(x, y, entropy=True, mix=mix, with_correct=True, **o),
         "divergence": lambda x, **o: ops.divergence(x, like(x, teacher), weights, kind="l1", **o),
@@ -520,9 +521,8 @@ def bytes_from_logits():
     for dtype, row_bytes in ((torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 32)):
         logits = distribute_tensor(torch.randn(B, L, V).to(dtype), mesh, [Shard(2)]).requires_grad_()
         with Sent() as sent:
-            out = ops.weighted_nll(
-                logits, torch.randint(0, V, (B, L)), torch.rand(B, L), with_correct=True, with_lse=True
-            )
+            flags = dict.fromkeys(("with_correct", "with_ids", "with_lse"), True)
+            out = ops.weighted_nll(logits, torch.randint(0, V, (B, L)), torch.rand(B, L), **flags)
             out.loss.backward()
         assert len(sent.calls) == 1, sent.calls
         assert sent.nbytes == row_bytes * B * L <= 32 * B * L

@@ -432,7 +432,7 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
 def grids_are_within_the_limits(gpu):
     for call in (*launches.real(), *launches.odd()):
         call()
-    launches.token_nll((1, 65536, 262144), torch.bfloat16, with_correct=True)
+    launches.token_nll((1, 65536, 262144), torch.bfloat16, with_ids=True)
     assert gpu.launches
     for launch in gpu.launches:
         assert grid_fits(launch, gpu.limits), (launch.specimen.kernel, launch.grid)
@@ -547,10 +547,10 @@ def call_on_logits(V, begin):
     given = functools.partial(beginning_at, begin)
     targets, weights = given(torch.zeros, 2, 256, dtype=torch.int64), given(torch.rand, 2, 256)
     ids, mix = given(torch.zeros, 2, 256, 3, dtype=torch.int64), (given(torch.rand, 2, 256), given(torch.rand, 2, 256))
-    loss = ops.weighted_nll(logits, targets, weights, with_correct=True).loss
+    loss = ops.weighted_nll(logits, targets, weights, with_correct=True, with_ids=True).loss
     torch.autograd.grad(loss, logits, given(torch.ones))
     torch.autograd.grad(ops.token_nll(logits, targets).nll, logits, given(torch.rand, 2, 256))
-    found = [ops.row_stats(logits, i, entropy=True, mix=mix, with_correct=True)[:4] for i in (ids, targets)]
+    found = [ops.row_stats(logits, i, entropy=True, mix=mix, with_ids=True)[:4] for i in (ids, targets)]
     for stats in found:
         torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
     for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
@@ -654,13 +654,13 @@ def products_are_counted(gpu):
 
 def far_apart():
     """Yield calls for every kernel in which the offset of a row exceeds 32 bits."""
-    yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16)
+    yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16, with_ids=True)
     yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
-    yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16)
-    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
+    yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16, with_ids=True)
+    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, with_ids=True)
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
-        yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_correct=True)
+        yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_ids=True)
     yield functools.partial(launches.masked_diffusion, (2, 65536, 50257), torch.bfloat16)
     for kind in ("kl", "l1"):
         yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)

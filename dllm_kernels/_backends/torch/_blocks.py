@@ -103,9 +103,11 @@ class RowIndex(NamedTuple):
         """Take the entries of these rows from a tensor with one entry per row; ``t`` itself if these are all rows."""
         return t if self.whole else t.index_select(0, self.indices)
 
-    def put(self, t: Tensor) -> Tensor:
-        """Inverse of :meth:`take`: one entry per row of the call, 0 in all other rows."""
-        return t if self.whole else t.new_zeros(self.total, *t.shape[1:]).index_copy_(0, self.indices, t)
+    def put(self, t: Tensor, inactive: int = 0) -> Tensor:
+        """Inverse of :meth:`take`: one entry per row of the call, ``inactive`` in all other rows."""
+        if self.whole:
+            return t
+        return t.new_full((self.total, *t.shape[1:]), inactive).index_copy_(0, self.indices, t)
 
 
 def split(t: Tensor, size: int) -> tuple[Tensor, ...]:

@@ -21,8 +21,9 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, wi
 
 
 def nll_and_grad_(
-    logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
-) -> NLL:
+    logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
+    transform: Transform = NO_TRANSFORM,
+) -> NLL:  # fmt: skip
     """See ``_backends._rows``. Works in place on a chunk that already has the dtype of sums."""
     (C, V), acc = logits.shape, accum_dtype(logits.dtype)
     ids, inactive = targets.unsqueeze(1), targets == IGNORE
@@ -30,7 +31,7 @@ def nll_and_grad_(
     row_scale = scale.unsqueeze(1)
     if out_of_range is not None:
         row_scale = row_scale.masked_fill(out_of_range, math.nan)
-    sums = Sums.empty(C, logits, StatsRequest(ids, targets, correct=with_correct))
+    sums = Sums.empty(C, logits, StatsRequest(ids, targets, correct=with_correct, best=with_ids))
 
     def work(rows: tuple[Tensor, Tensor, Tensor], part: Sums, buffers: _blocks.Buffers) -> None:
         block, column, row_scale = rows
@@ -53,9 +54,10 @@ def nll_and_grad_(
     row_max, log_sum = sums.normalizer()
     nll = ((row_max - sums.log_probs) + log_sum).masked_fill_(log_sum == -math.inf, math.nan)
     nll = (nll if out_of_range is None else nll.masked_fill_(out_of_range, math.nan)).squeeze(1)
-    correct = None if sums.best is None else (sums.best.squeeze(1) == targets) & ~nll.isnan() & ~inactive
+    correct = (sums.best.squeeze(1) == targets) & ~nll.isnan() & ~inactive if with_correct else None
+    best = sums.argmax(transform).masked_fill_(inactive, IGNORE) if with_ids else None
     row_max, log_sum = (t.squeeze(1).masked_fill_(inactive, 0) for t in (row_max, log_sum))
-    return nll.masked_fill_(inactive, 0), row_max, log_sum, correct
+    return nll.masked_fill_(inactive, 0), row_max, log_sum, correct, best
 
 
 def scale_(t: Tensor, factor: Tensor) -> None:

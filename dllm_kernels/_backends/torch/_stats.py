@@ -86,11 +86,12 @@ class Sums(NamedTuple):
     def empty(cls, n: int, like: Tensor, request: StatsRequest) -> Sums:
         dtype, device, mix = accum_dtype(like.dtype), like.device, request.a is not None
         log_probs = torch.empty(n, request.ids.shape[1], dtype=dtype, device=device)
-        if not (request.lse or request.correct or request.entropy or mix):
+        argmax = request.correct or request.best
+        if not (request.lse or argmax or request.entropy or mix):
             return cls(log_probs)
-        requested = (request.lse or request.correct, request.lse, request.entropy, mix, mix and request.gradients)
+        requested = (request.lse or argmax, request.lse, request.entropy, mix, mix and request.gradients)
         row_max, *others = (torch.empty(n, 1, dtype=dtype, device=device) if w else None for w in requested)
-        best = torch.empty(n, 1, dtype=torch.int64, device=device) if request.correct else None
+        best = torch.empty(n, 1, dtype=torch.int64, device=device) if argmax else None
         return cls(log_probs, row_max, best, *others)
 
     def write_max(self, z: Tensor) -> None:
@@ -102,6 +103,10 @@ class Sums(NamedTuple):
             torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))
         elif self.row_max is not None:
             torch.amax(z, 1, keepdim=True, out=self.row_max)
+
+    def argmax(self, transform: Transform) -> Tensor:
+        """Return the argmax; the lowest column that is not skipped if the softmax is NaN."""
+        return self.best.masked_fill(~self.row_max.isfinite(), int(transform.skip_id == 0)).squeeze(1)  # type: ignore[no-any-return]
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
         """Return (M, log S); if all logits of a row, or of its shard, are -inf: M the lowest finite number, S = 0."""
@@ -151,16 +156,20 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     result = StatsResult(sums.log_probs, *of_rows)
     if out_of_range is not None:
         result.log_probs.masked_fill_(out_of_range, math.nan).masked_fill_(ids == IGNORE, 0)
-    if sums.best is not None:
+    if request.correct:
         result = result._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~result.log_probs[:, 0].isnan())
-    return result if rows.whole else StatsResult._make(None if t is None else rows.put(t) for t in result)
+    best = sums.argmax(request.transform) if request.best else None
+    if rows.whole:
+        return result._replace(best=best)
+    result = StatsResult._make(None if t is None else rows.put(t) for t in result)
+    return result if best is None else result._replace(best=rows.put(best, IGNORE))
 
 
 def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
     rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
-    sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
+    sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False, best=False))
     if rows.n:
         source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
         threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)

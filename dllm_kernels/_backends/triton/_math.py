@@ -18,9 +18,9 @@ lanes. For the entropy a lane also keeps t = sum exp(x - m) (x - m); a larger ma
 exp(m - m') (t + (m - m') s). x - M is computed before the multiplication by log2(e) for exp2, because M * log2(e)
 hoisted out of the loop would be infinite for |M| > 2.3e38.
 
-**Is the target the argmax?** It is not if M > z_y, or if M = z_y and a column of lower index equals z_y. For tiles
-entirely before the target's tile, the lane maxima at that point decide, which costs one select per tile. The target's
-tile is re-read, but only if M = z_y.
+**The argmax.** Each lane keeps the tile at which its maximum last grew, which costs one comparison and one select per
+tile. The lowest column with M lies in the first of these tiles among the lanes with m = M, or in a ragged part. Only
+that tile is read again. If only the match with a target y is requested, it is read only if M = z_y.
 
 The kernels store (M, log S) of a row and not their sum. At |M| = 1e4 a float32 logsumexp is off by 5e-4, and so is
 every probability computed from it, whereas exp((x - M) - log S) is exact to rounding.
@@ -35,6 +35,7 @@ from dllm_kernels._backends.triton._transform import logits_transform_bwd, numbe
 
 IGNORE, FARTHEST = tl.constexpr(_IGNORE), tl.constexpr(_FARTHEST)
 LOG2E = tl.constexpr(1.4426950408889634)
+NO_COLUMN = tl.constexpr(2**31 - 1)  # of a row, or part of a row, without an argmax
 LOWEST_F32 = tl.constexpr(-3.4028234663852886e38)
 LOWEST_F64 = tl.constexpr(-1.7976931348623157e308)
 
@@ -191,26 +192,51 @@ def total(x):
 
 
 @triton.jit
-def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    """Return True if a lower column of the target's tile equals the target."""
-    i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
-    x = tl.load(tile_ptr + i, mask=(i >= 0) & (i < wide) & (first + i < y), other=float("nan"))
-    x = transformed(x, first + i, transform, ACC)
-    return tl.max((x == target_logit).to(tl.int32), 0) > 0
+def _lowest_equal(x, v, value):
+    """Return the lowest of the columns v whose logit x equals the value, or NO_COLUMN."""
+    return tl.min(tl.where(x == value, v, NO_COLUMN), 0)
+
+
+@triton.jit
+def _argmax(
+    tile_ptr, first, wide, ragged, v, row_max, lane_max, lane_tile, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """Return the lowest column that equals the maximum, among ``wide`` aligned ones and the ragged ones v."""
+    tile = tl.min(tl.where(lane_max == row_max, lane_tile, wide), 0) // BLOCK_V * BLOCK_V  # a multiple: wide accesses
+    lanes = tl.arange(0, BLOCK_V)
+    x = tl.load(tile_ptr + tile + lanes, mask=lanes < wide - tile, other=float("nan"))
+    x = transformed(x, lanes, transform, ACC, first + tile)
+    return tl.minimum(_lowest_equal(x, first + tile + lanes, row_max), _lowest_equal(ragged, v, row_max))
+
+
+@triton.jit
+def best_of_parts(part_best_ptr, there, maxima, row_max):
+    """Return the argmax of a row from those of its parts, one per entry of ``part_best_ptr``, or NO_COLUMN."""
+    return _lowest_equal(maxima, tl.load(part_best_ptr, mask=there, other=NO_COLUMN), row_max)
+
+
+@triton.jit
+def predicted(best, row_sum, skip_id):
+    """Return the argmax of a row, and the lowest column that is not skipped if its softmax is NaN, int64."""
+    lowest = 0
+    if skip_id is not None:
+        lowest = (skip_id == 0).to(tl.int32)
+    return tl.where(row_sum > 0, best, lowest).to(tl.int64)
 
 
 @triton.jit
 def column_stats(
-    logits_ptr, row, start, end, y, target_logit, transform,
+    logits_ptr, row, start, end, target_logit, transform,
     BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, EVICT: tl.constexpr, AHEAD: tl.constexpr = False,
+    WITH_IDS: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, EVICT: tl.constexpr,
+    AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """Return (M, S, T, beaten) of the columns [start, end), reading each column once.
+    """Return (M, S, T, best) of the columns [start, end), reading each column once.
 
     For the transformed logits x, M is the maximum, S = sum exp(x - M), and T = sum exp(x - M) (x - M) if WITH_ENTROPY.
 
-    ``beaten`` is True if a column beats the target: it is larger, or equal with a lower index. The target is the argmax
-    if no column beats it.
+    ``best`` is the argmax, the lowest column that equals M. With WITH_CORRECT alone it is NO_COLUMN unless M equals
+    ``target_logit``.
 
     ALIGNED: True if all rows begin at multiples of WIDE columns. False: they do not, and columns are loaded one by one,
     so that sums have the same order as in aligned rows. None: rows may begin anywhere; as fast as True, but the order
@@ -223,11 +249,10 @@ def column_stats(
     at, first, wide = aligned_columns(row, start, end, WIDE, ALIGNED)
     tile_ptr = logits_ptr + at
     lanes = tl.arange(0, BLOCK_V)
-    y = y.to(tl.int32)  # may wrap: the logit of such a target is NaN, which no column equals
     lane_max = tl.full([LANES], -float("inf"), ACC)
     lane_sum = tl.zeros([LANES], ACC)
     lane_moment = lane_sum
-    before = lane_max
+    lane_tile = tl.zeros([LANES], tl.int32)
     whole = wide // BLOCK_V * BLOCK_V
     if AHEAD:
         x_ahead = load_columns(tile_ptr, whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
@@ -239,16 +264,18 @@ def column_stats(
         else:
             x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = transformed(x, lanes, transform, ACC, first + tile)
+        before = lane_max
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
-        if WITH_CORRECT:
-            before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
+        if WITH_CORRECT or WITH_IDS:
+            lane_tile = tl.where(lane_max > before, tile, lane_tile)
     if whole < wide:
         rest = lanes < wide - whole
         x = load_columns(tile_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
+        before = lane_max
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
-        if WITH_CORRECT:
-            before = tl.where(first + wide <= y, lane_max, before)
+        if WITH_CORRECT or WITH_IDS:
+            lane_tile = tl.where(lane_max > before, whole, lane_tile)
     v, there = ragged_columns(start, end, first, wide, WIDE)
     x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
     x = masked_tile(x, v, there, transform, ACC, None)
@@ -261,13 +288,13 @@ def column_stats(
     if WITH_ENTROPY:
         moment = total(less * rescale_moment(lane_moment, lane_sum, step)) + total(e * tl.maximum(d, FARTHEST))
     row_sum = total(lane_sum * less) + total(e)
-    beaten = row_max > target_logit
-    if WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
+    best = tl.full([], NO_COLUMN, tl.int32)
+    if WITH_IDS:
+        best = _argmax(tile_ptr, first, wide, x, v, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC)
+    elif WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
         if row_max == target_logit:
-            beaten = tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V, ACC)
-            beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
-            beaten = beaten | (tl.max(before, 0) == target_logit)
-    return row_max, row_sum, moment, beaten
+            best = _argmax(tile_ptr, first, wide, x, v, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC)
+    return row_max, row_sum, moment, best
 
 
 @triton.jit

@@ -43,24 +43,25 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", *TRANSFORM])
 def _linear_nll_rows(
-    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
+    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr,
     stride_n, V, logit_scale, inv_softcap, skip_id,
-    WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr, EVICT: tl.constexpr, BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0)
-    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, None, None)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr, None, None)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
     transform = (logit_scale, inv_softcap, skip_id)
     if y != IGNORE:
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, _, beaten = _math.column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform,
-            BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT, True
+        row_max, row_sum, _, best = _math.column_stats(
+            logits_ptr, row, 0, V, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, False, None, EVICT, True
         )  # fmt: skip
-        token_nll.finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
+        token_nll.finish_row(n, y, row_max, row_sum, target_logit, best, skip_id, out, WITH_CORRECT, WITH_IDS)
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # the gradient is 0 even if the row has NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
@@ -81,7 +82,7 @@ def _linear_nll_rows(
                 x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first"
             )
     else:
-        token_nll.store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
+        token_nll.store_row(n, 0.0, 0.0, 0.0, False, IGNORE, out, WITH_CORRECT, WITH_IDS)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
@@ -105,21 +106,22 @@ def scale_(t: Tensor, factor: Tensor) -> None:
 
 
 def nll_and_grad_(
-    logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
-) -> NLL:
+    logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
+    transform: Transform = NO_TRANSFORM,
+) -> NLL:  # fmt: skip
     """See ``nll_and_grad_`` in ``_backends._rows``; the gradient overwrites the chunk ``logits [C, V]``."""
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
     if acc == torch.float64 and transform.softcap is not None:  # one kernel with the tanh of both passes spills
-        stats = token_nll.nll(logits[None], targets, with_correct=with_correct, transform=transform)
+        stats = token_nll.nll(logits[None], targets, with_correct=with_correct, with_ids=with_ids, transform=transform)
         token_nll.nll_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
-    out = token_nll.new_rows(C, acc, logits.device, with_correct)
+    out = token_nll.new_rows(C, acc, logits.device, with_correct, with_ids)
     bound_by_issue = (transform.softcap, transform.skip_id) != (None, None)
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
         logits, targets, scale, *out, logits.stride(0), V, *arguments(transform),
-        WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", ACC=_launch.acc(acc),
-        **_launch.of_tile(tile),
+        WITH_CORRECT=with_correct, WITH_IDS=with_ids, EVICT="" if bound_by_issue else "evict_last",
+        ACC=_launch.acc(acc), **_launch.of_tile(tile),
     )  # fmt: skip
     return out

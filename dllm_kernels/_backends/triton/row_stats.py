@@ -40,42 +40,42 @@ Tensor = torch.Tensor
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_parts(
-    logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
+    logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_best_ptr,
     L, stride_b, stride_l, V, K, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
-    WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
-    THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
     transform = (logit_scale, inv_softcap, skip_id)
     if tl.load(active_ptr + n) != IGNORE:
         row = _math.row_offset(n, L, stride_b, stride_l)
-        y = tl.load(ids_ptr + n.to(tl.int64) * K)
         target_logit = tl.zeros([], ACC)
-        if WITH_CORRECT:
+        if WITH_CORRECT and not WITH_IDS:
+            y = tl.load(ids_ptr + n.to(tl.int64) * K)
             target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, moment, beaten = _math.column_stats(
-            logits_ptr, row, start, end, y, target_logit, transform,
-            BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY, ALIGNED, "evict_first",
+        row_max, row_sum, moment, best = _math.column_stats(
+            logits_ptr, row, start, end, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
         if WITH_ENTROPY:
             tl.store(part_moment_ptr + part, moment)
-        if WITH_CORRECT:
-            tl.store(part_beaten_ptr + part, beaten)
+        if WITH_CORRECT or WITH_IDS:
+            tl.store(part_best_ptr + part, best)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_merge(
-    logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
-    log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
+    logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_best_ptr,
+    log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr, best_ptr,
     L, stride_b, stride_l, V, K, logit_scale, inv_softcap, skip_id, SPLITS,
-    WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
-    ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
@@ -104,10 +104,14 @@ def _row_stats_merge(
         x = tl.where(inside, transformed(z, ids, (logit_scale, inv_softcap, skip_id), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
         tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=asked)
+        best = tl.full([], _math.NO_COLUMN, tl.int32)
+        if WITH_CORRECT or WITH_IDS:
+            best = _math.best_of_parts(part_best_ptr + part, there, _math.finite(maxima), row_max)
         if WITH_CORRECT:
-            beaten = tl.load(part_beaten_ptr + part, mask=there, other=0).to(tl.int32)
-            first = tl.max(((k == 0) & (log_prob == log_prob) & (ids != IGNORE)).to(tl.int32), 0)
-            tl.store(correct_ptr + n, (first > 0) & (tl.max(beaten, 0) == 0))
+            first = (k == 0) & (log_prob == log_prob) & (ids == best)
+            tl.store(correct_ptr + n, tl.max(first.to(tl.int32), 0) > 0)
+        if WITH_IDS:
+            tl.store(best_ptr + n, _math.predicted(best, row_sum, skip_id))
     else:
         tl.store(log_prob_ptr + ids_at, tl.zeros([BLOCK_K], ACC), mask=asked)
         tl.store(max_ptr + n, 0.0)
@@ -116,6 +120,8 @@ def _row_stats_merge(
             tl.store(entropy_ptr + n, 0.0)
         if WITH_CORRECT:
             tl.store(correct_ptr + n, False)
+        if WITH_IDS:
+            tl.store(best_ptr + n, IGNORE)
 
 
 @triton.jit
@@ -402,21 +408,25 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
 
     log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, requested=request.entropy)
     correct = new(N, requested=request.correct, dtype=torch.bool)
+    best = new(N, requested=request.best, dtype=torch.int64)
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _launch.share(V, tile)
         of_part = new(N, splits, requested=request.entropy)
-        beaten = new(N, splits, requested=request.correct, dtype=torch.bool)
-        inputs = (logits, request.ids, request.targets, new(N, splits), new(N, splits), of_part, beaten)
+        part_best = new(N, splits, requested=request.correct or request.best, dtype=torch.int32)
+        inputs = (logits, request.ids, request.targets, new(N, splits), new(N, splits), of_part, part_best)
         sizes = (*_launch.strides(logits), V, K, *arguments(request.transform))
-        flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _launch.acc(acc)}
+        flags = {
+            "WITH_CORRECT": request.correct, "WITH_IDS": request.best, "WITH_ENTROPY": request.entropy,
+            "ACC": _launch.acc(acc),
+        }  # fmt: skip
         options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
         _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)
         blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": triton.next_power_of_2(K)}
-        outputs = (log_probs, row_max, log_sum, entropy, correct)
+        outputs = (log_probs, row_max, log_sum, entropy, correct, best)
         _row_stats_merge[(N,)](*inputs, *outputs, *sizes, splits, **flags, **blocks, num_warps=1, **FUSED)
     F, W = (None, None) if request.a is None else mix(logits, request, row_max, log_sum)
-    return log_probs, row_max, log_sum, entropy, F, W, correct
+    return log_probs, row_max, log_sum, entropy, F, W, correct, best
 
 
 def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ Forward reads each active row once (``_math.column_stats``) and stores (M, log S
 
     nll = (M - x_y) + log S,            d nll / d x_v = exp(x_v - M - log S) - [v = y].
 
-A long row is split over several programs, whose partial (M, S, beaten) a second kernel merges:
+A long row is split over several programs, whose partial (M, S, argmax) a second kernel merges:
 M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row, inactive ones
 as zeros. Inactive rows (target = IGNORE, or a weight of 0) are never read.
 
@@ -21,7 +21,7 @@ import triton.language as tl
 from dllm_kernels._backends._rows import NLL
 from dllm_kernels._backends.triton import _launch, _math, _tiles
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, TRANSFORM
-from dllm_kernels._backends.triton._math import IGNORE, LOG2E
+from dllm_kernels._backends.triton._math import IGNORE, LOG2E, NO_COLUMN
 from dllm_kernels._backends.triton._transform import arguments
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
@@ -39,56 +39,63 @@ def _is_active(n, y, weight_ptr):
 
 
 @triton.jit
-def store_row(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr):
+def store_row(n, nll, row_max, log_sum, correct, best, out, WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr):
     """Store the results of row n.
 
-    ``out``: pointers to NLL, M, log S, correct, and to the weights and weights * NLL, or None.
+    ``out``: pointers to NLL, M, log S, correct, argmax, and to the weights and weights * NLL, or None.
     """
-    nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr = out
+    nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr, weight_ptr, weighted_ptr = out
     tl.store(nll_ptr + n, nll)
     tl.store(max_ptr + n, row_max)
     tl.store(log_sum_ptr + n, log_sum)
     if WITH_CORRECT:
         tl.store(correct_ptr + n, correct)
+    if WITH_IDS:
+        tl.store(best_ptr + n, best)
     if weight_ptr is not None:
         tl.store(weighted_ptr + n, nll * tl.load(weight_ptr + n))
 
 
 @triton.jit
-def finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.constexpr):
+def finish_row(
+    n, y, row_max, row_sum, target_logit, best, skip_id, out, WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr
+):
     log_sum = tl.log(row_sum)
     nll = (row_max - target_logit) + log_sum
     nll = tl.where(row_sum == 0, float("nan"), nll)  # all logits are -inf: no distribution
-    store_row(n, nll, row_max, log_sum, (nll == nll) & (beaten == 0), out, WITH_CORRECT)
+    correct = (nll == nll) & (best == y)
+    store_row(n, nll, row_max, log_sum, correct, _math.predicted(best, row_sum, skip_id), out, WITH_CORRECT, WITH_IDS)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_fwd(
-    logits_ptr, target_ptr, weight_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
+    logits_ptr, target_ptr, weight_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr, weighted_ptr,
     L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id,
-    WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     transform = (logit_scale, inv_softcap, skip_id)
-    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
     if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, _, beaten = _math.column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform,
-            BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
+        row_max, row_sum, _, best = _math.column_stats(
+            logits_ptr, row, 0, V, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, False, ALIGNED, "evict_first",
         )  # fmt: skip
-        finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
+        finish_row(n, y, row_max, row_sum, target_logit, best, skip_id, out, WITH_CORRECT, WITH_IDS)
     else:
-        store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
+        store_row(n, 0.0, 0.0, 0.0, False, IGNORE, out, WITH_CORRECT, WITH_IDS)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_fwd_split(
-    logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
+    logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_best_ptr,
     L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id, TILES, SPLITS,
-    WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
@@ -96,28 +103,31 @@ def _token_nll_fwd_split(
     y = tl.load(target_ptr + n)
     if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
-        target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
+        target_logit = tl.zeros([], ACC)
+        if WITH_CORRECT and not WITH_IDS:
+            target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, _, beaten = _math.column_stats(
-            logits_ptr, row, start, end, y, target_logit, transform,
-            BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
+        row_max, row_sum, _, best = _math.column_stats(
+            logits_ptr, row, start, end, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, False, ALIGNED, "evict_first",
         )  # fmt: skip
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
-        tl.store(part_beaten_ptr + part, beaten)
+        if WITH_CORRECT or WITH_IDS:
+            tl.store(part_best_ptr + part, best)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_merge(
-    logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
+    logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_best_ptr,
+    nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr, weighted_ptr,
     L, stride_b, stride_l, V, logit_scale, inv_softcap, skip_id, SPLITS,
-    WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_IDS: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
-    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, best_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
     if _is_active(n, y, weight_ptr):
         row_ptr = logits_ptr + _math.row_offset(n, L, stride_b, stride_l)
@@ -126,13 +136,14 @@ def _token_nll_merge(
         part = n.to(tl.int64) * SPLITS + k
         maxima = tl.load(part_max_ptr + part, mask=k < SPLITS, other=-float("inf"))
         sums = tl.load(part_sum_ptr + part, mask=k < SPLITS, other=0.0)
-        beaten = tl.load(part_beaten_ptr + part, mask=k < SPLITS, other=0)
         row_max = tl.max(maxima, 0)
         row_sum = _math.total(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0))
-        any_beaten = tl.max(beaten.to(tl.int32), 0)
-        finish_row(n, row_max, row_sum, target_logit, any_beaten, out, WITH_CORRECT)
+        best = tl.full([], NO_COLUMN, tl.int32)
+        if WITH_CORRECT or WITH_IDS:
+            best = _math.best_of_parts(part_best_ptr + part, k < SPLITS, maxima, row_max)
+        finish_row(n, y, row_max, row_sum, target_logit, best, skip_id, out, WITH_CORRECT, WITH_IDS)
     else:
-        store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
+        store_row(n, 0.0, 0.0, 0.0, False, IGNORE, out, WITH_CORRECT, WITH_IDS)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "V", *TRANSFORM, "TILES", "SPLITS"])
@@ -177,11 +188,12 @@ def _token_nll_bwd(
             _math.zero_columns(out_ptr + out_row, v, there)
 
 
-def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool) -> NLL:
-    """Allocate (NLL, M, log S, correct) of N rows."""
+def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool, with_ids: bool) -> NLL:
+    """Allocate (NLL, M, log S, correct, argmax) of N rows."""
     correct = torch.empty(N, dtype=torch.bool, device=device) if with_correct else None
+    best = torch.empty(N, dtype=torch.int64, device=device) if with_ids else None
     nll, row_max, log_sum = (torch.empty(N, dtype=dtype, device=device) for _ in range(3))
-    return nll, row_max, log_sum, correct
+    return nll, row_max, log_sum, correct, best
 
 
 def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
@@ -192,25 +204,26 @@ def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: An
 
 def nll(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
-    with_correct: bool, transform: Transform = NO_TRANSFORM,
+    with_correct: bool, with_ids: bool = False, transform: Transform = NO_TRANSFORM,
 ) -> NLL:  # fmt: skip
     """See ``nll`` in ``_backends._rows``; the forward pass also writes ``weights`` times the NLL to ``weighted``."""
     B, L, V = logits.shape
     N = B * L
     acc = accum_dtype(logits.dtype)
-    out = new_rows(N, acc, logits.device, with_correct)
+    out = new_rows(N, acc, logits.device, with_correct, with_ids)
     if N == 0:
         return out
     tile = _tiles.token_nll_fwd(V, logits.element_size())
     sizes = (*_launch.strides(logits), V, *arguments(transform))
     inputs, outputs = (logits, targets, weights), (*out, weighted)
-    flags = {"WITH_CORRECT": with_correct, "ACC": _launch.acc(acc)}
+    flags = {"WITH_CORRECT": with_correct, "WITH_IDS": with_ids, "ACC": _launch.acc(acc)}
     options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
     if tile.splits == 1:
         _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, **options)
         return out
     tiles, splits = _launch.share(V, tile)
-    parts = [torch.empty(N, splits, dtype=dtype, device=logits.device) for dtype in (acc, acc, torch.bool)]
+    dtypes = (acc, acc, torch.int32 if with_correct or with_ids else None)
+    parts = [None if d is None else torch.empty(N, splits, dtype=d, device=logits.device) for d in dtypes]
     _token_nll_fwd_split[(N * splits,)](*inputs, *parts, *sizes, tiles, splits, **flags, **options)
     options = {"BLOCK_K": triton.next_power_of_2(splits), "num_warps": 1, **FUSED}
     _token_nll_merge[(N,)](*inputs, *parts, *outputs, *sizes, splits, **flags, **options)
