@@ -177,7 +177,7 @@ class DeferredTensor(Tensor, Deferred):
             asked = self._gradient_wanted or self._node_read or self._leaf_view
             through = asked or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
-                known = self._value is not None or (self._dense is not None and not self._is_view)
+                known = self._value is not None or (self._dense is not None and not self.of_source)
                 if not needs_grad or through or known:
                     values = self.dense(use)
                     with plainly():
@@ -234,7 +234,7 @@ class DeferredTensor(Tensor, Deferred):
     def linked_value(self) -> Tensor:
         """Return the values, those of a view as a view of its source's: torch then changes the graphs of both."""
         value: Any = self._value
-        if self._is_view and value.requires_grad and self._own_node and not self._copy:
+        if self.of_source and value.requires_grad and self._own_node and not self._copy:
             source = self.sources[0].linked_value()
             if value._base is not (source if source._base is None else source._base):
                 with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
@@ -243,7 +243,8 @@ class DeferredTensor(Tensor, Deferred):
         return value  # type: ignore[no-any-return]
 
     @property
-    def _is_view(self) -> bool:
+    def of_source(self) -> bool:
+        """True for a view of another deferred tensor."""
         return bool(self.sources) and _views(self.form, self.sources[0].form) and not self._leaf_view
 
     def sharing(self, result: Any, several: bool) -> Any:
@@ -269,7 +270,8 @@ class DeferredTensor(Tensor, Deferred):
         """Require a gradient, as views that are made without gradients enabled."""
         with plainly():
             self._leaf_view = True
-            return self.requires_grad_()
+            self.requires_grad_()
+        return self
 
     def become(self, other: DeferredTensor) -> DeferredTensor:
         """Take the place of a tensor that was made from this one, which no other tensor shares memory with."""
