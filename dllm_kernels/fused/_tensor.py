@@ -168,9 +168,9 @@ class DeferredTensor(Tensor, Deferred):
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed once, in the graph of this tensor."""
         with plainly():
-            needs_grad, node = self.requires_grad, self.grad_fn
+            needs_grad, node, hooked = self.requires_grad, self.grad_fn, self._backward_hooks is not None
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            through = not self.sources or self._gradient_wanted or self._copy or not self._own_node
+            through = not self.sources or hooked or self._gradient_wanted or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
                 if not needs_grad or through or self._dense is not None or self._value is not None:
                     values = self.dense(use)
@@ -252,7 +252,9 @@ class DeferredTensor(Tensor, Deferred):
 
     def _ask(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Register a hook, or retain the gradient, of this tensor and of its values."""
-        if str(getattr(args[0] if args else None, "__module__", "")).startswith(FRAMEWORKS):
+        hook = args[0] if args else None
+        hook = getattr(hook, "func", hook)  # FSDP1 registers a functools.partial
+        if str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS):
             return _without_function(func, (self, *args), kwargs)
         self._gradient_wanted, value = True, self._value
         with plainly():
