@@ -89,7 +89,8 @@ class DeferredTensor(Tensor, Deferred):
         device = next(t.device for t in parts if t is not None)
         with plainly():
             made = _graph.stand(cls, form, device, recipe, sources, parts)
-        detached = tuple(None if t is None else t.detach() for t in parts)
+        kept = torch.is_inference_mode_enabled()  # in which DTensors have no detach()
+        detached = tuple(t if t is None or kept else t.detach() for t in parts)
         vars(made).update(
             attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
