@@ -70,8 +70,8 @@ from dllm_kernels._backends._kinds import KINDS, NO_OPTIONS, OptionValues, kept_
 from dllm_kernels._utils import _changing
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
-# Columns of :attr:`Kept.stats`.
-KEPT_STATS = kept_stats()
+# Columns of :attr:`Kept.stats`, and the one with a.
+KEPT_STATS, ACCEPTANCE = kept_stats(), 4
 
 
 class Term(NamedTuple):
@@ -128,9 +128,16 @@ class DivergenceSpec(NamedTuple):
         return any(KINDS[term.kind].minus == "target" for term in self.terms)
 
     @property
-    def only_targets(self) -> bool:
-        """True if rows with a target of -100 have no gradient, because every term needs the targets."""
-        return all(KINDS[term.kind].minus == "target" for term in self.terms)
+    def may_be_constant(self) -> bool:
+        """True if there are rows without a gradient, because every term has some."""
+        return all(KINDS[term.kind].constant is not None for term in self.terms)
+
+    def constant(self, acceptance: torch.Tensor, no_best: torch.Tensor, no_target: torch.Tensor | None) -> torch.Tensor:
+        """Return True for rows without a gradient, if there may be any; see :class:`Kind`."""
+        rows = torch.ones_like(no_best)
+        for kind, _, options in self.terms:
+            rows &= KINDS[kind].constant(acceptance, no_best, no_target, options)  # type: ignore[misc]
+        return rows
 
 
 class Whole(NamedTuple):
@@ -175,6 +182,11 @@ class Kept(NamedTuple):
 
     stats: torch.Tensor
     teacher_argmax: torch.Tensor
+
+    @property
+    def acceptance(self) -> torch.Tensor:
+        """The rate a ``[N]``."""
+        return self.stats[:, ACCEPTANCE]
 
 
 class DivergenceResult(NamedTuple):

@@ -164,6 +164,8 @@ class Kind(NamedTuple):
         gradient: column functions whose weighted sum is the gradient.
         row: (sums, values of the row, values of the options) -> value, and the factor of each term of the gradient.
         minus: "best" or "target": column whose gradient has an additional -1.
+        constant: (a, True without a column for the teacher's argmax, True without a target, values of the options) ->
+            True for rows without a gradient; None if there are none.
         options: at most two options, keywords of the public functions.
     """
 
@@ -171,6 +173,7 @@ class Kind(NamedTuple):
     gradient: tuple[Feature, ...]
     row: Callable[[Sequence[Tensor], RowValues, OptionValues], OfRow]
     minus: str = ""
+    constant: Callable[[Tensor, Tensor, Any, OptionValues], Any] | None = None
     options: Mapping[str, Option] = MappingProxyType({})
 
 
@@ -182,12 +185,20 @@ KINDS = {
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, o: (X[0], (1.0, -X[0]))),
     "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
     "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, o: (1 - n.acceptance, (X[0], -1.0))),
-    "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, options=FLOOR),
+    "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, constant=lambda a, no_best, no_target, o: a < o[0], options=FLOOR),
     "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
     "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk_soft_ce, options=OF_LAM),
     "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), lambda X, n, o: (X[0], (1.0,))),
-    "teacher_ce": Kind((), (STUDENT,), lambda X, n, o: (n.at_best, (n.best_flag,)), "best"),
-    "ce": Kind((), (STUDENT,), lambda X, n, o: (n.at_target, (n.target_flag,)), "target"),
+    "teacher_ce": Kind(
+        (), (STUDENT,), lambda X, n, o: (n.at_best, (n.best_flag,)), "best", lambda a, no_best, no_target, o: no_best
+    ),
+    "ce": Kind(
+        (),
+        (STUDENT,),
+        lambda X, n, o: (n.at_target, (n.target_flag,)),
+        "target",
+        lambda a, no_best, no_target, o: no_target,
+    ),
 }
 # Kinds that callers choose by an option of another kind: (name, value of ``base``) -> kind.
 BASES = {("lk", "soft_ce"): "lk_soft_ce"}

@@ -58,7 +58,7 @@ def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
         x, u = (None if g is None else times_upstream(g.to(grad_loss.dtype), grad_loss) for g in (grads.x, grads.u))
     else:
         of_rows = times_upstream(row_size, grad_loss).unsqueeze(1)
-        x, u = (None if g is None else torch.where(of_rows != 0, g * of_rows, 0.0) for g in (grads.x, grads.u))
+        x, u = (None if g is None else times_upstream(g, of_rows) for g in (grads.x, grads.u))
     grads = Gradients(x, weight, bias, u, U)
     return Gradients(*[None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
+from typing import Any
 
 from torch import nn
 
@@ -33,6 +34,21 @@ def head_module(model: nn.Module | None) -> nn.Module | None:
     while fsdp is not None and isinstance(head, fsdp.FullyShardedDataParallel):
         head = head.module
     return head
+
+
+def fsdp1_unit(model: nn.Module, head: nn.Module) -> Any:
+    """Return the innermost FSDP1 unit of a model that contains the head, or None."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    units = [] if fsdp is None else fsdp.FullyShardedDataParallel.fsdp_modules(model)
+    return next((unit for unit in reversed(units) if any(module is head for module in unit.modules())), None)
+
+
+def freed_after_forward(unit: Any) -> bool:
+    """Return True if FSDP1 frees the parameters of this unit after its forward; call it within the forward of a model.
+
+    All units but the root are freed, unless their strategy keeps the parameters until backward.
+    """
+    return unit is not None and not unit._is_root and unit.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def _head_of(model: nn.Module | None) -> nn.Module | None:

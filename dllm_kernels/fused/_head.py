@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import in_dtype_of
-from dllm_kernels._utils._head import head_module
+from dllm_kernels._utils._head import freed_after_forward, fsdp1_unit, head_module
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.fused import _lora
 from dllm_kernels.fused._in_head import _CLAIM, head_of
@@ -35,9 +35,11 @@ ENDS = (
 )
 BODY = "torch.compile of the body alone, such as model.model.compile()"
 COMPILED = "torch.compile of a model with its head"
+OWN_UNIT = "FullyShardedDataParallel of the head, which frees its weight after the head's forward,"
 # What to use in place of an operation; ENDS for all others.
 INSTEAD = {
     COMPILED: BODY,
+    OWN_UNIT: "fully_shard, or FullyShardedDataParallel with the head in the root unit",
     "softmax": "log_softmax(-1).gather(-1, ids).exp(), or dllm_kernels.row_stats(logits, ids, entropy=True)",
     "topk": "dllm_kernels.linear_sample(hidden, head, return_top=...)",
     "multinomial": "dllm_kernels.linear_sample(hidden, head, temperature=...)",
@@ -56,8 +58,11 @@ class FusedHead:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
     """
 
-    def __init__(self, module: nn.Module, on_logits: str, logits_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, module: nn.Module, on_logits: str, logits_dtype: torch.dtype | None = None
+    ) -> None:
         self.module = module
+        self.unit = fsdp1_unit(model, module)
         self.on_logits = on_logits
         self.logits_dtype = logits_dtype
         self.materialized = 0
@@ -74,6 +79,9 @@ class FusedHead:
         dual = forward_ad.unpack_dual(input).tangent is not None  # type: ignore[no-untyped-call]
         if dual or torch._C._are_functorch_transforms_active():
             self.report("a transform of torch.func or forward-mode autograd", self._shape(input))
+            return plain()
+        if freed_after_forward(self.unit):
+            self.report(OWN_UNIT, self._shape(input))
             return plain()
         split, state = _lora.split(self.module), CallState.now(input)
         cast = None if input.dtype == torch.float64 else state.autocast
@@ -208,7 +216,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     """
     found = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
-    with deferring(found, FusedHead(found, on_logits)) as fused:
+    with deferring(found, FusedHead(model, found, on_logits)) as fused:
         yield fused
 
 
@@ -232,5 +240,5 @@ def deferred_logits(model: nn.Module, logits_dtype: torch.dtype | None = None) -
     if module is None or not _lora.takes_apart(module):
         yield False
         return
-    with deferring(module, FusedHead(module, "allow", logits_dtype)):
+    with deferring(module, FusedHead(model, module, "allow", logits_dtype)):
         yield True

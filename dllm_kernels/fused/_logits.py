@@ -92,6 +92,13 @@ class Rows:
                 "modified tensor; use the logits before that, or modify a copy"
             )
 
+    def filled_parts(self, parts: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return parts with the values of parameters that sharding has freed since."""
+        filled: tuple[Tensor | None, ...] = self.split_head.filled(parts)
+        if filled is not parts:
+            self.check_unchanged((None, None, *filled[2:]))
+        return filled
+
     def copied(self) -> Any:
         """Return a copy that is no tensor, so that a graph may hold it."""
         made = Rows()
@@ -138,10 +145,7 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts; those of another deferred tensor have their values."""
-        filled = self.parts if self.sources else self.split_head.filled(self.parts)
-        if filled is not self.parts:
-            self.check_unchanged(filled)
-        return filled
+        return self.parts if self.sources else self.filled_parts(self.parts)
 
     def before_values(self, use: str) -> None:
         """Check and report that the values of the output of the head are computed."""
@@ -408,7 +412,8 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
         return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis).now()
     out = _stats(x, ids.where(ids != -100, -1))  # an id of -100 is out of range, not a missing one
     picked = out.log_probs if x.log_probs else out.log_probs + out.lse.unsqueeze(-1)
-    return picked.to(x.dtype).movedim(-1, x.axis)
+    picked = picked.to(x.dtype, copy=x.log_probs)  # no view, see _logsumexp
+    return picked if x.axis == x.ndim - 1 else picked.movedim(-1, x.axis)
 
 
 def _stats(x: DeferredLogits, ids: Tensor) -> Any:
@@ -428,8 +433,9 @@ def _logsumexp(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     rest = x.shape[: x.axis] + x.shape[x.axis + 1 :]
     lse = _stats(x, torch.full(rest, -100, device=x.device)).lse
-    lse = lse.to(dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device))
-    return lse.unsqueeze(x.axis) if given.get("keepdim") else lse
+    lse = lse.unsqueeze(x.axis) if given.get("keepdim") else lse
+    # A copy, because FSDP2 warns of a view that a module returns, which torch's logsumexp is not.
+    return lse.to(dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device), copy=True)
 
 
 @rule("argmax")

@@ -66,6 +66,10 @@ class DeferredNLL(DeferredTensor):
         recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
         return cls.made(form, parts, recipe, needs=needs, **kept)
 
+    def filled(self) -> tuple[Tensor | None, ...]:
+        """Return the parts with their values; those of another deferred tensor have them."""
+        return self.parts if self.sources else self.logits.filled_parts(self.parts)
+
     def now(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
         return self if self.requires_grad else self.materialize()
@@ -209,12 +213,12 @@ def _indexed(x: DeferredNLL, call: Call) -> Any:
 
 @rule("contiguous")
 def _kept(x: DeferredNLL, call: Call) -> Any:
-    return x if x.is_contiguous() else x.changed()
+    return x if x.is_contiguous() else _cloned(x, call)
 
 
 @rule("clone")
 def _cloned(x: DeferredNLL, call: Call) -> Any:
-    return x.changed()
+    return x.changed(needs=x.needs)  # in the forward of a Function, whose output has a graph later
 
 
 @rule("float", "double", "to")

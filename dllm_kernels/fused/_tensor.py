@@ -93,7 +93,8 @@ class DeferredTensor(Tensor, Deferred):
         normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
         with plainly(), normal:
             made = _graph.stand(cls, form, device, recipe, sources, parts)
-        detached = tuple(None if t is None else t.detach() for t in parts)
+        kept = torch.is_inference_mode_enabled()  # in which DTensors have no detach()
+        detached = tuple(t if t is None or kept else t.detach() for t in parts)
         vars(made).update(
             attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
@@ -172,9 +173,9 @@ class DeferredTensor(Tensor, Deferred):
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed once, in the graph of this tensor."""
         with plainly():
-            needs_grad, node = self.requires_grad, self.grad_fn
+            needs_grad, node, hooked = self.requires_grad, self.grad_fn, self._backward_hooks is not None
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            asked = self._gradient_wanted or self._node_read or self._leaf_view
+            asked = hooked or self._gradient_wanted or self._node_read or self._leaf_view
             through = asked or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
                 known = self._value is not None or (self._dense is not None and not self.of_source)
@@ -285,7 +286,9 @@ class DeferredTensor(Tensor, Deferred):
 
     def _ask(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Register a hook, or retain the gradient, of this tensor and of its values."""
-        if str(getattr(args[0] if args else None, "__module__", "")).startswith(FRAMEWORKS):
+        hook = args[0] if args else None
+        hook = getattr(hook, "func", hook)  # FSDP1 registers a functools.partial
+        if str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS):
             return _without_function(func, (self, *args), kwargs)
         self._gradient_wanted, value = True, self._value
         with plainly():

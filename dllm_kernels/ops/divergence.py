@@ -514,8 +514,10 @@ class _RecomputedDivergence(Fused):
         ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
-        loss, value, rate, agree, mean, *_ = _of_hidden(hidden, Head(*head), teacher, ids, weights, comparison, setup)
-        ctx.save_for_backward(hidden, *head, ids, weights, mean, *teacher)
+        loss, value, rate, agree, mean, *_, row_size = _of_hidden(
+            hidden, Head(*head), teacher, ids, weights, comparison, setup
+        )
+        ctx.save_for_backward(hidden, *head, ids, weights if row_size is None else row_size, mean, *teacher)
         ctx.comparison, ctx.setup = comparison, setup
         return outputs(ctx, [loss], [value, rate, agree])
 
@@ -670,7 +672,9 @@ def _grad_of_logits(
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, out = as_blv(logits), as_blv(grad)
     with no_autocast(logits):
-        scale = _upstream(weights, ids, grad_loss, comparison)
+        constant = _constant(ids, comparison, Kept(kept.stats, kept.teacher_argmax))
+        weights = weights if constant is None else weights.masked_fill(constant, 0)
+        scale = _upstream(weights, grad_loss, comparison)
         pairs = _pairs(x, teacher, ids, scale, kept.mean_acceptance, comparison, setup, None)
         for here, place, request in pairs:
             of_rows = Kept(kept.stats[here], kept.teacher_argmax[here])
@@ -680,14 +684,17 @@ def _grad_of_logits(
     return [grad]
 
 
-def _upstream(weights: Tensor, ids: Tensor | None, grad_loss: Tensor, comparison: Comparison) -> Tensor:
+def _upstream(weights: Tensor, grad_loss: Tensor, comparison: Comparison) -> Tensor:
     """Return the factor ``[N]`` of the gradient of each row's value."""
-    return times_upstream(_of_rows_with_gradient(weights, ids, comparison), grad_loss) * comparison.value_scale
+    return times_upstream(weights, grad_loss) * comparison.value_scale
 
 
-def _of_rows_with_gradient(scale: Tensor, ids: Tensor | None, comparison: Comparison) -> Tensor:
-    """Set the factor of ignored rows to 0."""
-    return scale.masked_fill(ids == IGNORE, 0) if ids is not None and comparison.spec.only_targets else scale
+def _constant(ids: Tensor | None, comparison: Comparison, kept: Kept) -> Tensor | None:
+    """Return True for rows without a gradient, such as ignored ones; None if the kinds have no such rows."""
+    if not comparison.spec.may_be_constant:
+        return None
+    no_target = None if ids is None else ids == IGNORE
+    return comparison.spec.constant(kept.acceptance, kept.teacher_argmax == IGNORE, no_target)
 
 
 def _computes_gradients(comparison: Comparison, setup: Setup) -> bool:
@@ -701,7 +708,8 @@ def _specs_of_hidden(
     computes, acc = _computes_gradients(comparison, setup), setup.accum_dtype
     scales = computes and setup.needs_loss_scaling and not comparison.per_row
     grads = gradient_specs(hidden, head, setup.needs if computes else NO_GRADIENTS, acc if scales else None)
-    row_size = (weights.shape, acc) if scales or (computes and comparison.per_row) else None
+    of_rows = computes or (any(setup.needs) and comparison.spec.may_be_constant)
+    row_size = (weights.shape, acc) if scales or (comparison.per_row and of_rows) else None
     return [*_specs_of_rows(weights, comparison, setup), *grads, ((), acc) if scales else None, row_size]
 
 
@@ -714,7 +722,7 @@ def _of_hidden(
     spec, computes = comparison.spec, _computes_gradients(comparison, setup)
     with no_autocast(hidden):
         scale = weights * comparison.value_scale
-        row_size = _of_rows_with_gradient(scale, ids, comparison)
+        row_size = scale if computes and (comparison.per_row or setup.needs_loss_scaling) else None
         factors, loss_scale, needs = NO_FACTORS, None, setup.needs if computes else NO_GRADIENTS
         if comparison.per_row:
             scale = (weights != 0).to(weights.dtype)
@@ -729,15 +737,17 @@ def _of_hidden(
                 chunks, teacher, ids, scale, None, comparison, with_grad=False, with_whole=spec.full
             )[1]
             mean = _mean_acceptance(rate, weights, setup)
-        value, rate, agree = _compare_chunks(
+        value, rate, agree, constant = _compare_chunks(
             chunks, teacher, ids, scale, mean, comparison, with_grad=computes, with_whole=True
         )
         loss, value = _weighted(value, weights, comparison)
-        loss, row_size = (chunks.rows.checked_(t) for t in (loss, row_size))  # rows of weight 0 too
+        loss = chunks.rows.checked_(loss)  # rows of weight 0 too
+        row_size = None if row_size is None else chunks.rows.checked_(row_size)
+        if comparison.per_row and any(setup.needs) and constant is not None:  # backward recomputes the others
+            row_size = weights.masked_fill(constant, 0)
         grads = chunks.gradients(wide=loss_scale is not None) if computes else Gradients()
-        of_rows = row_size if loss_scale is not None or (computes and comparison.per_row) else None
         return [
-            loss if comparison.per_row else loss.sum(), value, rate, agree, mean, *grads, loss_scale, of_rows
+            loss if comparison.per_row else loss.sum(), value, rate, agree, mean, *grads, loss_scale, row_size
         ]  # fmt: skip
 
 
@@ -756,14 +766,15 @@ def _compare_chunks(
     chunks: Chunks, teacher: Teacher, ids: Tensor | None, scale: Tensor, mean: Tensor | None, comparison: Comparison, *,
     with_grad: bool, with_whole: bool, with_results: bool = True,
 ) -> list[Any]:  # fmt: skip
-    """Return value, a and argmax match of all rows from one pass over the chunks, or None for each.
+    """Return value, a, argmax match and :func:`_constant` of all rows from one pass over the chunks, or None for each.
 
     With ``with_grad``, accumulate the gradients for the factors ``scale [N]`` of each row's value. ``with_whole``: see
     :meth:`Teacher.logits_of`.
     """
     rows, acc, device = chunks.rows, chunks.setup.accum_dtype, chunks.logits.device
-    dtypes = (acc, acc, torch.bool)
-    out = [rows.empty(dtype=dtype, device=device) if with_results else None for dtype in dtypes]
+    marks_constant = not with_grad and comparison.spec.may_be_constant
+    dtypes = (acc, acc, torch.bool, torch.bool if marks_constant else None)
+    out = [rows.empty(dtype=dtype, device=device) if with_results and dtype else None for dtype in dtypes]
     request = _request(comparison, chunks.setup, mean)
     teacher_logits = teacher.logits_of(chunks, comparison.teacher_transform, with_whole=with_whole)
     for chunk, h, marks, logits in chunks:
@@ -771,10 +782,10 @@ def _compare_chunks(
         t, whole = teacher_logits(chunk)
         y = None if ids is None else rows.take(ids, chunk)
         of_rows = request(t[None], s, targets=y, whole=whole)
-        results = chunks.primitives.divergence(logits[None], of_rows, with_grad=with_grad)
+        *results, kept = chunks.primitives.divergence(logits[None], of_rows, with_grad=with_grad)
         if with_grad:
             chunks.add_gradients(chunk, h, marks, logits, s)
-        rows.put_each(out, chunk, results[:3])
+        rows.put_each(out, chunk, [*results, None if kept is None else _constant(y, comparison, kept)])
     return rows.finished(out)
 
 
@@ -786,7 +797,7 @@ def _grad_of_hidden(
     """Recompute the logits chunk by chunk; return the gradients of hidden states and head."""
     full = comparison.spec.full
     with no_autocast(hidden):
-        scale, factors, loss_scale = unit_scale(_upstream(weights, ids, grad_loss, comparison), setup)
+        scale, factors, loss_scale = unit_scale(_upstream(weights, grad_loss, comparison), setup)
         marks = row_marks(weights)
         teacher = teacher.converted(setup, with_whole=full)
         listed = row_marks(scale)  # rows without an upstream gradient are not recomputed

@@ -131,6 +131,48 @@ def test_any_upstream_gradient_of_a_sum_stays_out_of_rows_without_a_gradient(
             assert not grad[OTHERS].isfinite().any()
 
 
+# Kinds without a gradient in a row: a < floor, no column for the teacher's argmax, no target
+CONSTANT = {
+    "nla": {"kind": {"nla": 2.0}, "floor": 1.0},
+    "teacher_ce": {"kind": "teacher_ce", "teacher": "full"},
+    "both": {"kind": {"nla": 1.0, "teacher_ce": 0.5}, "floor": 1.0, "teacher": "full"},
+    "nla and ce": {"kind": {"nla": 1.0, "ce": 2.0}, "floor": 1.0, "targets": torch.tensor([-100, 3], device=DEVICE)},
+}
+
+
+@pytest.mark.everyday(10)
+@pytest.mark.parametrize("trained", ["logits", "frozen", "trained"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", CONSTANT)
+def test_rows_in_which_every_kind_is_constant(kind, dtype, trained, backend):
+    """Their gradient is 0 for any upstream gradient; that of the other row and of the head is finite."""
+    options = dict(CONSTANT[kind])
+    x, teacher = torch.randn(2, D), torch.randn(2, D)
+    x[1], teacher[1] = (teacher[1], teacher[1]) if "nla" in kind else (x[1], teacher[1])
+    if options.get("teacher") == "full":
+        options["draft_to_target"] = torch.arange(1, D, device=DEVICE)
+        teacher[0, 0], teacher[1, 0] = 9, -9  # column 0 is not the draft's
+    W = torch.eye(D)[1:] if "draft_to_target" in options else torch.eye(D)
+    x, teacher, W = (t.to(DEVICE, dtype) for t in (x, teacher, W))
+    leaves = [x[:, -len(W) :].contiguous() if trained == "logits" else x]
+    function = ops.divergence
+    if trained != "logits":
+        function, leaves = ops.linear_divergence, [x, W]
+        options["teacher_weight"] = torch.eye(D, device=DEVICE, dtype=dtype)
+    leaves = [t.requires_grad_(i == 0 or trained == "trained") for i, t in enumerate(leaves)]
+    grads = []
+    for harmful in (0.0, INF, NAN):
+        loss = function(*leaves, teacher, reduction="none", backend=backend, **options).loss
+        upstream = torch.tensor([harmful, 2.0], device=DEVICE, dtype=loss.dtype)
+        grads.append(torch.autograd.grad(loss, [t for t in leaves if t.requires_grad], upstream))
+    for of_zero, *others in zip(*grads, strict=True):
+        assert of_zero.isfinite().all()
+        assert all(torch.equal(of_zero, other) for other in others)
+    assert grads[0][0][0].eq(0).all()
+    if kind in ("teacher_ce", "nla and ce"):
+        assert grads[0][0][1].ne(0).any()
+
+
 # Products of the active rows in forward, and of the rows with an upstream gradient in backward.
 PRODUCTS = [
     (token_nll, "frozen", 2, 0), (token_nll, "trained", 1, 3), (token_log_probs, "trained", 1, 3),

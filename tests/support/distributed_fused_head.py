@@ -1,5 +1,10 @@
 """Checks of ``fused_head`` in several processes: a loop from logits under DDP and FSDP2 equals one process."""
 
+import contextlib
+import itertools
+import warnings
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,10 +37,10 @@ class Model(nn.Module):
         if unused:
             self.unused = nn.Parameter(torch.zeros(3))
 
-    def forward(self, ids):
+    def forward(self, ids, result=lambda logits, ids: {"logits": logits}):
         hidden = self.embed(ids)
         hidden = checkpoint(self.body, hidden, use_reentrant=False) if self.recompute else self.body(hidden)
-        return {"logits": self.lm_head(torch.tanh(hidden))}
+        return result(self.lm_head(torch.tanh(hidden)), ids)
 
 
 def batch(step, rank):
@@ -92,7 +97,21 @@ def synced(model, on):
         model.require_backward_grad_sync = on
 
 
-SETUPS = {f.__name__: f for f in (own_unit, in_root, resharded_root, ddp, ddp_searching, ddp_static)}
+def fsdp1(model, original=True):
+    return FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))
+
+
+def fsdp1_flat(model):
+    return fsdp1(model, original=False)
+
+
+def fsdp1_own_unit(model):
+    model.lm_head = fsdp1(model.lm_head)
+    return fsdp1(model)
+
+
+PLAIN_SETUPS = own_unit, in_root, resharded_root, ddp, ddp_searching, ddp_static, fsdp1, fsdp1_flat
+SETUPS = {f.__name__: f for f in PLAIN_SETUPS}
 
 
 def trains_as_one_process(setup, **options):
@@ -105,11 +124,25 @@ def trains_as_one_process(setup, **options):
             synced(wrapped, step == STEPS - 1)
             loss_of(wrapped, step, rank).backward()
     assert fused.materialized == 0
-    for name, p in model.named_parameters():
+    assert_gradients(wrapped, grads)
+
+
+def assert_gradients(wrapped, grads):
+    """Compare gradients of a wrapped model with those of a plain one, from the steps of an optimizer under FSDP1."""
+    found = {name: p.grad for name, p in wrapped.named_parameters()}
+    if isinstance(wrapped, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            before = {name: p.detach().clone() for name, p in wrapped.named_parameters()}
+        torch.optim.SGD(wrapped.parameters(), 1.0).step()
+        with FullyShardedDataParallel.summon_full_params(wrapped, writeback=False):
+            found = {name: before[name] - p.detach() for name, p in wrapped.named_parameters()}
+    plain = {name.replace("_fsdp_wrapped_module.", "").removeprefix("module."): g for name, g in found.items()}
+    assert plain.keys() == grads.keys()
+    for name, grad in plain.items():
         if grads[name] is None:
-            assert p.grad is None or not p.grad.any(), name
+            assert grad is None or not grad.any(), name
         else:
-            close(p.grad, grads[name], name)
+            close(grad, grads[name], name)
 
 
 @check(2, setup=SETUPS)
@@ -146,6 +179,75 @@ def fused_head_materializes(setup):
     assert fused.materialized == 1
     for name, p in model.named_parameters():
         close(p.grad, grads[name], name)
+
+
+def nll(logits, ids):
+    return F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+
+
+def log_probs(logits, ids):
+    return logits.log_softmax(-1).gather(-1, ids)
+
+
+# What a model may return in place of its logits. Its wrapper sees it, adds hooks and may free parameters.
+RESULTS = {
+    "tuple": lambda z, ids: (z, z.argmax(-1)),
+    "float": lambda z, ids: z.double(),
+    "cap": lambda z, ids: 3 * torch.tanh(z / 3),
+    "view": lambda z, ids: z.view(-1, V),
+    "slice": lambda z, ids: z[:, :-1],
+    "transposed": lambda z, ids: z.transpose(1, 2),
+    "copy": lambda z, ids: z[:, 1:].clone(),
+    "nll": nll,
+    "reshaped nll": lambda z, ids: nll(z, ids).flatten()[2:],
+    "loss": lambda z, ids: nll(z, ids).mean(),
+    "logsumexp": lambda z, ids: z.logsumexp(-1),
+    "kept logsumexp": lambda z, ids: z.logsumexp(-1, keepdim=True),
+    "log-probability": lambda z, ids: log_probs(z, ids.unsqueeze(-1)).squeeze(-1),
+    "log-probabilities": lambda z, ids: log_probs(z, torch.stack([ids, ids * 0], -1)),
+    "logits of ids": lambda z, ids: z.gather(-1, torch.stack([ids, ids * 0], -1)),
+}
+
+
+def square_of(model, step, rank, result):
+    out = model(batch(step, rank)[0], result)
+    out = out[0] if isinstance(out, tuple) else out
+    return (out.double() ** 2).mean()
+
+
+@check(2, setup=(*SETUPS, "fsdp1_own_unit"))
+def what_a_model_returns_under_fused_head(setup):
+    """Values, gradients of two steps and warnings are those of plain logits, whatever the wrapper hooks."""
+    for name, result in RESULTS.items():
+        plain = Model()
+        for step, rank in itertools.product(range(STEPS), range(2)):
+            (square_of(plain, step, rank, result) / 2).backward()
+        grads = {name: p.grad for name, p in plain.named_parameters()}
+        warned = []
+        for fused in (False, True):
+            wrapped = {**SETUPS, "fsdp1_own_unit": fsdp1_own_unit}[setup](Model())
+            context = fused_head(wrapped, on_logits="allow") if fused else contextlib.nullcontext()
+            with warnings.catch_warnings(record=True) as caught, context:
+                warnings.simplefilter("always")
+                for step in range(STEPS):
+                    square_of(wrapped, step, dist.get_rank(), result).backward()
+            warned.append(Counter(str(w.message) for w in caught if "view" in str(w.message)))
+        try:
+            assert_gradients(wrapped, grads)
+        except AssertionError as error:
+            raise AssertionError(f"{setup}, {name}: {error}") from None
+        assert warned[1] <= warned[0], (setup, name, warned)
+
+
+@check(2)
+def fused_head_of_an_fsdp1_unit_of_its_own():
+    """FSDP1 frees the weight of the head before the loss, so the logits are computed."""
+    wrapped = fsdp1_own_unit(Model())
+    with (
+        fused_head(wrapped, on_logits="raise"),
+        pytest.raises(RuntimeError, match=r"FullyShardedDataParallel of the head, .* needs the logits .* fully_shard"),
+    ):
+        wrapped(batch(0, 0)[0])
 
 
 @check(2)
@@ -216,7 +318,3 @@ def a_local_shard_for_the_head_is_named():
         IndexError, match=r"got \d+ at position .*; a head or logits split over ranks must be a DTensor"
     ):
         weighted_linear_nll(torch.randn(1, 2, D), weight.to_local(), ids, torch.ones(1, 2), check_targets=True)
-
-
-def fsdp1(model, original):
-    return FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))

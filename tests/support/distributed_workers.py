@@ -36,6 +36,7 @@ from tests.support import (  # noqa: F401
     distributed_fsdp,
     distributed_fused_head,
     distributed_generate,
+    distributed_pairs,
     distributed_pipeline,
     distributed_readme,
     distributed_sample,
