@@ -73,6 +73,10 @@ def api_page(page: str, module: str) -> str:
         value = docstrings.public(module)[name]
         if not inspect.getdoc(value):
             log.warning("%s.%s has no docstring", module, name)
+        original = where.rpartition(".")[2]
+        if original != name:  # another page documents it
+            lines.append(f"## {name}\n\nAnother name of [`{original}`][{where}].\n")
+            continue
         options = ["      heading: " + name]
         if inspect.isclass(value) and any(hasattr(value, method) for method in ("forward", "forward_fused")):
             options.append("      inherited_members: [forward, forward_fused]")
