@@ -36,6 +36,7 @@ FONT = {
     for first, last in re.findall(r"U\+(\w+)(?:-(\w+))?", (HERE.parent / "extra.css").read_text())
     for point in range(int(first, 16), int(last or first, 16) + 1)
 }
+CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
 HYPHENS = re.compile(r"<code>([^<]*-[^<]*)</code>(?!</pre>)")
 #: File name -> SVG of each picture; filled when the files are collected.
 SVG: dict[str, str] = {}
@@ -97,13 +98,16 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
     def mathml(match: re.Match[str]) -> str:
         block = match[1] == "div"
         try:
-            made = convert(html.unescape(match[2]).strip(), display="block" if block else "inline")
+            equation = html.unescape(match[2]).strip().replace(r"\_", "_")  # latex2mathml shows the backslash
+            made = convert(equation, display="block" if block else "inline")
         except Exception as error:
             log.warning("%s: no equation: %s (%s)", page.file.src_uri, match[2], error)
             return match[0]
         text = html.unescape(re.sub(r"<[^>]*>|\s", "", made))
         if missing := {character for character in text if ord(character) not in FONT}:
             log.warning("%s: not in fonts/math.woff2: %s", page.file.src_uri, " ".join(sorted(missing)))
+        if "\\" in text:
+            log.warning("%s: a command that latex2mathml does not know: %s", page.file.src_uri, match[2])
         if block:  # limits below a sum, also in parentheses
             made = SUM.sub(r"<munder>\1</munder>", made)
         return f'<div class="equation">{made}</div>' if block else made
@@ -112,7 +116,12 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
         svg = SVG[match[2]].replace("<svg ", f'<svg aria-label="{match[1]}" ', 1)
         return f'<span class="drawn">{svg}</span>'
 
-    return HYPHENS.sub(unbroken, PICTURE.sub(picture, EQUATION.sub(mathml, content)))
+    return CELL.sub(marked, HYPHENS.sub(unbroken, PICTURE.sub(picture, EQUATION.sub(mathml, content))))
+
+
+def marked(match: re.Match[str]) -> str:
+    """Mark a table cell with a text, whose column a narrow screen must not make narrower than a few words."""
+    return f'<td class="text">{match[1]}</td>' if len(re.sub(r"<[^>]*>", "", match[1])) > 24 else match[0]
 
 
 def unbroken(match: re.Match[str]) -> str:
