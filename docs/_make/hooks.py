@@ -36,7 +36,7 @@ FONT = {
     for first, last in re.findall(r"U\+(\w+)(?:-(\w+))?", (HERE.parent / "extra.css").read_text())
     for point in range(int(first, 16), int(last or first, 16) + 1)
 }
-TITLE = re.compile(r"(?<=<code>)[\w.]+(?=</code>)(?=[^\n]*</h1>)")
+TITLE = re.compile(r"(<h1[^>]*>(?:<code>)?)([\w.]+)(?=<)")
 CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
 HYPHENS = re.compile(r"<code>([^<]*-[^<]*)</code>(?!</pre>)")
 #: File name -> SVG of each picture; filled when the files are collected.
@@ -117,7 +117,7 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
         svg = SVG[match[2]].replace("<svg ", f'<svg aria-label="{match[1]}" ', 1)
         return f'<span class="drawn">{svg}</span>'
 
-    content = TITLE.sub(lambda match: match[0].replace(".", ".<wbr>"), content)  # a narrow screen breaks it there
+    content = TITLE.sub(lambda match: match[1] + re.sub(r"([._])", r"\1<wbr>", match[2]), content)  # for narrow screens
     return CELL.sub(marked, HYPHENS.sub(unbroken, PICTURE.sub(picture, EQUATION.sub(mathml, content))))
 
 
