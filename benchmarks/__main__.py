@@ -70,6 +70,7 @@ SUBJECTS = {
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "fused_head": Subject("benchmarks.fused_head", "training loops from logits, with and without fused_head"),
+    "gathered": Subject("benchmarks.gathered", "losses, compared with the masked rows gathered before the head"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "linear_sample": Subject(
         "benchmarks.linear_sample", "tokens with log-probabilities and entropies, for samplers", minutes=0.6

@@ -53,7 +53,7 @@ def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
     if options.alone:
         return {"ours": ours(options)}
     found = peers.linear_losses(options.device, compiled=options.compiled)
-    left_out = () if dense else ("plain", "gather", "compiled")
+    left_out = () if dense else ("plain", "gather", "compiled", peers.GATHER_COMPILED)
     unweighted = peers.UNWEIGHTED if weighted else ()
     return {"ours": ours(options), **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
 

@@ -213,8 +213,8 @@ def encoder_ar(draw: Draw) -> Case:
     return Case((draw.logits(),), losses)
 
 
-class _Head(nn.Module):
-    """Model with an LM head, as the MTP losses require."""
+class Head(nn.Module):
+    """Model with an LM head, as the MTP losses and ``fused_head`` require."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

@@ -6,7 +6,8 @@ A subject builds its inputs and its candidates (ours, the plain code, the peers)
   of them equally. Reported are the 20, 50 and 80 % quantiles.
   CUDA: events. The device sleeps before the start event for longer than the host needs to queue the call. Launch
   overhead is therefore hidden, as in a training step. The host's time until the call returns is reported separately. A
-  call that waits for the device also waits for this sleep, before its own work. CPU: ``perf_counter``.
+  call that waits for the device also waits for this sleep, before its own work. CPU: ``perf_counter``, or with
+  ``--processor-time`` the time that the process spends on a processor, where other processes use the cores, too.
 * Cache. ``"cold"``: inputs rotate, and a buffer larger than the last-level cache is overwritten before each sample.
   ``"hot"``: the same call has just run on the same input.
 * Memory. The peak of allocated bytes minus the bytes allocated before. CUDA: the counters of the caching allocator.
@@ -98,6 +99,7 @@ def arguments(subject: str, description: str | None = None) -> argparse.Argument
     add("--warmup", type=int, default=3)
     add("--cache", choices=("hot", "cold"), default="cold")
     add("--threads", type=int, help="CPU threads of torch")
+    add("--processor-time", action="store_true", help="CPU: time on a processor instead of wall-clock time")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="write the raw results as JSON")
     add("--live", action="store_true", help="print each case and write it to --out as soon as it is measured")
@@ -127,9 +129,13 @@ def chosen(shapes: Sequence[Shape], options: argparse.Namespace) -> tuple[Shape,
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments, fill the defaults that depend on the device, and apply threads and seed."""
+    """Parse the arguments, fill the defaults that depend on the device, and apply clock, threads and seed."""
+    global _host_clock
     options = parser.parse_args(argv)
     on_gpu = torch.device(options.device).type == "cuda"
+    if on_gpu and options.processor_time:
+        parser.error("--processor-time is for CPUs: it does not contain the time of a GPU")
+    _host_clock = time.process_time if options.processor_time else time.perf_counter
     options.size = options.size or ("full" if on_gpu else "small")
     options.dtype = DTYPES[options.dtype or ("bfloat16" if on_gpu else "float32")]
     if options.threads:
@@ -169,6 +175,9 @@ def _host_time(candidate: Candidate, device: torch.device) -> float:
     return sorted(taken)[1]
 
 
+_host_clock = time.perf_counter
+
+
 def _time_cuda(
     candidate: Candidate, state: Any, before: Callable[[], object], host: float, device: torch.device
 ) -> float:
@@ -188,9 +197,9 @@ def _time_cpu(
     candidate: Candidate, state: Any, before: Callable[[], object], host: float, device: torch.device
 ) -> float:
     before()
-    start = time.perf_counter()
+    start = _host_clock()
     result = candidate.run(state)
-    seconds = time.perf_counter() - start
+    seconds = _host_clock() - start
     del result
     return seconds
 

@@ -14,7 +14,7 @@ each step. ``verdicts.md`` compares each bar, that is, each performance target, 
 
     --total M         minutes for which the machine can be had, in all calls together. With 15, the first call ends
                       after nine minutes. A second one with ``--resume``, at most half a minute later, takes four. Both
-                      run all that decides. One and a half minutes remain for the start of the machine.
+                      run all essential steps. One and a half minutes remain for the start of the machine.
     --prepared FOLDER results of ``python -m benchmarks prepare``, which needs no GPU
     --wheels FOLDER ...
                       peers, installed without their requirements and for this run only, while the first step runs
@@ -119,7 +119,7 @@ class Step:
         needs: a required program; the step is left out without it.
         modules: required modules; the step is left out without them.
         input: a required file; the step is left out without it.
-        decides: True if it must run in the fifteen minutes for which a GPU may be had.
+        decides: True if it must run in the fifteen minutes for which a GPU is available.
         beside: True if it neither imports a peer nor measures a time, so that the peers may be installed while it runs.
     """
 

@@ -2,7 +2,8 @@
 
 Every peer is a function of the same arguments as ours and returns a scalar loss. ``original`` is nemo-automodel, whose
 losses this package replaces. ``compiled`` is ``torch.compile`` of the plain code. ``gather`` gathers the active rows
-and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel.
+and then runs plain PyTorch. It separates the effect of skipping rows from the speed of a kernel. ``gather, compiled``
+is ``torch.compile`` of what runs on the gathered rows.
 
 Liger's losses from logits, and the reduction of each chunk in its losses from hidden states, choose CuTe kernels by
 themselves on Hopper and newer GPUs where ``nvidia-cutlass-dsl`` is installed, otherwise Triton kernels. Its kernels
@@ -39,6 +40,7 @@ DLLM_LOSS, DLLM_CORRUPTION = (
 LIGER_SM90 = "liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90"
 LIGER_SM90_SUM = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
 TRL_ROWS = "trl.kernels.logprob_entropy"
+GATHER_COMPILED = "gather, compiled"
 VERL_CHUNKED, VERL_KERNEL = "verl.utils.experimental.torch_functional", "verl.utils.kernel.linear_cross_entropy"
 #: Name of a peer -> the modules of its candidates.
 MODULES = {
@@ -224,12 +226,17 @@ def plain_linear(
     return (nll * weights.flatten()).sum()
 
 
-def _gather_linear(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
-) -> torch.Tensor:
-    rows = weights.flatten().nonzero().squeeze(1)
-    h, y, w = (t[rows] for t in (hidden.flatten(0, -2), targets.flatten(), weights.flatten()))
-    return (F.cross_entropy(_wide(F.linear(h, weight)), y, reduction="none") * w).sum()
+def _gather_linear(on_rows: Loss) -> Loss:
+    """Return a loss that gathers the active rows and calls ``on_rows`` with them."""
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        rows = weights.flatten().nonzero().squeeze(1)
+        h, y, w = (t[rows] for t in (hidden.flatten(0, -2), targets.flatten(), weights.flatten()))
+        return on_rows(h, weight, y, w, chunk)
+
+    return run
 
 
 def _original_linear(peer: Any) -> Loss:
@@ -337,10 +344,11 @@ UNWEIGHTED = ("torch chunked", "liger", "liger, SM90 sum", "quack")
 
 def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
     """Return name -> loss(hidden, weight, targets, weights, chunk) of the available implementations."""
-    losses: dict[str, Loss] = {"plain": plain_linear, "gather": _gather_linear}
+    losses: dict[str, Loss] = {"plain": plain_linear, "gather": _gather_linear(plain_linear)}
     _add(losses, "original", DLLM_LOSS, _original_linear)
     if compiled:
         losses["compiled"] = torch.compile(plain_linear)
+        losses[GATHER_COMPILED] = _gather_linear(torch.compile(plain_linear, dynamic=True))  # the number of rows varies
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         losses["torch chunked"] = _torch_chunked
     if torch.device(device).type == "cuda":

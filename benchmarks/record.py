@@ -238,7 +238,8 @@ def report(
         The exit status: 1 if a candidate other than a peer raised an error other than out-of-memory.
     """
     print(f"\n{device_name(options.device)}, torch {torch.__version__}")
-    print(f"{options.samples} samples, {options.cache} cache, {torch.get_num_threads()} CPU threads")
+    clock = ", processor time" if options.processor_time else ""
+    print(f"{options.samples} samples, {options.cache} cache, {torch.get_num_threads()} CPU threads{clock}")
     if measured_ceilings:
         copy, product = measured_ceilings["copy_bytes_per_s"], measured_ceilings["gemm_flop_per_s"]
         print(f"ceilings: copy {copy / 1e9:.3g} GB/s (read + written), product {product / 1e12:.3g} TFLOP/s")

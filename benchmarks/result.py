@@ -10,8 +10,8 @@ OUT_OF_MEMORY = "out of memory"
 #: Candidates that are not code of this project. A benchmark succeeds even if one of them fails.
 PEERS = frozenset(
     {
-        "original", "compiled", "torch chunked", "liger", "liger, SM90", "liger, SM90 sum", "liger, GRPO loss",
-        "cut-cross-entropy", "quack", "speculators, eager", "speculators, fused", "trl", "verl",
+        "original", "compiled", "gather, compiled", "torch chunked", "liger", "liger, SM90", "liger, SM90 sum",
+        "liger, GRPO loss", "cut-cross-entropy", "quack", "speculators, eager", "speculators, fused", "trl", "verl",
     }
 )  # fmt: skip
 

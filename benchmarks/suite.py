@@ -24,8 +24,8 @@ from benchmarks.shapes import Shape
 
 Record = dict[str, Any]
 STEMS = (
-    "token_nll", "linear_nll", "fused_head", "row_stats", "linear_sample", "head_options", "policy", "divergence",
-    "losses", "corruption", "collate",
+    "token_nll", "linear_nll", "fused_head", "gathered", "row_stats", "linear_sample", "head_options", "policy",
+    "divergence", "losses", "corruption", "collate",
 )  # fmt: skip
 SHARES = (1.0, 0.5, 0.15)
 #: Candidates that compute less than the loss: lower bounds, not implementations.
@@ -46,7 +46,7 @@ def subject_commands(options: argparse.Namespace) -> dict[str, list[str]]:
     if options.threads:
         shared += ["--threads", str(options.threads)]
     own = (
-        {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "row_stats", "divergence", "losses")}
+        {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "gathered", "row_stats", "divergence", "losses")}
         if options.compiled
         else {}
     )

@@ -60,7 +60,7 @@ def linear_sample(
 ) -> LinearSample:
     r"""Choose a token for each row of hidden states: the most likely one, or a sample at a temperature.
 
-    .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \arg\max_v \; x_v - \ln(-\ln u_v)
+    .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \text{arg max}_v \; x_v - \ln(-\ln u_v)
 
     The sample is exact: unless requested, no probability is truncated, and nothing is sorted. The uniform u of a column
     has 48 bits of the Philox stream of the row's seed. Equal logits therefore give the same token on CPU and GPU, in

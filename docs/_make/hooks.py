@@ -36,6 +36,8 @@ FONT = {
     for first, last in re.findall(r"U\+(\w+)(?:-(\w+))?", (HERE.parent / "extra.css").read_text())
     for point in range(int(first, 16), int(last or first, 16) + 1)
 }
+TITLE = re.compile(r"(<h1[^>]*>(?:<code>)?)([\w.]+)(?=<)")
+CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
 HYPHENS = re.compile(r"<code>([^<]*-[^<]*)</code>(?!</pre>)")
 #: File name -> SVG of each picture; filled when the files are collected.
 SVG: dict[str, str] = {}
@@ -73,6 +75,10 @@ def api_page(page: str, module: str) -> str:
         value = docstrings.public(module)[name]
         if not inspect.getdoc(value):
             log.warning("%s.%s has no docstring", module, name)
+        original = where.rpartition(".")[2]
+        if original != name:  # another page documents it
+            lines.append(f"## {name}\n\nAnother name of [`{original}`][{where}].\n")
+            continue
         options = ["      heading: " + name]
         if inspect.isclass(value) and any(hasattr(value, method) for method in ("forward", "forward_fused")):
             options.append("      inherited_members: [forward, forward_fused]")
@@ -93,13 +99,16 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
     def mathml(match: re.Match[str]) -> str:
         block = match[1] == "div"
         try:
-            made = convert(html.unescape(match[2]).strip(), display="block" if block else "inline")
+            equation = html.unescape(match[2]).strip().replace(r"\_", "_")  # latex2mathml shows the backslash
+            made = convert(equation, display="block" if block else "inline")
         except Exception as error:
             log.warning("%s: no equation: %s (%s)", page.file.src_uri, match[2], error)
             return match[0]
         text = html.unescape(re.sub(r"<[^>]*>|\s", "", made))
         if missing := {character for character in text if ord(character) not in FONT}:
             log.warning("%s: not in fonts/math.woff2: %s", page.file.src_uri, " ".join(sorted(missing)))
+        if "\\" in text:
+            log.warning("%s: a command that latex2mathml does not know: %s", page.file.src_uri, match[2])
         if block:  # limits below a sum, also in parentheses
             made = SUM.sub(r"<munder>\1</munder>", made)
         return f'<div class="equation">{made}</div>' if block else made
@@ -108,7 +117,13 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
         svg = SVG[match[2]].replace("<svg ", f'<svg aria-label="{match[1]}" ', 1)
         return f'<span class="drawn">{svg}</span>'
 
-    return HYPHENS.sub(unbroken, PICTURE.sub(picture, EQUATION.sub(mathml, content)))
+    content = TITLE.sub(lambda match: match[1] + re.sub(r"([._])", r"\1<wbr>", match[2]), content)  # for narrow screens
+    return CELL.sub(marked, HYPHENS.sub(unbroken, PICTURE.sub(picture, EQUATION.sub(mathml, content))))
+
+
+def marked(match: re.Match[str]) -> str:
+    """Mark a table cell with a text, whose column a narrow screen must not make narrower than a few words."""
+    return f'<td class="text">{match[1]}</td>' if len(re.sub(r"<[^>]*>", "", match[1])) > 24 else match[0]
 
 
 def unbroken(match: re.Match[str]) -> str:

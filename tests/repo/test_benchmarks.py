@@ -464,3 +464,16 @@ def test_durations_are_those_of_the_steps_on_a_gpu(capsys):
     assert command.main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"headline .*\(estimated 0.8 minutes on an H200\)$", printed, re.MULTILINE)
+
+
+def test_processor_time_excludes_waiting(monkeypatch):
+    """It is for CPUs only."""
+    monkeypatch.setattr(measure, "_host_clock", measure._host_clock)
+    seconds = {}
+    for words in ([], ["--processor-time"]):
+        measure.parse(measure.arguments("test"), [*words, "--device", "cpu"])
+        (timing,) = measure.measure({"wait": lambda _: time.sleep(0.02)}, device=CPU, samples=1, warmup=0).values()
+        seconds[len(words)] = timing.median
+    assert seconds[1] < 0.01 < 0.02 <= seconds[0]
+    with pytest.raises(SystemExit):
+        measure.parse(measure.arguments("test"), ["--processor-time", "--device", "cuda"])

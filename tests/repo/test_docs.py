@@ -240,7 +240,7 @@ def mdlm_sum(logits, n):
 def loop_of_the_first_screen():
     """Return the names that the first fence of README and of the front page takes from the reader's program."""
     ids = torch.randint(0, 49, (2, 12))
-    return {"model": OutputModel(), "ids": ids, "loss_mask": torch.ones(2, 12), "mask_token_id": 49, "F": F}
+    return {"model": OutputModel(), "ids": ids, "loss_mask": torch.ones(2, 12), "mask_token_id": 49}
 
 
 class OutputModel(torch.nn.Module):
@@ -711,8 +711,10 @@ for name in ("bd3lm", "cut-cross-entropy", "d1", "dllm", "dream", "llada", "torc
 @page("any-loop.md")
 def any_loop(n):
     """Each loop of the page is the last one defined, with its loss before and after."""
+    check_the_loop_of_the_first_screen(n["first_screen"])
+    assert n["first_screen"]["fused"].materialized == 0
     model = n["model"]
-    for name in ("llada", "dllm", "dream", "block_diffusion", "grpo", "dflash", "of_the_model"):
+    for name in ("llada", "dream", "block_diffusion", "grpo", "dflash", "of_the_model"):
         loop, head = n[name], n["fused_head"]
         plain = [loss := loop(model), *torch.autograd.grad(loss, model.parameters())]
         with head(model, on_logits="raise"):
@@ -739,9 +741,10 @@ def test_the_code_runs_as_printed(name):
     names, codes = {}, python(PAGES[name])
     if any("from transformers import" in code for code in codes):
         pytest.importorskip("transformers")
-    if name == "index.md":
+    if name in ("index.md", "any-loop.md"):
         names["first_screen"] = loop_of_the_first_screen()
         run(codes.pop(0), names["first_screen"])
+        names |= {name: names["first_screen"][name] for name in ("F", "corrupt_uniform", "fused_head")}
     for code in codes:
         run(code, names)
     if CHECK[name] is asserts_by_itself:

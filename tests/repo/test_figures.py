@@ -6,6 +6,7 @@ import re
 import pytest
 
 from benchmarks import plots
+from benchmarks.result import Timing
 from examples.demo import train
 from tests.support.readme import DOCS, README, ROOT
 
@@ -68,7 +69,7 @@ def agree(shown, exact):
 
 
 def table(path):
-    text = path.read_text().split("## Divergences")[0]
+    text = re.split("## Masked rows gathered|Compared with a loop that gathers", path.read_text())[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| .*\dx", line)]
     assert rows
     return rows
@@ -93,6 +94,50 @@ def test_the_table_equals_the_results(page):
         if page.parent == DOCS:
             samples = re.search(r"medians of (\d+)", label)
             assert found["options"]["samples"] == int(samples[1] if samples else 20), label
+
+
+def gathered():
+    """Return (loss, compared loop) -> (speeds of the package in the rounds, its memory over that of the loop)."""
+    found = {(r["case"]["loss"], r["name"]): r for r in results(MEASURED / "gathered.json")["results"]}
+    ours = {loss: result for (loss, name), result in found.items() if name == "ours"}
+    return {
+        (loss, name): (
+            [b / a for a, b in zip(ours[loss]["samples_s"], other["samples_s"], strict=True)],
+            ours[loss]["peak_bytes"] / other["peak_bytes"],
+        )
+        for (loss, name), other in found.items()
+    }
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "benchmarks.md"], ids=lambda path: path.name)
+def test_the_loop_over_gathered_rows_equals_the_results(page):
+    """Speeds are quantiles of the ratios within a round; the sentence of the first screen has their medians."""
+    file, ratios_of = results(MEASURED / "gathered.json"), gathered()
+    assert not file["environment"]["modified"]
+    assert (file["options"]["threads"], file["options"]["processor_time"]) == (1, True)
+    text = re.split("## Masked rows gathered|Compared with a loop that gathers", page.read_text())[1]
+    assert f"ratios in {file['options']['samples']} rounds" in " ".join(text.split())
+    rows = re.findall(r"^\| (MDLM|DFlash|`fused_head`) (.*) \|$", text.split("## ")[0], re.MULTILINE)
+    assert [label for label, _ in rows] == ["MDLM", "DFlash", "`fused_head`"]
+    for label, cells in rows:
+        shown = re.findall(r"([\d.]+)x \(([\d.]+) to ([\d.]+)\) \| ([\d.]+)x", cells)
+        for (speed, low, high, memory), name in zip(shown, ("gather", "gather, compiled"), strict=True):
+            rounds, exact = ratios_of[label.strip("`"), name]
+            timing = Timing(tuple(rounds))
+            for figure, q in ((speed, 0.5), (low, 0.2), (high, 0.8)):
+                assert agree(figure, timing.quantile(q)), (label, name, figure)
+            assert agree(memory, exact), (label, name, memory)
+
+
+def test_the_first_screen_states_the_loop_over_gathered_rows():
+    text = " ".join(README.read_text().split())
+    factors = r"([\d.]+) to ([\d.]+) times"
+    shown = re.findall(rf"takes {factors} as long[^,]*, with {factors} the memory", text)
+    for figures, name in zip(shown, ("gather", "gather, compiled"), strict=True):
+        found = [value for (_, other), value in gathered().items() if other == name]
+        speeds, memories = [Timing(tuple(rounds)).median for rounds, _ in found], [1 / m for _, m in found]
+        for figure, exact in zip(figures, (min(speeds), max(speeds), min(memories), max(memories)), strict=True):
+            assert agree(figure, exact), (name, figure, exact)
 
 
 def test_the_divergences_equal_the_results():

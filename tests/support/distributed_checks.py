@@ -61,9 +61,9 @@ EVERY_TIME = {
 }  # fmt: skip
 
 
-# Basis of the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from logits,
-# losses from hidden states, MTP and the pipeline's loss); none if the table says no. A name without a parameter stands
-# for all parameters.
+# Basis of the tables of parallelisms in docs/many-gpus.md and docs/model-parallel.md: row -> the checks of its three
+# columns (losses from logits, losses from hidden states, MTP and the pipeline's loss); none if the table says no. A
+# name without a parameter stands for all parameters.
 TABLE = {
     "FSDP2, head in a separate unit, its parameter passed to the loss": (
         ["fsdp_logits"],
@@ -80,36 +80,33 @@ TABLE = {
         ["fsdp_loss_head", "fsdp_reshard_after_forward"],
         ["fsdp_loss_head[MTP]", "fsdp_loss_head[pipeline]"],
     ),
-    "FSDP2, frozen head": (
-        ["fsdp_frozen_head"],
-        ["fsdp_frozen_head", "fsdp_frozen_head_sends_no_gradient"],
-        ["fsdp_frozen_head[MTP]", "fsdp_frozen_head[pipeline]"],
-    ),
-    "FSDP2, mixed precision": (["fsdp_mixed_precision"], ["fsdp_mixed_precision"], ["fsdp_mixed_precision[MTP]"]),
-    "FSDP2, accumulation without synchronisation": (
-        ["fsdp_accumulation"],
-        ["fsdp_accumulation"],
-        ["fsdp_accumulation[MTP]"],
-    ),
-    "FSDP2, hybrid sharding": (
-        ["fsdp_hybrid_shard"],
-        ["fsdp_hybrid_shard"],
-        ["fsdp_hybrid_shard[MTP]", "fsdp_hybrid_shard[pipeline]"],
+    "FSDP2 with a frozen head, mixed precision, accumulation without synchronisation or hybrid sharding": (
+        ["fsdp_frozen_head", "fsdp_mixed_precision", "fsdp_accumulation", "fsdp_hybrid_shard"],
+        [
+            "fsdp_frozen_head",
+            "fsdp_frozen_head_sends_no_gradient",
+            "fsdp_mixed_precision",
+            "fsdp_accumulation",
+            "fsdp_hybrid_shard",
+        ],
+        [
+            "fsdp_frozen_head[MTP]",
+            "fsdp_frozen_head[pipeline]",
+            "fsdp_mixed_precision[MTP]",
+            "fsdp_accumulation[MTP]",
+            "fsdp_hybrid_shard[MTP]",
+            "fsdp_hybrid_shard[pipeline]",
+        ],
     ),
     "FSDP2, embeddings tied to the head, in one unit": (
         ["fsdp_tied_embeddings"],
         ["fsdp_tied_embeddings"],
         ["fsdp_tied_embeddings[MTP]"],
     ),
-    "Tensor parallelism, vocabulary sharded": (
-        ["tp_logits", "bytes_from_logits", "special_values"],
-        ["tp_hidden", "bytes_from_hidden", "tp_frozen_head"],
+    "Tensor parallelism: vocabulary sharded, hidden states also along the sequence": (
+        ["tp_logits", "bytes_from_logits", "special_values", "split_rows_of_logits", "rows_and_vocabulary_of_logits"],
+        ["tp_hidden", "bytes_from_hidden", "tp_frozen_head", "sequence_parallel_hidden"],
         ["tp_mtp", "mtp_with_a_split_head"],
-    ),
-    "Tensor parallelism, hidden states also sharded along the sequence": (
-        ["split_rows_of_logits", "rows_and_vocabulary_of_logits"],
-        ["sequence_parallel_hidden"],
-        ["tp_mtp"],
     ),
     "FSDP2 over tensor parallelism": (
         ["fsdp_over_tensor_parallel_logits"],

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from dllm_kernels import corrupt_uniform
-from dllm_kernels.distributed import summed_over
+from dllm_kernels import MDLMCrossEntropyLoss, corrupt_uniform
+from dllm_kernels.distributed import global_token_count, summed_over
 from tests.support.cases import BY_NAME
 from tests.support.defaults import default_dtype
 from tests.support.distributed_checks import D, V, check, close, drawn, same_gradients
@@ -110,7 +111,9 @@ def hugging_face(code):
     loss.backward()
     m = HuggingFaceModel()
     m.lm_head.bias = None
-    found = names(None, my_rows()) | {"m": m}
+    found = names(None, my_rows()) | {"m": m, "fully_shard": fully_shard, "loss_fn": MDLMCrossEntropyLoss()}
+    found["inputs"] = tuple(found[name] for name in ("ids", "noise_mask", "p_mask", "loss_mask"))
+    found["count"] = global_token_count(found["loss_mask"])
     run(code, found)
     close(summed_over(found["out"].total_loss), loss.detach())
     where = {"model.embed_tokens.weight": "layers.0.weight", "model.layers.0.weight": "layers.1.weight"}
