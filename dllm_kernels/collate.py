@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from dllm_kernels._utils._checks import (
+    MOST_SIZE,
     check_int,
     check_int64,
     check_mask_values,
-    check_positive_int,
     checked_bool,
     is_int,
     type_name,
@@ -67,7 +67,7 @@ class DLLMCollator:
 
     Raises:
         TypeError: a token or a size is not an int, or a flag is not a bool.
-        ValueError: ``block_size`` < 1, or a token has more than 64 bits.
+        ValueError: ``block_size`` < 1, a size is 2^31 or more, or a token has more than 64 bits.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class DLLMCollator:
         if eos_token_id is not None:
             check_int64("eos_token_id", eos_token_id)
         if block_size is not None:
-            check_positive_int("block_size", block_size)
+            check_int("block_size", block_size, 1, MOST_SIZE)
         for name, value in (("pad_seq_len_divisible", pad_seq_len_divisible), ("max_seq_len", max_seq_len)):
             if value is not None:
-                check_int(name, value)
+                check_int(name, value, None, MOST_SIZE)
         self.pad_token_id = pad_token_id
         self.eos_token_id = eos_token_id
         self.block_size = block_size

@@ -606,6 +606,8 @@ def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
     """Return True if the common case is valid, at half the cost of the detailed checks; False is inconclusive."""
     return (
         type(input_ids) is type(loss_mask) is torch.Tensor
+        and input_ids.layout is loss_mask.layout is torch.strided
+        and not (input_ids.is_nested or loss_mask.is_nested)
         and input_ids.dtype in INT_DTYPES
         and loss_mask.dtype is torch.bool
         and (shape := input_ids.shape) == loss_mask.shape

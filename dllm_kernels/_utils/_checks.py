@@ -70,6 +70,8 @@ def check_tensor(name: str, value: object) -> None:
         part = "bias" if "bias" in name else "weight"
         hint = f"; pass its .{part}" if isinstance(value, nn.Module) and hasattr(value, part) else ""
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}{hint}")
+    if value.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested tensor; pass its to_padded_tensor() and a mask")
     if type(value) is Tensor and value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; pass its to_dense()")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils._defined import DEFINED, Opaque, Spec
-from dllm_kernels._utils._plain import has_values
+from dllm_kernels._utils._plain import check_no_transform, has_values
 
 __all__ = ["Spec", "opaque", "traced"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,6 +36,7 @@ def opaque(name: str, specs: Callable[..., Sequence[Spec]]) -> Callable[[Functio
         @functools.wraps(function)
         def wrapped(x: Tensor, *args: Any) -> Any:
             if not traced(x):
+                check_no_transform()
                 if not x.is_cuda:
                     return function(x, *args)
                 with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]

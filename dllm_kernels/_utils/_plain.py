@@ -75,5 +75,7 @@ def check_no_transform() -> None:
 
 
 def readable_without_sync(t: Tensor | None) -> bool:
-    """Return True if values can be read without a sync: on CPU, with data, and not while a graph is traced."""
-    return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling()
+    """Return True if values can be read without a sync: on CPU, with data, and neither traced nor transformed."""
+    if t is None or not t.is_cpu or not has_values(t) or torch.compiler.is_compiling():
+        return False
+    return not torch._C._are_functorch_transforms_active()

@@ -149,7 +149,8 @@ class DraftLoss(TransformedLoss):
                 that of blocks of k rows, or D-PACE gets no ``token_nll``.
         """
         weighting = self._checked_weighting()
-        _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
+        _checks.check_tensor("block_mask", block_mask)
+        _checks.check_mask("block_mask", block_mask, block_mask.shape)
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
         shape = block_mask.shape

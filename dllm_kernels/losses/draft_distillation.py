@@ -419,7 +419,8 @@ def _check_layout(
 ) -> Tensor:
     """Check the rows and the per-row arguments; return the targets, or -100 everywhere if there are none."""
     if target_ids is None:
-        _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
+        _checks.check_tensor("block_mask", block_mask)
+        _checks.check_mask("block_mask", block_mask, block_mask.shape)
         target_ids = torch.full_like(block_mask, IGNORE, dtype=torch.int64)
     rows.check(target_ids)
     _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)

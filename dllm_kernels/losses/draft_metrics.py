@@ -189,7 +189,8 @@ def _matches_of(output: Any) -> torch.Tensor:
     matches = output.draft_correct if isinstance(output, DLLMLossOutput) else output
     if matches is None:
         raise ValueError("output must have draft_correct, which DFlashDecayLoss returns, got None")
-    _checks.check_mask("output", matches, getattr(matches, "shape", ()))
+    _checks.check_tensor("output", matches)
+    _checks.check_mask("output", matches, matches.shape)
     matches = plain(matches.detach())
     if readable_without_sync(matches) and (where := first_true((matches != 0) & (matches != 1))) is not None:
         raise ValueError(

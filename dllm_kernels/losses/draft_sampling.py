@@ -76,7 +76,8 @@ def sample_anchors(
 
     Source: random anchors of the DFlash paper.
     """
-    _checks.check_mask("loss_mask", loss_mask, getattr(loss_mask, "shape", ()))
+    _checks.check_tensor("loss_mask", loss_mask)
+    _checks.check_mask("loss_mask", loss_mask, loss_mask.shape, no_ids=True)
     _checks.check_ndim("loss_mask", loss_mask, 2, "[B, L]")
     _checks.check_int("num", num, 1, _checks.MOST_SIZE)
     _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)

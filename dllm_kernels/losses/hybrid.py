@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils._checks import Extra, check_constant, check_finite, check_number
+from dllm_kernels._utils._checks import Extra, check_constant, check_finite, check_number, check_tensor
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.losses._base import Batch, DiffusionLoss
@@ -128,6 +128,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         self, rows: ModelOutput, batch: Batch, causal: Tensor | None, noisy_input_ids: Tensor | None
     ) -> DLLMLossOutput:
         ids = batch.target_ids
+        check_tensor(rows.names.rows, rows.x)
+        check_tensor("target_ids", ids)
         concatenated = causal is None and _is_longer(rows.x, ids)
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
@@ -221,8 +223,7 @@ def _per_row_output(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DL
 
 
 def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
-    tensors = isinstance(x, Tensor) and isinstance(target_ids, Tensor)
-    return tensors and x.dim() == 3 and target_ids.dim() == 2 and x.shape[1] > target_ids.shape[1]
+    return x.dim() == 3 and target_ids.dim() == 2 and x.shape[1] > target_ids.shape[1]
 
 
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

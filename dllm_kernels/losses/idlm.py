@@ -149,8 +149,8 @@ class IDLMLoss(TransformedLoss):
         if rows.packed(target_ids):
             rows = rows.as_batch()
             target_ids, answer_mask, valid_mask = map(_common.as_batch, (target_ids, answer_mask, valid_mask))
-        two_dimensional = isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2
-        rows.check(target_ids, width=2 * target_ids.shape[1] if two_dimensional else None)
+        _checks.check_tensor("target_ids", target_ids)
+        rows.check(target_ids, width=2 * target_ids.shape[1] if target_ids.dim() == 2 else None)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
         targets, L = next_tokens(target_ids), target_ids.shape[1]
         _checks.check_int("seq_len", seq_len)

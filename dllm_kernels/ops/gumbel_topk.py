@@ -11,6 +11,7 @@ from dllm_kernels._random import _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._opaque import traced
+from dllm_kernels._utils._plain import readable_without_sync
 
 
 @of_computed
@@ -94,7 +95,7 @@ def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     _checks.check_dtype("k", k, _checks.INT_DTYPES)
     _checks.check_shape("k", k, log_w.shape[:1], "the rows of log_w")
     _checks.check_same_device("log_w", log_w, k=k)
-    if k.device.type == "cpu" and not torch.compiler.is_compiling() and bool((k < 0).any()):
+    if readable_without_sync(k) and bool((k < 0).any()):
         raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")
 
 

@@ -108,6 +108,16 @@ BAD = {
 FEW = 4
 
 
+def stored_otherwise(value):
+    """Return a valid tensor in layouts that no function takes."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return {}
+    nested = {
+        str(layout): torch.nested.nested_tensor(list(value), layout=layout) for layout in (torch.strided, torch.jagged)
+    }
+    return {"its sparse form": value.to_sparse(), **nested}
+
+
 @pytest.mark.parametrize("count", every_time([FEW], [FEW, len(BAD)]))
 @pytest.mark.parametrize("name", FUNCTIONS := functions())
 def test_a_bad_argument(name, count):
@@ -116,7 +126,7 @@ def test_a_bad_argument(name, count):
     known = {*parameters, *inspect.signature(type(getattr(function, "__self__", Odd()))).parameters}
     function(**given)
     for argument in parameters:
-        for kind, bad in list(BAD.items())[:count]:
+        for kind, bad in [*list(BAD.items())[:count], *stored_otherwise(given.get(argument)).items()]:
             try:
                 function(**given | {argument: bad})
             except (TypeError, ValueError, IndexError, RuntimeError) as error:

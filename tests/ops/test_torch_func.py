@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
+import dllm_kernels as ours
 from dllm_kernels.losses import DFlashDecayLoss, MDLMCrossEntropyLoss
 from dllm_kernels.ops import (
     divergence,
@@ -95,3 +96,28 @@ def test_a_transform_of_what_follows_an_op():
     x = inputs(1)[0].requires_grad_()
     nll = token_nll(x, IDS).nll
     assert torch.equal(grad(lambda t: (2 * t).sum())(nll.detach()), torch.full_like(nll, 2))
+
+
+# of ids [2, 5], masks [2, 5] and seeds [2]
+OF_NOISE = {
+    "corrupt_uniform": lambda ids, mask, seeds: ours.corrupt_uniform(ids, mask, 9, seeds=seeds),
+    "corrupt_blockwise": lambda ids, mask, seeds: ours.corrupt_blockwise(ids, mask, 9, 2, seeds=seeds),
+    "corrupt_uniform_random": lambda ids, mask, seeds: ours.corrupt_uniform_random(ids, mask, 10, seeds=seeds),
+    "corrupt_all_masked": lambda ids, mask, seeds: ours.corrupt_all_masked(ids, mask, 9),
+    "corrupt_mix": lambda ids, mask, seeds: ours.corrupt_mix(
+        ids, mask, 9, 10, mask_prob=torch.zeros(2, 1), uniform_prob=torch.zeros(2, 1), seeds=seeds
+    ),
+    "complementary": lambda ids, mask, seeds: ours.complementary(mask, mask),
+    "sample_level": lambda ids, mask, seeds: ours.sample_level(2, seeds=seeds),
+    "sample_anchors": lambda ids, mask, seeds: ours.sample_anchors(mask, 2, 3, seeds=seeds),
+    "sample_prefix": lambda ids, mask, seeds: ours.sample_prefix((2, 3), 4, 0.5, seeds=seeds),
+    "policy_views": lambda ids, mask, seeds: tuple(ours.policy_views(ids, mask, 9, "coupled", seeds=seeds)),
+    "gumbel_topk": lambda ids, mask, seeds: ours.batched_gumbel_topk(mask.float(), ids[:, 0], uniform=mask * 0.5),
+}
+
+
+@pytest.mark.parametrize("function", OF_NOISE.values(), ids=OF_NOISE)
+def test_noise_has_no_vmap(function):
+    ids = torch.randint(0, 9, (3, 2, 5), device="cpu")
+    with pytest.raises(NotImplementedError, match=r"^dllm_kernels does not support the transforms of torch\.func"):
+        vmap(function)(ids, ids > 2, ids[..., 0])

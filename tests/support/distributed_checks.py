@@ -46,6 +46,7 @@ EXHAUSTIVE = {
     (2, "tp_extra_in_every_dtype_and_through_the_kernels"),
     (2, "tp_kernels[dflash]"),
     (2, "inside_a_compiled_step[hidden states]"),
+    (2, "a_compiled_hybrid_loss_of_two_slices"),
     *((2, f"fsdp_mixed_precision[{name}]") for name in ("token_nll", "dflash")),
     *(
         (4, f"{check_of}[token_nll, softcap scale skip_id]")

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dllm_kernels import fused_head
+from dllm_kernels import HybridDiffusionLLMLoss, fused_head
 from dllm_kernels.distributed import LossHead
 from tests.support.distributed_checks import BY_NAME, NAMES, Job, V, check, close, mesh_of
 from tests.support.distributed_checks import Model as Plain
@@ -205,3 +206,18 @@ def compare(case, seed):
         dist.all_reduce(total)
     close(total, value)
     assert_gradients(whole, {name: g if g is None else g * case["scale"] for name, g in grads.items()})
+
+
+@check(2)
+def a_compiled_hybrid_loss_of_two_slices():
+    """Slices made outside of the compiled function; a graph cannot return a view of a DTensor."""
+    torch.compiler.reset()
+    z, y, on = torch.randn(2, 8, V), torch.randint(0, V, (2, 4)), torch.ones(2, 4)
+    loss, found = HybridDiffusionLLMLoss(), []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        whole = distribute_tensor(z, mesh_of("tp"), [Shard(2)]).requires_grad_()
+        out = function(whole[:, :4], y, on, on, on, causal_logits=whole[:, 4:], loss_mask_ar=on).total_loss
+        out.backward()
+        found.append((out.detach(), whole.grad.full_tensor()))
+    for compiled, eager in zip(*found, strict=True):
+        close(compiled, eager)
