@@ -41,6 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from dllm_kernels import ops
+from dllm_kernels._core._rows import times_upstream
 from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
@@ -287,7 +288,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         hidden, weight, targets, outside, grad = ctx.saved_tensors
         if of_entropy is None:
-            found = None if of_log_probs is None else grad * of_log_probs[..., None].to(grad.dtype)
+            found = None if of_log_probs is None else times_upstream(grad, of_log_probs[..., None].to(grad.dtype))
         else:
             known = () if outside is None else (outside,)
             upstream = torch.zeros_like(of_entropy) if of_log_probs is None else of_log_probs
