@@ -39,7 +39,7 @@ from dllm_kernels import ops
 from dllm_kernels._random import _gumbel, _philox, _rules, _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype, dtype_of_logits, in_dtype_of
-from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
+from dllm_kernels._utils._plain import has_values, is_dtensor, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.distributed import calls
@@ -245,11 +245,10 @@ def diffusion_generate(
     _checks.check_ndim("prompt_ids", prompt_ids, 2, "[B, P]")
     prompt, (B, P), device = prompt_ids.long(), prompt_ids.shape, prompt_ids.device
     _checks.check_flags(delay_eos=delay_eos, infill=infill, shift=shift)
-    _checks.check_int("max_new_tokens", max_new_tokens, 0 if infill else 1)
+    max_new_tokens = _checks.checked_int("max_new_tokens", max_new_tokens, 0 if infill else 1, _checks.MOST_SIZE)
     if steps is not None or threshold is None:
-        _checks.check_positive_int("steps", steps)
-    if block_size is not None:
-        _checks.check_positive_int("block_size", block_size)
+        steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
+    block_size = _checks.checked_size("block_size", block_size)
     plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, infill=bool(infill))
     mask, base = checked_mask_id(mask_token_id, prompt), _lora.split(found).base
     eos = checked_tokens("eos_token_id", eos_token_id, base.out_features, mask)
@@ -570,15 +569,19 @@ def checked_tokens(
     if value is None:
         return []
     if several and isinstance(value, Tensor | np.ndarray):
+        if isinstance(value, Tensor):
+            _checks.check_tensor(name, value)
+            if not has_values(value):
+                raise ValueError(f"{name} must hold its values, got a tensor on {value.device}")
         value = value.reshape(-1).tolist()
     tokens = list(value) if several and isinstance(value, Collection) and not isinstance(value, str) else [value]
+    tokens = [_checks.checked_int(name, token, 0) for token in tokens]
     for token in tokens:
-        _checks.check_int(name, token, 0)
         if V is not None and token >= V:
             raise ValueError(f"{name} must lie in [0, {V}), got {token}")
         if token == mask:
             raise ValueError(f"{name} must not be the MASK token, got {token}")
-    return [int(token) for token in tokens]
+    return tokens
 
 
 def _doubled(value: Any, B: int) -> Any:

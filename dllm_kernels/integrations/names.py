@@ -55,7 +55,7 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        _checks.check_positive_int("num_chunks", num_chunks)
+        num_chunks = _checks.checked_int("num_chunks", num_chunks, 1)
         _checks.check_choice("reduction", reduction, ("mean", "sum"))
         self.ignore_index, self.logit_scale = ignore_index, logit_scale
         self.num_chunks, self.reduction = num_chunks, reduction
@@ -150,7 +150,7 @@ class FusedLinearForPPO(nn.Module):
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        _checks.check_positive_int("chunk_size", chunk_size)
+        chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
         _checks.check_choice("impl_backend", impl_backend, ("torch", "liger"))
         self.chunk_size, self.impl_backend = chunk_size, impl_backend
 

@@ -308,8 +308,6 @@ class MaskedDiffusionCollator:
         shift: bool = False,
         **options: Any,
     ) -> None:
-        if rank is not None:
-            _checks.check_int64("rank", rank)
         _check_corrupt(corrupt)
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
@@ -322,7 +320,7 @@ class MaskedDiffusionCollator:
         self.collate = DLLMCollator() if collate is None else collate
         self.corrupt = corrupt
         self.seed_field = seed_field
-        self.rank = rank
+        self.rank = None if rank is None else _checks.checked_int64("rank", rank)
         self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
         self.shift = _checks.checked_bool("shift", shift)
@@ -342,8 +340,7 @@ class MaskedDiffusionCollator:
             TypeError: ``epoch`` is not an int.
             ValueError: ``epoch`` has more than 64 bits.
         """
-        _checks.check_int64("epoch", epoch)
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(_checks.checked_int64("epoch", epoch))
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate and corrupt samples.
@@ -515,8 +512,7 @@ def _seed(i: int, field: str, value: Any) -> int:
         seed = value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {_checks.type_name(value)}") from None
-    _checks.check_int64(name, seed)
-    return seed
+    return _checks.checked_int64(name, seed)
 
 
 def _seeds_of_tokens(batch: Mapping[str, Tensor]) -> Tensor:

@@ -628,10 +628,8 @@ def diffusion_rollout(
     _checks.check_not_negative("cfg_scale", cfg_scale)
     checked_tokens("suppress_ids", suppress_ids)
     if steps is not None or threshold is None:
-        _checks.check_positive_int("steps", steps)
-    for name, value in (("length", length), ("block_size", block_size)):
-        if value is not None:
-            _checks.check_positive_int(name, value)
+        steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
+    length, block_size = _checks.checked_size("length", length), _checks.checked_size("block_size", block_size)
     checked_mask_id(mask_token_id, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if temperature is not None:
         _checks.check_number("temperature", temperature)

@@ -238,10 +238,10 @@ class SCDDLoss(DiffusionLoss):
 
     def _check_settings(self) -> None:
         """Validate the settings, on every call because attributes may have been reassigned."""
-        _checks.check_int("mask_token_id", self.mask_token_id, 0)
-        _checks.check_int("num_timesteps", self.num_timesteps, 2)
+        _checks.checked_int("mask_token_id", self.mask_token_id, 0)
+        _checks.checked_int("num_timesteps", self.num_timesteps, 2)
         check_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
-        _checks.checked_chunk_size(self.chunk_size)
+        _checks.checked_size("chunk_size", self.chunk_size)
 
 
 def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:

@@ -451,6 +451,11 @@ def test_numbers_have_64_bits():
         with pytest.raises(ValueError, match=f"^sample 1, field 'seed' must be an int of 64 bits, got {number}$"):
             SEEDED([sample(4), sample(4, number)])
     MaskedDiffusionCollator(99, rank=np.int64(3)).set_epoch(np.int64(2))
+    of_ranks = []
+    for rank in (3, np.int32(3), np.uint64(3)):  # the product with the stride stayed an int32, or failed
+        torch.manual_seed(0)
+        of_ranks.append(rows([MaskedDiffusionCollator(99, rank=rank)([sample(64)])]))
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
     limits = [2**63 - 1, np.int64(-(2**63)), torch.tensor(2**63 - 1)]
     assert rows([SEEDED([sample(64, limits[0])])]) == rows([SEEDED([sample(64, limits[2])])])
     assert all_differ(rows([SEEDED([sample(64, seed) for seed in limits[:2]])]))

@@ -126,3 +126,78 @@ def test_a_bad_argument(name, count):
             except Exception as error:
                 found.append((argument, kind, repr(error)))
     assert not found
+
+
+class Decoder(torch.nn.Module):
+    """A model of each token, its position, and nothing else."""
+
+    def __init__(self, vocabulary=126, length=130):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = torch.nn.Embedding(vocabulary, D), torch.nn.Embedding(length, D)
+        self.lm_head = torch.nn.Linear(D, vocabulary)
+
+    def forward(self, ids):
+        return self.lm_head(self.tokens(ids) + self.places.weight[: ids.shape[1]])
+
+
+LONG = torch.arange(240).view(2, 120) % 100
+MIXED_ON = LONG % 7 != 0
+# Calls in which a product or a difference of the integers, or of one and a size, leaves 8 bits or becomes negative.
+CALLS = {
+    "diffusion_generate": (
+        dk.diffusion_generate,
+        {"mask_token_id": 125, "max_new_tokens": 16, "steps": 16, "block_size": 4, "eos_token_id": 7, "suppress_ids": 9,
+         "chunk_size": 100}, {"model": Decoder(), "prompt_ids": LONG[:, :3]},
+    ),
+    "diffusion_generate, infill": (
+        dk.diffusion_generate, {"mask_token_id": 99, "max_new_tokens": 12, "steps": 120, "block_size": 10},
+        {"model": Decoder(), "prompt_ids": LONG[:1, 90:101], "infill": True},
+    ),
+    "sample_anchors": (dk.sample_anchors, {"num": 100, "block_size": 16}, {"loss_mask": MIXED_ON, "overlap": False}),
+    "sample_prefix": (dk.sample_prefix, {"block_size": 100}, {"shape": (2, 100), "base": 0.9}),
+    "block_targets": (dk.block_targets, {"block_size": 100}, {"ids": LONG, "anchors": LONG}),
+    "DFlashDecayLoss": (
+        dk.DFlashDecayLoss(), {"block_size": 121, "num_tokens": 100},
+        {"logits": torch.ones(2, 120, 100), "target_ids": LONG, "block_mask": MIXED_ON},
+    ),
+    "acceptance_stats": (dk.acceptance_stats, {"block_size": 121}, {"output": MIXED_ON, "mask": LONG >= 0}),
+    "corrupt_uniform": (
+        dk.corrupt_uniform, {"mask_token_id": 101, "block_size": 50}, {"input_ids": LONG, "loss_mask": MIXED_ON},
+    ),
+    "corrupt_uniform_random": (
+        dk.corrupt_uniform_random, {"vocab_size": 100}, {"input_ids": LONG, "loss_mask": MIXED_ON},
+    ),
+    "policy_views": (
+        dk.policy_views, {"mask_token_id": 101, "num": 100},
+        {"ids": LONG, "loss_mask": MIXED_ON, "scheme": "quadrature"},
+    ),
+    "DLLMCollator": (
+        lambda **sizes: dk.DLLMCollator(**sizes)([dict.fromkeys(dk.collate.FIELDS, [1] * 90)]),
+        {"pad_token_id": 100, "eos_token_id": 101, "block_size": 100, "pad_seq_len_divisible": 64}, {},
+    ),
+}  # fmt: skip
+
+
+def tensors(result):
+    if isinstance(result, dk.PolicyViews):
+        result = result.noisy, result.scored, result.weights
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+@pytest.mark.parametrize("integer", every_time([np.uint8], [np.int8, np.uint8, np.uint64]))
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("error")
+def test_integers_of_numpy_do_not_overflow(name, integer):
+    """A small unsigned or signed integer of NumPy stays one in a sum, a product and a difference."""
+    function, integers, others = CALLS[name]
+
+    def call(**changed):
+        torch.manual_seed(0)
+        return tensors(function(**integers | others | changed))
+
+    expected = call()
+    for argument, value in integers.items():
+        for got, same in zip(call(**{argument: integer(value)}), expected, strict=True):
+            assert torch.equal(got, same), argument
