@@ -215,7 +215,7 @@ def diffusion_generate(
         seeds: int64 ``[B]``, one seed per row. Not read if nothing is drawn.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         head: the LM head; None: ``model.get_output_embeddings()``, otherwise a module named ``lm_head``. An
-            ``nn.Linear``, or LoRA or a trained copy of one (PEFT, NeMo AutoModel).
+            ``nn.Linear``, or LoRA, a trained copy or trained rows of one (PEFT, NeMo AutoModel).
         model_kwargs: further keyword arguments of each call of the model, such as ``position_ids [B, P + N]``. With
             ``cfg_scale``, tensors whose first dimension is B are repeated for the other half of the rows.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
@@ -250,18 +250,19 @@ def diffusion_generate(
         steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
     block_size = _checks.checked_size("block_size", block_size)
     plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, infill=bool(infill))
-    mask, base = checked_mask_id(mask_token_id, prompt), _lora.split(found).base
-    eos = checked_tokens("eos_token_id", eos_token_id, base.out_features, mask)
-    pad = checked_tokens("pad_token_id", pad_token_id, base.out_features, mask, several=False) or eos[:1]
+    mask, parts = checked_mask_id(mask_token_id, prompt), _lora.split(found)
+    V = parts.out_features
+    eos = checked_tokens("eos_token_id", eos_token_id, V, mask)
+    pad = checked_tokens("pad_token_id", pad_token_id, V, mask, several=False) or eos[:1]
     choice = Choice.of(remasking, position_temperature, threshold, eos if delay_eos else None)
     _checks.check_not_negative("cfg_scale", cfg_scale)
     sampling = _Sampling(
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         {"skip_id": mask, "chunk_size": chunk_size, "backend": backend},
         logits_dtype, remasking, float(cfg_scale),
-        checked_tokens("suppress_ids", suppress_ids, base.out_features),
+        checked_tokens("suppress_ids", suppress_ids, V),
     )  # fmt: skip
-    sampling.check(base.out_features, device)
+    sampling.check(V, device)
     inputs, real = _model_inputs(prompt, attention_mask, max_new_tokens, model_kwargs, shift)
     _seeds.check_sources(generator, seeds, (B,), device)
     of_steps = None
@@ -273,7 +274,7 @@ def diffusion_generate(
     if holes is not None and shift:
         _check_first_is_given(holes, real)
     rows = torch.cat([prompt, prompt.new_full((B, max_new_tokens), mask)], 1)
-    tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(base.weight.dtype))
+    tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(parts.weight.dtype))
     groups = calls.groups_of(model)
     if cfg_scale:
         inputs = {name: _doubled(value, B) for name, value in inputs.items()}

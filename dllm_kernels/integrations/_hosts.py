@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from dllm_kernels._utils._checks import type_name
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Homes = Mapping[str, Collection[str]]  # module -> names
@@ -281,8 +283,11 @@ class _Loader(importlib.abc.Loader):
 
 
 def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the names to keep, sorted; raise ValueError for an unknown name."""
-    excluded, known = {exclude} if isinstance(exclude, str) else set(exclude), set(known)
+    """Return the names to keep, sorted; raise TypeError unless they are strings, ValueError for an unknown name."""
+    names = [exclude] if isinstance(exclude, str) else list(exclude) if isinstance(exclude, Iterable) else [exclude]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"exclude must be names, a list of str, got {type_name(wrong[0])}")
+    excluded, known = set(names), set(known)
     if not excluded <= known:
         raise ValueError(f"exclude must hold names among {sorted(known)}, got {sorted(excluded - known)}")
     return sorted(excluded)

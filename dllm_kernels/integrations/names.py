@@ -46,8 +46,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
         reduction: "mean" to divide the sum by the number of targets that are not ignored, or "sum".
 
     Raises:
-        TypeError: ``num_chunks`` is not an int.
-        ValueError: ``reduction`` is unknown, or ``num_chunks`` < 1.
+        TypeError: ``ignore_index`` or ``num_chunks`` is not an int, or ``logit_scale`` is not a number.
+        ValueError: ``reduction`` is unknown, ``num_chunks`` < 1, or ``logit_scale`` is not positive.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
         super().__init__()
         num_chunks = _checks.checked_int("num_chunks", num_chunks, 1)
         _checks.check_choice("reduction", reduction, ("mean", "sum"))
-        self.ignore_index, self.logit_scale = ignore_index, logit_scale
+        _checks.check_factor("logit_scale", logit_scale)
+        self.ignore_index, self.logit_scale = _checks.checked_int64("ignore_index", ignore_index), logit_scale
         self.num_chunks, self.reduction = num_chunks, reduction
 
     def forward(
@@ -240,8 +241,8 @@ def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mas
     _checks.check_float("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, logits.shape, "that of logits")
     _checks.check_constant("target_probs", target_probs)
-    _checks.check_same_device("logits", logits, target_probs=target_probs, position_mask=position_mask)
     _checks.check_mask("position_mask", position_mask, (*logits.shape[:-1], 1), "that of logits, with one column")
+    _checks.check_same_device("logits", logits, target_probs=target_probs, position_mask=position_mask)
     dtype = torch.promote_types(torch.promote_types(logits.dtype, target_probs.dtype), torch.float32)
     mask, q = position_mask.squeeze(-1).to(dtype), target_probs.to(dtype)
     # The op normalizes q, so the sum of q is part of the weight.

@@ -261,7 +261,7 @@ def speculators_metrics(
     dpace = per_position_loss_weight == "dpace"
     if dpace and len(terms) > 1:
         raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
-    _checks.check_number("confidence_head_alpha", confidence_head_alpha)
+    _checks.check_finite("confidence_head_alpha", confidence_head_alpha)
     compared = functools.partial(
         ops.linear_divergence, hidden, weight, teacher_hidden, bias=bias, extra=extra, teacher_weight=teacher_weight,
         teacher_bias=teacher_bias, teacher_extra=teacher_extra, teacher_rows=teacher_rows,
@@ -283,7 +283,7 @@ def speculators_metrics(
         _checks.check_float("confidence_logits", confidence_logits)
         _checks.check_shape("confidence_logits", confidence_logits, loss_mask.shape, "that of loss_mask")
         learned, metrics = call.confidence(confidence_logits, found.acceptance_rate)
-        loss = loss + confidence_head_alpha * learned
+        loss = loss + float(confidence_head_alpha) * learned
     metrics |= _counted("loss", loss.detach().clone())
     for name, value in term_losses.items():
         metrics |= _counted(f"{name}_loss", value)

@@ -108,8 +108,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
 
     Raises:
         TypeError: an argument is not a tensor, or is a DTensor.
-        ValueError: shapes or dtypes do not match; on a CPU, a supervised token or its probability is out of range. On a
-            GPU the check would be a host sync, and a value out of range becomes another value.
+        ValueError: shapes, dtypes or devices do not match; on a CPU, a supervised token or its probability is out of
+            range. On a GPU the check would be a host sync, and a value out of range becomes another value.
     """
     given = {"input_ids": input_ids, "loss_mask": loss_mask, "noise_mask": noise_mask, "p_mask": p_mask}
     for name, t in given.items():
@@ -120,6 +120,7 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _checks.check_float("p_mask", p_mask)
     _checks.check_dtype("p_mask", p_mask, [torch.float32])
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
+    _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask, noise_mask=noise_mask, p_mask=p_mask)
     supervised = loss_mask != 0
     _check_values(
         "input_ids", input_ids, (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS), supervised, "[0, 2^31)"
@@ -289,8 +290,8 @@ class MaskedDiffusionCollator:
             them gives every batch the same noise.
 
     Raises:
-        TypeError: ``rank`` is not an int, ``collate``, ``corrupt`` or ``level`` is not a function, or
-            ``attend_supervised`` or ``shift`` is not a bool.
+        TypeError: ``rank`` is not an int, ``seed_field`` is not a str, ``collate``, ``corrupt`` or ``level`` is not a
+            function, or ``attend_supervised`` or ``shift`` is not a bool.
         ValueError: ``rank`` has more than 64 bits, ``corrupt`` takes no MASK token, or ``seeds`` and ``seed_field`` are
             both given.
     """
@@ -312,6 +313,8 @@ class MaskedDiffusionCollator:
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, got {_checks.type_name(function)}")
+        if not isinstance(seed_field, str | None):
+            raise TypeError(f"seed_field must be a str or None, got {_checks.type_name(seed_field)}")
         if options.get("seeds") is None:
             options.pop("seeds", None)
         elif seed_field is not None:
@@ -683,8 +686,9 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
         advice: end of the error message: the alternative to suggest.
 
     Raises:
-        ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
-            another ``forward``, such as the forward of another adapter; or has hooks other than sharding hooks.
+        ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA, trained copy or trained rows
+            of one; has another ``forward``, such as the forward of another adapter; or has hooks other than sharding
+            hooks.
     """
     with computed_in_head(head_module(model), loss, advice):
         yield

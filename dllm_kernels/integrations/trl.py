@@ -418,7 +418,7 @@ class DiffusionPolicyMixin:
         views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
-        self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
+        self._views, self._mask_token_id, self._iteration = views, checked_mask_id(mask_token_id, one), iteration
         self._logits_dtype, self._shift = logits_dtype, _checks.checked_bool("shift", shift)
         start: Any = super().__init__
         self._rollout = (
@@ -534,8 +534,14 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
         int64 ``[B]``.
 
     Raises:
-        TypeError: ``iteration`` is not a whole number.
+        TypeError: ``iteration`` is not a whole number, or another argument has the wrong type.
+        ValueError: ``input_ids`` are not ``[B, L]``, or ``attention_mask`` is not a mask of their shape and device.
     """
+    _checks.check_ids("input_ids", input_ids)
+    _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
+    _checks.check_mask("attention_mask", attention_mask, input_ids.shape, "that of input_ids")
+    _checks.check_same_device("input_ids", input_ids, attention_mask=attention_mask)
+    logits_to_keep = _checks.checked_int("logits_to_keep", logits_to_keep, 0, input_ids.shape[1])
     there = attention_mask != 0
     completion = torch.arange(input_ids.shape[1], device=input_ids.device) >= input_ids.shape[1] - logits_to_keep
     place = 2 * there.cumsum(-1) + completion
@@ -629,7 +635,8 @@ def diffusion_rollout(
     checked_tokens("suppress_ids", suppress_ids)
     if steps is not None or threshold is None:
         steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
-    length, block_size = _checks.checked_size("length", length), _checks.checked_size("block_size", block_size)
+    length = None if length is None else _checks.checked_int("length", length, 1, _checks.MOST_SIZE)
+    block_size = _checks.checked_size("block_size", block_size)
     checked_mask_id(mask_token_id, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if temperature is not None:
         _checks.check_number("temperature", temperature)

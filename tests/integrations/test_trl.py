@@ -124,6 +124,13 @@ def test_an_invalid_strictness_is_rejected(call):
         call(strict="yes")
 
 
+@pytest.mark.parametrize("call", [speculators.patch, nemo_automodel.patch])
+@pytest.mark.parametrize("exclude", [None, 3, [3]], ids=str)
+def test_excluded_names_are_strings(call, exclude):
+    with pytest.raises(TypeError, match=r"^exclude must be names, a list of str, got (NoneType|int)$"):
+        call(exclude=exclude)
+
+
 # The log-probabilities ------------------------------------------------------------------------------------------------
 
 OUTPUTS = [

@@ -3,6 +3,7 @@
 ``test_errors.py`` compares whole messages.
 """
 
+import functools
 import inspect
 import re
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import dllm_kernels as dk
+from dllm_kernels.integrations import names, speculators, transformers, trl
 from tests.conftest import every_time
 
 B, L, V, D = 2, 4, 7, 4
@@ -26,6 +28,19 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.lm_head = torch.nn.Linear(D, V)
+
+
+class Decoder(torch.nn.Module):
+    """A model of each token, its position, and nothing else."""
+
+    def __init__(self, vocabulary=126, length=130):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = torch.nn.Embedding(vocabulary, D), torch.nn.Embedding(length, D)
+        self.lm_head = torch.nn.Linear(D, vocabulary)
+
+    def forward(self, ids):
+        return self.lm_head(self.tokens(ids % 126) + self.places.weight[: ids.shape[1]])
 
 
 # Values of the arguments without a default.
@@ -74,6 +89,7 @@ def functions():
             for method in ("forward", "forward_fused"):
                 if hasattr(made, method):
                     found[f"{name}.{method}"] = getattr(made, method)
+    found |= {name: function for name, (function, _) in OF_HOSTS.items()}
     return dict(sorted(found.items()))
 
 
@@ -86,8 +102,48 @@ def parameters_of(function):
 
 def required(name, function):
     """Return the arguments of a valid call."""
+    if name in OF_HOSTS:
+        return OF_HOSTS[name][1]
     given = {p.name: VALID[p.name] for p in parameters_of(function).values() if p.default is p.empty}
     return given | OTHERS.get(name, {})
+
+
+BOOLS = torch.ones(1, L, dtype=torch.bool)
+NAMES = names.FusedLinearDiffusionCrossEntropyLoss, names.FusedLinearForPPO
+# name -> function outside of the package's __all__, or one that runs a model, and its arguments without a default
+OF_HOSTS = {
+    "diffusion_generate": (
+        dk.diffusion_generate,
+        {"model": Decoder(), "prompt_ids": Y, "mask_token_id": 125, "max_new_tokens": 2, "steps": 1},
+    ),
+    "diffusion_generate, infill": (
+        functools.partial(dk.diffusion_generate, Decoder(), Y, infill=True, temperature=1.0),
+        {"mask_token_id": 0, "max_new_tokens": 0, "steps": 1},
+    ),
+    "diffusion_rollout": (trl.diffusion_rollout, {"mask_token_id": V, "steps": 1}),
+    "DiffusionPolicyMixin": (trl.DiffusionPolicyMixin, {"mask_token_id": V}),
+    "row_seeds": (trl.row_seeds, {"input_ids": Y, "attention_mask": ON, "logits_to_keep": 1}),
+    "MaskedDiffusionCollator": (transformers.MaskedDiffusionCollator, {"mask_token_id": V}),
+    "set_epoch": (transformers.MaskedDiffusionCollator(V).set_epoch, {"epoch": 1}),
+    "pack_labels": (
+        transformers.pack_labels, {"input_ids": Y, "loss_mask": BOOL, "noise_mask": BOOL, "p_mask": P},
+    ),
+    "unpack_labels": (transformers.unpack_labels, {"labels": transformers.pack_labels(Y, BOOL, BOOL, P)}),
+    "speculators_metrics": (
+        functools.partial(speculators.speculators_metrics, confidence_logits=torch.zeros(1, L)),
+        {"hidden": H[:1], "weight": W, "teacher_hidden": H[:1], "loss_mask": BOOLS, "block_size": 2},
+    ),
+    **{loss.__name__: (loss, {"logits": X, "targets": X}) for loss in speculators.LOSSES[:-1]},
+    "FusedLinearDiffusionCrossEntropyLoss": (NAMES[0], {}),
+    "FusedLinearDiffusionCrossEntropyLoss.forward": (NAMES[0]().forward, {"x": H, "target": Y, "weight": W}),
+    "FusedLinearForPPO": (NAMES[1], {}),
+    "FusedLinearForPPO.forward": (NAMES[1]().forward, {"hidden_states": H, "vocab_weights": W, "input_ids": Y}),
+    "linear_cross_entropy": (names.linear_cross_entropy, {"hidden": H, "weight": W, "labels": Y}),
+    "token_entropy": (names.token_entropy, {"logits": X}),
+    "masked_soft_cross_entropy": (
+        names.masked_soft_cross_entropy, {"logits": X, "target_probs": X / V, "position_mask": ON[..., None]},
+    ),
+}  # fmt: skip
 
 
 class Odd:
@@ -126,19 +182,6 @@ def test_a_bad_argument(name, count):
             except Exception as error:
                 found.append((argument, kind, repr(error)))
     assert not found
-
-
-class Decoder(torch.nn.Module):
-    """A model of each token, its position, and nothing else."""
-
-    def __init__(self, vocabulary=126, length=130):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.places = torch.nn.Embedding(vocabulary, D), torch.nn.Embedding(length, D)
-        self.lm_head = torch.nn.Linear(D, vocabulary)
-
-    def forward(self, ids):
-        return self.lm_head(self.tokens(ids) + self.places.weight[: ids.shape[1]])
 
 
 LONG = torch.arange(240).view(2, 120) % 100
