@@ -25,11 +25,14 @@ class Encoder(nn.Module):
 
     def forward(self, ids, attention_mask=None):
         self.seen.append((ids.clone(), attention_mask))
+        return self.lm_head(self.body(ids, attention_mask))
+
+    def body(self, ids, attention_mask=None):
         x = self.embedding(ids)
         x = torch.cat([x[:, :-N], x[:, -N:] + self.places], 1)
         on = torch.ones_like(ids) if attention_mask is None else attention_mask
         mean = (x * (on[..., None] != 0)).sum(1, keepdim=True) / on.sum(1)[:, None, None]
-        return self.lm_head(torch.tanh(x + 2 * mean).roll(-self.shift, 1))
+        return torch.tanh(x + 2 * mean).roll(-self.shift, 1)
 
 
 def model_of(seed=0, **sizes):
