@@ -477,7 +477,7 @@ class _Tokens:
         self.step = torch.zeros(B, dtype=torch.int64, device=device)
         self.ended, self.unfinished = torch.zeros(B, 1, dtype=torch.bool, device=device), B
         # The number of each column, from the first one of the row that is not padding; with infill only.
-        self.number = (torch.arange(L, device=device) - (~real).sum(1, keepdim=True)).clamp(min=0)
+        self.number = (torch.arange(L, device=device) - (real.cumsum(1) == 0).sum(1, keepdim=True)).clamp(min=0)
         self.order: Tensor | None = None
         if self.choice.remasking == "random" and seeds is not None:
             draws = _position_draws(seeds[:, 0], L if self.infills else L - self.P)

@@ -68,6 +68,7 @@ from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.integrations import _attention
+from dllm_kernels.integrations._hosts import check_before_host
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
@@ -660,6 +661,10 @@ def _checked_loss(loss: Any) -> Loss:
     if isinstance(loss, type) or not callable(loss):
         got = f"the class {loss.__name__}" if isinstance(loss, type) else _checks.type_name(loss)
         raise TypeError(f"loss must be a loss or a function that returns row weights, got {got}")
+    inner = getattr(loss, "_orig_mod", getattr(loss, "func", None))  # of torch.compile, of functools.partial
+    if isinstance(inner, TransformedLoss):
+        got = f"{_checks.type_name(loss)} of {_checks.type_name(inner)}"
+        raise TypeError(f"loss must be a loss itself, got {got}; compile the model, which compiles the loss with it")
     if isinstance(loss, TransformedLoss) and not isinstance(loss, DiffusionLoss):
         name = _checks.type_name(loss)
         raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
@@ -750,17 +755,7 @@ class MaskedDiffusionTrainerMixin:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError if the mixin is behind the ``Trainer`` among the bases, because it would then do nothing."""
         super().__init_subclass__(**kwargs)
-        own, mro = MaskedDiffusionTrainerMixin, cls.__mro__
-        position = mro.index(own)
-        before, behind = (
-            [c for c in part if "compute_loss" in vars(c)] for part in (mro[:position], mro[position + 1 :])
-        )
-        hosts = [c.__name__ for c in before if not issubclass(c, own)]
-        if hosts and not behind:
-            raise TypeError(
-                f"MaskedDiffusionTrainerMixin must come before {hosts[0]} among the bases, got {cls.__name__}("
-                f"{', '.join(c.__name__ for c in cls.__bases__)}), in which it has no effect"
-            )
+        check_before_host(MaskedDiffusionTrainerMixin, cls, "compute_loss")
 
     def __init__(
         self,

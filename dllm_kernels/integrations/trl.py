@@ -37,6 +37,7 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -50,7 +51,7 @@ from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.integrations._hosts import Host, PatchReport, origin
+from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 
@@ -388,11 +389,17 @@ class DiffusionPolicyMixin:
         **kwargs: keyword arguments of the trainer.
 
     Raises:
-        TypeError: an argument of the mixin has the wrong type.
+        TypeError: an argument of the mixin has the wrong type, or a derived class has the mixin behind the trainer
+            among its bases.
         ValueError: an argument of the mixin is out of range, images are given, or the LM head is neither a plain
             ``nn.Linear`` nor PEFT's LoRA or trained copy of one. Also if the model changes the output of its head by an
             operation other than a cast, a copy or a view of the same shape.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError if the mixin is behind the trainer among the bases, because it would then do nothing."""
+        super().__init_subclass__(**kwargs)
+        check_before_host(DiffusionPolicyMixin, cls, "_get_per_token_logps_and_entropies")
 
     accelerator: Any
     args: Any
@@ -626,8 +633,9 @@ def diffusion_rollout(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or ``steps`` is less than the number of blocks or greater than the
-            number of tokens. The function raises it for an empty prompt with ``shift``, and for options of the trainer
-            that it cannot honour: a ``repetition_penalty`` other than 1, and ``generation_kwargs``.
+            number of tokens. The function raises it for an empty prompt with ``shift``, if neither ``length`` nor the
+            trainer gives the length, and for options of the trainer that it cannot honour: a ``repetition_penalty``
+            other than 1, and ``generation_kwargs``.
     """
     _checks.check_flags(delay_eos=delay_eos, infill=infill, with_logprobs=with_logprobs, shift=shift)
     Choice.of(remasking, position_temperature, threshold, None)
@@ -655,11 +663,14 @@ def diffusion_rollout(
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         _check_honoured(trainer)
-        of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
-        prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
+        prompt_ids: Any = [_tokens_of(p) for p in prompts]
+        if any(p is None for p in prompt_ids):
+            prompt_ids = trainer._tokenize_prompts(prompts)[0]
         if shift and not all(map(len, prompt_ids)):
             raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
         wanted = trainer.args.max_completion_length if length is None else length
+        if wanted is None:
+            raise ValueError("length must be given for a trainer without a max_completion_length, got None")
         P, device = max(map(len, prompt_ids), default=0), trainer.accelerator.device
         pad = _token_id(trainer.processing_class, "pad_token_id") or 0
         ids = [[pad] * (P - len(p)) + list(p) for p in prompt_ids]
@@ -682,6 +693,14 @@ def diffusion_rollout(
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
 
     return rollout
+
+
+def _tokens_of(prompt: Any) -> list[int] | None:
+    """Return the tokens of a prompt that is a sequence, an array or a tensor of integers, otherwise None."""
+    if isinstance(prompt, Tensor | np.ndarray):
+        prompt = prompt.tolist()
+    of_tokens = isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(map(_checks.is_int, prompt))
+    return [int(token) for token in prompt] if of_tokens else None
 
 
 def _check_honoured(trainer: Any) -> None:

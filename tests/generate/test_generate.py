@@ -434,6 +434,23 @@ def test_infilling():
     assert int(more.step_map[1].max()) == N  # a hole less
 
 
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"remasking": "random"}, {"position_temperature": 9.0}], ids=str
+)
+def test_tokens_around_a_masked_one_have_draws_of_their_own(options):
+    """An attention mask may be 0 in the middle of a prompt, which is no padding: two tokens shared their draws."""
+    model, ids = model_of(), torch.tensor([[MASK, MASK, 0, MASK, 3]], device=DEVICE)
+    model.lm_head.weight.data.zero_()  # equal distributions
+    common = {"infill": True, "max_new_tokens": 1, "steps": 4, **options}
+    on = torch.tensor([[1, 1, 0, 1, 1]], device=DEVICE)
+    seeds = torch.arange(40, device=DEVICE)
+    ones, holes = (
+        generate(model, ids.expand(40, -1), mask.expand(40, -1), seeds=seeds, **common) for mask in (on * 0 + 1, on)
+    )
+    assert torch.equal(ones.ids, holes.ids)
+    assert torch.equal(ones.step_map, holes.step_map)
+
+
 def test_inputs_of_the_model_with_guidance():
     """Tensors with one entry per row are repeated, others and what is no tensor stay."""
     model, (ids, on) = model_of(), padded()

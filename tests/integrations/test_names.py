@@ -204,6 +204,15 @@ BAD = {
         names.FusedLinearDiffusionCrossEntropyLoss()(x, ids, w.T))),
     "device": (ValueError, "target_probs must be on .* like logits, got meta", lambda x, w, ids: (
         names.masked_soft_cross_entropy(x, x.detach().to("meta"), torch.ones(B, L, 1)))),
+    "probability": (ValueError, r"p_mask must lie in \[0, 1\] where it is used, got 1\.5 at position \(0, 0\)",
+                    lambda x, w, ids: names.FusedLinearDiffusionCrossEntropyLoss()(
+                        x, ids, w, None, torch.full(ids.shape, 1.5, device=DEVICE))),
+    "negative probability": (ValueError, "target_probs must not be negative, got -1.0", lambda x, w, ids: (
+        names.masked_soft_cross_entropy(x, -torch.ones_like(x), torch.ones(B, L, 1, device=DEVICE)))),
+    "ignored index": (TypeError, "ignore_index must be an int, got float", lambda x, w, ids: (
+        names.FusedLinearDiffusionCrossEntropyLoss(1.0))),
+    "scale": (ValueError, "logit_scale must be positive, from .*, got 0.0", lambda x, w, ids: (
+        names.FusedLinearDiffusionCrossEntropyLoss(logit_scale=0.0))),
     "list": (TypeError, r"logits must be a torch\.Tensor, got list", lambda x, w, ids: names.token_entropy([1.0])),
 }  # fmt: skip
 

@@ -969,12 +969,23 @@ def test_scdd_receives_the_noisy_tokens_of_the_model():
         mdlm_loss_func((model(noise),), batch["labels"], loss=loss)
 
 
+class Compiled:
+    """A loss as torch.compile returns it, which was called for row weights."""
+
+    _orig_mod = dllm_kernels.MDLMCrossEntropyLoss()
+
+    def __call__(self, *args, **kwargs):
+        return self._orig_mod(*args, **kwargs)
+
+
 NO_LOSSES = {
     "a class": (
         dllm_kernels.MDLMCrossEntropyLoss,
         TypeError,
         "be a loss or a function .*, got the class MDLMCrossEntropyLoss",
     ),
+    "compiled": (Compiled(), TypeError, "be a loss itself, got .*Compiled of .*MDLMCrossEntropyLoss; compile the .*"),
+    "partial": (functools.partial(dllm_kernels.MDLMCrossEntropyLoss()), TypeError, "be a loss itself, got .*"),
     "a word": ("mdlm", TypeError, "be a loss or a function that returns row weights, got str"),
     "other arguments": (
         dllm_kernels.IDLMLoss(),
