@@ -309,7 +309,7 @@ def checked_int64(name: str, value: Any) -> int:
 
 def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
-    if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # includes NumPy scalars
+    if value is None or _is_number(value):
         return
     if isinstance(value, (Tensor, np.ndarray)):  # NumPy scalars are arrays while a graph is traced
         if math.prod(value.shape) != 1:
@@ -512,9 +512,15 @@ def checked_num_active(num_active: Any, rows: int) -> int | None:
     return checked_int("num_active", num_active)
 
 
+def _is_number(value: object) -> bool:
+    """Return True for an int or a float of Python or NumPy, False for a bool and a Fraction, which torch rejects."""
+    fraction = isinstance(value, numbers.Rational) and not isinstance(value, numbers.Integral)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not fraction
+
+
 def check_number(name: str, value: Any, allowed: str = "a number") -> None:
     """Raise TypeError unless ``value`` is a number of Python or NumPy."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not _is_number(value):
         raise TypeError(f"{name} must be {allowed}, got {type_name(value)}")
 
 

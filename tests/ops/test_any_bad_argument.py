@@ -3,6 +3,7 @@
 ``test_errors.py`` compares whole messages.
 """
 
+import fractions
 import functools
 import inspect
 import re
@@ -244,3 +245,22 @@ def test_integers_of_numpy_do_not_overflow(name, integer):
     for argument, value in integers.items():
         for got, same in zip(call(**{argument: integer(value)}), expected, strict=True):
             assert torch.equal(got, same), argument
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_computed_in_the_digits_of_python():
+    settings, t = {"max_ratio": 0.125, "gamma_shape": 9.5, "t_peak": 0.375}, torch.linspace(0, 1, 9)
+    narrow = {name: np.float16(value) for name, value in settings.items()}
+    got, same = (vars(dk.scdd_schedule(t, **numbers)) for numbers in (narrow, settings))
+    for name, value in same.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_a_fraction_is_no_number():
+    half = fractions.Fraction(1, 2)
+    with pytest.raises(TypeError, match=r"^dpace_alpha must be a number, got fractions\.Fraction$"):
+        dk.DFlashDecayLoss(position_weights="dpace", dpace_alpha=half)
+    with pytest.raises(
+        TypeError, match=r"^num_diffusion_tokens must be a number or a 0-d tensor, got fractions\.Fraction$"
+    ):
+        dk.MDLMCrossEntropyLoss()(X, Y, BOOL, P, BOOL, num_diffusion_tokens=half)
