@@ -746,10 +746,10 @@ class MaskedDiffusionTrainerMixin:
             bool. Also if a derived class has the mixin behind the ``Trainer`` among its bases.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
             ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
-            processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
-            (``modules_to_save``) of one. Also if, in any step, the model changes the output of its head by an operation
-            other than a cast, a copy or a view of the same shape. In the first step, if the model is causal, or if the
-            labels are missing or not packed.
+            processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA, trained copy
+            (``modules_to_save``) or trained rows (``trainable_token_indices``) of one. Also if, in any step, the model
+            changes the output of its head by an operation other than a cast, a copy or a view of the same shape. In the
+            first step, if the model is causal, or if the labels are missing or not packed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -392,8 +392,8 @@ class DiffusionPolicyMixin:
         TypeError: an argument of the mixin has the wrong type, or a derived class has the mixin behind the trainer
             among its bases.
         ValueError: an argument of the mixin is out of range, images are given, or the LM head is neither a plain
-            ``nn.Linear`` nor PEFT's LoRA or trained copy of one. Also if the model changes the output of its head by an
-            operation other than a cast, a copy or a view of the same shape.
+            ``nn.Linear`` nor PEFT's LoRA, trained copy or trained rows of one. Also if the model changes the output of
+            its head by an operation other than a cast, a copy or a view of the same shape.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
