@@ -515,7 +515,7 @@ def checked_num_active(num_active: Any, rows: int) -> int | None:
 def _is_number(value: object) -> bool:
     """Return True for an int or a float of Python or NumPy, False for a bool and a Fraction, which torch rejects."""
     fraction = isinstance(value, numbers.Rational) and not isinstance(value, numbers.Integral)
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not fraction
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and not fraction
 
 
 def check_number(name: str, value: Any, allowed: str = "a number") -> None:
