@@ -699,8 +699,9 @@ def _tokens_of(prompt: Any) -> list[int] | None:
     """Return the tokens of a prompt that is a sequence, an array or a tensor of integers, otherwise None."""
     if isinstance(prompt, Tensor | np.ndarray):
         prompt = prompt.tolist()
-    of_tokens = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) and all(map(_checks.is_int, prompt))
-    return [int(token) for token in prompt] if of_tokens else None
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence) or not all(map(_checks.is_int, prompt)):
+        return None
+    return [int(token) for token in prompt]
 
 
 def _check_honoured(trainer: Any) -> None:
