@@ -12,10 +12,10 @@ import torch
 
 from dllm_kernels._utils._checks import (
     MOST_SIZE,
-    check_int,
-    check_int64,
     check_mask_values,
     checked_bool,
+    checked_int,
+    checked_int64,
     is_int,
     type_name,
 )
@@ -82,20 +82,14 @@ class DLLMCollator:
         *,
         pin_memory: bool = False,
     ) -> None:
-        check_int64("pad_token_id", pad_token_id)
-        if eos_token_id is not None:
-            check_int64("eos_token_id", eos_token_id)
-        if block_size is not None:
-            check_int("block_size", block_size, 1, MOST_SIZE)
-        for name, value in (("pad_seq_len_divisible", pad_seq_len_divisible), ("max_seq_len", max_seq_len)):
-            if value is not None:
-                check_int(name, value, None, MOST_SIZE)
-        self.pad_token_id = pad_token_id
-        self.eos_token_id = eos_token_id
-        self.block_size = block_size
-        self.pad_seq_len_divisible = pad_seq_len_divisible
-        self.max_seq_len = max_seq_len
-        self.block_pad_token_id = pad_token_id if eos_token_id is None else eos_token_id
+        self.pad_token_id = checked_int64("pad_token_id", pad_token_id)
+        self.eos_token_id = None if eos_token_id is None else checked_int64("eos_token_id", eos_token_id)
+        self.block_size = None if block_size is None else checked_int("block_size", block_size, 1, MOST_SIZE)
+        self.pad_seq_len_divisible, self.max_seq_len = (
+            None if value is None else checked_int(name, value, None, MOST_SIZE)
+            for name, value in (("pad_seq_len_divisible", pad_seq_len_divisible), ("max_seq_len", max_seq_len))
+        )
+        self.block_pad_token_id = self.pad_token_id if self.eos_token_id is None else self.eos_token_id
         self.supervise_padding = checked_bool("supervise_padding", supervise_padding)
         self.response_window = checked_bool("response_window", response_window)
         self.pin_memory = checked_bool("pin_memory", pin_memory)

@@ -529,7 +529,7 @@ def sample_level(
 
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, used by BD3-LM and Duo.
     """
-    _checks.check_int("B", B, 1, _checks.MOST_SIZE)
+    B = _checks.checked_int("B", B, 1, _checks.MOST_SIZE)
     _checks.check_choice("method", method, METHODS)
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
@@ -538,10 +538,10 @@ def sample_level(
         source = generator if seeds is None else seeds
         device = getattr(source, "device", "cpu")
     place = _seeds.as_device(device)
-    seed = _seeds.resolve_seed(place, int(B), generator, seeds)
+    seed = _seeds.resolve_seed(place, B, generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
-    (level,) = _sample_level(seed, int(B), method, low, high, backend)
+    (level,) = _sample_level(seed, B, method, low, high, backend)
     return level
 
 
@@ -564,9 +564,7 @@ def _corrupted(
     if not 0 <= eps <= 1:
         raise ValueError(f"eps must lie in [0, 1], got {eps}")
     B, L = input_ids.shape
-    if block_size is not None:
-        _checks.check_positive_int("block_size", block_size)
-        block_size = int(block_size)
+    if (block_size := _checks.checked_size("block_size", block_size)) is not None:
         columns = -(-L // block_size)
     if segment_ids is not None:
         _checks.check_whole_tensor("segment_ids", segment_ids)
@@ -643,11 +641,11 @@ def _checked_real(name: str, value: object) -> float:
 
 
 def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
-    _checks.check_positive_int("vocab_size", vocab_size)
+    vocab_size = _checks.checked_int("vocab_size", vocab_size, 1)
     if vocab_size > 2**31:
         raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
     _check_fits("vocab_size - 1", vocab_size - 1, input_ids)
-    return int(vocab_size)
+    return vocab_size
 
 
 def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:

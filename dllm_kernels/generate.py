@@ -39,7 +39,7 @@ from dllm_kernels import ops
 from dllm_kernels._random import _gumbel, _philox, _rules, _seeds
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype, dtype_of_logits, in_dtype_of
-from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
+from dllm_kernels._utils._plain import has_values, is_dtensor, readable_without_sync
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.distributed import calls
@@ -215,7 +215,7 @@ def diffusion_generate(
         seeds: int64 ``[B]``, one seed per row. Not read if nothing is drawn.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         head: the LM head; None: ``model.get_output_embeddings()``, otherwise a module named ``lm_head``. An
-            ``nn.Linear``, or LoRA or a trained copy of one (PEFT, NeMo AutoModel).
+            ``nn.Linear``, or LoRA, a trained copy or trained rows of one (PEFT, NeMo AutoModel).
         model_kwargs: further keyword arguments of each call of the model, such as ``position_ids [B, P + N]``. With
             ``cfg_scale``, tensors whose first dimension is B are repeated for the other half of the rows.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
@@ -245,24 +245,24 @@ def diffusion_generate(
     _checks.check_ndim("prompt_ids", prompt_ids, 2, "[B, P]")
     prompt, (B, P), device = prompt_ids.long(), prompt_ids.shape, prompt_ids.device
     _checks.check_flags(delay_eos=delay_eos, infill=infill, shift=shift)
-    _checks.check_int("max_new_tokens", max_new_tokens, 0 if infill else 1)
+    max_new_tokens = _checks.checked_int("max_new_tokens", max_new_tokens, 0 if infill else 1, _checks.MOST_SIZE)
     if steps is not None or threshold is None:
-        _checks.check_positive_int("steps", steps)
-    if block_size is not None:
-        _checks.check_positive_int("block_size", block_size)
+        steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
+    block_size = _checks.checked_size("block_size", block_size)
     plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, infill=bool(infill))
-    mask, base = checked_mask_id(mask_token_id, prompt), _lora.split(found).base
-    eos = checked_tokens("eos_token_id", eos_token_id, base.out_features, mask)
-    pad = checked_tokens("pad_token_id", pad_token_id, base.out_features, mask, several=False) or eos[:1]
+    mask, parts = checked_mask_id(mask_token_id, prompt), _lora.split(found)
+    V = parts.out_features
+    eos = checked_tokens("eos_token_id", eos_token_id, V, mask)
+    pad = checked_tokens("pad_token_id", pad_token_id, V, mask, several=False) or eos[:1]
     choice = Choice.of(remasking, position_temperature, threshold, eos if delay_eos else None)
     _checks.check_not_negative("cfg_scale", cfg_scale)
     sampling = _Sampling(
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
         {"skip_id": mask, "chunk_size": chunk_size, "backend": backend},
         logits_dtype, remasking, float(cfg_scale),
-        checked_tokens("suppress_ids", suppress_ids, base.out_features),
+        checked_tokens("suppress_ids", suppress_ids, V),
     )  # fmt: skip
-    sampling.check(base.out_features, device)
+    sampling.check(V, device)
     inputs, real = _model_inputs(prompt, attention_mask, max_new_tokens, model_kwargs, shift)
     _seeds.check_sources(generator, seeds, (B,), device)
     of_steps = None
@@ -274,7 +274,7 @@ def diffusion_generate(
     if holes is not None and shift:
         _check_first_is_given(holes, real)
     rows = torch.cat([prompt, prompt.new_full((B, max_new_tokens), mask)], 1)
-    tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(base.weight.dtype))
+    tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(parts.weight.dtype))
     groups = calls.groups_of(model)
     if cfg_scale:
         inputs = {name: _doubled(value, B) for name, value in inputs.items()}
@@ -477,7 +477,7 @@ class _Tokens:
         self.step = torch.zeros(B, dtype=torch.int64, device=device)
         self.ended, self.unfinished = torch.zeros(B, 1, dtype=torch.bool, device=device), B
         # The number of each column, from the first one of the row that is not padding; with infill only.
-        self.number = (torch.arange(L, device=device) - (~real).sum(1, keepdim=True)).clamp(min=0)
+        self.number = (torch.arange(L, device=device) - (real.cumsum(1) == 0).sum(1, keepdim=True)).clamp(min=0)
         self.order: Tensor | None = None
         if self.choice.remasking == "random" and seeds is not None:
             draws = _position_draws(seeds[:, 0], L if self.infills else L - self.P)
@@ -570,15 +570,19 @@ def checked_tokens(
     if value is None:
         return []
     if several and isinstance(value, Tensor | np.ndarray):
+        if isinstance(value, Tensor):
+            _checks.check_tensor(name, value)
+            if not has_values(value):
+                raise ValueError(f"{name} must hold its values, got a tensor on {value.device}")
         value = value.reshape(-1).tolist()
     tokens = list(value) if several and isinstance(value, Collection) and not isinstance(value, str) else [value]
+    tokens = [_checks.checked_int(name, token, 0) for token in tokens]
     for token in tokens:
-        _checks.check_int(name, token, 0)
         if V is not None and token >= V:
             raise ValueError(f"{name} must lie in [0, {V}), got {token}")
         if token == mask:
             raise ValueError(f"{name} must not be the MASK token, got {token}")
-    return [int(token) for token in tokens]
+    return tokens
 
 
 def _doubled(value: Any, B: int) -> Any:

@@ -66,11 +66,11 @@ class Options(NamedTuple):
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
         flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
-        _checks.check_int64("ignore_index", self.ignore_index)
         _checks.check_logits_dtype(self.logits_dtype)
-        for name, k, least in (("return_top", self.return_top, 1), ("top_k", self.top_k, 0)):
+        sizes = {"return_top": self.return_top, "top_k": self.top_k}
+        for (name, k), least in zip(sizes.items(), (1, 0), strict=True):
             if k is not None:
-                _checks.check_int(name, k)
+                sizes[name] = _checks.checked_int(name, k)
                 if not least <= k <= V:
                     raise ValueError(
                         f"{name} must lie in [{least}, {V}], the size of the vocabulary, or be None, got {k}"
@@ -78,11 +78,13 @@ class Options(NamedTuple):
         return replaced(
             self,
             **flags,
-            top_k=self.top_k or None,
+            ignore_index=_checks.checked_int64("ignore_index", self.ignore_index),
+            return_top=sizes["return_top"],
+            top_k=sizes["top_k"] or None,
             top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
             min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
             transform=_checks.checked_transform(V, *self.transform),
-            chunk_size=_checks.checked_chunk_size(self.chunk_size),
+            chunk_size=_checks.checked_size("chunk_size", self.chunk_size),
             num_active=_checks.checked_num_active(self.num_active, num_rows),
         )
 

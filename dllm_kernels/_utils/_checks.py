@@ -284,14 +284,15 @@ def check_wide_logits(value: Any) -> None:
         raise ValueError(f"logits_dtype must be torch.float32 or None, got {value}")
 
 
-def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
-    """Raise unless ``value`` is an int, of at least ``least`` and at most ``most``."""
+def checked_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """Convert an int of at least ``least`` and at most ``most`` to Python's, which cannot overflow."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {type_name(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
+    return value if type(value) is int else int(value)
 
 
 def check_choice(name: str, value: Any, known: Collection[str]) -> None:
@@ -300,21 +301,17 @@ def check_choice(name: str, value: Any, known: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
-def check_int64(name: str, value: Any) -> None:
-    """Raise unless ``value`` is an int in the range of int64."""
-    check_int(name, value)
-    if not -(2**63) <= value < 2**63:
+def checked_int64(name: str, value: Any) -> int:
+    """Convert an int in the range of int64 to Python's."""
+    number = checked_int(name, value)
+    if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name} must be an int of 64 bits, got {value}")
-
-
-def check_positive_int(name: str, value: Any) -> None:
-    """Raise unless ``value`` is an int of at least 1."""
-    check_int(name, value, 1)
+    return number
 
 
 def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
-    if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # includes NumPy scalars
+    if value is None or _is_number(value):
         return
     if isinstance(value, (Tensor, np.ndarray)):  # NumPy scalars are arrays while a graph is traced
         if math.prod(value.shape) != 1:
@@ -503,12 +500,9 @@ def _rows_overlap(x: Tensor) -> bool:
     return False
 
 
-def checked_chunk_size(chunk_size: Any) -> int | None:
-    """Convert to a Python int, which cannot overflow, and check that it is at least 1. None passes."""
-    if chunk_size is None:
-        return None
-    check_positive_int("chunk_size", chunk_size)
-    return _as_int(chunk_size)
+def checked_size(name: str, value: Any) -> int | None:
+    """Convert an int of at least 1 to Python's; None passes."""
+    return None if value is None else checked_int(name, value, 1)
 
 
 def checked_num_active(num_active: Any, rows: int) -> int | None:
@@ -517,16 +511,18 @@ def checked_num_active(num_active: Any, rows: int) -> int | None:
         return None
     if not (is_int(num_active) and 0 <= num_active <= rows):
         raise ValueError(f"num_active must be an int in [0, {rows}], got {num_active!r}")
-    return _as_int(num_active)
+    return checked_int("num_active", num_active)
 
 
-def _as_int(value: Any) -> int:
-    return value if type(value) is int else int(value)
+def _is_number(value: object) -> bool:
+    """Return True for an int or a float of Python or NumPy, False for a bool and a Fraction, which torch rejects."""
+    fraction = isinstance(value, numbers.Rational) and not isinstance(value, numbers.Integral)
+    return not isinstance(value, bool) and isinstance(value, numbers.Real) and not fraction
 
 
 def check_number(name: str, value: Any, allowed: str = "a number") -> None:
     """Raise TypeError unless ``value`` is a number of Python or NumPy."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    if not _is_number(value):
         raise TypeError(f"{name} must be {allowed}, got {type_name(value)}")
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels._utils._checks import type_name
 
@@ -62,10 +62,28 @@ def _head_of(model: nn.Module | None) -> nn.Module | None:
     return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
 
 
-def trains_tokens(head: object) -> bool:
-    """Return True for a head of which PEFT trains some rows (``trainable_token_indices``): ``weight`` merges them."""
-    peft = sys.modules.get("peft.utils.other")
-    return peft is not None and isinstance(head, getattr(peft, "TrainableTokensWrapper", ()))
+class TokenRows(NamedTuple):
+    """Weight and bias that PEFT calls a head with, of which it trains some rows (``trainable_token_indices``)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    out_features: int
+
+
+def token_layer(head: object) -> Any:
+    """Return the layer of PEFT that trains some rows of the head, or None."""
+    peft, layer = sys.modules.get("peft.tuners.trainable_tokens.layer"), getattr(head, "token_adapter", head)
+    return layer if peft is not None and isinstance(layer, peft.TrainableTokensLayer) else None
+
+
+def token_rows(layer: Any) -> TokenRows:
+    """Return weight and bias of a call of the layer. PEFT omits the bias of the head if it replaces rows."""
+    base = layer.base_layer
+    if layer.merged and (layer.disable_adapters or not layer.active_adapters):
+        layer.unmerge()
+    if layer.merged or layer.disable_adapters or not layer.active_adapters:
+        return TokenRows(base.weight, base.bias, base.out_features)
+    return TokenRows(layer.get_merged_weights(layer.active_adapters), None, base.out_features)
 
 
 def projects(head: nn.Module) -> bool:

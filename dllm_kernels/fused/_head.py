@@ -199,7 +199,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     Args:
         model: the model, also in DDP or sharded by FSDP2.
         head: the LM head; None: ``model.get_output_embeddings()``, otherwise a module named ``lm_head``. An
-            ``nn.Linear``, or LoRA or a trained copy of one (PEFT, NeMo AutoModel).
+            ``nn.Linear``, or LoRA, a trained copy or trained rows of one (PEFT, NeMo AutoModel).
         on_logits: for an operation that needs the logits: "warn" warns once for each place in the code, "raise" raises
             RuntimeError, "allow" is silent.
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward, trains_tokens
+from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward, token_layer, token_rows
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
 
@@ -43,8 +43,8 @@ class Adapter(NamedTuple):
 
 
 def is_adapted(head: nn.Module) -> bool:
-    """Return True if the head is LoRA of PEFT or NeMo AutoModel, or a copy that PEFT trains in its place."""
-    return _chosen(head) is not head or _is_peft(head) or _is_nemo(head)
+    """Return True for LoRA of PEFT or NeMo AutoModel, and for a copy or rows that PEFT trains in place of the head."""
+    return _chosen(head) is not head or _is_peft(head) or _is_nemo(head) or token_layer(head) is not None
 
 
 def takes_apart(head: nn.Module) -> bool:
@@ -63,6 +63,11 @@ def check_head(head: nn.Module | None, advice: str) -> None:
         _check_call(head, advice)
     if _is_nemo(module):
         _check_nemo(module, advice)
+        return
+    if (layer := token_layer(module)) is not None:
+        for called in (module, layer):
+            _check_call(called, advice)
+        _check_linear(layer.base_layer, advice)
         return
     if not _is_peft(module):
         _check_linear(module, advice)
@@ -88,8 +93,9 @@ class SplitHead(NamedTuple):
 
     @property
     def out_features(self) -> int:
-        """Number of classes."""
-        return self.weight.shape[0]
+        """Number of classes; of a flattened weight, as sharding leaves it, that of the layer."""
+        classes: int = self.weight.shape[0] if self.weight.dim() == 2 else self.base.out_features
+        return classes
 
     @property
     def identity(self) -> tuple[float, ...]:
@@ -122,6 +128,8 @@ def split(head: nn.Module) -> SplitHead:
     if _is_peft(module) and module.disable_adapters and module.merged:
         module.unmerge()
     base = module.base_layer if _is_peft(module) else module
+    if (layer := token_layer(module)) is not None:
+        base = token_rows(layer)
 
     def merges() -> tuple[str, ...]:
         return tuple(module.merged_adapters) if _is_peft(module) else ()
@@ -316,11 +324,6 @@ def _check_shape(head: Any, advice: str) -> None:
 
 
 def _refuse(head: object, advice: str, what: str = "") -> None:
-    if trains_tokens(head):
-        what = (
-            " (trainable_token_indices), whose weight is computed at each access: pass head.weight to forward_fused of "
-            "a loss"
-        )
     raise ValueError(
         f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}{what}; {advice}"
     )

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
+from dllm_kernels._utils._checks import type_name
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Homes = Mapping[str, Collection[str]]  # module -> names
@@ -280,9 +282,25 @@ class _Loader(importlib.abc.Loader):
         self.awaited.action(module)
 
 
+def check_before_host(mixin: type, cls: type, method: str) -> None:
+    """Raise TypeError if a class has the mixin behind a base whose ``method`` the mixin replaces."""
+    mro = cls.__mro__
+    position = mro.index(mixin)
+    before, behind = ([c for c in part if method in vars(c)] for part in (mro[:position], mro[position + 1 :]))
+    hosts = [c.__name__ for c in before if not issubclass(c, mixin)]
+    if hosts and not behind:
+        raise TypeError(
+            f"{mixin.__name__} must come before {hosts[0]} among the bases, got {cls.__name__}("
+            f"{', '.join(c.__name__ for c in cls.__bases__)}), in which it has no effect"
+        )
+
+
 def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the names to keep, sorted; raise ValueError for an unknown name."""
-    excluded, known = {exclude} if isinstance(exclude, str) else set(exclude), set(known)
+    """Return the names to keep, sorted; raise TypeError unless they are strings, ValueError for an unknown name."""
+    names = [exclude] if isinstance(exclude, str) else list(exclude) if isinstance(exclude, Iterable) else [exclude]
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"exclude must be names, a list of str, got {type_name(wrong[0])}")
+    excluded, known = set(names), set(known)
     if not excluded <= known:
         raise ValueError(f"exclude must hold names among {sorted(known)}, got {sorted(excluded - known)}")
     return sorted(excluded)

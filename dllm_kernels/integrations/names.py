@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import Deferred, computed
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
+from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
 
 __all__ = [
@@ -46,8 +47,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
         reduction: "mean" to divide the sum by the number of targets that are not ignored, or "sum".
 
     Raises:
-        TypeError: ``num_chunks`` is not an int.
-        ValueError: ``reduction`` is unknown, or ``num_chunks`` < 1.
+        TypeError: ``ignore_index`` or ``num_chunks`` is not an int, or ``logit_scale`` is not a number.
+        ValueError: ``reduction`` is unknown, ``num_chunks`` < 1, or ``logit_scale`` is not positive.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        _checks.check_positive_int("num_chunks", num_chunks)
+        num_chunks = _checks.checked_int("num_chunks", num_chunks, 1)
         _checks.check_choice("reduction", reduction, ("mean", "sum"))
-        self.ignore_index, self.logit_scale = ignore_index, logit_scale
+        _checks.check_factor("logit_scale", logit_scale)
+        self.ignore_index, self.logit_scale = _checks.checked_int64("ignore_index", ignore_index), logit_scale
         self.num_chunks, self.reduction = num_chunks, reduction
 
     def forward(
@@ -78,7 +80,7 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match.
+            ValueError: shapes, dtypes or devices do not match; on a CPU, a probability outside [0, 1].
         """
         _check_linear(_checks.Names("x", "target", "weight", "bias"), x, target, weight, bias, self.ignore_index)
         counted = target.long() != self.ignore_index  # int64, because -100 equals 156 in uint8
@@ -88,7 +90,13 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             _checks.check_shape("p_mask", p_mask, target.shape, "that of target")
             _checks.check_same_device("target", target, p_mask=p_mask)
             _checks.check_constant("p_mask", p_mask)
-            weights = weights / p_mask.masked_fill(~counted, 1.0)
+            p_mask = p_mask.masked_fill(~counted, 1.0)
+            where = first_true((p_mask < 0) | (p_mask > 1)) if readable_without_sync(p_mask) else None
+            if where is not None:
+                raise ValueError(
+                    f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
+                )
+            weights = weights / p_mask
         if self.reduction == "mean":
             weights = weights / counted.sum().clamp(min=1)
         scale = None if self.logit_scale == 1 else self.logit_scale
@@ -150,7 +158,7 @@ class FusedLinearForPPO(nn.Module):
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        _checks.check_positive_int("chunk_size", chunk_size)
+        chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
         _checks.check_choice("impl_backend", impl_backend, ("torch", "liger"))
         self.chunk_size, self.impl_backend = chunk_size, impl_backend
 
@@ -233,18 +241,21 @@ def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mas
 
     Raises:
         TypeError: an argument is not a tensor.
-        ValueError: shapes, dtypes or devices do not match, or ``target_probs`` requires a gradient.
+        ValueError: shapes, dtypes or devices do not match, ``target_probs`` requires a gradient, or on a CPU one in a
+            valid position is negative.
     """
     logits = computed(logits, "masked_soft_cross_entropy")  # no op takes probabilities beside hidden states
     _checks.check_float("logits", logits)
     _checks.check_float("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, logits.shape, "that of logits")
     _checks.check_constant("target_probs", target_probs)
-    _checks.check_same_device("logits", logits, target_probs=target_probs, position_mask=position_mask)
     _checks.check_mask("position_mask", position_mask, (*logits.shape[:-1], 1), "that of logits, with one column")
+    _checks.check_same_device("logits", logits, target_probs=target_probs, position_mask=position_mask)
     dtype = torch.promote_types(torch.promote_types(logits.dtype, target_probs.dtype), torch.float32)
     mask, q = position_mask.squeeze(-1).to(dtype), target_probs.to(dtype)
+    valid = q.masked_fill(mask[..., None] == 0, 0.0)
+    _checks.check_none_negative("target_probs", valid)
     # The op normalizes q, so the sum of q is part of the weight.
-    total = q.masked_fill(mask[..., None] == 0, 0.0).sum(-1)
+    total = valid.sum(-1)
     weights = mask * total / mask.sum().clamp(min=1)
     return ops.divergence(logits.to(dtype), q.log(), weights, kind="soft_ce").loss

@@ -43,7 +43,7 @@ import dllm_kernels
 from dllm_kernels import mtp
 from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels._utils._dtypes import in_dtype_of
-from dllm_kernels._utils._head import head_module, unwrapped
+from dllm_kernels._utils._head import head_module, token_layer, unwrapped
 from dllm_kernels.fused._head import deferred_logits
 from dllm_kernels.fused._lora import check_head, is_adapted, of_rows
 from dllm_kernels.integrations import _recipe
@@ -375,7 +375,9 @@ def _head_of_host(
         lm_weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=grad_reduce_group)
     if head is None or not adapted:
         return {"lm_weight": lm_weight}
-    _, bias, extra = of_rows(head, hidden)
+    weight, bias, extra = of_rows(head, hidden)
+    if token_layer(head) is not None:
+        lm_weight = weight
     return {"lm_weight": lm_weight, "lm_bias": bias, "extra": extra}
 
 

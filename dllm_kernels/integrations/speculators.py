@@ -261,14 +261,14 @@ def speculators_metrics(
     dpace = per_position_loss_weight == "dpace"
     if dpace and len(terms) > 1:
         raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
-    _checks.check_number("confidence_head_alpha", confidence_head_alpha)
+    _checks.check_finite("confidence_head_alpha", confidence_head_alpha)
     compared = functools.partial(
         ops.linear_divergence, hidden, weight, teacher_hidden, bias=bias, extra=extra, teacher_weight=teacher_weight,
         teacher_bias=teacher_bias, teacher_extra=teacher_extra, teacher_rows=teacher_rows,
         draft_to_target=draft_to_target, chunk_size=chunk_size, logits_dtype=logits_dtype, backend=backend,
     )  # fmt: skip
     first = 0 if _checks.checked_bool("sample_from_anchor", sample_from_anchor) else 1
-    _check_blocks(hidden, loss_mask, block_size, gamma)
+    block_size = _checked_blocks(hidden, loss_mask, block_size, gamma)
     if dpace and (where := first_fraction(loss_mask, loss_mask)) is not None:
         raise ValueError(f"loss_mask must hold 0 or 1, got {loss_mask[where].item()} at position {where}")
     _checks.check_probability("dpace_alpha", dpace_alpha)
@@ -283,7 +283,7 @@ def speculators_metrics(
         _checks.check_float("confidence_logits", confidence_logits)
         _checks.check_shape("confidence_logits", confidence_logits, loss_mask.shape, "that of loss_mask")
         learned, metrics = call.confidence(confidence_logits, found.acceptance_rate)
-        loss = loss + confidence_head_alpha * learned
+        loss = loss + float(confidence_head_alpha) * learned
     metrics |= _counted("loss", loss.detach().clone())
     for name, value in term_losses.items():
         metrics |= _counted(f"{name}_loss", value)
@@ -292,17 +292,18 @@ def speculators_metrics(
     return loss, metrics | call.accuracy(found.agree)
 
 
-def _check_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int, gamma: float) -> None:
-    """Check the mask, the block layout and the decay."""
+def _checked_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int, gamma: float) -> int:
+    """Check the mask, the block layout and the decay; return the block size."""
     _checks.check_float("hidden", hidden)
     _checks.check_ndim("hidden", hidden, 3, "[1, T, D]")
     _checks.check_mask("loss_mask", loss_mask, hidden.shape[:-1], "that of hidden without its last dimension")
-    _checks.check_positive_int("block_size", block_size)
+    block_size = _checks.checked_int("block_size", block_size, 1)
     if hidden.shape[1] % block_size:
         raise ValueError(f"hidden must have a multiple of block_size={block_size} rows, got {hidden.shape[1]}")
     _checks.check_number("gamma", gamma)
     if gamma == 0 or math.isnan(gamma):
         raise ValueError(f"gamma must be a number other than 0, got {gamma}")
+    return block_size
 
 
 def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:

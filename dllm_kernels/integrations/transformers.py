@@ -68,6 +68,7 @@ from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.integrations import _attention
+from dllm_kernels.integrations._hosts import check_before_host
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
@@ -108,8 +109,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
 
     Raises:
         TypeError: an argument is not a tensor, or is a DTensor.
-        ValueError: shapes or dtypes do not match; on a CPU, a supervised token or its probability is out of range. On a
-            GPU the check would be a host sync, and a value out of range becomes another value.
+        ValueError: shapes, dtypes or devices do not match; on a CPU, a supervised token or its probability is out of
+            range. On a GPU the check would be a host sync, and a value out of range becomes another value.
     """
     given = {"input_ids": input_ids, "loss_mask": loss_mask, "noise_mask": noise_mask, "p_mask": p_mask}
     for name, t in given.items():
@@ -120,6 +121,7 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _checks.check_float("p_mask", p_mask)
     _checks.check_dtype("p_mask", p_mask, [torch.float32])
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
+    _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask, noise_mask=noise_mask, p_mask=p_mask)
     supervised = loss_mask != 0
     _check_values(
         "input_ids", input_ids, (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS), supervised, "[0, 2^31)"
@@ -289,8 +291,8 @@ class MaskedDiffusionCollator:
             them gives every batch the same noise.
 
     Raises:
-        TypeError: ``rank`` is not an int, ``collate``, ``corrupt`` or ``level`` is not a function, or
-            ``attend_supervised`` or ``shift`` is not a bool.
+        TypeError: ``rank`` is not an int, ``seed_field`` is not a str, ``collate``, ``corrupt`` or ``level`` is not a
+            function, or ``attend_supervised`` or ``shift`` is not a bool.
         ValueError: ``rank`` has more than 64 bits, ``corrupt`` takes no MASK token, or ``seeds`` and ``seed_field`` are
             both given.
     """
@@ -308,12 +310,12 @@ class MaskedDiffusionCollator:
         shift: bool = False,
         **options: Any,
     ) -> None:
-        if rank is not None:
-            _checks.check_int64("rank", rank)
         _check_corrupt(corrupt)
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be a function or None, got {_checks.type_name(function)}")
+        if not isinstance(seed_field, str | None):
+            raise TypeError(f"seed_field must be a str or None, got {_checks.type_name(seed_field)}")
         if options.get("seeds") is None:
             options.pop("seeds", None)
         elif seed_field is not None:
@@ -322,7 +324,7 @@ class MaskedDiffusionCollator:
         self.collate = DLLMCollator() if collate is None else collate
         self.corrupt = corrupt
         self.seed_field = seed_field
-        self.rank = rank
+        self.rank = None if rank is None else _checks.checked_int64("rank", rank)
         self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
         self.shift = _checks.checked_bool("shift", shift)
@@ -342,8 +344,7 @@ class MaskedDiffusionCollator:
             TypeError: ``epoch`` is not an int.
             ValueError: ``epoch`` has more than 64 bits.
         """
-        _checks.check_int64("epoch", epoch)
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(_checks.checked_int64("epoch", epoch))
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate and corrupt samples.
@@ -515,8 +516,7 @@ def _seed(i: int, field: str, value: Any) -> int:
         seed = value if isinstance(value, bool) else operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {_checks.type_name(value)}") from None
-    _checks.check_int64(name, seed)
-    return seed
+    return _checks.checked_int64(name, seed)
 
 
 def _seeds_of_tokens(batch: Mapping[str, Tensor]) -> Tensor:
@@ -661,6 +661,10 @@ def _checked_loss(loss: Any) -> Loss:
     if isinstance(loss, type) or not callable(loss):
         got = f"the class {loss.__name__}" if isinstance(loss, type) else _checks.type_name(loss)
         raise TypeError(f"loss must be a loss or a function that returns row weights, got {got}")
+    inner = getattr(loss, "_orig_mod", getattr(loss, "func", None))  # of torch.compile, of functools.partial
+    if isinstance(inner, TransformedLoss):
+        got = f"{_checks.type_name(loss)} of {_checks.type_name(inner)}"
+        raise TypeError(f"loss must be a loss itself, got {got}; compile the model, which compiles the loss with it")
     if isinstance(loss, TransformedLoss) and not isinstance(loss, DiffusionLoss):
         name = _checks.type_name(loss)
         raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
@@ -687,8 +691,9 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
         advice: end of the error message: the alternative to suggest.
 
     Raises:
-        ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
-            another ``forward``, such as the forward of another adapter; or has hooks other than sharding hooks.
+        ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA, trained copy or trained rows
+            of one; has another ``forward``, such as the forward of another adapter; or has hooks other than sharding
+            hooks.
     """
     with computed_in_head(head_module(model), loss, advice):
         yield
@@ -741,26 +746,16 @@ class MaskedDiffusionTrainerMixin:
             bool. Also if a derived class has the mixin behind the ``Trainer`` among its bases.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
             ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
-            processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
-            (``modules_to_save``) of one. Also if, in any step, the model changes the output of its head by an operation
-            other than a cast, a copy or a view of the same shape. In the first step, if the model is causal, or if the
-            labels are missing or not packed.
+            processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA, trained copy
+            (``modules_to_save``) or trained rows (``trainable_token_indices``) of one. Also if, in any step, the model
+            changes the output of its head by an operation other than a cast, a copy or a view of the same shape. In the
+            first step, if the model is causal, or if the labels are missing or not packed.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Raise TypeError if the mixin is behind the ``Trainer`` among the bases, because it would then do nothing."""
         super().__init_subclass__(**kwargs)
-        own, mro = MaskedDiffusionTrainerMixin, cls.__mro__
-        position = mro.index(own)
-        before, behind = (
-            [c for c in part if "compute_loss" in vars(c)] for part in (mro[:position], mro[position + 1 :])
-        )
-        hosts = [c.__name__ for c in before if not issubclass(c, own)]
-        if hosts and not behind:
-            raise TypeError(
-                f"MaskedDiffusionTrainerMixin must come before {hosts[0]} among the bases, got {cls.__name__}("
-                f"{', '.join(c.__name__ for c in cls.__bases__)}), in which it has no effect"
-            )
+        check_before_host(MaskedDiffusionTrainerMixin, cls, "compute_loss")
 
     def __init__(
         self,

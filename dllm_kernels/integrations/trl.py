@@ -37,10 +37,12 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, SupportsIndex
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dllm_kernels import ops
+from dllm_kernels._core._rows import times_upstream
 from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
@@ -49,7 +51,7 @@ from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.integrations._hosts import Host, PatchReport, origin
+from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 
@@ -287,7 +289,7 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         hidden, weight, targets, outside, grad = ctx.saved_tensors
         if of_entropy is None:
-            found = None if of_log_probs is None else grad * of_log_probs[..., None].to(grad.dtype)
+            found = None if of_log_probs is None else times_upstream(grad, of_log_probs[..., None].to(grad.dtype))
         else:
             known = () if outside is None else (outside,)
             upstream = torch.zeros_like(of_entropy) if of_log_probs is None else of_log_probs
@@ -387,11 +389,17 @@ class DiffusionPolicyMixin:
         **kwargs: keyword arguments of the trainer.
 
     Raises:
-        TypeError: an argument of the mixin has the wrong type.
+        TypeError: an argument of the mixin has the wrong type, or a derived class has the mixin behind the trainer
+            among its bases.
         ValueError: an argument of the mixin is out of range, images are given, or the LM head is neither a plain
-            ``nn.Linear`` nor PEFT's LoRA or trained copy of one. Also if the model changes the output of its head by an
-            operation other than a cast, a copy or a view of the same shape.
+            ``nn.Linear`` nor PEFT's LoRA, trained copy or trained rows of one. Also if the model changes the output of
+            its head by an operation other than a cast, a copy or a view of the same shape.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError if the mixin is behind the trainer among the bases, because it would then do nothing."""
+        super().__init_subclass__(**kwargs)
+        check_before_host(DiffusionPolicyMixin, cls, "_get_per_token_logps_and_entropies")
 
     accelerator: Any
     args: Any
@@ -417,7 +425,7 @@ class DiffusionPolicyMixin:
         views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
-        self._views, self._mask_token_id, self._iteration = views, mask_token_id, iteration
+        self._views, self._mask_token_id, self._iteration = views, checked_mask_id(mask_token_id, one), iteration
         self._logits_dtype, self._shift = logits_dtype, _checks.checked_bool("shift", shift)
         start: Any = super().__init__
         self._rollout = (
@@ -533,8 +541,14 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
         int64 ``[B]``.
 
     Raises:
-        TypeError: ``iteration`` is not a whole number.
+        TypeError: ``iteration`` is not a whole number, or another argument has the wrong type.
+        ValueError: ``input_ids`` are not ``[B, L]``, or ``attention_mask`` is not a mask of their shape and device.
     """
+    _checks.check_ids("input_ids", input_ids)
+    _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
+    _checks.check_mask("attention_mask", attention_mask, input_ids.shape, "that of input_ids")
+    _checks.check_same_device("input_ids", input_ids, attention_mask=attention_mask)
+    logits_to_keep = _checks.checked_int("logits_to_keep", logits_to_keep, 0, input_ids.shape[1])
     there = attention_mask != 0
     completion = torch.arange(input_ids.shape[1], device=input_ids.device) >= input_ids.shape[1] - logits_to_keep
     place = 2 * there.cumsum(-1) + completion
@@ -619,18 +633,18 @@ def diffusion_rollout(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or ``steps`` is less than the number of blocks or greater than the
-            number of tokens. The function raises it for an empty prompt with ``shift``, and for options of the trainer
-            that it cannot honour: a ``repetition_penalty`` other than 1, and ``generation_kwargs``.
+            number of tokens. The function raises it for an empty prompt with ``shift``, if neither ``length`` nor the
+            trainer gives the length, and for options of the trainer that it cannot honour: a ``repetition_penalty``
+            other than 1, and ``generation_kwargs``.
     """
     _checks.check_flags(delay_eos=delay_eos, infill=infill, with_logprobs=with_logprobs, shift=shift)
     Choice.of(remasking, position_temperature, threshold, None)
     _checks.check_not_negative("cfg_scale", cfg_scale)
     checked_tokens("suppress_ids", suppress_ids)
     if steps is not None or threshold is None:
-        _checks.check_positive_int("steps", steps)
-    for name, value in (("length", length), ("block_size", block_size)):
-        if value is not None:
-            _checks.check_positive_int(name, value)
+        steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
+    length = None if length is None else _checks.checked_int("length", length, 1, _checks.MOST_SIZE)
+    block_size = _checks.checked_size("block_size", block_size)
     checked_mask_id(mask_token_id, torch.zeros(1, dtype=torch.int64, device="cpu"))
     if temperature is not None:
         _checks.check_number("temperature", temperature)
@@ -649,11 +663,14 @@ def diffusion_rollout(
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         _check_honoured(trainer)
-        of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
-        prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
+        prompt_ids: Any = [_tokens_of(p) for p in prompts]
+        if any(p is None for p in prompt_ids):
+            prompt_ids = trainer._tokenize_prompts(prompts)[0]
         if shift and not all(map(len, prompt_ids)):
             raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
         wanted = trainer.args.max_completion_length if length is None else length
+        if wanted is None:
+            raise ValueError("length must be given for a trainer without a max_completion_length, got None")
         P, device = max(map(len, prompt_ids), default=0), trainer.accelerator.device
         pad = _token_id(trainer.processing_class, "pad_token_id") or 0
         ids = [[pad] * (P - len(p)) + list(p) for p in prompt_ids]
@@ -676,6 +693,15 @@ def diffusion_rollout(
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
 
     return rollout
+
+
+def _tokens_of(prompt: Any) -> list[int] | None:
+    """Return the tokens of a prompt that is a sequence, an array or a tensor of integers, otherwise None."""
+    if isinstance(prompt, Tensor | np.ndarray):
+        prompt = prompt.tolist()
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence) or not all(map(_checks.is_int, prompt)):
+        return None
+    return [int(token) for token in prompt]
 
 
 def _check_honoured(trainer: Any) -> None:

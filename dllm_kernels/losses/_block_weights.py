@@ -66,8 +66,7 @@ def size_of_blocks(name: str, blocks: Tensor, block_size: int | None, anchor_row
         TypeError: ``block_size`` is not an int.
         ValueError: ``block_size`` is another number.
     """
-    if block_size is not None:
-        _checks.check_positive_int("block_size", block_size)
+    block_size = _checks.checked_size("block_size", block_size)
     k = blocks.shape[2]
     size = k if anchor_row else k + 1
     if block_size is not None and block_size != size:

@@ -112,13 +112,13 @@ class DraftLoss(TransformedLoss):
         _checks.check_choice("position_weights", self._weighting, POSITION_WEIGHTS)
         _checks.check_probability("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
-        _checks.check_int("decay_from", self.decay_from, 0)
-        _checks.checked_chunk_size(self.chunk_size)
+        decay_from = _checks.checked_int("decay_from", self.decay_from, 0)
+        _checks.checked_size("chunk_size", self.chunk_size)
         gamma = self.loss_gamma
         # gamma != gamma tests for NaN, because a graph with a symbolic float cannot hold math.isnan
         if gamma is not None and not isinstance(gamma, str) and (gamma == 0 or gamma != gamma):
             raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
-        return BlockWeights(self._weighting, gamma, self.dpace_alpha, self.normalize, self.anchor_row, self.decay_from)
+        return BlockWeights(self._weighting, gamma, self.dpace_alpha, self.normalize, self.anchor_row, decay_from)
 
     @_WeightingSetting
     @of_computed
@@ -151,8 +151,7 @@ class DraftLoss(TransformedLoss):
         weighting = self._checked_weighting()
         _checks.check_tensor("block_mask", block_mask)
         _checks.check_mask("block_mask", block_mask, block_mask.shape)
-        if block_size is not None:
-            _checks.check_positive_int("block_size", block_size)
+        block_size = _checks.checked_size("block_size", block_size)
         shape = block_mask.shape
         if len(shape) == 3:
             block_size = size_of_blocks("block_mask", block_mask, block_size, self.anchor_row)
@@ -182,10 +181,8 @@ class DraftLoss(TransformedLoss):
         prefix = checked_prefix(prefix, "block_mask", block_mask, rows)
         return torch.where(given_rows(prefix, rows).flatten(1), 0, block_mask), prefix
 
-    def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: Tensor) -> Counts:
-        """Check ``block_size`` and the counts of the whole step, also if unused; return the counts as plain tensors."""
-        if block_size is not None:
-            _checks.check_positive_int("block_size", block_size)
+    def _checked_counts(self, counts: Counts, target_ids: Tensor) -> Counts:
+        """Check the counts of the whole step, also if unused; return them as plain tensors."""
         counts = Counts(*all_plain(*counts))
         check_counts(num_tokens=counts.tokens, num_sequences=counts.sequences, total_weight=counts.weight)
         blocks: Any = counts.blocks

@@ -344,7 +344,7 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
         rows.check_targets(target_ids, block_mask)
-        counts = self._checked_counts(counts, block_size, target_ids)
+        counts, block_size = self._checked_counts(counts, target_ids), _checks.checked_size("block_size", block_size)
         if prefix is not None:
             block_mask, prefix = self._checked_prefix(prefix, block_mask, block_size)
         return DraftCall(

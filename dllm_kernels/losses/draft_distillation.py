@@ -373,7 +373,7 @@ class DraftDistillationLoss(DraftLoss):
         teacher.check(rows, targets)
         self._check_required(spec, teacher, target_ids, confidence_logits)
         target_ids, block_mask, confidence_logits = all_plain(target_ids, block_mask, confidence_logits)
-        counts = self._checked_counts(counts, block_size, block_mask)
+        counts, block_size = self._checked_counts(counts, block_mask), _checks.checked_size("block_size", block_size)
         call = _Call(
             weighting, self._returns_rows(), rows, target_ids, block_mask, block_size, counts, self, teacher, spec
         )

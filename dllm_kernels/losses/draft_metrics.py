@@ -140,7 +140,7 @@ def acceptance_stats(
     """
     _checks.check_flags(anchor_row=anchor_row, bonus=bonus, sampling=sampling)
     rates, prefix = _rates_of(output) if sampling else _matches_of(output), _prefix_of(output, prefix)
-    _checks.check_positive_int("block_size", block_size)
+    block_size = _checks.checked_int("block_size", block_size, 1)
     if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == rates.numel():
         rates, mask, prefix = map(as_batch, (rates, mask, prefix))  # a loss of packed rows returns a batch of one
     _checks.check_masks_like("output", rates, mask=mask)

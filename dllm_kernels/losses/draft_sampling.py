@@ -79,8 +79,8 @@ def sample_anchors(
     _checks.check_tensor("loss_mask", loss_mask)
     _checks.check_mask("loss_mask", loss_mask, loss_mask.shape, no_ids=True)
     _checks.check_ndim("loss_mask", loss_mask, 2, "[B, L]")
-    _checks.check_int("num", num, 1, _checks.MOST_SIZE)
-    _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)
+    num = _checks.checked_int("num", num, 1, _checks.MOST_SIZE)
+    block_size = _checks.checked_int("block_size", block_size, 2, _checks.MOST_SIZE)
     overlap = _checks.checked_bool("overlap", overlap)
     _check_segments("loss_mask", loss_mask, segment_ids)
     loss_mask, segment_ids = all_plain(loss_mask, segment_ids)
@@ -224,7 +224,7 @@ def block_targets(
     for name, t in (("ids", ids), ("anchors", anchors)):
         _checks.check_ids(name, t)
         _checks.check_ndim(name, t, 2, "[B, L]" if name == "ids" else "[B, num]")
-    _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)
+    block_size = _checks.checked_int("block_size", block_size, 2, _checks.MOST_SIZE)
     _checks.check_same_device("ids", ids, anchors=anchors)
     if len(ids) != len(anchors):
         raise ValueError(f"anchors must have the rows of ids, {len(ids)}, got {len(anchors)}")
@@ -278,9 +278,8 @@ def sample_prefix(
     """
     if isinstance(shape, (str, int)) or not isinstance(shape, Sequence) or not len(shape):
         raise TypeError(f"shape must be a tuple of ints, such as (B, num), got {type_name(shape)}")
-    for size in shape:
-        _checks.check_int("shape", size, 0, _checks.MOST_SIZE)
-    _checks.check_int("block_size", block_size, 2, MOST_PREFIX)
+    shape = [_checks.checked_int("shape", size, 0, _checks.MOST_SIZE) for size in shape]
+    block_size = _checks.checked_int("block_size", block_size, 2, MOST_PREFIX)
     _checks.check_number("base", base)
     if not 0 < base < math.inf:
         raise ValueError(f"base must be positive and finite, got {base}")

@@ -153,7 +153,7 @@ class IDLMLoss(TransformedLoss):
         rows.check(target_ids, width=2 * target_ids.shape[1] if target_ids.dim() == 2 else None)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
         targets, L = next_tokens(target_ids), target_ids.shape[1]
-        _checks.check_int("seq_len", seq_len)
+        _checks.checked_int("seq_len", seq_len)
         if seq_len != L:
             raise ValueError(f"seq_len must be the length of target_ids, {L}, got {seq_len}")
         _checks.check_masks_like("target_ids", target_ids, answer_mask=answer_mask, valid_mask=valid_mask)

@@ -70,7 +70,7 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
         ValueError: ``t`` is not floating, or a setting is out of range.
     """
     _checks.check_float("t", t)
-    check_schedule(max_ratio, gamma_shape, t_peak)
+    max_ratio, gamma_shape, t_peak = checked_schedule(max_ratio, gamma_shape, t_peak)
     t = plain(t).to(accum_dtype(t.dtype)).clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
     scale = _peak_scale(max_ratio, gamma_shape, t_peak, t.dtype)
@@ -96,8 +96,8 @@ def _peak_scale(max_ratio: float, gamma_shape: float, t_peak: float, dtype: torc
     return scale
 
 
-def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
-    """Raise unless the settings of a schedule are numbers in their ranges."""
+def checked_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> tuple[float, float, float]:
+    """Convert the settings of a schedule to floats; raise unless they are numbers in their ranges."""
     _checks.check_number("max_ratio", max_ratio)
     _checks.check_finite("gamma_shape", gamma_shape)
     _checks.check_number("t_peak", t_peak)
@@ -105,6 +105,7 @@ def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
         raise ValueError(f"max_ratio must lie in [0, 1), got {max_ratio}")
     if not 0 < t_peak < 1:
         raise ValueError(f"t_peak must lie in (0, 1), got {t_peak}")
+    return float(max_ratio), float(gamma_shape), float(t_peak)  # NumPy would compute in the dtype of a narrow number
 
 
 class SCDDLoss(DiffusionLoss):
@@ -238,10 +239,10 @@ class SCDDLoss(DiffusionLoss):
 
     def _check_settings(self) -> None:
         """Validate the settings, on every call because attributes may have been reassigned."""
-        _checks.check_int("mask_token_id", self.mask_token_id, 0)
-        _checks.check_int("num_timesteps", self.num_timesteps, 2)
-        check_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
-        _checks.checked_chunk_size(self.chunk_size)
+        _checks.checked_int("mask_token_id", self.mask_token_id, 0)
+        _checks.checked_int("num_timesteps", self.num_timesteps, 2)
+        checked_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
+        _checks.checked_size("chunk_size", self.chunk_size)
 
 
 def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:

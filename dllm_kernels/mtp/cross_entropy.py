@@ -92,8 +92,7 @@ class MaskedCrossEntropy(CrossEntropy):
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
-        _checks.check_int64("ignore_index", ignore_index)
-        self.ignore_index = int(ignore_index)
+        self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
 
     @from_hidden_states("_forward_fused")
     def forward(
@@ -198,11 +197,10 @@ class FusedLinearCrossEntropy(CrossEntropy):
         if logit_softcapping:
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
         super().__init__(None, scale, skip_id, reduction, backend)
-        _checks.check_int64("ignore_index", ignore_index)
-        self.ignore_index = int(ignore_index)
+        self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
         self.logit_softcapping = logit_softcapping
         self.impl = impl
-        self.chunk_size = _checks.checked_chunk_size(chunk_size)
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
 
     @property
     def softcap(self) -> float | None:
@@ -435,7 +433,7 @@ def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
     """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
     own = ignore_index_of(loss_fn)
     if ignore_index is not None:
-        _checks.check_int("ignore_index", ignore_index)
+        _checks.checked_int("ignore_index", ignore_index)
     if ignore_index not in (None, IGNORE, own):
         raise ValueError(f"ignore_index must be {IGNORE} or that of loss_fn, {own}, got {ignore_index}")
     return own

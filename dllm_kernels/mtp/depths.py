@@ -54,8 +54,8 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = IGNORE, seq_idx: 
         TypeError: ``depth`` or ``ignore_index`` is not an int, or ``seq_idx`` is not a tensor.
         ValueError: ``depth`` is negative, or ``seq_idx`` does not have the shape and device of ``labels``.
     """
-    _checks.check_int("depth", depth, 0)
-    _checks.check_int64("ignore_index", ignore_index)
+    depth = _checks.checked_int("depth", depth, 0)
+    ignore_index = _checks.checked_int64("ignore_index", ignore_index)
     labels = to_int64(labels)
     shifted, seq_idx = shift_left(labels, ignore_index, depth + 1), _sub_sequences(labels, None, seq_idx)
     if seq_idx is None:

@@ -89,8 +89,8 @@ def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     if not isinstance(k, torch.Tensor):
         if not _checks.is_int(k):
             raise TypeError(f"k must be an int or a torch.Tensor, got {_checks.type_name(k)}")
-        _checks.check_int("k", k, 0)
-        _checks.check_int64("k", k)
+        _checks.checked_int("k", k, 0)
+        _checks.checked_int64("k", k)
         return
     _checks.check_dtype("k", k, _checks.INT_DTYPES)
     _checks.check_shape("k", k, log_w.shape[:1], "the rows of log_w")

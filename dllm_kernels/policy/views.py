@@ -249,7 +249,7 @@ def policy_views(
     mask_id = _check_batch(ids, loss_mask, mask_token_id)
     use_triton(backend, ids)  # raises if the backend is invalid, also if nothing is drawn
     _check_scheme(scheme)
-    _checks.check_int("num", num, 1, _checks.MOST_SIZE)
+    num = _checks.checked_int("num", num, 1, _checks.MOST_SIZE)
     _checks.check_whole_tensor("step_map", step_map)
     prob = _checked_prompt_prob(prompt_prob, scheme)
     supervised = loss_mask != 0
@@ -264,10 +264,10 @@ def policy_views(
         step_map = step_map if start is None else torch.where(real, step_map.long(), -1)  # -1 is 255 in uint8
     elif step_map is not None:
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
-    levels = _checked_level(level, ids, int(num), scheme)
+    levels = _checked_level(level, ids, num, scheme)
     draws = scheme not in ("full", "trace") or prob > 0
-    of_draws, of_call = _seeds_of_views(ids, int(num), seeds, generator, draws)
-    rows = _ViewArguments(ids, supervised, mask_id, int(num), of_draws, of_call, backend, levels, prob, step_map, start)
+    of_draws, of_call = _seeds_of_views(ids, num, seeds, generator, draws)
+    rows = _ViewArguments(ids, supervised, mask_id, num, of_draws, of_call, backend, levels, prob, step_map, start)
     made = SCHEMES[scheme](rows)
     weights = torch.where(made.scored, made.weight[..., None], 0.0)
     noisy = torch.where(made.masked, mask_id, ids)

@@ -1,14 +1,17 @@
 """Names of other code bases give the results of the originals' formulas, in value and gradient."""
 
+import contextlib
 import importlib.util
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn import functional as F
 
 from dllm_kernels import fused_head
 from dllm_kernels.integrations import names
 from tests.conftest import DEVICE
+from tests.support.pairs import pairs
 
 B, L, D, V = 2, 7, 6, 19
 
@@ -201,6 +204,15 @@ BAD = {
         names.FusedLinearDiffusionCrossEntropyLoss()(x, ids, w.T))),
     "device": (ValueError, "target_probs must be on .* like logits, got meta", lambda x, w, ids: (
         names.masked_soft_cross_entropy(x, x.detach().to("meta"), torch.ones(B, L, 1)))),
+    "probability": (ValueError, r"p_mask must lie in \[0, 1\] where it is used, got 1\.5 at position \(0, 0\)",
+                    lambda x, w, ids: names.FusedLinearDiffusionCrossEntropyLoss()(
+                        x, ids, w, None, torch.full(ids.shape, 1.5, device=DEVICE))),
+    "negative probability": (ValueError, "target_probs must not be negative, got -1.0", lambda x, w, ids: (
+        names.masked_soft_cross_entropy(x, -torch.ones_like(x), torch.ones(B, L, 1, device=DEVICE)))),
+    "ignored index": (TypeError, "ignore_index must be an int, got float", lambda x, w, ids: (
+        names.FusedLinearDiffusionCrossEntropyLoss(1.0))),
+    "scale": (ValueError, "logit_scale must be positive, from .*, got 0.0", lambda x, w, ids: (
+        names.FusedLinearDiffusionCrossEntropyLoss(logit_scale=0.0))),
     "list": (TypeError, r"logits must be a torch\.Tensor, got list", lambda x, w, ids: names.token_entropy([1.0])),
 }  # fmt: skip
 
@@ -217,3 +229,124 @@ def test_a_token_of_uint8_is_not_the_ignored_label():
     x, weight = torch.randn(B, D, device=DEVICE), torch.randn(200, D, device=DEVICE)
     target, loss = torch.tensor([156, 3], device=DEVICE), names.FusedLinearDiffusionCrossEntropyLoss()
     assert torch.equal(loss(x, target.to(torch.uint8), weight), loss(x, target, weight))
+
+
+PAIRS = {
+    "name": ["FusedLinearDiffusionCrossEntropyLoss", "linear_cross_entropy", "FusedLinearForPPO", "token_entropy",
+             "masked_soft_cross_entropy"],
+    "option": [None, "mean", "sum"],
+    "scale": [1.0, 0.6, 2],
+    "head": ["trained", "frozen", "with bias"],
+    "dtype": [torch.float64, torch.float32, torch.bfloat16],
+    "ids": [torch.int64, torch.int32, torch.uint8],
+    "ignored": ["none", "some", "all of a row", "all"],
+    "mask": [None, torch.float32, torch.bfloat16, torch.float64],
+    "layout": ["batch", "flat", "strided", "no rows"],
+    "around": ["nothing", "autocast", "default dtype", "checkpoint", "no_grad", "fused_head"],
+}  # fmt: skip
+
+
+def excluded(case):
+    """Return True for values that no call takes together, or that are no reference."""
+    name, ids = case.get("name", "token_entropy"), case.get("ids", torch.int64)
+    if ids == torch.uint8 and case.get("ignored", "none") != "none" and name != "FusedLinearDiffusionCrossEntropyLoss":
+        return True  # -100 does not fit
+    return case.get("around") == "autocast" and case.get("dtype") == torch.float32
+
+
+CASES = pairs(PAIRS, excluded)
+
+
+def plain_loss(name, x, weight, bias, ids, p, option, scale, ignored):
+    """Compute the results by their formulas, from logits of all rows."""
+    z = F.linear(x, weight, bias).to(torch.promote_types(x.dtype, torch.float32))
+    counted = ids.long() != ignored
+    log_p = (z * scale if name.startswith("FusedLinearD") else z / scale if "token" not in name else z).log_softmax(-1)
+    of_ids = log_p.gather(-1, torch.where(counted, ids.long(), 0)[..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    if name == "token_entropy":
+        return [entropy]
+    if name == "FusedLinearDiffusionCrossEntropyLoss":
+        total = -torch.where(counted, of_ids / (1 if p is None else p.to(of_ids.dtype)), 0.0).sum()
+        return [total / (counted.sum().clamp(min=1) if option != "sum" else 1)]
+    of_ids, entropy = (torch.where(counted, t, 0.0) for t in (of_ids, entropy))
+    if name == "linear_cross_entropy":
+        return [of_ids.flatten() if option is None else getattr(of_ids, option)(), entropy.flatten()]
+    return [of_ids, entropy]
+
+
+@pytest.mark.everyday(8)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_pairs_of_features(number):
+    chosen = CASES[number]
+    name, dtype, flat = chosen["name"], chosen["dtype"], chosen["layout"] == "flat"
+    g = torch.Generator().manual_seed(number)
+    b = 0 if chosen["layout"] == "no rows" else B
+    ignored = 255 if chosen["ids"] == torch.uint8 else -100
+    x, weight, bias = (torch.randn(*shape, generator=g).to(DEVICE, dtype) for shape in ((b, L, D), (V, D), (V,)))
+    ids, p = torch.randint(0, V, (b, L), generator=g), torch.rand(b, L, generator=g) * 0.9 + 0.1
+    ids[:1, :3] = ignored if chosen["ignored"] == "some" else ids[:1, :3]
+    ids[:1] = ignored if chosen["ignored"] == "all of a row" else ids[:1]
+    ids[:] = ignored if chosen["ignored"] == "all" else ids
+    ids, p = ids.to(DEVICE, chosen["ids"]), None if chosen["mask"] is None else p.to(DEVICE, chosen["mask"])
+    if flat:
+        x, ids, p = x.flatten(0, 1), ids.flatten(), None if p is None else p.flatten()
+    if chosen["layout"] == "strided":
+        x = torch.stack([x, x], -1)[..., 0]
+    bias = bias if chosen["head"] == "with bias" else None
+    option, scale = chosen["option"], chosen["scale"]
+    q = torch.rand(*ids.shape, V, generator=g).to(DEVICE) / V
+
+    def ours(x, weight, bias):
+        head = torch.nn.Linear(D, V, bias=bias is not None, device=DEVICE, dtype=dtype)
+        for key, t in (("weight", weight), ("bias", bias)):
+            del head._parameters[key]
+            setattr(head, key, t)
+        if name == "FusedLinearDiffusionCrossEntropyLoss":
+            loss = names.FusedLinearDiffusionCrossEntropyLoss(
+                ignored, logit_scale=scale, num_chunks=2, reduction=option or "mean"
+            )
+            return [loss(x, ids, weight, bias, p)]
+        if name in ("token_entropy", "masked_soft_cross_entropy"):
+            fused = chosen["around"] == "fused_head"
+            with fused_head(head, head=head, on_logits="allow") if fused else contextlib.nullcontext():
+                if name == "token_entropy":
+                    return [names.token_entropy(head(x))]
+                mask = torch.ones(ids.shape, device=DEVICE) if p is None else p
+                return [names.masked_soft_cross_entropy(head(x), q, mask[..., None])]
+        if name == "linear_cross_entropy":
+            return list(names.linear_cross_entropy(x, weight, ids, float(scale), option or "none"))
+        return list(names.FusedLinearForPPO(3)(x, weight, ids, float(scale)))
+
+    def theirs(x, weight, bias):
+        if name == "masked_soft_cross_entropy":
+            mask = torch.ones(ids.shape, device=DEVICE) if p is None else p
+            dtype = torch.promote_types(x.dtype, torch.float32)
+            log_p, mask = F.linear(x, weight, bias).to(dtype).log_softmax(-1), mask.to(dtype)
+            return [(mask * -(q.to(dtype) * log_p).sum(-1)).sum() / mask.sum().clamp(min=1)]
+        return plain_loss(name, x, weight, bias, ids, p, option, scale, ignored)
+
+    if name in ("linear_cross_entropy", "FusedLinearForPPO"):
+        bias = None
+    x.requires_grad_()
+    for t in (weight, bias):
+        if t is not None:
+            t.requires_grad_(chosen["head"] != "frozen")
+    leaves = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    with contextlib.ExitStack() as stack:
+        if chosen["around"] == "autocast":
+            stack.enter_context(torch.autocast(DEVICE, torch.bfloat16))
+        elif chosen["around"] == "no_grad":
+            stack.enter_context(torch.no_grad())
+        elif chosen["around"] == "default dtype":
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        of_call = torch.utils.checkpoint.checkpoint if chosen["around"] == "checkpoint" else lambda f, *a, **_: f(*a)
+        found = [of_call(ours, x, weight, bias, use_reentrant=False), theirs(x, weight, bias)]
+    exact = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {}
+    for got, same in zip(*found, strict=True):
+        torch.testing.assert_close(got, same, check_dtype=False, equal_nan=True, **exact)
+    if chosen["around"] != "no_grad":
+        grads = [torch.autograd.grad(sum(t.sum() for t in ts), leaves) for ts in found]
+        for got, same in zip(*grads, strict=True):
+            torch.testing.assert_close(got, same, **exact)

@@ -1,6 +1,7 @@
 """nemo_automodel patched and unpatched: recipe and strategies give equal results, and unpatching restores all."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -24,8 +25,10 @@ import dllm_kernels
 from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
+from tests.conftest import every_time
 from tests.support import nemo_lora
 from tests.support.hosts import assert_patched_once, defined_in, found
+from tests.support.pairs import pairs
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
@@ -944,6 +947,132 @@ def fused_losses(model):
 
 
 FUNCTIONS = ("calculate_loss", "calculate_loss, the head gathered", "calculate_mtp_loss", "PipelineCausalLMLoss")
+
+
+OF_PEFT = {
+    "LoRA": {"target_modules": ["lm_head"]},
+    "trained copy": {"target_modules": ["body"], "modules_to_save": ["lm_head"]},
+    "trained rows": {"target_modules": ["body"], "trainable_token_indices": {"lm_head": [3, V - 1]}},
+}
+PAIRS = {
+    "function": FUNCTIONS,
+    "head": ["linear", "with bias", "frozen", "of another library", "parametrized", *OF_PEFT, "trained rows alone"],
+    "labels": [torch.int64, torch.int32],
+    "loss_weights": [False, True],
+    "count": [None, 7, torch.tensor(7)],
+    "cap": [None, "of the model", "of the loss"],
+    "ignore_index": [-100, 3],
+    "dtype": [torch.float64, torch.float32],
+    "logits_dtype": [None, torch.float32],
+    "exclude": [(), ("MaskedCrossEntropy", "DLLMCollator")],
+    "layout": ["batch", "packed"],
+    "around": ["nothing", "autocast", "default dtype", "no_grad"],
+}  # fmt: skip
+
+
+def no_pair(case):
+    """Return True for values that no call takes together."""
+    name = case.get("function", "calculate_loss")
+    if not name.startswith("calculate_loss") and (case.get("loss_weights") or case.get("count") is not None):
+        return True
+    if name == "calculate_mtp_loss" and case.get("cap") == "of the model":  # which no head of a depth applies
+        return True
+    if case.get("layout") == "packed" and name in ("calculate_mtp_loss", "PipelineCausalLMLoss"):
+        return True
+    return case.get("around") == "autocast" and case.get("dtype") == torch.float32  # rounds logits to 16 bits
+
+
+PAIRED = pairs(PAIRS, no_pair)
+WITHOUT_PEFT = [n for n, case in enumerate(PAIRED) if case["head"] not in (*OF_PEFT, "trained rows alone")][:6]
+
+
+def model_of_pairs(head):
+    model = Model()
+    model.body, model.config = nn.Linear(D, D), SimpleNamespace(model_type="custom")
+    if head == "with bias":
+        model.lm_head = nn.Linear(D, V)
+    elif head == "of another library":
+        model.lm_head = ForeignLinear(model.lm_head)
+    elif head == "parametrized":
+        nn.utils.parametrizations.weight_norm(model.lm_head)
+    elif head == "frozen":
+        model.lm_head.requires_grad_(False)
+    elif head != "linear":
+        peft = pytest.importorskip("peft")
+        config = peft.TrainableTokensConfig(target_modules=["lm_head"], token_indices=[3, V - 1])
+        if head in OF_PEFT:
+            config = peft.LoraConfig(r=2, init_lora_weights=False, **OF_PEFT[head])
+        model.config = {"model_type": "custom"}
+        model = peft.get_peft_model(model, config).base_model.model
+        for name, p in model.named_parameters():
+            if "delta" in name or "modules_to_save" in name:
+                nn.init.normal_(p)
+    return model
+
+
+@pytest.mark.parametrize("number", every_time(WITHOUT_PEFT, range(len(PAIRED))))
+def test_pairs_of_features_of_the_losses(strategy, number):
+    chosen = PAIRED[number]
+    torch.manual_seed(number)
+    model = model_of_pairs(chosen["head"]).to(chosen["dtype"]).train()
+    hidden, depths, labels = batch()
+    hidden, depths = hidden.to(chosen["dtype"]).requires_grad_(), [d.to(chosen["dtype"]) for d in depths]
+    ignore, cap = chosen["ignore_index"], None if chosen["cap"] is None else 0.8
+    labels = torch.where(labels == -100, ignore, labels).to(chosen["labels"])
+    if chosen["layout"] == "packed":
+        hidden, labels = hidden.detach().flatten(0, 1)[None].requires_grad_(), labels.flatten()[None]
+    weights = torch.rand(labels.shape) if chosen["loss_weights"] else None
+    config = SimpleNamespace(final_logit_softcapping=cap if chosen["cap"] == "of the model" else None)
+    model.config = SimpleNamespace(get_text_config=lambda: config)
+    integration.patch(logits_dtype=chosen["logits_dtype"], exclude=chosen["exclude"])
+    own = cap if chosen["cap"] == "of the loss" else None
+    fused = module("components.loss.linear_ce").FusedLinearCrossEntropy(ignore_index=ignore, logit_softcapping=own or 0)
+    utils, host_mtp = module("components.loss.utils"), module("components.loss.mtp")
+
+    def of_logits(h, labels, weights=None, count=None):
+        z = model.lm_head(h)
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        nll = nn.functional.cross_entropy(
+            z.flatten(0, 1), labels.long().flatten(), ignore_index=ignore, reduction="none"
+        )
+        total = nll.sum() if weights is None else (nll * weights.flatten()).sum()
+        return total if count is None else total / count
+
+    def ours():
+        options = {"labels": labels, "model": model, "loss_weights": weights, "num_label_tokens": chosen["count"]}
+        if chosen["function"] == "calculate_mtp_loss":
+            return host_mtp.calculate_mtp_loss(
+                fused, mtp_per_depth_h=depths, labels=labels, model=model, ignore_index=ignore
+            )
+        if chosen["function"] == "PipelineCausalLMLoss":
+            output = SimpleNamespace(hidden_states=hidden, logits=None)
+            return host_mtp.PipelineCausalLMLoss(fused, model, ignore_index=ignore)(output, labels)
+        gathered = {"lm_weight": model.lm_head.weight} if "gathered" in chosen["function"] else {}
+        return utils.calculate_loss(fused, hidden_states=hidden, **options, **gathered)
+
+    def theirs():
+        if chosen["function"] != "calculate_mtp_loss":
+            return of_logits(hidden, labels, weights, chosen["count"])
+        shifted = [nn.functional.pad(labels[:, k:], (0, k), value=ignore) for k in (1, 2)]
+        return 0.1 / 2 * sum(of_logits(h, y) for h, y in zip(depths, shifted, strict=True))
+
+    with contextlib.ExitStack() as stack:
+        if chosen["around"] == "autocast":
+            stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        elif chosen["around"] == "no_grad":
+            stack.enter_context(torch.no_grad())
+        elif chosen["around"] == "default dtype":
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        found = [function() for function in (ours, theirs)]
+    torch.testing.assert_close(*found, check_dtype=False)
+    trained = [p for p in (hidden, *model.parameters()) if p.requires_grad]
+    if chosen["around"] != "no_grad" and found[1].requires_grad:
+        grads = [torch.autograd.grad(loss, trained, allow_unused=True) for loss in found]
+        for got, same in zip(*grads, strict=True):
+            assert (got is None) == (same is None)
+            if got is not None:
+                torch.testing.assert_close(got, same)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

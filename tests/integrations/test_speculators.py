@@ -1,5 +1,7 @@
 """speculators patched and unpatched: the package's losses, and its metrics from hidden states, give equal results."""
 
+import contextlib
+import functools
 import importlib
 import inspect
 import json
@@ -17,6 +19,7 @@ from dllm_kernels.integrations import speculators as integration
 from tests.conftest import DEVICE
 from tests.support import trainers
 from tests.support.hosts import assert_patched_once, defined_in
+from tests.support.pairs import pairs
 from tests.support.parity import assert_as_good_as_plain, largest_error, value_and_grads
 
 pytestmark = pytest.mark.peer
@@ -448,6 +451,121 @@ def test_the_logged_loss_of_a_term_does_not_depend_on_its_coefficient(weight):
     config = {"nla": 1, "ce": 2, "kl_div": weight}
     _, metrics = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config=config)
     torch.testing.assert_close(metrics["kl_div_loss_sum"], single_term["loss_sum"])
+
+
+# Pairs of features of the metrics. Those of acceptance and accuracy cover another vocabulary with draft_to_target.
+PAIRS = {
+    "config": [*CONFIGS, *(f'{{"{key}": 1.0}}' for key in integration.KINDS), '{"lk_hybrid": -0.5, "ce": 2, "tv": 1}'],
+    "weighting": integration.WEIGHTS,
+    "of": ["dflash", "dspark", "dspark with confidence"],
+    "from_anchor": [False, True],
+    "head": ["trained", "frozen", "with bias", "with extra"],
+    "teacher": ["the draft's", "its own", "with bias", "with extra"],
+    "rows": ["in place", "others"],
+    "draft_to_target": [False, True],
+    "chunk_size": [None, 1, 7],
+    "gamma": [4.0, -2.0],
+    "mask": [torch.bool, torch.float32, torch.int64],
+    "block_size": [4, 2, 12],
+    "dtype": [torch.float32, torch.float64],
+    "patched": [False, True],
+    "around": ["nothing", "default dtype", "no_grad"],
+}  # fmt: skip
+
+
+def excluded(case):
+    """Return True for values that no call takes together, or that the host computes otherwise."""
+    if case.get("weighting") == "dpace" and len(json.loads(case.get("config", "{}"))) > 1:
+        return True
+    own = case.get("teacher", "its own") != "the draft's"
+    if case.get("draft_to_target") and (not own or case.get("of") == "dspark with confidence"):
+        return True
+    return not own and case.get("head") in ("with bias", "with extra")  # whose second part the teacher's head lacks
+
+
+CASES = pairs(PAIRS, excluded)
+
+
+@pytest.mark.many_draws
+@pytest.mark.everyday(6)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_pairs_of_features_of_the_metrics(host, number):
+    chosen, size = CASES[number], CASES[number]["block_size"]
+    config = host.utils.resolve_loss_config(chosen["config"], "eager")
+    torch.manual_seed(number)
+    mask = torch.rand(1, T, device=DEVICE) < 0.8
+    if chosen["weighting"] == "dpace":  # D-PACE differs from the host's after a hole
+        mask = mask.view(-1, size).int().cumprod(1).bool().view(1, T)
+    if not chosen["from_anchor"]:
+        mask[:, ::size] = False
+    columns, teacher_rows = torch.randperm(V + 3)[:V], torch.randint(0, 2 * T, (1, T))
+    wide, k = V + 3 * chosen["draft_to_target"], 2 * T
+    shapes = [(1, T, D), (V, D), (V,), (1, T, 2), (V, 2), (1, k, D), (wide, D), (wide,), (1, k, 2), (wide, 2), (1, T)]
+    h, w, b, u, U, teacher, tw, tb, tu, tU, confidence = (
+        torch.randn(*shape).to(DEVICE, chosen["dtype"]) for shape in shapes
+    )
+    rows = chosen["rows"] == "others"
+    teacher, tu = (t if rows else t[:, :T] for t in (teacher, tu))
+    options = (
+        {"bias": b} if chosen["head"] == "with bias" else {"extra": (u, U)} if chosen["head"] == "with extra" else {}
+    )
+    z_of = lambda h, w: F.linear(h, w, options.get("bias")) + (u @ U.T if "extra" in options else 0)  # noqa: E731
+    t = F.linear(teacher, w if chosen["teacher"] == "the draft's" else tw)
+    if chosen["teacher"] != "the draft's":
+        options["teacher_weight"] = tw
+    if chosen["teacher"] == "with bias":
+        options["teacher_bias"], t = tb, t + tb
+    if chosen["teacher"] == "with extra":
+        options["teacher_extra"], t = (tu, tU), t + tu @ tU.T
+    if rows:
+        options["teacher_rows"], t = teacher_rows.to(DEVICE), t[:, teacher_rows[0]]
+    if chosen["draft_to_target"]:
+        options["draft_to_target"], t = columns.to(DEVICE), t[..., columns]
+    common = {
+        "gamma": chosen["gamma"], "per_position_loss_weight": chosen["weighting"],
+        "sample_from_anchor": chosen["from_anchor"],
+    }  # fmt: skip
+    dspark = chosen["of"] != "dflash"
+    scores = [confidence] if "confidence" in chosen["of"] else []
+    compute = (
+        functools.partial(host.dspark.compute_metrics, tv_loss_fn=host.eager.tv_loss)
+        if dspark
+        else host.dflash.compute_metrics
+    )
+    if chosen["patched"]:
+        integration.patch()
+
+    def ours(h, *others):
+        head, *s = others if chosen["head"] != "frozen" else (w, *others)
+        return integration.speculators_metrics(
+            h, head, teacher, mask.to(chosen["mask"]), size, acceptance=dspark, confidence_logits=s[0] if s else None,
+            loss_config=config if number % 2 else config_weights(config), chunk_size=chosen["chunk_size"], **common,
+            **options,
+        )  # fmt: skip
+
+    def theirs(h, *others):
+        head, *s = others if chosen["head"] != "frozen" else (w, *others)
+        given = (s[0] if s else None,) if dspark else ()
+        return compute(z_of(h, head), t.detach(), *given, mask, size, loss_config=config, **common)
+
+    with contextlib.ExitStack() as stack:
+        if chosen["around"] == "default dtype":
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.float64)
+        elif chosen["around"] == "no_grad":
+            stack.enter_context(torch.no_grad())
+        leaves = [x.requires_grad_() for x in (h, *([] if chosen["head"] == "frozen" else [w]), *scores)]
+        found = [function(*leaves) for function in (ours, theirs)]
+    torch.testing.assert_close(found[0][0], found[1][0], check_dtype=False)
+    assert found[0][1].keys() == found[1][1].keys()
+    for name, value in found[1][1].items():
+        if "loss" in name or not chosen["draft_to_target"]:
+            torch.testing.assert_close(
+                found[0][1][name], value, check_dtype=False, msg=lambda m, name=name: f"{name}: {m}"
+            )
+    if chosen["around"] != "no_grad":
+        for got, same in zip(*(torch.autograd.grad(x[0], leaves) for x in found), strict=True):
+            torch.testing.assert_close(got, same, rtol=1e-4, atol=1e-5)  # the host computes in float32
 
 
 def test_metrics_without_the_host():

@@ -451,6 +451,11 @@ def test_numbers_have_64_bits():
         with pytest.raises(ValueError, match=f"^sample 1, field 'seed' must be an int of 64 bits, got {number}$"):
             SEEDED([sample(4), sample(4, number)])
     MaskedDiffusionCollator(99, rank=np.int64(3)).set_epoch(np.int64(2))
+    of_ranks = []
+    for rank in (3, np.int32(3), np.uint64(3)):  # the product with the stride stayed an int32, or failed
+        torch.manual_seed(0)
+        of_ranks.append(rows([MaskedDiffusionCollator(99, rank=rank)([sample(64)])]))
+    assert of_ranks[0] == of_ranks[1] == of_ranks[2]
     limits = [2**63 - 1, np.int64(-(2**63)), torch.tensor(2**63 - 1)]
     assert rows([SEEDED([sample(64, limits[0])])]) == rows([SEEDED([sample(64, limits[2])])])
     assert all_differ(rows([SEEDED([sample(64, seed) for seed in limits[:2]])]))
@@ -964,12 +969,23 @@ def test_scdd_receives_the_noisy_tokens_of_the_model():
         mdlm_loss_func((model(noise),), batch["labels"], loss=loss)
 
 
+class Compiled:
+    """A loss as torch.compile returns it, which was called for row weights."""
+
+    _orig_mod = dllm_kernels.MDLMCrossEntropyLoss()
+
+    def __call__(self, *args, **kwargs):
+        return self._orig_mod(*args, **kwargs)
+
+
 NO_LOSSES = {
     "a class": (
         dllm_kernels.MDLMCrossEntropyLoss,
         TypeError,
         "be a loss or a function .*, got the class MDLMCrossEntropyLoss",
     ),
+    "compiled": (Compiled(), TypeError, "be a loss itself, got .*Compiled of .*MDLMCrossEntropyLoss; compile the .*"),
+    "partial": (functools.partial(dllm_kernels.MDLMCrossEntropyLoss()), TypeError, "be a loss itself, got .*"),
     "a word": ("mdlm", TypeError, "be a loss or a function that returns row weights, got str"),
     "other arguments": (
         dllm_kernels.IDLMLoss(),
@@ -1383,6 +1399,9 @@ def test_an_adapter_of_the_head_is_rejected_and_trains_from_logits(ranks, tmp_pa
     assert trained["decoder.adapter"].abs().sum() > 0
 
 
+ONES = torch.ones(3)
+
+
 def adapted(ranks, kind):
     """Return a model whose head has adapters of PEFT."""
     peft = pytest.importorskip("peft")
@@ -1398,7 +1417,7 @@ def adapted(ranks, kind):
         model.add_adapter("other", peft.LoraConfig(**options | {"r": 2, "lora_alpha": 7}))
         model.base_model.set_adapter(["default", "other"])
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # B is zero at first, so A would have no gradient
+        if "lora_B" in name or "delta" in name:  # B is zero at first, so A would have no gradient
             torch.nn.init.normal_(parameter, std=0.1)
     return model.double()
 
@@ -1407,7 +1426,7 @@ def adapted(ranks, kind):
 @needs_trainer
 @pytest.mark.parametrize(
     "kind",
-    every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy"]),
+    every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy", "tokens"]),
 )
 def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kind):
     from transformers import Trainer
@@ -1434,6 +1453,7 @@ def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kin
     [
         *itertools.product(["an adapter", "two adapters"], ["active", "disabled", "merged"]),
         *itertools.product(["a bias", "trained copy"], ["active", "disabled"]),  # these cannot be merged
+        *itertools.product(["tokens"], ["active", "disabled", "merged"]),
     ],
 )
 def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
@@ -1453,7 +1473,7 @@ def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
     with loss_in_head(model, logits):
         got = head(hidden)
     torch.testing.assert_close(got, expected)
-    assert (seen[0] is not None) == (state == "active" and kind != "trained copy")
+    assert (seen[0] is not None) == (state == "active" and kind not in ("trained copy", "tokens"))
 
 
 @needs_trainer
@@ -1525,23 +1545,43 @@ def test_a_head_that_peft_ties_to_the_embedding_trains_as_from_logits(ranks, tmp
 
 
 @needs_trainer
-def test_trainable_tokens_of_the_head_are_rejected_with_a_way(ranks, tmp_path):
-    """``weight`` of the wrapper is the merged weight, whose gradient reaches the trained rows."""
+@pytest.mark.parametrize("alone", [False, True])
+def test_trained_rows_of_a_head(ranks, alone):
+    """The merged weight is computed for each call. PEFT adds no bias while it replaces rows."""
+    peft = pytest.importorskip("peft")
     model = adapted(ranks, "tokens")
-    way = r"TrainableTokensWrapper \(trainable_token_indices\), whose weight is computed at each access: pass head\."
-    with pytest.raises(ValueError, match=rf"{way}weight to forward_fused .*; a plain Trainer with compute_loss_func"):
-        ranks.trained(model, tmp_path, 4, 1)
+    if alone:  # without LoRA, the head is PEFT's layer itself
+        config = peft.TrainableTokensConfig(target_modules=["decoder"], token_indices=[ranks.MASK])
+        model = peft.get_peft_model(ranks.model(tied=False), config).double()
     head, hidden, targets = model.get_output_embeddings(), torch.randn(3, 8).double(), torch.tensor([1, 5, ranks.MASK])
-    with pytest.raises(ValueError, match=way), dllm_kernels.fused_head(model):
-        pass
     (trained,) = (p for p in head.parameters() if p.requires_grad)
+    for p in (trained, head.get_base_layer().bias if alone else head.token_adapter.base_layer.bias):
+        torch.nn.init.normal_(p)
+
+    def losses():
+        fused = dllm_kernels.FusedLinearCrossEntropy()
+        yield dllm_kernels.calculate_loss(fused, hidden_states=hidden[None], labels=targets[None], model=model)
+        with loss_in_head(model, lambda *head: weighted_linear_nll(head[0], head[1], targets, ONES, bias=head[2]).loss):
+            yield head(hidden)
+        with dllm_kernels.fused_head(model, on_logits="raise"):
+            yield nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
+
     expected = nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
-    got = weighted_linear_nll(hidden, head.weight, targets, torch.ones(3)).loss
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, trained) for loss in (got, expected)))
-    fused = dllm_kernels.FusedLinearCrossEntropy()
-    by_model = dllm_kernels.calculate_loss(fused, hidden_states=hidden[None], labels=targets[None], model=model)
-    torch.testing.assert_close(by_model, expected)
+    for got in losses():
+        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(x, trained, retain_graph=True) for x in (got, expected)))
+    of_values = [expected]
+    for change in (
+        model.base_model.disable_adapter_layers,
+        model.base_model.enable_adapter_layers,
+        model.merge_adapter,
+    ):
+        change()
+        of_values.append(nn.functional.cross_entropy(head(hidden), targets, reduction="sum"))
+        for got in losses():
+            torch.testing.assert_close(got, of_values[-1])
+    assert of_values[2] == expected
+    assert len({x.item() for x in of_values}) == 3  # with rows, with the bias, with both
 
 
 @needs_trainer

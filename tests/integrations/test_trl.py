@@ -124,6 +124,13 @@ def test_an_invalid_strictness_is_rejected(call):
         call(strict="yes")
 
 
+@pytest.mark.parametrize("call", [speculators.patch, nemo_automodel.patch])
+@pytest.mark.parametrize("exclude", [None, 3, [3]], ids=str)
+def test_excluded_names_are_strings(call, exclude):
+    with pytest.raises(TypeError, match=r"^exclude must be names, a list of str, got (NoneType|int)$"):
+        call(exclude=exclude)
+
+
 # The log-probabilities ------------------------------------------------------------------------------------------------
 
 OUTPUTS = [
@@ -835,6 +842,35 @@ def test_a_processor_holds_the_tokens_of_its_tokenizer():
     expected = rollout(prompts, trainer)
     trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
     assert rollout(prompts, trainer) == expected
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda p: [np.int64(t) for t in p]])
+def test_prompts_of_tokens_may_be_any_sequence_of_integers(kind):
+    rollout, prompts = integration.diffusion_rollout(MASK, steps=2, length=4, temperature=0), [[1, 2], [3]]
+    found = rollout([kind(p) for p in prompts], Loop(model := Encoder()))
+    assert found == rollout(prompts, Loop(model))
+    assert all(type(token) is int for row in found["prompt_ids"] for token in row)
+    assert rollout([], Loop(model)) == {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+
+
+def test_a_trainer_without_a_length():
+    trainer = Loop(Encoder())
+    trainer.args.max_completion_length = None
+    with pytest.raises(
+        ValueError, match=r"^length must be given for a trainer without a max_completion_length, got None$"
+    ):
+        integration.diffusion_rollout(MASK, steps=2)([[1]], trainer)
+
+
+def test_the_mixin_comes_before_the_trainer():
+    class Host(Loop):
+        def _get_per_token_logps_and_entropies(self):
+            pass
+
+    assert type("Fine", (integration.DiffusionPolicyMixin, Host), {})
+    message = r"^DiffusionPolicyMixin must come before Host among the bases, got Wrong\(Host, DiffusionPolicyMixin\), "
+    with pytest.raises(TypeError, match=message):
+        type("Wrong", (Host, integration.DiffusionPolicyMixin), {})
 
 
 def test_rollouts_differ_between_rows_and_calls():

@@ -3,6 +3,8 @@
 ``test_errors.py`` compares whole messages.
 """
 
+import fractions
+import functools
 import inspect
 import re
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import dllm_kernels as dk
+from dllm_kernels.integrations import names, speculators, transformers, trl
 from tests.conftest import every_time
 
 B, L, V, D = 2, 4, 7, 4
@@ -26,6 +29,19 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.lm_head = torch.nn.Linear(D, V)
+
+
+class Decoder(torch.nn.Module):
+    """A model of each token, its position, and nothing else."""
+
+    def __init__(self, vocabulary=126, length=130):
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = torch.nn.Embedding(vocabulary, D), torch.nn.Embedding(length, D)
+        self.lm_head = torch.nn.Linear(D, vocabulary)
+
+    def forward(self, ids):
+        return self.lm_head(self.tokens(ids % 126) + self.places.weight[: ids.shape[1]])
 
 
 # Values of the arguments without a default.
@@ -74,6 +90,7 @@ def functions():
             for method in ("forward", "forward_fused"):
                 if hasattr(made, method):
                     found[f"{name}.{method}"] = getattr(made, method)
+    found |= {name: function for name, (function, _) in OF_HOSTS.items()}
     return dict(sorted(found.items()))
 
 
@@ -86,8 +103,48 @@ def parameters_of(function):
 
 def required(name, function):
     """Return the arguments of a valid call."""
+    if name in OF_HOSTS:
+        return OF_HOSTS[name][1]
     given = {p.name: VALID[p.name] for p in parameters_of(function).values() if p.default is p.empty}
     return given | OTHERS.get(name, {})
+
+
+BOOLS = torch.ones(1, L, dtype=torch.bool)
+NAMES = names.FusedLinearDiffusionCrossEntropyLoss, names.FusedLinearForPPO
+# name -> function outside of the package's __all__, or one that runs a model, and its arguments without a default
+OF_HOSTS = {
+    "diffusion_generate": (
+        dk.diffusion_generate,
+        {"model": Decoder(), "prompt_ids": Y, "mask_token_id": 125, "max_new_tokens": 2, "steps": 1},
+    ),
+    "diffusion_generate, infill": (
+        functools.partial(dk.diffusion_generate, Decoder(), Y, infill=True, temperature=1.0),
+        {"mask_token_id": 0, "max_new_tokens": 0, "steps": 1},
+    ),
+    "diffusion_rollout": (trl.diffusion_rollout, {"mask_token_id": V, "steps": 1}),
+    "DiffusionPolicyMixin": (trl.DiffusionPolicyMixin, {"mask_token_id": V}),
+    "row_seeds": (trl.row_seeds, {"input_ids": Y, "attention_mask": ON, "logits_to_keep": 1}),
+    "MaskedDiffusionCollator": (transformers.MaskedDiffusionCollator, {"mask_token_id": V}),
+    "set_epoch": (transformers.MaskedDiffusionCollator(V).set_epoch, {"epoch": 1}),
+    "pack_labels": (
+        transformers.pack_labels, {"input_ids": Y, "loss_mask": BOOL, "noise_mask": BOOL, "p_mask": P},
+    ),
+    "unpack_labels": (transformers.unpack_labels, {"labels": transformers.pack_labels(Y, BOOL, BOOL, P)}),
+    "speculators_metrics": (
+        functools.partial(speculators.speculators_metrics, confidence_logits=torch.zeros(1, L)),
+        {"hidden": H[:1], "weight": W, "teacher_hidden": H[:1], "loss_mask": BOOLS, "block_size": 2},
+    ),
+    **{loss.__name__: (loss, {"logits": X, "targets": X}) for loss in speculators.LOSSES[:-1]},
+    "FusedLinearDiffusionCrossEntropyLoss": (NAMES[0], {}),
+    "FusedLinearDiffusionCrossEntropyLoss.forward": (NAMES[0]().forward, {"x": H, "target": Y, "weight": W}),
+    "FusedLinearForPPO": (NAMES[1], {}),
+    "FusedLinearForPPO.forward": (NAMES[1]().forward, {"hidden_states": H, "vocab_weights": W, "input_ids": Y}),
+    "linear_cross_entropy": (names.linear_cross_entropy, {"hidden": H, "weight": W, "labels": Y}),
+    "token_entropy": (names.token_entropy, {"logits": X}),
+    "masked_soft_cross_entropy": (
+        names.masked_soft_cross_entropy, {"logits": X, "target_probs": X / V, "position_mask": ON[..., None]},
+    ),
+}  # fmt: skip
 
 
 class Odd:
@@ -136,3 +193,84 @@ def test_a_bad_argument(name, count):
             except Exception as error:
                 found.append((argument, kind, repr(error)))
     assert not found
+
+
+LONG = torch.arange(240).view(2, 120) % 100
+MIXED_ON = LONG % 7 != 0
+# Calls in which a product or a difference of the integers, or of one and a size, leaves 8 bits or becomes negative.
+CALLS = {
+    "diffusion_generate": (
+        dk.diffusion_generate,
+        {"mask_token_id": 125, "max_new_tokens": 16, "steps": 16, "block_size": 4, "eos_token_id": 7, "suppress_ids": 9,
+         "chunk_size": 100}, {"model": Decoder(), "prompt_ids": LONG[:, :3]},
+    ),
+    "diffusion_generate, infill": (
+        dk.diffusion_generate, {"mask_token_id": 99, "max_new_tokens": 12, "steps": 120, "block_size": 10},
+        {"model": Decoder(), "prompt_ids": LONG[:1, 90:101], "infill": True},
+    ),
+    "sample_anchors": (dk.sample_anchors, {"num": 100, "block_size": 16}, {"loss_mask": MIXED_ON, "overlap": False}),
+    "sample_prefix": (dk.sample_prefix, {"block_size": 100}, {"shape": (2, 100), "base": 0.9}),
+    "block_targets": (dk.block_targets, {"block_size": 100}, {"ids": LONG, "anchors": LONG}),
+    "DFlashDecayLoss": (
+        dk.DFlashDecayLoss(), {"block_size": 121, "num_tokens": 100},
+        {"logits": torch.ones(2, 120, 100), "target_ids": LONG, "block_mask": MIXED_ON},
+    ),
+    "acceptance_stats": (dk.acceptance_stats, {"block_size": 121}, {"output": MIXED_ON, "mask": LONG >= 0}),
+    "corrupt_uniform": (
+        dk.corrupt_uniform, {"mask_token_id": 101, "block_size": 50}, {"input_ids": LONG, "loss_mask": MIXED_ON},
+    ),
+    "corrupt_uniform_random": (
+        dk.corrupt_uniform_random, {"vocab_size": 100}, {"input_ids": LONG, "loss_mask": MIXED_ON},
+    ),
+    "policy_views": (
+        dk.policy_views, {"mask_token_id": 101, "num": 100},
+        {"ids": LONG, "loss_mask": MIXED_ON, "scheme": "quadrature"},
+    ),
+    "DLLMCollator": (
+        lambda **sizes: dk.DLLMCollator(**sizes)([dict.fromkeys(dk.collate.FIELDS, [1] * 90)]),
+        {"pad_token_id": 100, "eos_token_id": 101, "block_size": 100, "pad_seq_len_divisible": 64}, {},
+    ),
+}  # fmt: skip
+
+
+def tensors(result):
+    if isinstance(result, dk.PolicyViews):
+        result = result.noisy, result.scored, result.weights
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else [result]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+@pytest.mark.parametrize("integer", every_time([np.uint8], [np.int8, np.uint8, np.uint64]))
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.filterwarnings("error")
+def test_integers_of_numpy_do_not_overflow(name, integer):
+    """A small unsigned or signed integer of NumPy stays one in a sum, a product and a difference."""
+    function, integers, others = CALLS[name]
+
+    def call(**changed):
+        torch.manual_seed(0)
+        return tensors(function(**integers | others | changed))
+
+    expected = call()
+    for argument, value in integers.items():
+        for got, same in zip(call(**{argument: integer(value)}), expected, strict=True):
+            assert torch.equal(got, same), argument
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_computed_in_the_digits_of_python():
+    settings, t = {"max_ratio": 0.125, "gamma_shape": 9.5, "t_peak": 0.375}, torch.linspace(0, 1, 9)
+    narrow = {name: np.float16(value) for name, value in settings.items()}
+    got, same = (vars(dk.scdd_schedule(t, **numbers)) for numbers in (narrow, settings))
+    for name, value in same.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_a_fraction_is_no_number():
+    half = fractions.Fraction(1, 2)
+    with pytest.raises(TypeError, match=r"^dpace_alpha must be a number, got fractions\.Fraction$"):
+        dk.DFlashDecayLoss(position_weights="dpace", dpace_alpha=half)
+    with pytest.raises(
+        TypeError, match=r"^num_diffusion_tokens must be a number or a 0-d tensor, got fractions\.Fraction$"
+    ):
+        dk.MDLMCrossEntropyLoss()(X, Y, BOOL, P, BOOL, num_diffusion_tokens=half)

@@ -1,0 +1,30 @@
+"""Log-probabilities of TRL with a frozen head, whose backward pass multiplies the gradient that forward computed."""
+
+import math
+
+import pytest
+import torch
+
+from dllm_kernels.integrations.trl import _log_probs
+
+N, D, V = 6, 5, 37
+TARGETS = torch.tensor([1, -100, 3, 4, 5, 6])
+ON = torch.tensor([True, True, False, False, True, True])
+WITHOUT = [1, 2, 3]  # rows without a target, and inactive ones
+HARMFUL = torch.tensor([0.5, math.inf, math.nan, -math.inf, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_upstream_gradient_stays_out_of_rows_without_a_gradient(trained, entropy, dtype):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype).requires_grad_(trained)
+    found = []
+    for upstream in (HARMFUL, HARMFUL.index_fill(0, torch.tensor(WITHOUT), 0.0)):
+        leaf = hidden.clone().requires_grad_()
+        log_probs, of_rows, _ = _log_probs(leaf, weight, None, TARGETS, active=ON, entropy=entropy)
+        outputs = [log_probs, *([of_rows] if entropy else [])]
+        found.append(torch.autograd.grad(outputs, leaf, [upstream, torch.zeros(N)][: len(outputs)])[0])
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
