@@ -381,7 +381,8 @@ class _Sampling(NamedTuple):
         if not self.suppressed:
             return bias
         never = torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device)
-        never = never.index_fill(0, torch.tensor(self.suppressed, device=weight.device), -torch.inf)
+        for token in self.suppressed:  # a tensor of the ids would be a host sync
+            never[token] = -torch.inf
         if is_dtensor(weight):
             from dllm_kernels.distributed._layout import split_like
 

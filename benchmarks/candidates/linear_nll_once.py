@@ -16,8 +16,8 @@ has read, and remembers where. If any lane has stopped, the row is read again wi
 is already E is multiplied by exp(c - M), the rest is still z. Otherwise E is at most exp(LIMIT), far from overflow.
 
 A measurement decides: ``variants`` compares both. The package had this kernel until it was removed as a second path for
-the same result that no GPU had shown to be faster. An epilogue of a cluster, which would keep the row in the shared
-memory of several multiprocessors, is no candidate: Triton offers no access to the memory of another program.
+the same result that no GPU had shown to be faster. A row in the registers of a cluster is no candidate, because Triton
+3.6 does not compile it (``docs/develop/decisions.md``).
 """
 
 import torch

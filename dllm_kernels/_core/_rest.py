@@ -22,7 +22,7 @@ import math
 import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import IGNORE, RowPrimitives
+from dllm_kernels._backends._rows import IGNORE, RowPrimitives, column_of
 from dllm_kernels._core._chunks import aligned_rows
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import transformed, with_slope
@@ -42,11 +42,13 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
     if request.transform.skip_id is not None:
         ids = torch.cat([ids, ids.new_full((len(ids), 1), request.transform.skip_id)], 1)
     ids = local_ids(primitives, ids)
-    columns = torch.where((ids < 0) | (ids >= V), V, ids)  # column V of the copy is not read
+    columns, elsewhere = column_of(ids, V)
+    if elsewhere is not None:
+        columns = columns.masked_fill(elsewhere, V)  # column V of the copy is not read
     # If the vocabulary is split, every rank must make the same number of blocks, whatever its number of columns.
     size = max(1, BLOCK_ELEMENTS // (V + 1) if primitives.local_ids is None else B * L)
     copy = aligned_rows(min(size, B * L), V + 1, dtype=acc, device=logits.device)
-    none = torch.full((len(copy), 1), IGNORE, dtype=torch.int64, device=logits.device)
+    unused = torch.zeros(len(copy), 1, dtype=torch.int64, device=logits.device)  # an id for a log-probability
     row_max, log_sum = torch.empty_like(result.row_max), torch.empty_like(result.log_sum)
     one = B == 1 or logits.stride(0) == L * logits.stride(1)
     start = 0
@@ -56,7 +58,7 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
             z = copy[:n, :V]
             transformed(z.copy_(block), request.transform.pointwise, z)
             copy[:n].scatter_(1, columns[here], -math.inf)
-            part = StatsResult(*primitives.stats.forward(z[None], StatsRequest(none[:n], request.targets[here])))
+            part = StatsResult(*primitives.stats.forward(z[None], StatsRequest(unused[:n], request.targets[here])))
             row_max[here], log_sum[here], start = part.row_max, part.log_sum, start + n
     rest = (row_max - result.row_max) + (log_sum - result.log_sum)
     rest = rest.clamp_(max=0).masked_fill_(request.targets == IGNORE, 0)
@@ -76,14 +78,15 @@ def rest_backward(
     assert result.rest is not None
     rest, V, ids = result.rest, logits.shape[-1], local_ids(primitives, request.ids)
     A, empty = c.p_coef - c.rest_coef, rest == -math.inf
-    others = torch.where(empty, 0.0, A * rest.exp() + c.rest_coef)
+    others = (A * rest.exp() + c.rest_coef).masked_fill_(empty, 0)
     row_max = torch.where(empty, result.row_max, result.rest_max)
     log_sum = torch.where(empty, result.log_sum, result.rest_sum)
     held = (ids >= 0) & (ids < V)
     # An entry without a column here repeats the row's first entry that has one.
-    column = torch.where(held, ids, ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True)))
+    first_held = held.to(torch.int64).argmax(1, keepdim=True)
+    column = torch.where(held, ids, ids.gather(1, first_held))
     any_held = held.any(1, keepdim=True)
-    column = torch.where(any_held, column, 0)
+    column = column.masked_fill(~any_held, 0)
     grad_ids = _of_ids(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
@@ -91,8 +94,7 @@ def rest_backward(
     primitives.stats.backward(logits, no_ids, coefficients, row_max, log_sum, out)
     if grad_ids is None:
         return
-    first_held = grad_ids.gather(1, held.to(torch.int64).argmax(1, keepdim=True))
-    grad_ids = torch.where(held, grad_ids, first_held).to(out.dtype)
+    grad_ids = torch.where(held, grad_ids, grad_ids.gather(1, first_held)).to(out.dtype)
     shape = (*out.shape[:2], ids.shape[1])
     column = column.view(shape)
     out.scatter_(2, column, torch.where(any_held.view(*shape[:2], 1), grad_ids.view(shape), out.gather(2, column)))

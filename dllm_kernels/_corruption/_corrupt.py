@@ -358,11 +358,8 @@ def _topk_of_blocks(
     place: Array = np.arange(grid.size) if host else torch.arange(grid.size, device=draws.device)
     if level.shape[1] < grid.blocks:
         level = level.repeat(grid.blocks, axis=1) if host else level.expand(-1, grid.blocks)
-    if row_length is None:
-        length: Array = np.array(lengths[-1:] if grid.even else lengths) if host else draws.new_tensor(lengths)
-    else:
-        first = np.arange(grid.blocks) if host else torch.arange(grid.blocks, device=draws.device)
-        length = (row_length - first * grid.size).clip(0, grid.size)
+    first: Array = np.arange(grid.blocks) if host else torch.arange(grid.blocks, device=draws.device)
+    length = ((grid.L if row_length is None else row_length) - first * grid.size).clip(0, grid.size)
     k = _rules.number_to_mask(level, length, at_least).reshape(-1)
     slope = rate if isinstance(rate, float) else rate[..., None]
     log_w = _rules.log_weights(level[..., None], slope, _rules.float32(place))

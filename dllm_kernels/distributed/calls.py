@@ -48,7 +48,7 @@ def on_any_rank(here: bool, groups: Groups, device: torch.device) -> bool:
     """Return True if ``here`` is True on any rank of the groups; a host sync if there are groups."""
     if not groups:
         return here
-    flag = torch.tensor(here, dtype=torch.int32, device=device)
+    flag = torch.full((), int(here), dtype=torch.int32, device=device)  # torch.tensor would be a second host sync
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)

@@ -122,7 +122,10 @@ def given_rows(prefix: Tensor, rows: int) -> Tensor:
 
 def _over_total(weights: Tensor, total: float | Tensor) -> Tensor:
     """Divide row weights by the step total, clamped to avoid division by zero; a negative total gives NaN."""
-    total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
+    if isinstance(total, Tensor):
+        total = total.detach().to(weights.device, weights.dtype, non_blocking=True).reshape(())
+    else:  # torch.as_tensor would be a host sync
+        total = torch.full((), total, dtype=weights.dtype, device=weights.device)
     return weights / total.clamp(min=torch.finfo(weights.dtype).tiny).masked_fill(total < 0, torch.nan)
 
 

@@ -251,12 +251,12 @@ class _BucketDivergence(NamedTuple):
 
     def __call__(self, stats: Any, log_q: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
         """Return (divergence, acceptance rate) of each row, in float64."""
-        log_p = torch.where(missing, -math.inf, stats.log_probs.to(torch.float64))
+        log_p = stats.log_probs.to(torch.float64).masked_fill(missing, -math.inf)
         if self.tail:
             rest = stats.rest.to(torch.float64).unsqueeze(-1)
             log_p = torch.cat([log_p, rest], -1)
             no_rest = torch.cat([torch.zeros_like(missing), rest == -math.inf], -1)
-            log_q = torch.where(no_rest, -math.inf, log_q)
+            log_q = log_q.masked_fill(no_rest, -math.inf)
         else:
             log_p = log_p - torch.logsumexp(log_p, -1, keepdim=True)
         a = torch.minimum(log_p, log_q).detach().exp().sum(-1)
@@ -275,8 +275,8 @@ class _BucketDivergence(NamedTuple):
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute ``sum p (log p - log q)`` over the last dimension; buckets of p = 0 add 0."""
     none = log_p == -math.inf
-    p, q = (torch.where(none, 0.0, t) for t in (log_p, log_q))
-    return torch.where(none, 0.0, p.exp() * (p - q)).sum(-1)
+    p, q = (t.masked_fill(none, 0.0) for t in (log_p, log_q))
+    return (p.exp() * (p - q)).masked_fill(none, 0.0).sum(-1)
 
 
 def _weighted(fn: _BucketDivergence, stats: Any, log_q: Tensor, missing: Tensor, weights: Tensor) -> Tensor:
@@ -325,13 +325,14 @@ def _checked(
     active = (weights != 0) & ~missing.all(-1)
     weights = torch.where(active, weights.detach(), 0).to(accum_dtype(x.dtype))
     call = checked(names, x, ids, options, head, active=active, several=True)
-    repeated = _repeated(ids, missing)
+    repeated = _repeated(ids)
     unit = torch.finfo(accum_dtype(log_q.dtype)).eps / 2
-    log_q = torch.where(missing, -math.inf, log_q.detach().to(torch.float64))
-    total = log_q.exp().sum(-1)
+    log_q = log_q.detach().to(torch.float64).masked_fill(missing, -math.inf)
     if readable_without_sync(ids) and readable_without_sync(log_q):
+        total = log_q.exp().sum(-1)
         _check_values(ids, repeated & active, total, active & (total > MOST_MASS) if tail else None)
-    log_q = torch.where(repeated.unsqueeze(-1), math.nan, log_q)
+    else:
+        log_q = log_q.masked_fill(repeated.unsqueeze(-1), math.nan)
     order = _best_first(log_q)
     ids, missing, log_q = (t.gather(-1, order) for t in (ids, missing, log_q))
     if tail:
@@ -344,11 +345,11 @@ def _checked(
     return replaced(call, ids=ids), _Teacher(log_q, missing, weights)
 
 
-def _repeated(ids: Tensor, missing: Tensor) -> Tensor:
+def _repeated(ids: Tensor) -> Tensor:
     """Return True for rows that hold an id twice."""
-    ordered, place = ids.sort(-1)
-    same = (ordered[..., 1:] == ordered[..., :-1]) & ~missing.gather(-1, place)[..., 1:]
-    return same.any(-1)
+    ordered = ids.sort(-1).values
+    following = ordered[..., 1:]
+    return ((following == ordered[..., :-1]) & (following != IGNORE)).any(-1)
 
 
 def _check_values(ids: Tensor, repeated: Tensor, total: Tensor, above: Tensor | None) -> None:
@@ -366,4 +367,4 @@ def _best_first(log_q: Tensor) -> Tensor:
     """Return the order of the entries in which the first largest has changed places with the first entry."""
     best = log_q.argmax(-1, keepdim=True)
     places = torch.arange(log_q.shape[-1], device=log_q.device).expand(log_q.shape)
-    return torch.where(places == 0, best, torch.where(places == best, 0, places))
+    return torch.cat([best, places.scatter(-1, best, 0)[..., 1:]], -1)

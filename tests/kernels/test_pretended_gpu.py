@@ -36,7 +36,7 @@ def test_the_folders_with_code_for_a_device_are_found():
 
 
 def printed_for_a_gpu():
-    """Return the tests of the pages whose code selects a GPU if there is one."""
+    """Return the tests of the pages whose code selects a GPU if there is one; none of them may be skipped."""
     docs = TESTS.parent / "docs"
     pages = [page.relative_to(docs) for page in sorted(docs.rglob("*.md")) if "cuda.is_available()" in page.read_text()]
     assert [*map(str, pages)] == ["gpu.md"]
@@ -49,11 +49,12 @@ def printed_for_a_gpu():
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter on a pretended GPU")
 def test_all_pass_on_a_pretended_gpu():
-    command = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended_gpu", "--cases", str(CASES), "-rf"]
-    options = ["-m", "not exhaustive", "-p", "no:cacheprovider", "--tb=short"]
+    command = [sys.executable, "-m", "pytest", "-p", "tests.support.pretended_gpu", "--cases", str(CASES), "-rsf"]
+    options = ["-m", "not exhaustive", "-p", "no:cacheprovider", "--tb=short", "--no-fold-skipped"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "TRITON_INTERPRET"))}
     done = subprocess.run(
         [*command, *options, *map(str, FILES), *printed_for_a_gpu()], cwd=TESTS.parent,
         env={**kept, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
+    assert not re.findall("^SKIPPED .*tests/repo/.*", done.stdout, re.MULTILINE)  # the pages

@@ -474,6 +474,15 @@ def test_products_with_a_frozen_head(kind, settings, products):
     assert counter.get_total_flops() == products * 2 * B * T * D * V
 
 
+def test_a_total_weight_on_any_device():
+    i, loss = drawn(), DraftDistillationLoss(normalize="mean")
+    one, *others = [
+        total(loss, "hidden", i, i.hidden, i.head, total_weight=n).total_loss
+        for n in (2.5, torch.tensor(2.5), torch.tensor(2.5, device=DEVICE))
+    ]
+    assert others == [one, one]
+
+
 @pytest.mark.exhaustive
 def test_compiled():
     """The graph has no break, and serves another count."""

@@ -392,9 +392,9 @@ def test_smoke_names_unknown_subjects(capsys):
 
 def test_a_missing_requirement_is_named_before_anything_runs(monkeypatch, capsys):
     """The command that installs it is named, too, and the overview lists all missing modules."""
-    found = importlib.util.find_spec
     gone = {"tqdm", "tokenizers"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in gone else found(name, *more))
+    there = importlib.util.find_spec("torch")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in gone else there)
     monkeypatch.setattr(command, "run", lambda *_: pytest.fail("it ran"))
     assert command.main(["all", "--no-sweeps"]) == 2
     assert "all needs tqdm, not installed; run: pip install '.[bench]'" in capsys.readouterr().err

@@ -5,8 +5,9 @@ with device code.
 
 All memory is CPU memory. A storage that was created for a CUDA device, or computed from such a storage, counts as
 memory of ``cuda:0``. Outside torch and Triton, ``device``, ``is_cuda`` and ``is_cpu`` report that. An operation on CPU
-and CUDA memory raises, 0-d CPU tensors aside, and so does ``numpy()`` of CUDA memory. Kernels run in Triton's
-interpreter, but ``TRITON_INTERPRET`` is 0, so ``backend="triton"`` refuses tensors on the CPU.
+and CUDA memory raises, 0-d CPU tensors aside. So does ``numpy()`` of CUDA memory, and a copy of Python numbers to CUDA
+memory by the package, because it would be a host sync. Kernels run in Triton's interpreter, but ``TRITON_INTERPRET`` is
+0, so ``backend="triton"`` refuses tensors on the CPU.
 
 Tests of what cannot be pretended are skipped: ``gpu`` and ``many_draws`` marks, activation checkpointing,
 ``torch.func``, forward mode, pickle, threads, ``torch.compile`` and everything else that traces.
@@ -51,6 +52,8 @@ TRANSFERS = {T.copy_, T.to, T.type, T.set_, T.backward, T.register_hook, torch.p
 TRANSFERS.add(torch._has_compatible_shallow_copy_type)  # of Module.to
 # Take indices on the CPU beside a tensor on a GPU.
 INDEXING = {T.__getitem__, T.__setitem__, T.index_put_, torch.index_put, T.index_put}
+# Copy Python numbers. Only the integrations may, see the table of host syncs.
+OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, T.new_tensor}
 lenient = False  # within torch.autograd.gradcheck, whose numerical gradients have new memory
 
 
@@ -116,6 +119,10 @@ class PretendedGpu(TorchFunctionMode):
         here = [t for t in given if in_cuda(t)]
         if here:
             self.check(func, name, given)
+        if func in OF_NUMBERS and (here or to == "cuda") and not isinstance(args[-1], torch.Tensor):
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            inside = caller.startswith("dllm_kernels.") and not caller.startswith("dllm_kernels.integrations.")
+            assert not inside, f"{caller}: a host sync"
         if "out_dtype" in kwargs:  # a CUDA feature of matrix products
             return self.wide_product(func, args, kwargs)
         result = func(*args, **kwargs)
