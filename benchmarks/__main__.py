@@ -60,12 +60,12 @@ SUBJECTS = {
         "benchmarks.peers", "list the peers that can be imported, and the reason for the others", ((),), needs=()
     ),
     "verify": Subject(
-        "benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes", minutes=1.5
+        "benchmarks.verify", "compare ours with float64 on all rows, at the headline shapes", minutes=1.0
     ),
     "headline": Subject(
         "benchmarks.headline",
         "ours alone at the headline shapes, with a copy and the bare matrix products",
-        minutes=1.5,
+        minutes=0.8,
     ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
@@ -79,7 +79,7 @@ SUBJECTS = {
     "divergence": Subject(
         "benchmarks.divergence", "divergence from a teacher, from the hidden states of both, for each kind"
     ),
-    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k", minutes=0.7),
+    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k", minutes=0.6),
     "collate": Subject("benchmarks.collate", "the collator"),
     "calls": Subject(
         "benchmarks.calls", "calls with visible overhead, such as small calls, compared with plain PyTorch"
@@ -91,13 +91,23 @@ SUBJECTS = {
         "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "linear_nll_rows[bf16]"),),
+        extra="triton",
+        needs=("triton",),
+    ),
+    "prepare": Subject(
+        "tools.prepare",
+        "without a GPU, predictions and compiled kernels for a run on a GPU",
+        (),  # tests/repo/test_on_gpu.py runs it
+        extra="triton",
         needs=("triton",),
     ),
     "predicted": Subject(
         "tools.predicted", "the row kernels, compared with the prediction of the static roofline", ONCE
     ),
     "variants": Subject(
-        "benchmarks.variants", "alternatives to the package's chunk sizes, cache hint and prefetching", ONCE
+        "benchmarks.variants",
+        "candidates for chunk sizes, cache hints, epilogues and samples, with their predicted gain",
+        ONCE,
     ),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes", ONCE),
     "on_gpu": Subject(

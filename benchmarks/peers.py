@@ -63,7 +63,7 @@ _refused: dict[str, str] = {}
 
 @functools.cache
 def module(name: str) -> Any:
-    """Import the module. If this fails, return None; ``refusals`` then has the reason."""
+    """Import the module. If this fails, return None; ``refusal`` then has the reason."""
     try:
         if name.startswith("verl.") and module("ray") is None:
             _without_init("verl", "verl.utils")
@@ -116,9 +116,9 @@ def _add(losses: dict[str, Loss], name: str, module_name: str, make: Callable[[A
         print(f"{name} is not measured: {said(error)}", file=sys.stderr)
 
 
-def refusals() -> dict[str, str | None]:
-    """Return module -> reason why it cannot be imported, or None if it can."""
-    return {name: None if module(name) is not None else _refused[name] for names in MODULES.values() for name in names}
+def refusal(name: str) -> str | None:
+    """Import the module; return the reason why it cannot be imported, or None if it can."""
+    return None if module(name) is not None else _refused[name]
 
 
 def listed() -> list[str]:
@@ -136,17 +136,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=main.__doc__)
     parser.add_argument("--out", type=Path, help="write the table as JSON")
     options = parser.parse_args(argv)
-    why = refusals()
+    versions, why = {name: version(name) for name in PACKAGES}, dict[str, str | None]()
+    for name in (name for names in MODULES.values() for name in names):
+        why[name] = refusal(name)
+        if options.out is not None:  # at once, because the next import may take more time than is left
+            write_whole(options.out, json.dumps({"imports": why, "versions": versions}, indent=1) + "\n")
     rows = [
         {"peer": peer, "module": name, "imported": "yes" if why[name] is None else f"no: {why[name]}"}
         for peer, names in MODULES.items()
         for name in names
     ]
     print(markdown(rows))
-    versions = {name: version(name) for name in PACKAGES}
     print("\nversions: " + ", ".join(f"{name} {found}" for name, found in versions.items() if found is not None))
-    if options.out is not None:
-        write_whole(options.out, json.dumps({"imports": why, "versions": versions}, indent=1) + "\n")
     return 0
 
 

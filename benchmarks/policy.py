@@ -101,7 +101,7 @@ def log_probs_of_peers(device: torch.device | str) -> dict[str, LogProbs]:
     found: dict[str, LogProbs] = {}
     for name in ("trl", "verl"):
         if peers.module(peers.MODULES[name][0]) is None:
-            print(f"{name} is not measured: {peers.refusals()[peers.MODULES[name][0]]}")
+            print(f"{name} is not measured: {peers.refusal(peers.MODULES[name][0])}")
     if (trl := peers.module("trl.kernels")) is not None:
         # Vocabulary columns per block, as set by its trainers.
         found["trl"] = lambda h, w, ids: trl.ChunkedLogProbFunction.apply(h, w, None, ids, 1.0, 32768, None, 1.0, ())[0]

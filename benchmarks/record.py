@@ -35,6 +35,22 @@ PACKAGES = (
 )
 
 
+# Whole names of GPUs with a model or a bar -> short name and number of multiprocessors. The name of another card may
+# contain a short name (GH200), and a slice of a card has fewer multiprocessors.
+CARDS = {
+    "NVIDIA A100-SXM4-80GB": ("A100", 108),
+    "NVIDIA H100 80GB HBM3": ("H100", 132),
+    "NVIDIA H200": ("H200", 132),
+}
+
+
+def card(gpu: Mapping[str, Any] | None) -> str | None:
+    """Return the short name of a GPU in the environment of a measurement; None if it is not in ``CARDS``."""
+    gpu = gpu or {}
+    short, multiprocessors = CARDS.get(str(gpu.get("name")), (None, None))
+    return short if gpu.get("multiprocessors") == multiprocessors else None
+
+
 def _command(*words: str) -> str | None:
     if shutil.which(words[0]) is None:
         return None
@@ -184,6 +200,8 @@ def _row(result: Result, baseline: Result | None) -> dict[str, str]:
             row["host"] = duration(result.timing.host)
         if baseline is not None and baseline.timing is not None:
             row[f"speed / {baseline.name}"] = f"{baseline.timing.median / result.timing.median:.2f}x"
+        if result.extra.get("gain") is not None:
+            row["predicted"] = f"{result.extra['gain']:.2f}x"
         if result.floor_s is not None:
             row["of floor"] = f"{100 * result.floor_s / result.timing.median:.0f} %"
     if result.peak_bytes is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.linear_nll import BARE
+from benchmarks.record import card
 from benchmarks.shapes import HEADLINE, Shape
 
 Record = dict[str, Any]
@@ -37,7 +38,7 @@ class Bar:
         phase: phase of the measurement.
         measured: function of the candidates of the case, and of a lookup of another case by its differences. It returns
             None if a measurement is missing.
-        least: smallest value that meets the bar, or one such value per device, by a part of its name.
+        least: smallest value that meets the bar, or one such value per card (``record.CARDS``).
     """
 
     claim: str
@@ -47,11 +48,9 @@ class Bar:
     measured: Measured
     least: float | Mapping[str, float]
 
-    def on(self, device: str) -> float | None:
-        """Return the smallest value that meets the bar on a device; None if the bar does not exist there."""
-        if not isinstance(self.least, Mapping):
-            return self.least
-        return next((value for name, value in self.least.items() if name in device), None)
+    def on(self, card: str | None) -> float | None:
+        """Return the smallest value that meets the bar on a card; None if the bar does not exist there."""
+        return self.least.get(card or "") if isinstance(self.least, Mapping) else self.least
 
 
 def _median(them: Candidates, name: str) -> float | None:
@@ -158,10 +157,14 @@ def _read(path: Path) -> Record:
     return found
 
 
-def _where(written: Record) -> tuple[object, object]:
+def _gpu(written: Record) -> Record:
+    return (written.get("environment") or {}).get("gpu") or {}
+
+
+def _where(written: Record) -> tuple[object, ...]:
     """Return the values that must agree between a measurement and the verification: package sources and device."""
-    environment = written.get("environment") or {}
-    return environment.get("sources"), (environment.get("gpu") or {}).get("name")
+    gpu = _gpu(written)
+    return (written.get("environment") or {}).get("sources"), gpu.get("name"), gpu.get("multiprocessors")
 
 
 def _cases(written: Record) -> list[tuple[Record, str, Candidates]]:
@@ -195,7 +198,7 @@ def _verdict(bar: Bar, written: Record, verified: Record | None) -> str:
     if (failed := ours.get("extra", {}).get("failed")) is not None:
         return f"- FAILED: {bar.claim}: {failed}"
     value = bar.measured(them, lambda **other: _candidates(written, bar.case | other, bar.phase))
-    least = bar.on(str(_where(written)[1]))
+    least = bar.on(card(_gpu(written)))
     limit = "no bar for this device" if least is None else f"bar {least:.3g}"
     if value is None:
         return f"- not measured: {bar.claim}, {limit}{_beside(them)}"
@@ -216,24 +219,38 @@ def _surprise(case: Record, name: str, them: Candidates, verified: bool) -> str:
     return f"- {word}: {case['kernel']} at V {case['V']}, {name}: {ratio:.2f} of its prediction, bar 0.9 to 1.1"
 
 
+def _gains(case: Record, them: Candidates, verified: bool) -> list[str]:
+    """Return a line for each candidate of ``variants`` whose gain was predicted, or that is faster than ours."""
+    lines = []
+    what = ", ".join(str(value) for key, value in case.items() if key != "subject")
+    for name, found in them.items():
+        gain, predicted = _ratio(_median(them, "ours"), _median(them, name)), found["extra"].get("gain")
+        if name != "ours" and gain is not None and (predicted is not None or gain > 1):
+            word = "unverified" if not verified else "faster" if gain > 1 else "not faster"
+            said = "" if predicted is None else f", predicted {predicted:.2f}"
+            lines.append(f"- {word}: candidate {name} for {what}: {gain:.2f} times as fast as ours{said}")
+    return lines
+
+
 def _verification(written: Record) -> tuple[Record | None, str]:
     """Return (the verification if it holds, a line that describes it)."""
     wrong = [f"{f['check']}: {f['quantity']}" for f in written.get("findings", ()) if not f["passed"]]
     if wrong:
-        return None, f"- NOT VERIFIED: {'; '.join(wrong)}"
+        return None, f"KERNELS WRONG: {'; '.join(wrong)}\n"
     if not written.get("complete"):
-        return None, "- NOT VERIFIED: the step verify did not come to its end"
-    return written, f"- verified: {len(written['findings'])} comparisons on all rows"
+        return None, "KERNELS NOT VERIFIED: the step verify did not come to its end\n"
+    return written, f"kernels verified: {len(written['findings'])} comparisons with float64 on all rows\n"
 
 
 def verdicts(folder: Path, size: str = "full") -> list[str]:
-    """Return a line for the verification, one for missing peers, one per bar, and one per predicted kernel."""
+    """Return lines: the verification, missing peers, one per bar, per predicted kernel, and per candidate."""
     verified, line = _verification(_read(folder / "verify.json"))
     missing = {name: why for name, why in _read(folder / "peers.json").get("imports", {}).items() if why is not None}
     lines = [line]
     if missing:
         lines.append("- not imported: " + "; ".join(f"{name} ({why})" for name, why in missing.items()))
     lines += [_verdict(bar, _read(folder / f"{bar.results}.json"), verified) for bar in bars(size)]
-    predicted = _read(folder / "predicted.json")
-    trusted = verified is not None and _where(predicted) == _where(verified)
-    return lines + [_surprise(*found, trusted) for found in _cases(predicted)]
+    predicted, variants = (_read(folder / f"{name}.json") for name in ("predicted", "variants"))
+    here = None if verified is None else _where(verified)
+    lines += [_surprise(*found, here == _where(predicted)) for found in _cases(predicted)]
+    return lines + [line for case, _, them in _cases(variants) for line in _gains(case, them, here == _where(variants))]

@@ -21,6 +21,8 @@ from dllm_kernels._utils._checks import (
 )
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
+PACKED = {"position_ids": 0, "segment_ids": -1}  # fields of packed documents, and what they are padded with
+FROM_LABELS = "from labels it is [int(label != -100) for label in labels]"
 Row = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -33,6 +35,8 @@ class DLLMCollator:
     input_ids                 as given        eos, or else pad id            pad id
     loss_mask                 as given        1                              0, or 1 with ``supervise_padding``
     attention_mask            as given        0, or 1 in ``response_window``  0
+    position_ids (if any)     as given        0                              0
+    segment_ids (if any)      as given        -1                             -1
     ========================  ==============  =============================  ==================================
 
     Content longer than ``max_seq_len`` is truncated. The fill ends at the next multiple of ``block_size``, counted from
@@ -101,23 +105,29 @@ class DLLMCollator:
 
         Args:
             batch: samples with ``input_ids``, ``loss_mask`` and ``attention_mask``: lists, 1-d tensors or arrays of
-                equal length. Fractions in a ``loss_mask`` are kept. Other keys, such as ``___PAD_TOKEN_IDS___``, are
-                ignored, and samples are not modified. An empty batch gives tensors of shape ``[0, 1]``.
+                equal length. Fractions in a ``loss_mask`` are kept. Samples of packed documents may also have
+                ``position_ids`` and ``segment_ids``, in which a negative id belongs to no document; if one sample of a
+                batch has such a field, all must have it. Other keys, such as ``___PAD_TOKEN_IDS___``, are ignored, and
+                samples are not modified. An empty batch gives tensors of shape ``[0, 1]``.
 
         Returns:
             ``input_ids`` int64, ``loss_mask`` float32 and ``attention_mask`` int64, each ``[B, L]``; ``input_lengths``
-            int64 ``[B]``, the lengths before truncation.
+            int64 ``[B]``, the lengths before truncation; ``position_ids`` and ``segment_ids`` int64 ``[B, L]`` if the
+            samples have them.
 
         Raises:
             TypeError: the batch is not a list of dicts, or a field is not a sequence of numbers.
             ValueError: a field is missing, is not as long as ``input_ids``, is not 1-d, or holds a value other than a
-                64-bit whole number. With ``response_window``, also if a sample has more than one supervised run (the
-                original raises AssertionError). Every message names the sample and the field.
+                64-bit whole number, or a ``loss_mask`` holds an integer above 1. With ``response_window``, also if a
+                sample has more than one supervised run (the original raises AssertionError). Every message names the
+                sample and the field.
         """
         samples = checked_samples("batch", batch)
-        found = [_length(i, sample) for i, sample in enumerate(samples)]
+        packed = {name: pad for name, pad in PACKED.items() if any(name in sample for sample in samples)}
+        fields = (*FIELDS, *packed)
+        found = [_length(i, sample, fields) for i, sample in enumerate(samples)]
         lengths = torch.tensor(found, dtype=torch.int64, device="cpu")
-        rows = {field: self._rows(samples, field) for field in FIELDS}
+        rows = {field: self._rows(samples, field) for field in fields}
         starts = torch.zeros_like(lengths)
         if self.response_window:
             for i, row in enumerate(rows["loss_mask"]):
@@ -130,8 +140,13 @@ class DLLMCollator:
             "input_ids": (self.pad_token_id, self.block_pad_token_id, torch.int64),
             "loss_mask": (int(self.supervise_padding), 1, torch.float32),
             "attention_mask": (0, int(self.response_window), torch.int64),
+            **{name: (pad, pad, torch.int64) for name, pad in packed.items()},
         }
-        out = {field: self._pad_and_fill(rows[field], lengths, ends, L, *values[field]) for field in FIELDS}
+        out = {field: self._pad_and_fill(rows[field], lengths, ends, L, *values[field]) for field in fields}
+        if out["loss_mask"].numpy().max(initial=0) > 1:
+            for i, row in enumerate(rows["loss_mask"]):
+                if row.dtype.kind in "iu":
+                    check_mask_values(f"sample {i}, field 'loss_mask'", torch.from_numpy(row.astype("i8")), no_ids=True)
         return {**out, "input_lengths": lengths.pin_memory() if self.pin_memory else lengths}
 
     def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:
@@ -140,7 +155,7 @@ class DLLMCollator:
         limit = None if self.max_seq_len is None or (is_mask and self.response_window) else max(self.max_seq_len, 1)
         names = (f"sample {i}, field {field!r}" for i in range(len(samples)))
         rows = {name: _as_row(name, sample[field], limit, is_mask) for name, sample in zip(names, samples, strict=True)}
-        if field != "input_ids":
+        if field in ("loss_mask", "attention_mask"):
             for name, row in rows.items():
                 if row.dtype.kind in "if":  # a list of small numbers, the common case, is packed into unsigned bytes
                     with np.errstate(over="ignore"):  # what overflows is an infinity, which is rejected
@@ -197,7 +212,7 @@ class DLLMCollator:
 
 def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
     """Return the samples of a batch; raise TypeError unless they are dicts. ``name`` is that of the argument."""
-    if isinstance(samples, Mapping) or not isinstance(samples, Iterable):
+    if isinstance(samples, (Mapping, torch.Tensor)) or not isinstance(samples, Iterable):
         hint = "; put a single sample into a list" if isinstance(samples, Mapping) else ""
         raise TypeError(f"{name} must be a list of dicts, got {type_name(samples)}{hint}")
     found = list(samples)
@@ -207,11 +222,13 @@ def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
     return found
 
 
-def _length(i: int, sample: Mapping[str, Any]) -> int:
+def _length(i: int, sample: Mapping[str, Any], fields: Sequence[str]) -> int:
     """Return the common length of the fields of sample i; raise if they differ."""
-    for field in FIELDS:
+    for field in fields:
         if field not in sample:
-            raise ValueError(f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}")
+            hint = f"; {FROM_LABELS}" if field == "loss_mask" and "labels" in sample else ""
+            has = ", ".join(map(repr, sample)) or "none"
+            raise ValueError(f"sample {i} has no field {field!r}; it has {has}{hint}")
         try:
             length = len(sample[field])
         except TypeError as error:
@@ -236,6 +253,8 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
     if isinstance(values, (list, tuple)):
         values = _packed(name, values if limit is None or len(values) <= limit else values[:limit])
     if isinstance(values, torch.Tensor):
+        if values.is_meta:
+            raise _not_numbers(name, values)
         # Cast, because NumPy has no bfloat16.
         values = values.detach().cpu().to(torch.float64 if values.is_floating_point() else values.dtype)
     try:
@@ -265,7 +284,7 @@ def _packed(name: str, values: Sequence[Any]) -> Any:
     for code, dtype in (("q", np.int64), ("d", np.float64)):
         try:
             row = np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype=dtype)
-        except (struct.error, OverflowError):
+        except (struct.error, OverflowError, TypeError):
             continue
         if code == "d":
             _check_exact(name, values, row)

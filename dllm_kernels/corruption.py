@@ -474,7 +474,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     for name, mask in (("noise_mask", noise_mask), ("loss_mask", loss_mask)):
         _checks.check_whole_tensor(name, mask)
     _checks.check_mask("noise_mask", noise_mask, noise_mask.shape)
-    _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask")
+    _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask", no_ids=True)
     _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
     if (where := first_fraction(noise_mask, loss_mask)) is not None:
         raise ValueError(
@@ -529,7 +529,7 @@ def sample_level(
 
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, used by BD3-LM and Duo.
     """
-    _checks.check_positive_int("B", B)
+    _checks.check_int("B", B, 1, _checks.MOST_SIZE)
     _checks.check_choice("method", method, METHODS)
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
@@ -537,8 +537,8 @@ def sample_level(
     if device is None:
         source = generator if seeds is None else seeds
         device = getattr(source, "device", "cpu")
-    place = torch.device(device) if isinstance(device, str) else device
-    seed = _seeds.resolve_seed(place, B, generator, seeds)
+    place = _seeds.as_device(device)
+    seed = _seeds.resolve_seed(place, int(B), generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
     (level,) = _sample_level(seed, int(B), method, low, high, backend)
@@ -590,7 +590,7 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     if optional and loss_mask is None:
         return
     _checks.check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
+    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids", no_ids=True)
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
 
 

@@ -1,7 +1,7 @@
 """Train a tiny DFlash draft: sampled anchors, masked blocks, and the acceptance length.
 
 The draft sees the anchor and predicts the rest of its block at once. The target model here is a fixed table: token v is
-followed by token 3 v + 1.
+followed by token 3 v + 1. A row packs three documents, and no block crosses from one into the next.
 
 python examples/dflash_anchors.py
 """
@@ -28,18 +28,19 @@ class Draft(torch.nn.Module):
         return self.layer(x.flatten(0, 1))[:, 1:].reshape(len(blocks), -1, D)
 
 
-def sequences(B, L):
-    """Draw sequences of the target model; the first tokens are the prompt."""
-    ids = torch.randint(0, V, (B, 1))
-    for _ in range(L - 1):
-        ids = torch.cat([ids, (3 * ids[:, -1:] + 1) % V], 1)
-    return ids, (torch.arange(L) >= 4).long().expand(B, L)
+def packed_rows(B, L):
+    """Draw rows of three documents of the target model, whose first tokens are the prompt, and their numbers."""
+    segment_ids, place = torch.arange(L) // (L // 3), torch.arange(L) % (L // 3)
+    ids = torch.randint(0, V, (B, L))
+    for i in place.nonzero()[:, 0]:
+        ids[:, i] = (3 * ids[:, i - 1] + 1) % V
+    return ids, (place >= 4).long().expand(B, L), segment_ids.expand(B, L)
 
 
-def blocks_of(ids, loss_mask, num, seeds):
+def blocks_of(ids, loss_mask, segment_ids, num, seeds):
     """Return the input blocks ``[B, num, BLOCK]``, and targets and mask of the predicted rows."""
-    anchors, real = sample_anchors(loss_mask, num, BLOCK, seeds=seeds)
-    targets, inside = block_targets(ids, anchors, BLOCK)
+    anchors, real = sample_anchors(loss_mask, num, BLOCK, seeds=seeds, segment_ids=segment_ids)
+    targets, inside = block_targets(ids, anchors, BLOCK, segment_ids=segment_ids)
     supervised = block_targets(loss_mask, anchors, BLOCK)[0] > 0
     mask = inside & supervised & real.repeat_interleave(BLOCK - 1, 1)
     blocks = torch.full((*anchors.shape, BLOCK), MASK)
@@ -54,8 +55,8 @@ def main(steps=60):
     optimizer, loss_fn = torch.optim.Adam(draft.parameters(), 1e-2), DFlashDecayLoss("paper", normalize="mean")
     losses = []
     for step in range(steps):
-        ids, loss_mask = sequences(16, 48)
-        blocks, targets, mask = blocks_of(ids, loss_mask, 4, seeds=1000 * step + torch.arange(16))
+        rows = packed_rows(16, 48)
+        blocks, targets, mask = blocks_of(*rows, 4, seeds=1000 * step + torch.arange(16))
         out = loss_fn.forward_fused(draft(blocks), head, targets, mask, block_size=BLOCK)
         out.total_loss.backward()
         optimizer.step()

@@ -31,9 +31,9 @@ def llada(model, ids, noisy, masked, p_mask):
 
 
 def dllm(model, ids, noisy, masked, p_mask):
-    """Dllm: cross-entropy of all positions, times weights."""
+    """Dllm: cross-entropy of all positions, times weights, over all supervised tokens."""
     token_loss = F.cross_entropy(model(noisy).transpose(1, 2), ids, reduction="none")
-    return (token_loss * masked.to(token_loss.dtype) / p_mask).sum() / masked.sum().clamp_min(1)
+    return (token_loss * masked.to(token_loss.dtype) / p_mask).sum() / ids.numel()
 
 
 def dream(model, ids, noisy, masked, p_mask):

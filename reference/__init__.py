@@ -28,7 +28,7 @@ from reference.dpace_weights import dpace_weights
 from reference.draft_distillation import draft_distillation_loss
 from reference.draft_sampling import block_targets, prefix_probabilities, prefix_weights, sample_anchors
 from reference.encoder_ar import encoder_ar_loss
-from reference.generate import diffusion_generate, num_transfer_tokens
+from reference.generate import diffusion_generate, num_transfer_tokens, steps_of_blocks
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
 from reference.idlm import IDLMLoss, idlm_loss
@@ -122,6 +122,7 @@ __all__ = [
     "seq_idx_from_cu_seqlens",
     "sequence_scores",
     "soft_embedding",
+    "steps_of_blocks",
     "token_lse",
     "token_nll",
     "token_scores",

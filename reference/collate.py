@@ -74,10 +74,12 @@ def collate(
     | input_ids | as given | eos, or else pad id | pad id |
     | loss_mask | as given | 1 | 0, or 1 with ``supervise_padding`` |
     | attention_mask | as given | 0, or 1 in ``response_window`` | 0 |
+    | position_ids | as given | 0 | 0 |
+    | segment_ids | as given | -1 | -1 |
 
     Args:
-        batch: samples with the lists ``input_ids``, ``loss_mask`` and ``attention_mask``; other keys are
-            ignored.
+        batch: samples with the lists ``input_ids``, ``loss_mask`` and ``attention_mask``, and, of packed documents,
+            ``position_ids`` and ``segment_ids``; other keys are ignored.
         pad_token_id: token of the global pad.
         eos_token_id: token of the block fill; None: ``pad_token_id``.
         block_size: positions per block; None: no block fill.
@@ -88,7 +90,8 @@ def collate(
 
     Returns:
         ``input_ids`` int64, ``loss_mask`` float32, ``attention_mask`` int64, each ``[B, L]``;
-        ``input_lengths`` int64 ``[B]``, the lengths before truncation.
+        ``input_lengths`` int64 ``[B]``, the lengths before truncation; ``position_ids`` and ``segment_ids`` int64
+        ``[B, L]`` if the samples have them.
 
     Raises:
         ValueError: in ``response_window``, a sample with more than one supervised run.
@@ -111,6 +114,9 @@ def collate(
     fills = {"input_ids": eos, "loss_mask": 1, "attention_mask": int(response_window)}
     pads = {"input_ids": pad_token_id, "loss_mask": int(supervise_padding), "attention_mask": 0}
     dtypes = {"input_ids": torch.int64, "loss_mask": torch.float32, "attention_mask": torch.int64}
+    for key, padding in (("position_ids", 0), ("segment_ids", -1)):
+        if any(key in sample for sample in batch):
+            fills[key], pads[key], dtypes[key] = padding, padding, torch.int64
     out = {}
     for key, dtype in dtypes.items():
         rows = [filled_row(sample[key], end, L, fills[key], pads[key]) for sample, end in zip(batch, ends, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from reference.dpace_weights import dpace_weights
+from reference.draft_sampling import prefix_weights
 from reference.token_nll import Count, compute_dtype, divided_by_count, token_nll, weighted_nll
 
 
@@ -73,7 +74,12 @@ def draft_accuracy_per_position(
 
 
 def acceptance_stats(
-    rates: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False, anchor_row: bool = False
+    rates: torch.Tensor,
+    block_mask: torch.Tensor,
+    rows: int,
+    bonus: bool = False,
+    anchor_row: bool = False,
+    prefix: torch.Tensor | None = None,
 ) -> tuple[float, int]:
     """Sum ``sum_j mask_j prod_{i <= j} rate_i`` over blocks, each of which ends before its first row with mask 0.
 
@@ -83,6 +89,8 @@ def acceptance_stats(
         rows: positions per block.
         bonus: True to count one more token per block, the token of the target model.
         anchor_row: True if the first row of a block is the anchor's, which may be invalid without ending the block.
+        prefix: number of given tokens of each block, including the anchor ``[B, n_blocks]``; the block begins with the
+            row that predicts the first token after them. None: 1.
 
     Returns:
         (sum, number of blocks that have a valid row before they end).
@@ -90,8 +98,11 @@ def acceptance_stats(
     Source: speculative decoding, Leviathan et al. 2023, arXiv:2211.17192, section 2.
     """
     total, count = 0.0, 0
-    for block, mask in zip(rates.reshape(-1, rows).tolist(), block_mask.reshape(-1, rows).tolist(), strict=True):
-        if anchor_row and not mask[0]:
+    blocks = rates.reshape(-1, rows).tolist(), block_mask.reshape(-1, rows).tolist()
+    given = [1] * len(blocks[0]) if prefix is None else prefix.flatten().tolist()
+    for block, mask, tokens in zip(*blocks, given, strict=True):
+        block, mask = block[tokens - 1 :], mask[tokens - 1 :]
+        if anchor_row and tokens == 1 and not mask[0]:
             block, mask = block[1:], mask[1:]
         if not mask or not mask[0]:
             continue
@@ -106,7 +117,12 @@ def acceptance_stats(
 
 
 def acceptance_length(
-    rates: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False, anchor_row: bool = False
+    rates: torch.Tensor,
+    block_mask: torch.Tensor,
+    rows: int,
+    bonus: bool = False,
+    anchor_row: bool = False,
+    prefix: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the mean over blocks of :func:`acceptance_stats`.
 
@@ -116,13 +132,14 @@ def acceptance_length(
         rows: as in :func:`acceptance_stats`.
         bonus: as in :func:`acceptance_stats`.
         anchor_row: as in :func:`acceptance_stats`.
+        prefix: as in :func:`acceptance_stats`.
 
     Returns:
         A float32 scalar, 0 if no block counts.
 
     Source: :func:`acceptance_stats`.
     """
-    total, count = acceptance_stats(rates, block_mask, rows, bonus, anchor_row)
+    total, count = acceptance_stats(rates, block_mask, rows, bonus, anchor_row, prefix)
     return torch.tensor(total / max(count, 1), device=rates.device)
 
 
@@ -141,14 +158,16 @@ def dflash_loss(
     num_blocks: Count | None = None,
     num_sequences: Count | None = None,
     reduction: str = "total",
+    prefix: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the weighted cross-entropy of the predicted positions.
 
     ``loss = sum_i w_i * nll_i / denominator``, with ``w_i = exp(-(k_i - 1) / gamma) * block_mask_i``, or the D-PACE
     weights of the confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count) for
-    ``"tokens"`` and ``sum_i w_i + 1e-6`` for ``"mean"``. For ``"blocks"`` and ``"sequences"`` it is the number of
-    blocks or sequences with a valid row. ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b``, with A_b
-    the number of valid blocks of sequence b, and B' the number of sequences with a valid block.
+    ``"tokens"``, the same with the sum of the mask as default for ``"rows"``, and ``sum_i w_i + 1e-6`` for ``"mean"``.
+    For ``"blocks"`` and ``"sequences"`` it is the number of blocks or sequences with a valid row.
+    ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b``, with A_b the number of valid blocks of sequence
+    b, and B' the number of sequences with a valid block.
 
     Args:
         logits: ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with
@@ -158,13 +177,15 @@ def dflash_loss(
         num_tokens: optional global count, a number or a 0-d tensor.
         block_size: positions per block, including the anchor; None: one block.
         gamma: decay length in positions; None: no decay.
-        normalize: ``"tokens"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
+        normalize: ``"tokens"``, ``"rows"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
         position_weights: ``"decay"``, or a variant of ``dpace_weights``.
         dpace_alpha: alpha of ``dpace_weights``.
         anchor_row: True if the row of the anchor predicts a token too.
         num_blocks: global count of valid blocks; with ``"sequence_blocks"`` the count of each sequence ``[B]``.
         num_sequences: global count of sequences with a valid row.
         reduction: ``"total"``, or ``"none"`` to return the contribution of each row to the sum, before any denominator.
+        prefix: number of given tokens of each block, including the anchor ``[B, n_blocks]``, with the decay. Rows of
+            given tokens are masked; the decay of the others is that of ``prefix_weights``. None: 1.
 
     Returns:
         A scalar, or ``[B, T]``, in float32 (float64 for float64 logits), in nats.
@@ -174,13 +195,19 @@ def dflash_loss(
 
     Source: the DFlash paper, Eq. 4; D-PACE, arXiv:2605.18810.
     """
-    if normalize not in ("tokens", "mean", "blocks", "sequences", "sequence_blocks"):
-        raise ValueError(f"normalize must be 'tokens', 'mean' or a count of blocks or sequences, got {normalize!r}")
+    if normalize not in ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks"):
+        raise ValueError(
+            f"normalize must be 'tokens', 'rows', 'mean' or a count of blocks or sequences, got {normalize!r}"
+        )
     dtype = compute_dtype(logits)
     B, T = target_ids.shape
     rows = max(T, 1) if block_size is None else max(block_size - (0 if anchor_row else 1), 1)
+    if prefix is not None:
+        block_mask = torch.where(prefix_weights(prefix, rows, None).to(logits.device) != 0, block_mask, 0)
     mask = block_mask.to(dtype)
-    if position_weights == "decay":
+    if prefix is not None:
+        weights = prefix_weights(prefix, rows, gamma).to(logits.device, dtype) * mask
+    elif position_weights == "decay":
         period = None if block_size is None else rows + 1
         weights = decay_weights(T, period, gamma, dtype, logits.device) * mask
     else:
@@ -191,9 +218,10 @@ def dflash_loss(
         ).reshape(B, T)
     if reduction == "none":
         return weighted_nll(logits, target_ids, weights, reduction="none")
-    if normalize == "tokens":
+    if normalize in ("tokens", "rows"):
         loss = weighted_nll(logits, target_ids, weights)
-        return loss if num_tokens is None else divided_by_count(loss, num_tokens)
+        count = mask.sum() if normalize == "rows" and num_tokens is None else num_tokens
+        return loss if count is None else divided_by_count(loss, count)
     if normalize == "mean":
         return weighted_nll(logits, target_ids, weights) / (weights.sum() + 1e-6)
     valid = (block_mask != 0).reshape(B, T // rows, rows).any(-1)

@@ -11,6 +11,10 @@ from reference.dflash import decay_weights
 from reference.divergence import divergence
 from reference.dpace_weights import dpace_weights
 from reference.token_nll import Count, compute_dtype, token_nll
+from reference.transform import transformed
+
+# Options of the divergence that define the two models, and not how they are compared.
+OF_MODELS = ("teacher_rows", "draft_to_target", "softcap", "scale", "skip_id", "teacher_transform")
 
 
 def position_weights_of(
@@ -163,23 +167,30 @@ def draft_distillation_loss(
     T = block_mask.shape[1]
     rows = max(T, 1) if block_size is None else max(block_size - (0 if anchor_row else 1), 1)
     mask, on = block_mask.to(dtype), block_mask != 0
-    each = divergence(logits, teacher_logits, on.to(dtype), kind=kind, targets=target_ids, reduction="none", **options)
+    transform = {name: options.get(name) for name in ("softcap", "scale", "skip_id")}
+
+    def weights_of(q: torch.Tensor) -> torch.Tensor:
+        return position_weights_of(
+            mask,
+            rows,
+            q,
+            gamma=loss_gamma,
+            decay_from=decay_from,
+            variant=position_weights,
+            alpha=dpace_alpha,
+            anchor_row=anchor_row,
+        )
+
+    in_mean = weights_of(mask) if position_weights == "decay" else on.to(dtype)  # weights of the mean acceptance rate
+    each = divergence(logits, teacher_logits, in_mean, kind=kind, targets=target_ids, reduction="none", **options)
     if confidence == "target" and target_ids is not None:
-        q = torch.exp(-token_nll(logits, target_ids, active=block_mask)).detach()
+        q = torch.exp(-token_nll(transformed(logits, **transform), target_ids, active=block_mask)).detach()
     elif confidence == "teacher":
-        q = torch.exp(-divergence(logits, teacher_logits, on.to(dtype), kind="teacher_ce").value).detach()
+        untempered = {name: value for name, value in options.items() if name in OF_MODELS}
+        q = torch.exp(-divergence(logits, teacher_logits, on.to(dtype), kind="teacher_ce", **untempered).value).detach()
     else:
         q = each.acceptance_rate
-    weights = position_weights_of(
-        mask,
-        rows,
-        q,
-        gamma=loss_gamma,
-        decay_from=decay_from,
-        variant=position_weights,
-        alpha=dpace_alpha,
-        anchor_row=anchor_row,
-    )
+    weights = weights_of(q)
     value = each.value
     if confidence_logits is not None:
         s = torch.where(on, confidence_logits.to(dtype), 0.0)

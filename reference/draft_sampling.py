@@ -54,27 +54,35 @@ def sample_anchors(
     return anchors, real
 
 
-def block_targets(ids: torch.Tensor, anchors: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``block_size - 1`` tokens after each anchor, -100 beyond the row, and a mask of those inside.
+def block_targets(
+    ids: torch.Tensor, anchors: torch.Tensor, block_size: int, segment_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``block_size - 1`` tokens after each anchor, -100 beyond its document, and a mask of those inside.
 
     Args:
         ids: ``[B, L]``.
         anchors: ``[B, num]``.
         block_size: positions of a block, including the anchor.
+        segment_ids: ``[B, L]``, equal for adjacent tokens of a document; negative: no document. None: one per row.
 
     Returns:
         Both ``[B, num * (block_size - 1)]``.
 
     Source: the block layout of the DFlash paper.
     """
-    rows = [
-        [int(row[a + k]) if a >= 0 and a + k < len(row) else -100 for a in of_row for k in range(1, block_size)]
-        for row, of_row in zip(ids.tolist(), anchors.tolist(), strict=True)
-    ]
-    inside = [
-        [a >= 0 and a + k < ids.shape[1] for a in of_row for k in range(1, block_size)] for of_row in anchors.tolist()
-    ]
-    return torch.tensor(rows, dtype=torch.int64), torch.tensor(inside, dtype=torch.bool)
+    B, L = ids.shape
+    shape = B, anchors.shape[1] * (block_size - 1)
+    targets, inside = torch.full(shape, -100), torch.zeros(shape, dtype=torch.bool)
+    for b in range(B):
+        segments = [0] * L if segment_ids is None else segment_ids[b].tolist()
+        for n, anchor in enumerate(anchors[b].tolist()):
+            for k in range(1, block_size):
+                place = anchor + k
+                if not 0 <= anchor < L or place >= L or segments[place] != segments[anchor] or segments[anchor] < 0:
+                    break
+                targets[b, n * (block_size - 1) + k - 1] = ids[b, place]
+                inside[b, n * (block_size - 1) + k - 1] = True
+    return targets, inside
 
 
 def prefix_probabilities(block_size: int, base: float) -> dict[int, float]:

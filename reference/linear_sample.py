@@ -78,7 +78,7 @@ def truncated(
 
     Args:
         x: logits ``[..., V]``, after temperature and transform.
-        top_k: keep the k largest columns, of equal ones the lowest.
+        top_k: keep the k largest columns, of equal ones the lowest; 0: all.
         top_p: then keep the fewest of the largest columns whose probability, of the softmax over the columns kept so
             far, is at least ``top_p``; of equal ones the lowest. 1: all.
         min_p: then keep the columns whose probability is at least ``min_p`` times the largest.
@@ -92,7 +92,7 @@ def truncated(
     """
     values, order = torch.sort(x, dim=-1, descending=True, stable=True)
     rank = torch.arange(x.shape[-1], device=x.device)
-    if top_k is not None:
+    if top_k:
         values = values.masked_fill(rank >= top_k, -math.inf)
     if top_p is not None and top_p < 1:
         p = torch.softmax(values.double(), -1)

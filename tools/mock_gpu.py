@@ -7,7 +7,8 @@
 
 Tensors created on ``"cuda"`` in this context have a shape, strides and an address but no memory ("meta" tensors).
 Their sizes may therefore be those of real training. All code except torch sees them on ``cuda:0``. Reading a value back
-to the host raises an error, except for ``nonzero``: :attr:`MockGPU.active_share` sets the length of its result.
+to the host raises an error, or returns 0 if ``reads_zeros``. ``nonzero`` never does: :attr:`MockGPU.active_share` sets
+the length of its result.
 
 Triton's driver and compiler are replaced. Triton specialises the arguments of every launch as on a GPU (alignment,
 ones, types, and on AMD the buffers below 2 GiB), and requests a compilation if it needs a new kernel. The result is a
@@ -34,6 +35,9 @@ from triton.backends.compiler import GPUTarget
 
 from tools.gpus import TARGETS
 
+T = torch.Tensor
+# Operations that read values back to the host.
+READS = {T.cpu, T.item, T.tolist, T.__bool__, T.__float__, T.__index__, T.__int__}
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _GPU = torch.device("cuda", 0)
 _real_device = torch._C.TensorBase.device.__get__
@@ -147,6 +151,8 @@ class MockGPU:
 
     Args:
         name: one of ``tools.gpus.TARGETS``.
+        memory: size of its memory in bytes.
+        reads_zeros: True to return zeros where values are read back to the host.
 
     Attributes:
         launches: every launch so far.
@@ -155,8 +161,8 @@ class MockGPU:
         syncs: number of calls of ``nonzero`` so far; on a GPU, each is a host sync.
     """
 
-    def __init__(self, name: str) -> None:
-        self.limits = TARGETS[name]
+    def __init__(self, name: str, memory: int = 80 << 30, *, reads_zeros: bool = False) -> None:
+        self.limits, self.memory, self.reads_zeros = TARGETS[name], memory, reads_zeros
         self.target = self.limits.gpu_target()
         self.launches: list[Launch] = []
         self.specimens: list[Specimen] = []
@@ -192,7 +198,8 @@ class MockGPU:
         yield torch.Tensor, "device", property(lambda t: _GPU if _seems_on_gpu(t) else _real_device(t))
         yield torch.Tensor, "is_cuda", property(lambda t: _seems_on_gpu(t))
         yield torch.cuda, "is_current_stream_capturing", lambda: self._is_capturing
-        yield torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(multi_processor_count=132, total_memory=self.memory)
+        yield torch.cuda, "get_device_properties", lambda device: properties
         yield torch.version, "hip", "mock" if self.limits.backend == "hip" else None
         yield torch.autograd.function.BackwardCFunction, "apply", _with_modes_of_forward(self)
 
@@ -229,10 +236,12 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        args = tuple(_meta_device(a) for a in args)
+        if self.gpu.reads_zeros and func in READS and args[0].is_meta:
+            return func(torch.zeros(args[0].shape, dtype=args[0].dtype, device="cpu"), *args[1:], **kwargs)
+        args = tuple(_meta_device(a, always=func is T.to) for a in args)
         if "device" in kwargs:
             kwargs["device"] = _meta_device(kwargs["device"], always=True)
-        if func in (torch.nonzero, torch.Tensor.nonzero):
+        if func in (torch.nonzero, T.nonzero) and args[0].is_meta:
             self.gpu.syncs += 1
             found = round(args[0].numel() * self.gpu.active_share)
             return torch.empty(found, args[0].dim(), dtype=torch.int64, device="meta")

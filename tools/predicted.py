@@ -23,7 +23,7 @@ import torch
 
 from benchmarks import tune
 from benchmarks.measure import Result, arguments, ceilings, compare, parse
-from benchmarks.record import markdown, report
+from benchmarks.record import card, environment, markdown, report
 from benchmarks.shapes import GEMMA_BATCH, LLADA_SHORT, POLICY, TOY_ROWS
 from tools.gpus import GPUS
 
@@ -32,15 +32,14 @@ KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # kernel of a rule; other ke
 WORDS = {"argmax-match": ", correct", "kl": ", grad, fast", "l1": ", grad, fast, tv=i64"}
 
 
-def gpu_of(device: str) -> str:
-    """Return the name of this GPU in ``tools.gpus``, or H200 if it is not listed."""
-    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
-    return next((known for known in GPUS if known in name), "H200")
+def shares(model: Path | None, gpu: str | None) -> dict[str, float]:
+    """Return kernel -> predicted share of copy bandwidth, the lowest of all passes and phases.
 
-
-def shares(model: Path | None, gpu: str) -> dict[str, float]:
-    """Return kernel -> predicted share of copy bandwidth, the lowest of all passes and phases; {} without a model."""
-    reports = [] if model is None or not model.is_file() else json.loads(model.read_text())
+    {} without a model, and on a GPU for which none exists.
+    """
+    if gpu is None or model is None or not model.is_file():
+        return {}
+    reports = json.loads(model.read_text())
     of_this = (r for r in reports if r["passes"] and r["target"] == GPUS[gpu].target)
     return {
         r["kernel"]: min([p["roofs"][gpu]["share"] for p in r["passes"]] + list(r["phases"].get(gpu, {}).values())[:1])
@@ -69,7 +68,7 @@ def main(argv: list[str]) -> int:
     if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         again = [sys.executable, "-m", "benchmarks", "predicted", *argv]
         return subprocess.run(again, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
-    gpu, measured = gpu_of(options.device), ceilings(options.device, torch.bfloat16, options.size)
+    gpu, measured = card(environment(options.device)["gpu"]), ceilings(options.device, torch.bfloat16, options.size)
     model, results, rows = shares(options.model, gpu), list[Result](), []
     for shape in (TOY_ROWS,) if options.size == "toy" else (LLADA_SHORT, POLICY, GEMMA_BATCH):
         for name, launch in tune.launches(shape, torch.bfloat16, options.device).items():
@@ -82,7 +81,8 @@ def main(argv: list[str]) -> int:
             if result.timing is not None:
                 said = f"{model[kernel]:.0%}" if kernel in model else "-"
                 share = f"{floor / result.timing.median:.1%}"
-                rows.append({"kernel": kernel, "V": shape.vocab, "measured": share, f"predicted for {gpu}": said})
+                rows.append({"kernel": kernel, "V": shape.vocab, "measured": share, "predicted": said})
     status = report(results, options, baseline="ours", measured_ceilings=measured)
-    print("\nShares of the copy bandwidth:\n\n" + markdown(rows))
+    print(f"\nShares of the copy bandwidth, predicted for {gpu or 'no GPU, because this one has no model'}:\n")
+    print(markdown(rows))
     return status

@@ -127,6 +127,11 @@ class DivergenceSpec(NamedTuple):
         """True if a term needs the targets."""
         return any(KINDS[term.kind].minus == "target" for term in self.terms)
 
+    @property
+    def only_targets(self) -> bool:
+        """True if rows with a target of -100 have no gradient, because every term needs the targets."""
+        return all(KINDS[term.kind].minus == "target" for term in self.terms)
+
 
 class Whole(NamedTuple):
     """Whole rows of a teacher of which only some columns are compared.

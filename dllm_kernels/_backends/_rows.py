@@ -107,7 +107,7 @@ class RowPrimitives(Protocol):
     def scale_(self, t: Tensor, factor: Tensor) -> None:
         """Compute ``t *= factor`` for a 0-d factor on the device of t, without a host sync.
 
-        Costs nothing if the factor is 1.
+        Zeros stay zeros, whatever the factor is. Costs nothing if the factor is 1.
         """
 
     def divergence(self, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:

@@ -13,6 +13,8 @@ from torch import Tensor
 from dllm_kernels._backends._rows import IGNORE
 
 ROW_MULTIPLE = 128
+# Memory of a chunk on a CPU. The logits of 512 rows take half of it at V = 262,144 in float32.
+CPU_CHUNK_BYTES = 1 << 30
 Outputs = Sequence[Tensor | None]
 
 
@@ -26,28 +28,30 @@ class ActiveRows:
             then NaN, because it covers some of the active rows only.
     """
 
-    def __init__(self, targets: Tensor, num_active: int | None, counted: Tensor | None = None) -> None:
+    def __init__(
+        self, targets: Tensor, num_active: int | None, counted: Tensor | None = None, every_row: bool = False
+    ) -> None:
         """List the rows whose target in ``targets [N]`` is not ``IGNORE``.
 
         ``num_active`` must be at least the number of such rows in ``counted``, by default in ``targets``. Backward
-        lists fewer rows than forward if some have no upstream gradient.
+        lists fewer rows than forward if some have no upstream gradient. ``every_row``: True if no target is ``IGNORE``.
 
         Reading their number is a host sync on a GPU, which is worthwhile, because the matrix products then run on these
-        rows only. There is no sync during CUDA-graph capture, which processes all rows, nor if the caller gives
-        ``num_active``, an upper bound of the number.
+        rows only. There is no sync if every row is active, nor during CUDA-graph capture, which processes all rows, nor
+        if the caller gives ``num_active``, an upper bound of the number.
         """
         self.total = targets.numel()
         self._targets = targets
         self.overflow: Tensor | None = None
         self._index: Tensor | None = None
         self._padded = num_active is not None
-        mask = targets != IGNORE
         if num_active is not None:
+            mask = targets != IGNORE
             self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
             self.overflow = (mask if counted is None else counted != IGNORE).sum() > num_active
             self._zero = self.checked_(torch.zeros((), device=targets.device))
-        elif not _captured(mask):
-            index = mask.nonzero().squeeze(1)
+        elif not every_row and not _captured(targets):
+            index = (targets != IGNORE).nonzero().squeeze(1)
             self._index = index if index.numel() < self.total else None
         self.count = self.total if self._index is None else self._index.numel()
 
@@ -112,18 +116,27 @@ def _captured(t: Tensor) -> bool:
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def multiprocessors(device: torch.device) -> int | None:
-    """Return the number of multiprocessors of a GPU; None for a CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
+def limits_of_chunks(device: torch.device) -> tuple[int | None, int]:
+    """Return the number of multiprocessors of a GPU, None for a CPU; and the bytes that a chunk may take.
+
+    On a GPU these are a sixteenth of its memory, rounded to a power of the square root of 2. GPUs of one kind, whose
+    memory differs by a per cent, therefore choose equal chunks, as ranks that share rows must.
+    """
+    if device.type != "cuda":
+        return None, CPU_CHUNK_BYTES
+    gpu = torch.cuda.get_device_properties(device)
+    return gpu.multi_processor_count, int(2 ** (round(2 * math.log2(gpu.total_memory)) / 2)) // 16
 
 
-def choose_chunk(rows: int, V: int, D: int, trains_head: bool, sms: int | None) -> int:
+def choose_chunk(rows: int, V: int, D: int, trains_head: bool, sms: int | None, fitting: int) -> int:
     """Choose the number of rows of a chunk, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
     On a CPU (None) chunks are of equal size and just large enough for efficient matrix products. On a GPU the size with
-    the fewest waves wins, see :func:`_chunk_costs`.
+    the fewest waves wins, see :func:`_chunk_costs`. At most ``fitting`` rows fit into the memory of a chunk, but 128
+    rows are always allowed, because fewer make products inefficient.
     """
-    most = 512 if sms is None else 8192 if trains_head else 2048
+    most = min(512 if sms is None else 8192 if trains_head else 2048, fitting // ROW_MULTIPLE * ROW_MULTIPLE)
+    most = max(most, ROW_MULTIPLE)
     if rows <= ROW_MULTIPLE:
         return most
     if sms is None:

@@ -6,7 +6,7 @@ All ops from hidden states use this loop, forward and backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
+from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, limits_of_chunks
+from dllm_kernels._core._rows import as_marks
 from dllm_kernels._core._setup import NO_GRADIENTS, PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
 
 # Columns of a low-precision chunk that are cast to float32 at a time, on devices whose matmul cannot add to a float32
@@ -30,6 +31,7 @@ class Factors(NamedTuple):
 
 
 NO_FACTORS = Factors()
+Columns = tuple[int, torch.dtype]  # number of columns, and dtype, of a buffer of a chunk
 
 
 def unit_scale(scale: Tensor, setup: Setup) -> tuple[Tensor, Factors, Tensor | None]:
@@ -60,54 +62,67 @@ class Chunks:
     """
 
     def __init__(
-        self, hidden: Tensor, head: Head, targets: Tensor, setup: Setup, needs: NeedsGrad = NO_GRADIENTS,
-        factors: Factors = NO_FACTORS, *, listed: Tensor | None = None, columns: int = 0,
+        self, hidden: Tensor, head: Head, targets: Tensor | None, setup: Setup, needs: NeedsGrad = NO_GRADIENTS,
+        factors: Factors = NO_FACTORS, *, listed: Tensor | None = None, others: Sequence[Columns] = (),
     ) -> None:  # fmt: skip
         """Allocate the buffer of a chunk and the gradients.
 
         Args:
             hidden: ``[N, D]``.
             head: the LM head, with ``[N, r]`` rows of its low-rank part.
-            targets: int64 ``[N]``, ``IGNORE`` in inactive rows.
+            targets: int64 ``[N]``, ``IGNORE`` in inactive rows; None for zeros, if every row is active.
             setup: settings of the call.
             needs: inputs whose gradients are accumulated.
             factors: per-row factors of the gradients.
             listed: ``[N]``, restricts the rows to those that it does not mark as ``IGNORE``; None: the targets.
-            columns: columns of another buffer for each chunk, such as the teacher's logits.
+            others: the caller's other buffers of a chunk, such as the teacher's logits.
         """
         self.hidden, self.head, self.setup, self.needs, self.factors = hidden, head, setup, needs, factors
         self.weight = head.weight.to(setup.dtype)
         self.bias, self.U = (None if t is None else t.to(setup.dtype) for t in (head.bias, head.U))
         self.primitives = setup.primitives()
         V, device = len(head.weight), hidden.device
-        sms = multiprocessors(device)
+        choose = self._chooser_of_size([*others, (V, setup.logits_dtype)])
         self.grads: dict[str, Tensor] = {}
         if needs.bias:
             self.grads["bias"] = torch.zeros(V, dtype=setup.accum_dtype, device=device)
+        every_row = targets is None and listed is None
+        self.targets = targets = as_marks(targets, hidden)
         # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
         listed, counted = (targets, None) if listed is None else (listed, targets)
-        self.rows = ActiveRows(listed, setup.num_active, counted)
+        self.rows = ActiveRows(listed, setup.num_active, counted, every_row)
         if needs.bias:
             self.rows.checked_(self.grads["bias"])
-        size = setup.chunk_size or self._chosen_size(max(V, columns), sms)
+        size = setup.chunk_size or choose()
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=setup.logits_dtype, device=device)
         for field, t in zip(PER_ROW_GRADS, (hidden, head.u), strict=True):
             if t is not None and getattr(needs, field):
                 self.grads[field] = self.rows.empty(t.shape[1], dtype=t.dtype, device=device)
 
-    def _chosen_size(self, columns: int, sms: int | None) -> int:
-        """Choose the number of rows of a chunk.
+    def _chooser_of_size(self, buffers: list[Columns]) -> Callable[[], int]:
+        """Return a function that chooses the number of rows of a chunk, for the number of active rows.
 
         Ranks that share rows must use the same chunks, whatever number of columns they hold, because each chunk ends in
         a collective. The number of rows is multiplied by the number of ranks, which takes the same memory and fewer
         collectives.
         """
-        D, trains_head, split = self.hidden.shape[1], self.setup.needs.weight, self.setup.split
-        if split is None or not self.setup.splits_rows:
-            return choose_chunk(self.rows.count, columns, D, trains_head, sms)
-        rows, columns = -(-self.rows.total // split.ranks), max(columns, split.vocabulary)
-        return split.ranks * choose_chunk(rows, columns, D, trains_head, sms)
+        D, setup, split = self.hidden.shape[1], self.setup, self.setup.split
+        if setup.logits_dtype != setup.dtype:  # the gradient of the logits is copied
+            buffers.append((len(self.weight), setup.dtype))
+        ranks = 1
+        if split is not None and setup.splits_rows:
+            ranks, buffers = split.ranks, [(max(V, split.vocabulary), dtype) for V, dtype in buffers]
+        V = max(V for V, _ in buffers)
+        sms, memory = limits_of_chunks(self.hidden.device)
+        # Rows of hidden states are gathered, cast, and computed from the gradient of the logits.
+        fitting = memory // (sum(V * dtype.itemsize for V, dtype in buffers) + 4 * D * setup.dtype.itemsize)
+
+        def choose() -> int:
+            rows = self.rows.count if ranks == 1 else -(-self.rows.total // ranks)
+            return ranks * choose_chunk(rows, V, D, setup.needs.weight, sms, fitting)
+
+        return choose
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""

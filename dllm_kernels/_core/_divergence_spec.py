@@ -25,19 +25,22 @@ class Comparison(NamedTuple):
         teacher_transform: transform of the teacher's logits; the student's is in the ``Setup``.
         value_scale: factor of value and gradient, the square of a temperature.
         per_row: True if each row's loss has its own upstream gradient, False if the loss is the sum.
+        weighted: False if every row has the weight 1.
     """
 
     spec: DivergenceSpec
     teacher_transform: Transform = NO_TRANSFORM
     value_scale: float = 1.0
     per_row: bool = False
+    weighted: bool = True
 
     @staticmethod
     def schema() -> str:
         """Return the arguments of a custom op that make up the record."""
         return (
             "str[] kinds, float[] numbers, float value_scale, float teacher_softcap, float teacher_scale, "
-            "Tensor? changing_numbers, SymInt? teacher_skip_id, bool lam_of_mean, bool full, bool per_row"
+            "Tensor? changing_numbers, SymInt? teacher_skip_id, bool lam_of_mean, bool full, bool per_row, "
+            "bool weighted"
         )
 
     def arguments(self) -> dict[str, Any]:
@@ -50,13 +53,13 @@ class Comparison(NamedTuple):
             "kinds": [term.kind for term in terms], "numbers": numbers, "value_scale": value_scale,
             "teacher_softcap": softcap, "teacher_scale": scale, "changing_numbers": changing,
             "teacher_skip_id": self.teacher_transform.skip_id, "lam_of_mean": self.spec.lam_of_mean,
-            "full": self.spec.full, "per_row": self.per_row,
+            "full": self.spec.full, "per_row": self.per_row, "weighted": self.weighted,
         }  # fmt: skip
 
     @classmethod
     def from_arguments(
         cls, *, kinds: list[str], numbers: list[float], changing_numbers: Tensor | None, teacher_skip_id: int | None,
-        lam_of_mean: bool, full: bool, per_row: bool, **others: float,
+        lam_of_mean: bool, full: bool, per_row: bool, weighted: bool, **others: float,
     ) -> Comparison:  # fmt: skip
         """Rebuild from :meth:`arguments`; the values in ``changing_numbers`` are 0 while a graph is traced."""
         given = (others["value_scale"], others["teacher_softcap"], others["teacher_scale"], *numbers)
@@ -64,7 +67,7 @@ class Comparison(NamedTuple):
         triples = zip(kinds, *[iter(numbers)] * 3, strict=True)
         terms = [Term(kind, coefficient, (first, second)) for kind, coefficient, first, second in triples]
         transform = Transform.of((softcap, scale), teacher_skip_id)
-        return cls(DivergenceSpec.of(terms, lam_of_mean, full), transform, value_scale, per_row)
+        return cls(DivergenceSpec.of(terms, lam_of_mean, full), transform, value_scale, per_row, weighted)
 
 
 def checked_spec(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._core._fused import Once, link_to
+from dllm_kernels._core._rows import times_upstream
 from dllm_kernels._core._setup import PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
 from dllm_kernels._utils._opaque import Spec, traced
 
@@ -23,7 +24,8 @@ def keep_gradients(
         hidden: ``[N, D]``.
         head: the LM head.
         made: the gradients; the loss scale, by which the gradients of the head must be multiplied, or None; and the
-            sizes of the rows ``[N]``, by which those of the rows must be, or None. See ``_chunks.unit_scale``.
+            sizes of the rows ``[N]``, by which those of the rows must be, or None. See ``_chunks.unit_scale``. The size
+            of a row without a gradient is 0.
         setup: settings of the call.
         once: name of the op, and what can be differentiated more than once, if the gradients are scaled in place. A
             traced backward scales copies, and can run again.
@@ -37,7 +39,10 @@ def keep_gradients(
 
 
 def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
-    """Return the kept gradients for the upstream gradient of the loss, 0-d or ``[N]``, in the dtypes of the inputs."""
+    """Return the kept gradients for the upstream gradient of the loss, 0-d or ``[N]``, in the dtypes of the inputs.
+
+    Rows without a gradient keep the gradient 0, even if the upstream gradient is infinite or NaN.
+    """
     if ctx.once is not None:
         ctx.once()  # before saved_tensors, whose error for a second backward is torch's
     *kept, loss_scale, row_size, _link = ctx.saved_tensors
@@ -47,22 +52,15 @@ def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
             if grad is not None:
                 ctx.setup.primitives().scale_(grad, grad_loss)
         return grads
-    if loss_scale is None and not grad_loss.dim():
-        grads = Gradients(*[_times(g, grad_loss) for g in grads])
+    of_head = grad_loss if loss_scale is None else grad_loss * loss_scale
+    weight, bias, U = (_times(g, of_head) for g in (grads.weight, grads.bias, grads.U))
+    if row_size is None:
+        x, u = (None if g is None else times_upstream(g.to(grad_loss.dtype), grad_loss) for g in (grads.x, grads.u))
     else:
-        of_rows = row_size * grad_loss
-        of_head = grad_loss if loss_scale is None else grad_loss * loss_scale
-        weight, bias, U = (_times(g, of_head) for g in (grads.weight, grads.bias, grads.U))
-        grads = Gradients(times_rows(grads.x, of_rows), weight, bias, times_rows(grads.u, of_rows), U)
+        of_rows = times_upstream(row_size, grad_loss).unsqueeze(1)
+        x, u = (None if g is None else torch.where(of_rows != 0, g * of_rows, 0.0) for g in (grads.x, grads.u))
+    grads = Gradients(x, weight, bias, u, U)
     return Gradients(*[None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)])
-
-
-def times_rows(grad: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Multiply each row by a factor, such as its upstream gradient. A factor of 0 gives 0 even if the row has NaN."""
-    if grad is None:
-        return None
-    factor = factor.reshape(-1, 1)
-    return torch.where(factor != 0, grad * factor, 0.0).to(grad.dtype)
 
 
 def _times(grad: Tensor | None, factor: Tensor) -> Tensor | None:

@@ -31,7 +31,7 @@ class Options(NamedTuple):
         inplace_backward: write the gradient over the logits.
         rest: return the log-probability of all columns but the ids.
         return_top: number of most likely ids to return, or None.
-        top_k: see ``Truncation``, in ``_utils/_truncation.py``.
+        top_k: see ``Truncation``, in ``_utils/_truncation.py``; 0 is None.
         top_p: see ``Truncation``; 1 is None.
         min_p: see ``Truncation``; 0 is None.
         untruncated_log_probs: take log-probabilities and entropy from the softmax before its truncation.
@@ -64,16 +64,19 @@ class Options(NamedTuple):
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
         flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
-        _checks.check_int("ignore_index", self.ignore_index)
+        _checks.check_int64("ignore_index", self.ignore_index)
         _checks.check_logits_dtype(self.logits_dtype)
-        for name, k in (("return_top", self.return_top), ("top_k", self.top_k)):
+        for name, k, least in (("return_top", self.return_top, 1), ("top_k", self.top_k, 0)):
             if k is not None:
                 _checks.check_int(name, k)
-                if not 1 <= k <= V:
-                    raise ValueError(f"{name} must lie in [1, {V}], the size of the vocabulary, or be None, got {k}")
+                if not least <= k <= V:
+                    raise ValueError(
+                        f"{name} must lie in [{least}, {V}], the size of the vocabulary, or be None, got {k}"
+                    )
         return replaced(
             self,
             **flags,
+            top_k=self.top_k or None,
             top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
             min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
             transform=_checks.checked_transform(V, *self.transform),

@@ -109,15 +109,27 @@ def flat_ids(ids: Tensor, rows: torch.Size, skip_id: int | None) -> Tensor:
     return flat if skip_id is None else flat.masked_fill(flat == skip_id, -1)
 
 
-def row_marks(like: Tensor, active: Tensor | None) -> Tensor:
-    """Return int64 ``[N]``: ``IGNORE`` in inactive rows, 0 in all others; N is the number of rows of ``like``."""
-    zeros = torch.zeros(like.shape[0], dtype=torch.int64, device=like.device)
-    return zeros if active is None else zeros.masked_fill(active.detach().reshape(-1) == 0, IGNORE)
+def row_marks(active: Tensor | None) -> Tensor | None:
+    """Return int64 ``[N]``: ``IGNORE`` in inactive rows, 0 in all others; None if every row is active."""
+    if active is None:
+        return None
+    active = active.detach().reshape(-1)
+    return torch.zeros(active.shape, dtype=torch.int64, device=active.device).masked_fill(active == 0, IGNORE)
+
+
+def as_marks(marks: Tensor | None, like: Tensor) -> Tensor:
+    """Return the result of :func:`row_marks` as a tensor; ``like [N, ...]``."""
+    return torch.zeros(like.shape[0], dtype=torch.int64, device=like.device) if marks is None else marks
 
 
 def flat_values(t: Tensor, dtype: torch.dtype) -> Tensor:
     """Flatten constants per row, such as weights, to ``[N]`` in this dtype."""
     return t.detach().reshape(-1).to(dtype).contiguous()
+
+
+def times_upstream(value: Tensor, upstream: Tensor) -> Tensor:
+    """Multiply by an upstream gradient; 0 if one factor is 0, even if the other one is infinite or NaN."""
+    return torch.where((value != 0) & (upstream != 0), value * upstream, 0.0)
 
 
 def flat_index(t: Tensor) -> Tensor:

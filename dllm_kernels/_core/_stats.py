@@ -15,7 +15,7 @@ from dllm_kernels._core._active_rows import ActiveRows
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._rest import rest_backward, with_rest
 from dllm_kernels._core._results import RestStats, RowStats
-from dllm_kernels._core._rows import flat_ids, flat_values, row_marks
+from dllm_kernels._core._rows import as_marks, flat_ids, flat_values, row_marks
 from dllm_kernels._core._setup import Setup
 from dllm_kernels._utils._opaque import Spec
 
@@ -25,7 +25,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         ids: int64 ``[N, K]``, -1 for an id without a column.
-        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others.
+        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
         mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
         mix_b: b of the mixture, ``[N]``, or None.
         with_entropy: True if the entropy is wanted.
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
     """
 
     ids: Tensor
-    marks: Tensor
+    marks: Tensor | None
     mix_a: Tensor | None
     mix_b: Tensor | None
     with_entropy: bool
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
     @staticmethod
     def schema() -> str:
         """Return the arguments of a custom op that make up the record."""
-        return "Tensor ids, Tensor marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
+        return "Tensor ids, Tensor? marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
 
     @classmethod
     def of(
@@ -51,13 +51,13 @@ class Wanted(NamedTuple):
         """Flatten the validated tensors of a call with rows ``x [..., C]``."""
         ids = flat_ids(ids, x.shape[:-1], setup.transform.skip_id)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
-        return cls(ids, row_marks(ids, active), a, b, options.entropy, options.rest)
+        return cls(ids, row_marks(active), a, b, options.entropy, options.rest)
 
-    def request(self, setup: Setup, *, lse: bool = True) -> StatsRequest:
-        """Return the request for the backend."""
+    def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
+        """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
         return StatsRequest(
-            self.ids, self.marks, self.mix_a, self.mix_b, setup.transform, self.with_entropy, setup.with_correct,
-            any(setup.needs), lse=lse,
+            self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
+            setup.transform, self.with_entropy, setup.with_correct, any(setup.needs), lse=lse,
         )  # fmt: skip
 
     def specs(self, setup: Setup, *, lse: bool = True) -> list[Spec]:

@@ -9,10 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_kernels._random._philox import child_seeds
 from dllm_kernels._utils._checks import check_dtype, check_tensor, check_whole_tensor, type_name
 
 _local = threading.local()
 _CPU = torch.device("cpu")
+
+
+class RowSeeds(torch.Generator):
+    """Seeds of rows in place of a generator, for the code of a framework that passes its ``generator`` on.
+
+    The first call that takes them uses the seeds themselves, a later one seeds derived from them.
+    """
+
+    def __new__(cls, seeds: Tensor) -> RowSeeds:
+        """Create a generator on the device of ``seeds``, int64 ``[B]``."""
+        return super().__new__(cls, seeds.device)  # type: ignore[call-arg]
+
+    def __init__(self, seeds: Tensor) -> None:
+        self._seeds, self._taken = seeds, 0
+
+    def take(self) -> Tensor:
+        """Return the seeds of the next call, int64 ``[B]``."""
+        self._taken += 1
+        return self._seeds if self._taken == 1 else child_seeds(self._seeds, self._taken - 1)[:, -1]
 
 
 def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
@@ -22,6 +42,8 @@ def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | N
     is then drawn on the CPU, so that a generator state gives the same mask on every device. None is the default
     generator of the device.
     """
+    if isinstance(generator, RowSeeds):
+        seeds, generator = generator.take(), None
     check_sources(generator, seeds, (rows,), device)
     if seeds is not None:
         return seeds.contiguous()
@@ -46,6 +68,15 @@ def _seed_on_host() -> Tensor:
         if type(seed) is Tensor:  # a fake tensor must not be cached
             _local.seed = seed
     return seed
+
+
+def as_device(device: Any) -> torch.device:
+    """Convert the ``device`` of a call to a ``torch.device``."""
+    if isinstance(device, str):
+        return torch.device(device)
+    if not isinstance(device, torch.device):
+        raise TypeError(f"device must be a torch.device or its name, got {type_name(device)}")
+    return device
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

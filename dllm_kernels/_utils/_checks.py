@@ -17,6 +17,8 @@ from dllm_kernels._utils._target_range import first_true, raise_bad_target
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The largest length of a dimension that a caller gives as a number.
+MOST_SIZE = 2**31 - 1
 # Range of a soft cap or a scale, such that float32 holds the value, its inverse and the product of a cap and a scale.
 FACTOR_RANGE = (1e-18, 1e18)
 # Case-insensitive values of an environment variable.
@@ -44,6 +46,10 @@ class Names(NamedTuple):
     bias: str = ""
 
 
+INSIDE_FORWARD = (
+    "it may be a local shard, as FullyShardedDataParallel leaves a parameter outside of its forward; compute the loss "
+    "inside the model's forward, or shard by fully_shard, whose parameters are gathered here"
+)
 LOGITS = Names("logits", "targets")
 LINEAR = Names("hidden", "targets", "weight", "bias")
 
@@ -59,21 +65,39 @@ def type_name(value: object) -> str:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is a tensor."""
+    """Raise a TypeError unless ``value`` is a dense tensor."""
     if not isinstance(value, Tensor):
         part = "bias" if "bias" in name else "weight"
         hint = f"; pass its .{part}" if isinstance(value, nn.Module) and hasattr(value, part) else ""
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}{hint}")
+    if type(value) is Tensor and value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got layout {value.layout}; pass its to_dense()")
 
 
 def check_gathered(**parameters: Tensor | None) -> None:
-    """Raise a ValueError if a parameter is empty and one-dimensional, as DeepSpeed ZeRO-3 keeps it between uses."""
+    """Raise a ValueError if a parameter has no values, as sharding leaves it outside of the forward of its module.
+
+    DeepSpeed ZeRO-3 leaves an empty tensor, and FSDP1 an empty shard or a view without storage.
+    """
     for name, value in parameters.items():
-        if value is not None and value.dim() == 1 and not value.numel():
+        if value is None:
+            continue
+        empty = value.dim() == 1 and not value.numel()
+        if empty and hasattr(value, "ds_id"):
             raise ValueError(
                 f"{name} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a "
                 "partitioned parameter; compute the loss inside deepspeed.zero.GatheredParameters([...]) of the head"
             )
+        if empty or _is_freed(value):
+            got = "an empty tensor of shape (0,)" if empty else "a tensor without storage"
+            raise ValueError(f"{name} must hold its values, got {got}; {INSIDE_FORWARD}")
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    """Return True for a plain tensor whose storage was freed."""
+    if torch.compiler.is_compiling() or type(parameter) not in (Tensor, nn.Parameter):
+        return False
+    return parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
 def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -163,10 +187,10 @@ def check_weights(name: str, value: Any, expected: Sequence[int], of: str = "") 
     check_shape(name, value, expected, of)
 
 
-def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
+def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "", *, no_ids: bool = False) -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape with values of a mask."""
     check_weights(name, value, expected, of)
-    check_mask_values(name, value)
+    check_mask_values(name, value, no_ids=no_ids)
 
 
 def check_whole_tensor(name: str, tensor: object) -> None:
@@ -196,12 +220,13 @@ def check_masks_like(first_name: str, first: Tensor, /, **masks: Any) -> None:
         check_mask_values(name, mask)
 
 
-def check_mask_values(name: str, mask: Tensor) -> None:
+def check_mask_values(name: str, mask: Tensor, *, no_ids: bool = False) -> None:
     """Raise a ValueError if a mask holds a negative number, NaN or an infinity: it is probably no mask.
 
-    Not checked on a GPU, where it would be a sync, nor while a graph is traced.
+    ``no_ids``: also raise for an integer above 1, where tokens and mask may be swapped. Not checked on a GPU, where it
+    would be a sync, nor while a graph is traced.
     """
-    if mask.dtype in (torch.bool, torch.uint8):
+    if mask.dtype is torch.bool or (mask.dtype is torch.uint8 and not no_ids):
         return
     mask = _plain.plain(mask)
     if not _plain.readable_without_sync(mask) or not mask.numel():
@@ -209,6 +234,13 @@ def check_mask_values(name: str, mask: Tensor) -> None:
     least, most = (value.item() for value in torch.aminmax(mask))
     if not (least >= 0 and most < math.inf):  # NaN is both
         _raise_no_mask(name, mask)
+    if no_ids and most > 1 and not mask.is_floating_point():
+        where = first_true(mask > 1)
+        assert where is not None
+        raise ValueError(
+            f"{name} must hold no integer above 1, got {mask[where].item()} at position {where}; it looks like token "
+            "ids, pass a mask of 0 and 1"
+        )
 
 
 def _raise_no_mask(name: str, mask: Tensor) -> None:
@@ -250,12 +282,14 @@ def check_wide_logits(value: Any) -> None:
         raise ValueError(f"logits_dtype must be torch.float32 or None, got {value}")
 
 
-def check_int(name: str, value: Any, least: int | None = None) -> None:
-    """Raise unless ``value`` is an int, of at least ``least``."""
+def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> None:
+    """Raise unless ``value`` is an int, of at least ``least`` and at most ``most``."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {type_name(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name} must be at most {most}, got {value}")
 
 
 def check_choice(name: str, value: Any, known: Collection[str]) -> None:
@@ -299,6 +333,8 @@ def check_total(name: str, value: Any) -> None:
     real = known and not isinstance(value, numbers.Integral) and not torch.compiler.is_compiling()
     if real and not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {float(value)}")
+    if known and not real and not torch.compiler.is_compiling() and value >= 2**63:
+        raise ValueError(f"{name} must be an int of 64 bits, got {value}")
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.printable(got)}")
@@ -315,6 +351,8 @@ def check_rows(
     _plain.check_no_transform()
     if weight is not None:
         check_gathered(**{names.weight: weight})
+        if weight.dim() == 1:
+            raise ValueError(f"{names.weight} must have shape [V, D], got {tuple(weight.shape)}; {INSIDE_FORWARD}")
         check_ndim(names.weight, weight, 2, "[V, D]")
         V, D = weight.shape
         if 0 in (V, D):
@@ -536,7 +574,7 @@ def check_factor(name: str, value: Any, allowed: str = "positive") -> None:
 
 def is_per_row(reduction: Any) -> bool:
     """Return False for a sum over the rows, True for a loss of each row."""
-    if reduction not in ("sum", "none"):
+    if not isinstance(reduction, str) or reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
     return bool(reduction == "none")
 

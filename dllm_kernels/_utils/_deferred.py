@@ -56,7 +56,10 @@ class Deferred:
 class DeferredRows(Deferred):
     """Base class of deferred logits."""
 
-    hidden: torch.Tensor
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Hidden states, without a graph."""
+        raise NotImplementedError
 
     @property
     def logits_dtype(self) -> torch.dtype | None:

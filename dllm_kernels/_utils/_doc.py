@@ -30,7 +30,7 @@ SHARED = {
     "weights": "``[...]``, bool or numeric constants; must not require a gradient.",
     "ignore_index": "target of inactive rows.",
     "with_lse": "also return the logsumexp of each row.",
-    "chunk_size": "rows per chunk of logits; None: chosen from the sizes.",
+    "chunk_size": "rows per chunk of logits; None: chosen from the sizes and the memory of the device.",
     "num_active": (
         "upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is too small, "
         "all floating results and all gradients are NaN, and flags are False."
@@ -116,7 +116,7 @@ SHARED = {
         "teacher's logits too."
     ),
     "input_ids": "clean tokens ``[B, L]``, integer.",
-    "loss_mask": "``[B, L]``, bool or numeric, nonzero for supervised positions.",
+    "loss_mask": "``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.",
     "generator": (
         "source of one seed per call, which each row uses with its index. A CPU generator can be used for tensors on "
         "any device and gives the same result on all of them. None: the default generator of the device."

@@ -6,6 +6,7 @@ adapter, a scale, hooks) would be omitted silently, and would not train.
 
 from __future__ import annotations
 
+import sys
 import types
 
 from torch import nn
@@ -24,8 +25,17 @@ def unwrapped(model: nn.Module | None) -> nn.Module | None:
 
 
 def head_module(model: nn.Module | None) -> nn.Module | None:
-    """Return the LM head: ``get_output_embeddings()``, else a module ``lm_head`` that has a weight or is callable."""
-    model = unwrapped(model)
+    """Return the LM head: ``get_output_embeddings()``, else a module ``lm_head`` that has a weight or is callable.
+
+    Of a head that FSDP1 wraps alone it is the module inside, whose forward has the gathered parameters.
+    """
+    head, fsdp = _head_of(unwrapped(model)), sys.modules.get("torch.distributed.fsdp")
+    while fsdp is not None and isinstance(head, fsdp.FullyShardedDataParallel):
+        head = head.module
+    return head
+
+
+def _head_of(model: nn.Module | None) -> nn.Module | None:
     if model is None:
         return None
     getter = getattr(model, "get_output_embeddings", None)
@@ -34,6 +44,12 @@ def head_module(model: nn.Module | None) -> nn.Module | None:
         return head
     named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head")
     return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
+
+
+def trains_tokens(head: object) -> bool:
+    """Return True for a head of which PEFT trains some rows (``trainable_token_indices``): ``weight`` merges them."""
+    peft = sys.modules.get("peft.utils.other")
+    return peft is not None and isinstance(head, getattr(peft, "TrainableTokensWrapper", ()))
 
 
 def projects(head: nn.Module) -> bool:

@@ -28,7 +28,10 @@ def raise_bad_target(
         bad = bad & (counted != 0)
     if (where := first_true(bad)) is not None:
         position = (*where[:-1], where[-1] + shift) if where else where
-        raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
+        dist = torch.distributed
+        split = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        hint = "; a head or logits split over ranks must be a DTensor, not its local shard" if split else ""
+        raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}{hint}")
 
 
 def _in_range(targets: torch.Tensor, V: int, ignore_index: int | None) -> bool:
@@ -47,8 +50,8 @@ def first_true(mask: torch.Tensor) -> tuple[int, ...] | None:
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
     """Return the index of the first supervised mask value strictly between 0 and 1, or None; also None without data."""
-    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
-        return None
+    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point() or mask.dtype.itemsize == 1:
+        return None  # torch computes little in float8, which no mask may have
     if not (readable_without_sync(mask) and supervised.is_cpu and bool(mask.frac().any())):
         return None
     return first_true(supervised.bool() & (mask > 0) & (mask < 1))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils._transform import Transform
@@ -245,6 +245,12 @@ def sum_gradient_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> DTensor:
     """Call ``DTensor.from_local`` on a piece of known layout, without checks."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def split_like(t: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Lay a tensor ``[V]``, equal on every rank, out like a DTensor ``[V, D]``, without communication."""
+    assert isinstance(weight, DTensor)
+    return distribute_tensor(t, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
 
 from dllm_kernels._utils import _checks
-from dllm_kernels._utils._call_state import CallState, Versions
+from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import in_dtype_of
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.fused import _lora
-from dllm_kernels.fused._in_head import head_of
+from dllm_kernels.fused._in_head import _CLAIM, head_of
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.mtp.head import gathered_once
 
@@ -31,8 +33,11 @@ ENDS = (
     "F.cross_entropy with class ids, log_softmax(-1) with gather or F.nll_loss, gather(-1, ids), logsumexp(-1), "
     "argmax(-1), or a loss of dllm_kernels"
 )
+BODY = "torch.compile of the body alone, such as model.model.compile()"
+COMPILED = "torch.compile of a model with its head"
 # What to use in place of an operation; ENDS for all others.
 INSTEAD = {
+    COMPILED: BODY,
     "softmax": "log_softmax(-1).gather(-1, ids).exp(), or dllm_kernels.row_stats(logits, ids, entropy=True)",
     "topk": "dllm_kernels.linear_sample(hidden, head, return_top=...)",
     "multinomial": "dllm_kernels.linear_sample(hidden, head, temperature=...)",
@@ -59,30 +64,52 @@ class FusedHead:
 
     def forward(self, input: torch.Tensor) -> Any:
         """Replace the forward of the module."""
+        plain = functools.partial(type(self.module).forward, self.module, input)
         if torch.compiler.is_compiling():
-            return type(self.module).forward(self.module, input)
-        parts, state = _lora.split(self.module), CallState.now(input)
+            if self.on_logits == "raise":
+                self._refuse_compiled()
+            else:
+                self._note_compiled()
+            return plain()
+        dual = forward_ad.unpack_dual(input).tangent is not None  # type: ignore[no-untyped-call]
+        if dual or torch._C._are_functorch_transforms_active():
+            self.report("a transform of torch.func or forward-mode autograd", self._shape(input))
+            return plain()
+        split, state = _lora.split(self.module), CallState.now(input)
         cast = None if input.dtype == torch.float64 else state.autocast
-        low_rank = _lora.low_rank_rows(parts, input)
-        parameters = [p for p in self.module.parameters() if not is_dtensor(p)]
-        return DeferredLogits.of(
-            hidden=input, low_rank=low_rank, head=self, parts=parts, axis=input.dim() - 1, state=state,
-            dtype=cast or input.dtype, versions=Versions.of([input, *parameters]), used=[p[:0] for p in parameters],
-        )  # fmt: skip
+        low_rank, given = _lora.low_rank_rows(split, input), split.parameters()
+        if not is_dtensor(input):
+            given = [gathered_once(t, input) if is_dtensor(t) else t for t in given]  # type: ignore[arg-type]
+        return DeferredLogits.of_head(self, split, (input, low_rank, *given), state, cast or input.dtype)
 
-    def weights(self, parts: _lora.SplitHead, hidden: torch.Tensor, u: torch.Tensor | None) -> _lora.Head:
+    def _shape(self, input: torch.Tensor) -> torch.Size:
+        return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))
+
+    def weights(self, split: _lora.SplitHead, parts: Sequence[Any]) -> _lora.Head:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
-        weight, bias, extra = _lora.weights(parts, hidden, u)
+        hidden, u, *parameters = parts
+        weight, bias, extra = _lora.weights(split, hidden, u, parameters)
         weight = weight if is_dtensor(weight) else in_dtype_of(hidden, weight)
         bias = bias if bias is None or is_dtensor(bias) else in_dtype_of(hidden, bias)
         return _lora.Head(weight, bias, extra)
 
-    def logits(self, parts: _lora.SplitHead, hidden: torch.Tensor, u: torch.Tensor | None) -> torch.Tensor:
-        """Compute the logits. A sharded weight is gathered here, because no hook of the module runs."""
-        weight, bias, extra = self.weights(parts, hidden, u)
-        bias = None if bias is None else gathered_once(bias, hidden)
-        made = F.linear(hidden, gathered_once(weight, hidden), bias)
-        return made if extra is None else made + F.linear(*extra)
+    def logits(self, split: _lora.SplitHead, parts: Sequence[Any]) -> torch.Tensor:
+        """Compute the logits."""
+        weight, bias, extra = self.weights(split, parts)
+        z = F.linear(parts[0], weight, bias)
+        return z if extra is None else z + F.linear(*extra)
+
+    # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
+    # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler
+    # that do this import torch._dynamo, which takes seconds.
+    def _note_compiled(self) -> None:
+        self.report(COMPILED, torch.Size(()))
+
+    _note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _refuse_compiled(self) -> None:
+        self.report(COMPILED, torch.Size(()))
 
     def report(self, use: str, shape: torch.Size) -> None:
         """Count a computation of the logits; warn or raise as ``on_logits`` says.
@@ -93,15 +120,14 @@ class FusedHead:
         if self.on_logits != "allow":
             file, line, registry = _caller()
             use = use.strip("_")
-            where, size = f"{use} at {file}:{line}", f"all {math.prod(shape)} of them, {tuple(shape)}"
-            why = f"so that {size}, are computed"
-            fix = f"{INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
+            size = f"all {math.prod(shape)} of them, {tuple(shape)}," if shape else "all of them"
+            fix = f"so that {size} are computed; use {INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
             if self.on_logits == "raise":
-                raise RuntimeError(f"{where} needs the logits themselves, {why}; use {fix}")
+                raise RuntimeError(f"{use} at {file}:{line} needs the logits themselves, {fix}")
             places = _warned.setdefault(self.module, set())
             if (use, file, line) not in places:
                 places.add((use, file, line))
-                text = f"{where} needs the logits themselves, {why}; use {fix}"
+                text = f"{use} at {file}:{line} needs the logits themselves, {fix}"
                 warnings.warn_explicit(text, UserWarning, file, line, registry=registry)
         self.materialized += 1
 
@@ -118,9 +144,9 @@ def _caller() -> tuple[str, int, Any]:
 def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: str = "warn") -> Iterator[FusedHead]:
     """Train with an unchanged loop without materializing the logits: the LM head returns deferred logits.
 
-    Within the context, the head returns an object that holds hidden states and head, with the shape, dtype and device
-    of logits. The code between head and loss stays as it is, in the model and in the loop. The context may enclose one
-    step or a whole training.
+    Within the context, the head returns a tensor that knows its hidden states and head, with the shape, dtype, device
+    and graph of logits, and computes its values when they are needed. The code between head and loss stays as it is, in
+    the model and in the loop. The context may enclose one step or a whole training.
 
     **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a positive factor, and operations
     that select or move whole rows (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``,
@@ -134,11 +160,12 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     averaged over all rows, it is :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
     :func:`linear_token_nll`.
 
-    **Materialized**: every other operation receives the logits, computed once.
+    **Materialized**: every other operation, and code that only knows tensors (autograd Functions, hooks, reentrant
+    checkpoints), receives the logits, computed once.
 
     Values and gradients equal those of the unfused loop up to rounding. A loss from ``sum()``, ``mean()`` or a
-    reducing ``F.cross_entropy`` computes its gradients in the forward pass, so its backward can run only once. In a
-    compiled model the head computes its logits as before.
+    reducing ``F.cross_entropy`` computes its gradients in the forward pass, so its backward can run only once. A
+    compiled model computes its logits as before, which counts as materialized, once per graph: compile the body.
 
     Examples:
         >>> class Model(torch.nn.Module):
@@ -175,9 +202,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
         TypeError: ``model`` or ``head`` is not a module.
         ValueError: the model has no LM head; the head does more than a linear layer (a ``forward`` or hooks of its
             own, another adapter); ``on_logits`` is unknown; or the head is fused already.
-        RuntimeError: ``on_logits="raise"`` and an operation needs the logits; hidden states or head were modified in
-            place, or by an optimizer, before the logits were used; or the NLL of rows was modified in place after rows
-            of it were used.
+        RuntimeError: ``on_logits="raise"`` and an operation needs the logits; hidden states or head were modified
+            before the logits were used; or the gradient of logits is read that a fused loss never computes.
+        NotImplementedError: an in-place change of the shape of the logits.
     """
     found = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
@@ -188,8 +215,10 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
 @contextlib.contextmanager
 def deferring(module: nn.Module, fused: FusedHead) -> Iterator[FusedHead]:
     """Replace the forward of the head within the context."""
-    _lora.check_head(module, ADVICE)
-    with _lora.replaced_forward(module, _lora.Replacement(module, fused.forward)):
+    with contextlib.ExitStack() as stack:
+        with _CLAIM:
+            _lora.check_head(module, ADVICE)
+            stack.enter_context(_lora.replaced_forward(module, _lora.Replacement(module, fused.forward)))
         yield fused
 
 

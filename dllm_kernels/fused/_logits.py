@@ -6,92 +6,61 @@ without a rule, and calls for which the rule returns ``NotImplemented``, materia
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree
 
 from dllm_kernels import ops
 from dllm_kernels._utils._call_state import CallState, Versions
 from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
+from dllm_kernels.fused._graph import Recipe, Step
 from dllm_kernels.fused._moves import MOVES, Call, Move
 from dllm_kernels.fused._nll import NEW, NO_INDEX, DeferredNLL, dtype_after, new_tensor
-from dllm_kernels.fused._object import TorchObject, arguments
+from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after, strided
 
 Tensor = torch.Tensor
 ONE = Fraction(1)
 
 
-class _Logits(TorchObject, DeferredRows):
-    """Attributes and methods of deferred logits.
+class Rows:
+    """Parts of deferred logits, and what is done to the logits; read in place of the logits by the NLL of rows.
 
     Attributes:
-        hidden: input of the head, with D in the place of the classes.
-        low_rank: rows ``s A h`` of LoRA adapters, laid out like ``hidden``, or None.
+        parts: hidden states with D in the place of the classes, rows ``s A h`` of LoRA adapters, laid out like these,
+            or None, and the parameters of the head call.
+        needs: for each part, True if it had a gradient at the head call.
         head: the head, a ``FusedHead``.
-        parts: the linear layer and its adapters, as they were at the head call.
+        split_head: the linear layer and its adapters, as they were at the head call.
         axis: class dimension.
-        state: autograd and autocast state of the head call.
-        dtype: dtype of the logits.
-        versions: version counters of the hidden states and of the head's parameters.
-        used: empty views of the parameters of the head, which are in the future autograd graph of the logits.
+        state: autocast state of the head call.
+        versions: detects changes of the hidden states and of the head's parameters.
         scale: factor after the cap.
         cap: soft cap, or None.
-        log: True for log-probabilities.
-        made: the logits from which these were made, and the operation; None for the output of the head.
+        log_probs: True for log-probabilities.
     """
 
-    hidden: Tensor
-    low_rank: Tensor | None
+    parts: tuple[Tensor | None, ...]
+    needs: tuple[bool, ...]
     head: Any
-    parts: Any
+    split_head: Any
     axis: int
     state: CallState
     versions: Versions
-    used: list[Tensor]
     scale: Fraction = ONE
     cap: Fraction | None = None
-    log: bool = False
-    made: tuple[tuple[Any, ...], Callable[..., Tensor]] | None = None
-    _logits: Tensor | None = None
-    _derived: weakref.WeakSet[Any]
-
-    def changed(self, **changes: Any) -> Any:
-        """Return a copy with changed attributes that is not materialized."""
-        other = object.__new__(type(self))
-        vars(other).update({**vars(self), **changes, "_derived": weakref.WeakSet()})
-        sources = other.made[0] if other.made else ()
-        for source in {id(each): each for each in sources}.values():  # each once, also in cat([z, z])
-            source._derived.add(other)
-        return other
+    log_probs: bool = False
 
     @property
-    def shape(self) -> torch.Size:
-        """Shape of the logits."""
-        sizes = list(self.hidden.shape)
-        sizes[self.axis] = self.parts.base.out_features
-        return torch.Size(sizes)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the logits."""
-        return self.hidden.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """True if the logits are part of an autograd graph."""
-        adapters = (adapter.b.weight for adapter in self.parts.adapters)
-        tensors = (self.hidden, self.low_rank, *self.parts.current(), *adapters)
-        return self.state.grad and any(t is not None and t.requires_grad for t in tensors)
+    def hidden(self) -> Tensor:
+        """Hidden states, without a graph."""
+        return self.parts[0]  # type: ignore[return-value]
 
     @property
     def logits_dtype(self) -> torch.dtype | None:
@@ -99,170 +68,140 @@ class _Logits(TorchObject, DeferredRows):
         return None if self.hidden.dtype == torch.float64 else self.head.logits_dtype
 
     @property
-    def deferred(self) -> bool:
-        """True if the logits have not been materialized."""
-        return self._logits is None and all(source.deferred for source in (self.made[0] if self.made else ()))
-
-    @property
-    def usable(self) -> bool:
-        """True if the logits have not been materialized, and an op may take rows and head in their place."""
-        widened = accum_dtype(self.dtype) != accum_dtype(self.hidden.dtype)  # an op of logits computes in float64 then
-        return self.deferred and self.axis == len(self.shape) - 1 and not self.log and not widened
-
-    @property
-    def source(self) -> tuple[Any, ...]:
-        """Head with its active adapters, soft cap and scale."""
-        return self.parts.identity, self.softcap, None if self.scale == ONE else float(self.scale)
-
-    @property
     def softcap(self) -> float | None:
         """Soft cap of the logits, or None."""
         return None if self.cap is None else float(self.cap)
 
     def restored(self) -> Any:
-        """Restore the autocast state of the head call; record gradients if the call did and they are enabled now."""
-        return self.state.restored(self.hidden, narrow=True)
+        """Restore the autocast state of the head call."""
+        return self.state.restored(self.hidden)
+
+    def rows_of(self, parts: Any) -> HeadRows:
+        """Take the head apart, for parts whose last dimension is that of the classes."""
+        self.check_unchanged()
+        weight, bias, extra = self.head.weights(self.split_head, parts)
+        scale = None if self.scale == ONE else float(self.scale)
+        return HeadRows(parts[0], weight, bias, extra, self.softcap, scale)
+
+    def check_unchanged(self, gathered: Sequence[Tensor | None] | None = None) -> None:
+        """Raise RuntimeError if hidden states or head, or parts gathered again, changed since the head call."""
+        merged = self.split_head.merges() != self.split_head.merged
+        if merged or (self.versions.changed() if gathered is None else self.versions.differ(gathered)):
+            raise RuntimeError(
+                "hidden states and LM head must not be modified between the head and the use of its logits, got a "
+                "modified tensor; use the logits before that, or modify a copy"
+            )
+
+    def copied(self) -> Any:
+        """Return a copy that is no tensor, so that a graph may hold it."""
+        made = Rows()
+        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")})
+        return made
+
+
+KEPT = "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs"
+
+
+class DeferredLogits(Rows, DeferredTensor, DeferredRows):
+    """Logits of an LM head, or rows of them, that have not been computed."""
+
+    @classmethod
+    def of_head(
+        cls, head: Any, split: Any, parts: Sequence[Tensor | None], state: CallState, dtype: torch.dtype
+    ) -> Any:
+        """Return the output of a head."""
+        hidden: Any = parts[0]
+        form = torch.empty((*hidden.shape[:-1], split.out_features), dtype=dtype, device="meta")
+        needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in parts)
+        recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
+        versions = Versions.of(parts, split.parameters)
+        return cls.made(
+            form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
+            needs=needs,
+        )  # fmt: skip
+
+    @property
+    def usable(self) -> bool:
+        """True if an op may take rows and head in place of the logits."""
+        kept = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
+        return self.fusible and kept and self.axis == len(self.shape) - 1 and not self.log_probs
+
+    @property
+    def fusible(self) -> bool:
+        """True if an operation may compute from the hidden states, which have the digits of the logits."""
+        return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
+
+    @property
+    def source(self) -> tuple[Any, ...]:
+        """Head with its active adapters, soft cap and scale."""
+        return self.split_head.identity, self.softcap, None if self.scale == ONE else float(self.scale)
+
+    def filled(self) -> tuple[Tensor | None, ...]:
+        """Return the parts; those of another deferred tensor have their values."""
+        filled = self.parts if self.sources else self.split_head.filled(self.parts)
+        if filled is not self.parts:
+            self.check_unchanged(filled)
+        return filled
+
+    def before_values(self, use: str) -> None:
+        """Check and report that the values of the output of the head are computed."""
+        self.check_unchanged()
+        self.head.report(use, self.shape)
 
     def rows(self) -> HeadRows:
         """Take the head apart, with the classes as the last dimension."""
-        self.check_unchanged()
-        hidden, u = self._classes_last()
-        weight, bias, extra = self.head.weights(self.parts, hidden, u)
-        scale = None if self.scale == ONE else float(self.scale)
-        return HeadRows(hidden, weight, bias, extra, self.softcap, scale)
+        return self.rows_of(self.classes_last())
 
-    def _classes_last(self) -> tuple[Tensor, Tensor | None]:
-        """Return the hidden states and low-rank rows with the dimension of the classes at the end."""
-        low_rank = None if self.low_rank is None else self.low_rank.movedim(self.axis, -1)
-        return self.hidden.movedim(self.axis, -1), low_rank
+    def classes_last(self) -> tuple[Tensor | None, ...]:
+        """Return the parts, in the graph, with the classes as the last dimension."""
+        h, u, *parameters = self.tapped()
+        return h.movedim(self.axis, -1), None if u is None else u.movedim(self.axis, -1), *parameters  # type: ignore[union-attr]
 
-    def check_unchanged(self) -> None:
-        """Raise RuntimeError if hidden states or head were modified in place since the head call."""
-        if self.versions.changed():
-            raise RuntimeError(
-                "hidden states and LM head must not be modified in place between the head and the use of its logits, "
-                "got a modified tensor; use the logits before that, or modify a copy"
-            )
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor], parts: Any = None, **changes: Any) -> Any:
+        """Return the logits ``step(*sources)``, with other parts, attributes or ``form``."""
+        for source in sources:
+            source.check_unchanged()
+        form = changes.pop("form", None)
+        if form is None:
+            form, _ = form_after(step, *sources) or (self._copy_form(parts, changes.get("axis", self.axis)), False)
+        kept = {name: getattr(self, name) for name in KEPT} | changes
+        state, hidden = self.state, self.hidden
+        parts = self.tapped() if parts is None else parts
+        return self.made(form, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
 
-    def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the logits, computed at the first call under the autograd and autocast state of the head call."""
-        if self._logits is None:
-            sources, step = self.made or ((), None)
-            if step is None:
-                self.check_unchanged()
-                self.head.report(use, self.shape)
-                with self.state.restored(self.hidden), own_graph():  # once, also in a function that is run again
-                    hidden, u = self._classes_last()
-                    self._logits = self.head.logits(self.parts, hidden, u).movedim(-1, self.axis)
-            else:
-                made = [source.materialize(use) for source in sources]
-                with self.state.restored(self.hidden), own_graph():
-                    self._logits = step(*made)
-        return self._logits
+    def _copy_form(self, parts: Any, axis: int) -> Tensor:
+        """Return the form of a copy whose shape depends on values: an index."""
+        sizes = list(parts[0].shape)
+        sizes[axis] = self.shape[self.axis]
+        return torch.empty(sizes, dtype=self.dtype, device="meta")
 
-    def transformed(self, z: Tensor) -> Tensor:
-        """Apply the recorded cap, scale, cast and log-softmax to the output of the head."""
-        if self.cap is not None:
-            z = torch.tanh(z / float(self.cap)) * float(self.cap)
-        z = (z if self.scale == ONE else z * float(self.scale)).to(self.dtype)
-        return z.log_softmax(self.axis) if self.log else z
-
-    def before_in_place(self, use: str) -> Tensor:
-        """Materialize before a change in place, after everything that was derived, which has the old values."""
-        for each in list(self._derived):
-            each.materialize(use)
-        return self.materialize(use)
-
-    def but(self, sources: Sequence[Any], step: Callable[..., Tensor], **changes: Any) -> Any:
-        """Return the logits after ``step``, with changed attributes."""
-        if not torch.is_grad_enabled():
-            changes.setdefault("state", self.state._replace(grad=False))
-        return self.changed(**changes, made=(tuple(sources), step), _logits=None)
-
-    def rebuilt(self, hidden: Tensor, low_rank: Tensor | None, logits: Tensor | None) -> Any:
-        """Return the logits after a function was applied to their tensors by DDP or FSDP."""
-        if hidden.dtype != self.hidden.dtype:  # FSDP casts the outputs of a module
-            return self.but([self], lambda z: z.to(hidden.dtype), dtype=hidden.dtype)
-        other = self.changed(hidden=hidden, low_rank=low_rank, _logits=logits)
-        if self.made is not None and hidden is not self.hidden:
-            head = other.changed(scale=ONE, cap=None, log=False, made=None, _logits=None)
-            other = other.changed(made=((head,), other.transformed))
-        return other
+    def elementwise(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        """Return the logits after an operation that keeps their shape."""
+        kept = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
+        form = torch.empty_like(self.form, dtype=dtype or self.dtype, memory_format=kept)
+        return self.after([self], step, form=form, **changes)
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
         """Apply a move of rows to the hidden states."""
         self.check_unchanged()
-        hidden = move.apply(self.hidden)
-        low_rank = None if self.low_rank is None else move.apply(self.low_rank)
-        several = isinstance(hidden, tuple | list)
+        found = form_after(step, self)
+        if found is not None and found[0] is self.form:
+            return self
+        h, u, *rest = self.tapped()
+        hidden = move.apply(h)  # type: ignore[arg-type]
+        low_rank = None if u is None else move.apply(u)
+        if not isinstance(hidden, tuple | list):
+            axis = move.axis % hidden.dim()
+            form = self._copy_form([hidden], axis) if found is None else found[0]
+            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, form=form)
         made = []
-        for i, h in enumerate(hidden if several else [hidden]):
-            u = low_rank[i] if several and low_rank is not None else low_rank
-            pick = (lambda z, i=i: step(z)[i]) if several else step
-            made.append(self.but([self], pick, hidden=h, low_rank=u, axis=move.axis % h.dim()))
-        if several:
-            return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
-        return made[0]
+        for i, (h, form) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
+            u = None if low_rank is None else low_rank[i]
+            axis = move.axis % h.dim()
+            step = strided(form, form.storage_offset() - self.form.storage_offset())
+            made.append(self.after([self], step, (h, u, *rest), axis=axis, form=form))
+        return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
 
-    def attribute(self, name: str) -> Any:
-        """Return an attribute that plain tensors do not have: of a DTensor."""
-        if is_dtensor(self.hidden) and hasattr(self.hidden, name):
-            return getattr(self.materialize(name), name)
-        return super().attribute(name)
-
-    def __copy__(self) -> Any:
-        return self.changed()
-
-
-class _Source:
-    """Deferred logits as they were before a function was applied to their fields."""
-
-    def __init__(self, logits: DeferredLogits) -> None:
-        self.logits = logits
-
-
-@dataclass(repr=False, eq=False, init=False)
-class DeferredLogits(_Logits):
-    """Stand-in for the logits of an LM head, or for rows of them.
-
-    A dataclass, because DDP searches the fields of a dataclass for tensors, and FSDP2 casts them and rebuilds it.
-    """
-
-    hidden: Tensor
-    used: list[Tensor]
-    source_logits: _Source
-
-    def __init__(self, hidden: Tensor, used: list[Tensor], source_logits: _Source) -> None:
-        x = source_logits.logits
-        vars(self).update(vars(x.rebuilt(hidden, x.low_rank, x._logits)))
-
-    @classmethod
-    def of(cls, **attributes: Any) -> DeferredLogits:
-        """Return the output of a head."""
-        made: DeferredLogits = object.__new__(cls)
-        vars(made).update(attributes, _derived=weakref.WeakSet())
-        return made
-
-
-DeferredLogits.source_logits = property(_Source)  # type: ignore[assignment]
-
-
-def _flatten(x: DeferredLogits) -> tuple[list[Tensor], Any]:
-    tensors = (x.hidden, x.low_rank, x._logits)
-    return [t for t in tensors if t is not None], (x, [t is not None for t in tensors])
-
-
-def _unflatten(children: Any, context: Any) -> Any:
-    x, present = context
-    children = list(children)
-    if not all(isinstance(t, Tensor) for t in children):  # torch 2.11's checkpoint maps tensors to None
-        return children
-    given = iter(children)
-    return x.rebuilt(*(next(given) if there else None for there in present))
-
-
-# FSDP2 and DDP search the output of a module for tensors whose gradients they must wait for.
-_pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
 
 Rule = Callable[[DeferredLogits, Call], Any]
 RULES: dict[str, Rule] = {}
@@ -308,21 +247,19 @@ def _joined(parts: Any, call: Call) -> Any:
     dim %= first.ndim + stacks
     if dim == first.axis and not stacks:
         return NotImplemented
-    for z in parts:
-        z.check_unchanged()
 
     def joined(*tensors: Tensor) -> Tensor:
         return call.function(list(tensors), dim)  # type: ignore[no-any-return]
 
-    hidden = joined(*(z.hidden for z in parts))
-    low_rank = None if first.low_rank is None else joined(*(z.low_rank for z in parts))
+    tapped = [z.tapped() for z in parts]
+    hidden = joined(*(t[0] for t in tapped))
+    low_rank = None if tapped[0][1] is None else joined(*(t[1] for t in tapped))
     axis = first.axis + (stacks and dim <= first.axis)
-    versions = Versions.of([hidden, *first.versions.tensors[1:]])
-    return first.but(parts, joined, hidden=hidden, low_rank=low_rank, axis=axis, versions=versions)
+    return first.after(parts, joined, (hidden, low_rank, *tapped[0][2:]), axis=axis)
 
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
-    fields = ("source", "axis", "state", "dtype", "log", "logits_dtype")
+    fields = ("source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs")
     return x.deferred and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
@@ -354,14 +291,13 @@ def _cast(x: DeferredLogits, call: Call) -> Any:
     dtype = dtype or x.dtype
     if dtype not in FLOAT_DTYPES:
         return NotImplemented
-    return x if dtype == x.dtype else x.but([x], lambda z: z.to(dtype), dtype=dtype)
+    return x if dtype == x.dtype else x.elementwise(lambda z: z.to(dtype), dtype)
 
 
-@rule("detach")
+@rule("detach", "data")
 def _detached(x: DeferredLogits, call: Call) -> Any:
-    low_rank = None if x.low_rank is None else x.low_rank.detach()
-    state = x.state._replace(grad=False)
-    return x.but([x], Tensor.detach, hidden=x.hidden.detach(), low_rank=low_rank, state=state)
+    with torch.no_grad():
+        return x.after([x], call.on)
 
 
 rule(*NEW)(new_tensor)
@@ -375,12 +311,12 @@ def _number(value: Any) -> Fraction | None:
 
 
 def _scaled(x: DeferredLogits, call: Call, factor: Fraction | None) -> Any:
-    if factor is None or x.log or call.kwargs:
+    if factor is None or x.log_probs or call.kwargs:
         return NotImplemented
     scale = x.scale * factor
     if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
         return NotImplemented
-    return x.but([x], call.on, scale=scale)
+    return x.elementwise(call.on, scale=scale)
 
 
 @rule("mul")
@@ -397,23 +333,23 @@ def _divided(x: DeferredLogits, call: Call) -> Any:
 @rule("tanh")
 def _capped(x: DeferredLogits, call: Call) -> Any:
     """``tanh(s z)`` is ``s c tanh(z / c)`` for the cap ``c = 1 / s``."""
-    if x.cap is not None or x.log or call.args or call.kwargs:
+    if x.cap is not None or x.log_probs or call.args or call.kwargs:
         return NotImplemented
-    return x.but([x], call.on, cap=1 / x.scale)
+    return x.elementwise(call.on, cap=1 / x.scale)
 
 
 @rule("mul_", "div_")
 def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     """Change the scale of these logits, if nothing else refers to their memory."""
     factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
-    if factor is None or x.log or x.made is not None or len(x._derived):
+    if factor is None or x.log_probs or x.sources or any(ref() is not None for ref in x._derived):
         return NotImplemented
     if x.requires_grad and not torch.is_grad_enabled():  # changes the values, not the graph
         return NotImplemented
-    before = x.changed()
-    x.scale = x.scale / factor if "div" in call.function.__name__ else x.scale * factor
-    x.made = ((before,), call.on)
-    return x
+    value, divides = call.args[0], "div" in call.function.__name__
+    scale = x.scale / factor if divides else x.scale * factor
+    before = x.made(x.form, x.tapped(), x._recipe, **{name: getattr(x, name) for name in KEPT})
+    return x.become(before.elementwise(lambda z: z / value if divides else z * value, scale=scale))
 
 
 def _on_classes(x: DeferredLogits, dim: Any) -> bool:
@@ -428,7 +364,11 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     if not _on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
-    return x.but([x], call.on, log=True, dtype=dtype)
+
+    def step(z: Tensor) -> Tensor:  # the meta device has no autocast
+        return call.on(z).to(dtype)  # type: ignore[no-any-return]
+
+    return x.elementwise(step, dtype, log_probs=True)
 
 
 @rule("cross_entropy", "nll_loss")
@@ -437,8 +377,8 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = arguments(names, call.args, call.kwargs)
     target = given.get("target")
-    unsupported = any(given.get(name) is not None for name in ("weight", "size_average", "reduce"))
-    if of_log != x.log or x.axis != (1 if x.ndim > 1 else 0) or unsupported or given.get("label_smoothing"):
+    unsupported = any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
+    if of_log != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or given.get("label_smoothing"):
         return NotImplemented
     if not isinstance(target, Tensor) or target.is_floating_point():
         return NotImplemented
@@ -452,7 +392,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 
     nll = DeferredNLL.of(x, target, ignored, dtype_after(plain, x.dtype, x.device))
     if reduction == "none":
-        return nll
+        return nll.now()
     return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
 
 
@@ -460,16 +400,17 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 def _gathered(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
     index = given.get("index")
-    if not _on_classes(x, given.get("dim")) or not isinstance(index, Tensor) or given.get("sparse_grad"):
+    usable = x.fusible and _on_classes(x, given.get("dim"))
+    if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
         return NotImplemented
     rest = [d for d in range(x.ndim) if d != x.axis]
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
         return NotImplemented
     ids = index.movedim(x.axis, -1)
-    if x.log and ids.shape[-1] == 1:
-        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis)
+    if x.log_probs and ids.shape[-1] == 1:
+        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis).now()
     out = _stats(x, ids.where(ids != -100, -1))  # an id of -100 is out of range, not a missing one
-    picked = out.log_probs if x.log else out.log_probs + out.lse.unsqueeze(-1)
+    picked = out.log_probs if x.log_probs else out.log_probs + out.lse.unsqueeze(-1)
     return picked.to(x.dtype).movedim(-1, x.axis)
 
 
@@ -486,7 +427,7 @@ def _logsumexp(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
     dim = given.get("dim")
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if x.log or not _on_classes(x, dim):
+    if x.log_probs or not x.fusible or not _on_classes(x, dim):
         return NotImplemented
     rest = x.shape[: x.axis] + x.shape[x.axis + 1 :]
     lse = _stats(x, torch.full(rest, -100, device=x.device)).lse

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward
+from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward, trains_tokens
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
 
@@ -83,27 +83,37 @@ class SplitHead(NamedTuple):
     adapters: list[Adapter]
     weight: torch.Tensor
     bias: torch.Tensor | None
+    merges: Callable[[], tuple[str, ...]]  # names of the adapters whose product is in the weight now
+    merged: tuple[str, ...]
+
+    @property
+    def out_features(self) -> int:
+        """Number of classes."""
+        return self.weight.shape[0]
 
     @property
     def identity(self) -> tuple[float, ...]:
         """Layer, parameters and adapters, equal for calls of one function."""
         adapters = [part for a in self.adapters for part in (id(a.a), id(a.b), a.scale)]
-        return (*map(id, (self.base, *self.current())), *adapters)
+        return (*map(id, (self.base, self.weight, self.bias)), *adapters)
 
-    def current(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias of the head call, also if ``torch.func.functional_call`` passed them.
+    def parameters(self) -> list[torch.Tensor | None]:
+        """Return weight and bias of the layer, and of each adapter's B, as the modules hold them now."""
+        return [t for module in (self.base, *(a.b for a in self.adapters)) for t in (module.weight, module.bias)]
 
-        Those that sharding replaced or freed since are read from the layer, where it keeps them.
-        """
-        weight, bias = self.base.weight, self.base.bias
-        return self.weight if _kept(self.weight, weight) else weight, self.bias if _kept(self.bias, bias) else bias
+    def filled(self, parts: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the parts of a head call; parameters that sharding has freed since are gathered, without a graph."""
+        like, u, *given = parts
+        if not any(map(_freed, given)):
+            return tuple(parts)
+        pairs = zip(given, self.parameters(), strict=True)
+        return like, u, *(gathered_once(now, like).detach().to(t.dtype) if _freed(t) else t for t, now in pairs)  # type: ignore[arg-type]
 
 
-def _kept(then: torch.Tensor | None, now: torch.Tensor | None) -> bool:
-    """Return True unless sharding has replaced or freed the parameter of a head call."""
-    if then is None or now is None or is_dtensor(then) or is_dtensor(now):
+def _freed(t: torch.Tensor | None) -> bool:
+    if t is None or is_dtensor(t) or t.device.type == "meta":
         return False
-    return then.shape == now.shape and (then.device.type == "meta" or then.untyped_storage().size() > 0)
+    return t.numel() > 0 and t.untyped_storage().size() == 0
 
 
 def split(head: nn.Module) -> SplitHead:
@@ -112,7 +122,11 @@ def split(head: nn.Module) -> SplitHead:
     if _is_peft(module) and module.disable_adapters and module.merged:
         module.unmerge()
     base = module.base_layer if _is_peft(module) else module
-    return SplitHead(base, _adapters(module), base.weight, base.bias)
+
+    def merges() -> tuple[str, ...]:
+        return tuple(module.merged_adapters) if _is_peft(module) else ()
+
+    return SplitHead(base, _adapters(module), base.weight, base.bias, merges, merges())
 
 
 def low_rank_rows(head: SplitHead, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -124,17 +138,19 @@ def low_rank_rows(head: SplitHead, hidden: torch.Tensor) -> torch.Tensor | None:
     return torch.cat([_low_rank(hidden, adapter).to(hidden.dtype) for adapter in head.adapters], -1)
 
 
-def weights(head: SplitHead, like: torch.Tensor, u: torch.Tensor | None) -> Head:
+def weights(
+    head: SplitHead, like: torch.Tensor, u: torch.Tensor | None, parameters: Sequence[torch.Tensor | None] | None = None
+) -> Head:
     """Return the head whose low-rank rows are ``u``, in the dtype of the hidden states ``like``."""
-    weight, bias = head.current()
+    weight, bias, *adapters = head.parameters() if parameters is None else parameters
     if u is None:
-        return Head(weight, bias)
-    columns = torch.cat([gathered_once(adapter.b.weight, like).to(like.dtype) for adapter in head.adapters], 1)
-    for adapter in head.adapters:
-        if adapter.b.bias is not None:
-            own = gathered_once(adapter.b.bias, like) * adapter.scale
+        return Head(weight, bias)  # type: ignore[arg-type]
+    columns = torch.cat([gathered_once(b, like).to(like.dtype) for b in adapters[::2]], 1)  # type: ignore[arg-type]
+    for adapter, b in zip(head.adapters, adapters[1::2], strict=True):
+        if b is not None:
+            own = gathered_once(b, like) * adapter.scale
             bias = own if bias is None else gathered_once(bias, like) + own
-    return Head(weight, None if bias is None else bias.to(like.dtype), (u, columns))
+    return Head(weight, None if bias is None else bias.to(like.dtype), (u, columns))  # type: ignore[arg-type]
 
 
 class Replacement:
@@ -288,14 +304,23 @@ def _check_linear(head: Any, advice: str) -> None:
 
 
 def _check_shape(head: Any, advice: str) -> None:
-    if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
+    if not isinstance(head, nn.Linear):
         _refuse(head, advice)
     # torchao's quantized weights are tensor subclasses in a plain layer.
     if is_traceable_wrapper_subclass(head.weight) and not is_dtensor(head.weight):
         _refuse(head, advice, f" with a weight of {type_name(head.weight)}")
+    # Not compared with out_features, which F.linear does not read. FSDP1 and ZeRO-3 flatten it outside of the forward.
+    if head.weight.dim() not in (1, 2) or not head.weight.is_floating_point():
+        dtype = str(head.weight.dtype).removeprefix("torch.")
+        _refuse(head, advice, f" with a weight {tuple(head.weight.shape)} of {dtype}")
 
 
 def _refuse(head: object, advice: str, what: str = "") -> None:
+    if trains_tokens(head):
+        what = (
+            " (trainable_token_indices), whose weight is computed at each access: pass head.weight to forward_fused of "
+            "a loss"
+        )
     raise ValueError(
         f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}{what}; {advice}"
     )

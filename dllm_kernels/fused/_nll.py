@@ -7,162 +7,136 @@ The NLL of rows, times or divided by constants, is recorded as row weights. A su
 
 from __future__ import annotations
 
+import functools
 import math
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dllm_kernels import ops
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import readable_without_sync
-from dllm_kernels.fused._moves import Call, Move
-from dllm_kernels.fused._object import TorchObject, arguments
+from dllm_kernels.fused._graph import Recipe, Step
+from dllm_kernels.fused._moves import Call
+from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after
 
 Tensor = torch.Tensor
 NO_INDEX = -(2**31)  # ignore_index of log-probabilities, for which no id is ignored
 
 
-@dataclass(repr=False, eq=False)
-class DeferredNLL(TorchObject):
-    """Weighted NLL of rows, ``factor * weights * nll``.
+class DeferredNLL(DeferredTensor):
+    """Weighted NLL of rows, ``factor * row_weights * nll``.
 
-    Logits, target and weights are as they were when they were given: copies, because the caller may write into them.
+    Parts: those of the logits, with the classes as the last dimension.
+
+    Target and weights are as they were when they were given: copies, because the caller may write into them.
 
     Attributes:
-        logits: deferred logits with the classes as the last dimension.
+        logits: a copy of the attributes of the logits that the rows are from.
         target: integers, one per row.
         ignore_index: target with NLL 0.
-        weights: constants, one per row, in the dtype of the sum, or None.
+        row_weights: constants, one per row, in the dtype of the sum, or None.
         factor: a number.
-        dtype: dtype of the values.
-        made: the NLL of which these are rows, and the operation on its values; None if they are all rows.
     """
 
     logits: Any
     target: Tensor
     ignore_index: int
-    weights: Tensor | None
+    row_weights: Tensor | None
     factor: float
-    dtype: torch.dtype
-    made: tuple[DeferredNLL, Callable[[Tensor], Tensor]] | None = None
-    _values: Tensor | None = None
-    _moved: weakref.WeakSet[DeferredNLL] = field(default_factory=weakref.WeakSet)
 
     @classmethod
-    def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> DeferredNLL:
+    def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> Any:
         """Return the NLL of logits with the classes in any dimension."""
-        axis = logits.axis
-        logits = logits.moved(Move(lambda t: t.movedim(axis, -1), -1), lambda z: z.movedim(axis, -1))
-        return cls(logits, target.detach().clone(), ignore_index, None, factor, dtype)
+        return cls._of(
+            logits.classes_last(), dtype, logits=logits.copied(), target=target.detach().clone(),
+            ignore_index=ignore_index, row_weights=None, factor=factor,
+        )  # fmt: skip
 
-    def changed(self, **changes: Any) -> DeferredNLL:
-        """Return a copy with changed attributes, without a graph under ``torch.no_grad``."""
-        if not torch.is_grad_enabled():
-            changes.setdefault("logits", self.logits.moved(Move(lambda t: t, -1), lambda z: z))
-        return replace(self, **{"made": None, "_values": None, "_moved": weakref.WeakSet(), **changes})
+    @classmethod
+    def _of(
+        cls, parts: Any, dtype: torch.dtype, recipe: Any = None, form: Any = None, needs: Any = None, **kept: Any
+    ) -> Any:
+        logits, target = kept["logits"], kept["target"]
+        if needs is None:
+            needs = [n and t is not None and t.requires_grad for t, n in zip(parts, logits.needs, strict=True)]
+        if form is None:
+            form = torch.empty(target.shape, dtype=dtype, device="meta")
+        recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
+        return cls.made(form, parts, recipe, needs=needs, **kept)
 
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the rows."""
-        return self.target.shape
+    def now(self) -> Tensor:
+        """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
+        return self if self.requires_grad else self.materialize()
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the rows."""
-        return self.target.device
+    def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        """Return the NLL of the same rows with other weights or dtype."""
+        return self._of(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in KEPT} | changes)
 
-    @property
-    def requires_grad(self) -> bool:
-        """True if the values are part of an autograd graph."""
-        return bool(self.logits.requires_grad)
-
-    @property
-    def deferred(self) -> bool:
-        """True if the values have not been computed."""
-        return self._values is None
-
-    def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values of the rows, differentiable with any gradient per row."""
-        if self._values is None:
-            with self.logits.state.restored(self.logits.hidden), own_graph():
-                self._values = self.values()
-        return self._values
-
-    def before_in_place(self, use: str) -> Tensor:
-        """Compute all rows before a change in place, and every selection of them from these, which may share memory."""
-        first = self
-        while first.made is not None:
-            first = first.made[0]
-        first._share(use)
-        return self.materialize(use)
-
-    def _share(self, use: str) -> None:
-        values = self.materialize(use)
-        for other in list(self._moved):
-            if other._values is not None:
-                raise RuntimeError(
-                    "the NLL of rows must not be modified in place after rows of it were used, got "
-                    f"{use}; modify a copy"
-                )
-            assert other.made is not None
-            with torch.set_grad_enabled(self.logits.state.grad):
-                other._values = other.made[1](values)
-            other._share(use)
-        self._moved.clear()  # from here on, torch knows what shares memory
-
-    def values(self) -> Tensor:
-        """Compute the values of the rows under the current autograd state."""
-        active = None if self.weights is None else self.weights != 0
-        nll = ops.linear_token_nll(**self._arguments(), active=active).nll.to(self.dtype)
-        nll = nll if self.factor == 1 else nll * self.factor
-        return nll if self.weights is None else (nll * self.weights).to(self.dtype)
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
+        """Return the NLL as another tensor."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        recipe = Step(step, self.logits.restored, sources)
+        return self._of(self.tapped(), self.dtype, recipe, step(self.form), self.needs, **kept)
 
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
         """Return the sum over all rows, or their sum over a count."""
         dtype = accum_dtype(self.logits.hidden.dtype)
         weights = torch.full((), self.factor, dtype=dtype, device=self.device)
-        weights = weights if self.weights is None else weights * self.weights.to(dtype)
+        weights = weights if self.row_weights is None else weights * self.row_weights.to(dtype)
         known = isinstance(count, int)
         if count is not None:
             weights = weights / (max(count, 1) if isinstance(count, int) else count.clamp(min=1))
         with self.logits.restored():
-            given = self._arguments()
+            given = _arguments(self.tapped(), self.logits, self.target, self.ignore_index)
             loss = ops.weighted_linear_nll(**given, weights=weights.expand(self.shape)).loss
         if count is not None and not (known and count):
             loss = torch.where(torch.as_tensor(count, device=self.device) > 0, loss, torch.nan)  # 0 / 0
         return loss.to(self.dtype)
 
-    def _arguments(self) -> dict[str, Any]:
-        hidden, weight, bias, extra, softcap, scale = self.logits.rows()
-        return {
-            "hidden": hidden, "weight": weight, "targets": self.target, "bias": bias, "extra": extra,
-            "ignore_index": self.ignore_index, "softcap": softcap, "scale": scale,
-            "logits_dtype": self.logits.logits_dtype,
-            "check_targets": readable_without_sync(self.target) or None,  # as torch checks them
-        }  # fmt: skip
-
-    def weighted(self, weights: Tensor, dtype: torch.dtype) -> DeferredNLL:
+    def weighted(self, weights: Tensor, dtype: torch.dtype) -> Any:
         """Return the NLL with further weights, in a dtype."""
         kept = accum_dtype(self.logits.hidden.dtype)
-        weights = weights.to(self.device, torch.promote_types(kept, weights.dtype), copy=self.weights is None)
-        weights = weights if self.weights is None else self.weights * weights
-        return self.changed(weights=weights.expand(self.shape), dtype=dtype)
+        weights = weights.to(self.device, torch.promote_types(kept, weights.dtype), copy=self.row_weights is None)
+        weights = weights if self.row_weights is None else self.row_weights * weights
+        return self.changed(row_weights=weights.expand(self.shape), dtype=dtype)
 
-    def moved(self, of_rows: Callable[[Tensor], Tensor], of_matrix: Callable[[Tensor], Tensor]) -> DeferredNLL:
+    def moved(self, of_rows: Callable[[Tensor], Tensor], of_matrix: Callable[[Tensor], Tensor]) -> Any:
         """Apply a move of rows, given for one value per row and for a vector per row."""
-        logits = self.logits.moved(Move(of_matrix, -1), of_matrix)
-        weights = None if self.weights is None else of_rows(self.weights)
-        made = self.changed(logits=logits, target=of_rows(self.target), weights=weights, made=(self, of_rows))
-        self._moved.add(made)
-        return made
+        h, u, *rest = self.tapped()
+        weights = None if self.row_weights is None else of_rows(self.row_weights)
+        kept = {name: getattr(self, name) for name in KEPT} | {"target": of_rows(self.target), "row_weights": weights}
+        parts = of_matrix(h), None if u is None else of_matrix(u), *rest  # type: ignore[arg-type]
+        form, is_view = form_after(of_rows, self) or (None, False)
+        recipe = Step(of_rows, self.logits.restored, [self]) if is_view else None  # a copy needs its own rows only
+        return self._of(parts, self.dtype, recipe, form if is_view else None, **kept)
 
-    def unsqueezed(self, dim: int) -> DeferredNLL:
+    def unsqueezed(self, dim: int) -> Any:
         """Return the NLL with a new dimension at ``dim``, not negative."""
         return self.moved(lambda t: t.unsqueeze(dim), lambda t: t.unsqueeze(dim))
+
+
+KEPT = "logits", "target", "ignore_index", "row_weights", "factor"
+
+
+def _arguments(parts: Any, logits: Any, target: Tensor, ignore_index: int) -> dict[str, Any]:
+    hidden, weight, bias, extra, softcap, scale = logits.rows_of(parts)
+    return {
+        "hidden": hidden, "weight": weight, "targets": target, "bias": bias, "extra": extra,
+        "ignore_index": ignore_index, "softcap": softcap, "scale": scale, "logits_dtype": logits.logits_dtype,
+        "check_targets": readable_without_sync(target) or None,  # as torch checks them
+    }  # fmt: skip
+
+
+def _values(
+    parts: Any, logits: Any, target: Tensor, ignore_index: int, row_weights: Tensor | None, factor: float,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    active = None if row_weights is None else row_weights != 0
+    nll = ops.linear_token_nll(**_arguments(parts, logits, target, ignore_index), active=active).nll.to(dtype)
+    nll = nll if factor == 1 else nll * factor
+    return nll if row_weights is None else (nll * row_weights).to(dtype)
 
 
 # Methods that make a tensor of the dtype and on the device of another.
@@ -234,7 +208,7 @@ def _indexed(x: DeferredNLL, call: Call) -> Any:
 
 @rule("contiguous")
 def _kept(x: DeferredNLL, call: Call) -> Any:
-    return x
+    return x if x.is_contiguous() else x.changed()
 
 
 @rule("clone")
@@ -250,12 +224,6 @@ def _cast(x: DeferredNLL, call: Call) -> Any:
             return NotImplemented
         dtype = value
     return x if dtype == x.dtype else x.changed(dtype=dtype)
-
-
-@rule("detach")
-def _detached(x: DeferredNLL, call: Call) -> Any:
-    with torch.no_grad(), x.logits.restored():
-        return x.values()
 
 
 @rule("sum", "mean")

@@ -140,12 +140,21 @@ class Host:
                 if original is None:
                     problems[label] = [missing or f"{self.name}.{home} has no {name}"]
                     continue
+                if not self.owns(original):
+                    problems[label] = [f"{self.name}.{home}.{name} is {origin(original)}, not the framework's own"]
+                    continue
                 ours = replacement_for(home, name, original)
                 if found := self.differences(label, original, ours):
                     problems[label] = found
                 else:
                     pairs.append((original, ours))
         return pairs, problems
+
+    def owns(self, value: Any) -> bool:
+        """Return True if the framework defines the class or function, or if it is an active replacement of one."""
+        home = str(getattr(value, "__module__", None))
+        defined = home.startswith(self.name) and is_defined_in(home, value)
+        return defined or any(value is ours for _, ours in self._pairs)
 
     def _held(self, home: str) -> tuple[dict[str, Any], str]:
         """Return the attributes of a module, and what is missing if the framework does not have it."""
@@ -199,8 +208,8 @@ class Host:
             listed = "\n  ".join(line for lines in problems.values() for line in lines)
             host, names = f"{self.name} {version}", ", ".join(problems)
             if strict:
-                raise RuntimeError(f"{host} has unexpected signatures; nothing was replaced:\n  {listed}")
-            warnings.warn(f"{host} has unexpected signatures; {names} stay as they are:\n  {listed}", stacklevel=4)
+                raise RuntimeError(f"{host} has unexpected definitions; nothing was replaced:\n  {listed}")
+            warnings.warn(f"{host} has unexpected definitions; {names} stay as they are:\n  {listed}", stacklevel=4)
         self._pairs, self._arguments, self._problems = pairs, arguments, problems
         kept = (*reported.pop("kept", ()), *((name, "; ".join(lines)) for name, lines in problems.items()))
         self.report = PatchReport(version, _swap(self.name, pairs), kept, host=self.name, **reported)
@@ -303,6 +312,23 @@ def _swap(host: str, pairs: Pairs) -> Places:
                     put(ours)
                     done.append((module.__name__, place))
     return tuple(sorted(done))
+
+
+def is_defined_in(home: str, value: Any) -> bool:
+    """Return True if a function was defined in the loaded module ``home``, or if a class is the one of this name there.
+
+    The globals of a function tell, because a decorator copies its name and module.
+    """
+    held = vars(sys.modules[home]) if home in sys.modules else {}
+    if inspect.isfunction(value):
+        return value.__globals__ is held
+    return inspect.isclass(value) and held.get(value.__name__) is value
+
+
+def origin(value: Any) -> str:
+    """Return module and name of a class or function, or those of the type of any other object."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def loaded(host: str) -> list[ModuleType]:

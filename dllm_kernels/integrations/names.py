@@ -8,7 +8,6 @@ Change the import line and nothing else. Each is a thin layer over an op of this
 - ``token_entropy``: training loops of policy gradients; ``row_stats`` here.
 - ``get_mtp_loss_scaling_factor``: NeMo AutoModel; ``mtp_loss_scaling_factor`` here.
 - ``masked_soft_cross_entropy``: NeMo AutoModel's EAGLE-3 trainers; ``divergence`` here.
-- ``QuackCrossEntropy``: NeMo AutoModel's next release; ``MaskedCrossEntropy`` here.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import Deferred, computed
 from dllm_kernels._utils._plain import is_dtensor
-from dllm_kernels.mtp import MaskedCrossEntropy
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
 
 __all__ = [
     "FusedLinearDiffusionCrossEntropyLoss",
     "FusedLinearForPPO",
-    "QuackCrossEntropy",
     "get_mtp_loss_scaling_factor",
     "linear_cross_entropy",
     "masked_soft_cross_entropy",
@@ -97,27 +94,6 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
         scale = None if self.logit_scale == 1 else self.logit_scale
         options: dict[str, Any] = {"bias": bias, "ignore_index": self.ignore_index, "scale": scale}
         return ops.weighted_linear_nll(x, weight, target, weights, **options).loss
-
-
-class QuackCrossEntropy(MaskedCrossEntropy):
-    """Cross-entropy from logits, :class:`dllm_kernels.MaskedCrossEntropy` without the upcast of the logits.
-
-    NeMo AutoModel has announced a class of this name, on the kernels of quack, and not released it. Arguments and
-    defaults are those of its other cross-entropies, and may differ from those of its release. No quack is needed.
-
-    Args:
-        ignore_index: label to ignore; -100 is ignored too.
-        reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
-        backend: "auto", "triton" or "torch".
-
-    Raises:
-        TypeError: ``ignore_index`` is not an int.
-        ValueError: ``reduction`` is unknown.
-    """
-
-    def __init__(self, ignore_index: int = -100, reduction: str = "sum", *, backend: str = "auto") -> None:
-        """Initialize; the arguments are documented on the class."""
-        super().__init__(True, ignore_index, reduction, backend=backend)
 
 
 def linear_cross_entropy(

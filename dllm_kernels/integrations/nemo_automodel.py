@@ -19,7 +19,8 @@ still run the host's code.
 
 The recipe of diffusion LMs seeds a generator for each row of a batch and corrupts the rows one by one. After
 :func:`patch` it corrupts the batch in one call, with the same seed for each row, also if the recipe is imported later.
-A strategy that draws from the generator by itself keeps the loop over rows.
+A strategy whose ``apply_corruption`` is not the host's own keeps the loop over rows, and so does every strategy if a
+corruption routine is excluded.
 
 ``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
 compute their losses from hidden states. The LM head passes its input to the loss, which computes the logits one chunk
@@ -32,7 +33,6 @@ import copy
 import functools
 import importlib
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -47,7 +47,7 @@ from dllm_kernels._utils._head import head_module, unwrapped
 from dllm_kernels.fused._head import deferred_logits
 from dllm_kernels.fused._lora import check_head, is_adapted, of_rows
 from dllm_kernels.integrations import _recipe
-from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
+from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, is_defined_in, loaded
 from dllm_kernels.mtp.cross_entropy import required
 from dllm_kernels.mtp.head import FROM_LOGITS
 
@@ -144,18 +144,13 @@ def patch(
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
-    batched: tuple[str, ...] = ()
-    if _recipe.LOOP not in excluded:
-        loaded_recipe = _host.loaded_module(RECIPES[0])
-        loop, unknown = (None, {}) if loaded_recipe is None else _loop(loaded_recipe)
-        missing |= unknown
-        batched = (f"{LOOP_OWNER}.{_recipe.LOOP}",) if loaded_recipe is None or loop is not None else ()
     problems |= missing
+    one_call = not {_recipe.LOOP, *NOISE} & {*excluded, *problems} and _has_loop(_host.loaded_module(RECIPES[0]))
+    batched = (f"{LOOP_OWNER}.{_recipe.LOOP}",) if one_call else ()
     reported = {"kept": kept, "fused": fused, "original": original, "batched": batched}
     report = _host.patch(version, pairs, problems, strict, asked, **reported)
-    if batched:
-        routines = {name: getattr(dllm_kernels, name) for name in NOISE if name not in {*excluded, *problems}}
-        _host.when_imported(RECIPES[0], functools.partial(_replace_loop, routines=routines))
+    if one_call:
+        _host.when_imported(RECIPES[0], _replace_loop)
     for step in steps:
         _host.replace_method(*step)
     return report
@@ -183,26 +178,18 @@ def _steps(logits_dtype: torch.dtype | None) -> tuple[list[tuple[type, str, Any]
     return found, missing
 
 
-def _loop(recipe: ModuleType) -> tuple[Any, dict[str, list[str]]]:
-    """Return the recipe's loop over the rows of a batch, or None, and a message if a loop is an unknown one."""
-    loop = vars(getattr(recipe, LOOP_OWNER, object)).get(_recipe.LOOP)
-    names = _recipe.names_in(loop)
-    if _recipe.SEED_OF not in names:
-        return None, {}
-    if names == _recipe.KNOWN_LOOP:
-        return loop, {}
-    what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe.LOOP}"
-    return None, {_recipe.LOOP: [f"{what} seeds or corrupts its rows in an unknown way"]}
+def _has_loop(recipe: ModuleType | None) -> bool:
+    """Return True if the recipe corrupts the rows of a batch in a loop of its own, or is still to be imported."""
+    owner = getattr(recipe, LOOP_OWNER, object)
+    return recipe is None or is_defined_in(recipe.__name__, vars(owner).get(_recipe.LOOP))
 
 
-def _replace_loop(recipe: ModuleType, routines: _recipe.Routines) -> None:
-    loop, problems = _loop(recipe)
-    if problems:
-        what = f"{recipe.__name__}.{LOOP_OWNER}.{_recipe.LOOP}"
-        warnings.warn(f"{what} seeds or corrupts its rows in an unknown way; it stays as it is", stacklevel=2)
-    if loop is not None:
-        ours = _recipe.batched(loop, getattr(recipe, _recipe.SEED_OF), routines)
-        _host.replace_method(getattr(recipe, LOOP_OWNER), _recipe.LOOP, ours)
+def _replace_loop(recipe: ModuleType) -> None:
+    if _has_loop(recipe):
+        owner = getattr(recipe, LOOP_OWNER)
+        routines = {name: getattr(dllm_kernels, name) for name in NOISE}
+        loop = _recipe.batched(vars(owner)[_recipe.LOOP], f"{HOST}.{RECIPES[1]}", routines)
+        _host.replace_method(owner, _recipe.LOOP, loop)
 
 
 def _from_hidden_states(original: Any, recipe_at: int, logits_dtype: torch.dtype | None) -> Any:

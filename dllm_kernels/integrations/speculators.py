@@ -34,7 +34,7 @@ from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import Deferred
 from dllm_kernels._utils._target_range import first_fraction
-from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded
+from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, origin
 from dllm_kernels.losses._block_weights import BlockWeights
 from dllm_kernels.losses._common import sum_of_rows
 
@@ -168,6 +168,7 @@ def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | tor
 
 LOSSES = kl_div_loss, reverse_kl_div_loss, js_div_loss, ce_loss, tv_loss, neg_log_acceptance_loss, lk_hybrid_loss
 OURS: dict[str, Loss] = {loss.__name__: loss for loss in LOSSES}
+NAMES = dict(zip(KINDS, OURS, strict=True))  # of the functions in the tables
 
 
 # The metrics of speculators, from hidden states ----------------------------------------------------------------------
@@ -220,8 +221,8 @@ def speculators_metrics(
         loss_mask: ``[1, T]``, 0 or 1.
         block_size: rows per block, including the anchor's.
         gamma: gamma of the decay, a number other than 0.
-        loss_config: ``{name: weight}``, or ``{name: (function, weight)}`` as in speculators, whose functions are not
-            called. None: ``{"kl_div": 1.0}``.
+        loss_config: ``{name: weight}``, or ``{name: (function, weight)}`` as in speculators. The functions are not
+            called, so they must be speculators' own. None: ``{"kl_div": 1.0}``.
         per_position_loss_weight: "fixed-exp-decay" or "dpace". As in speculators, "dpace" takes one term only. A block
             ends at its first masked row that predicts: rows behind it have the weight 0 with "dpace", unlike in
             speculators.
@@ -250,7 +251,8 @@ def speculators_metrics(
 
     Raises:
         TypeError: an argument that should be a tensor, a number or a bool is not.
-        ValueError: shapes, dtypes or devices do not match, a loss is unknown, or "dpace" is used with several terms.
+        ValueError: shapes, dtypes or devices do not match, a loss is unknown or has a function of the caller's, or
+            "dpace" is used with several terms.
 
     Source: speculators 0.9.0, Apache-2.0.
     """
@@ -312,7 +314,13 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
     terms = {}
     for name, weight in loss_config.items():
         _checks.check_choice("loss_config", name, KINDS)
-        weight = weight[1] if isinstance(weight, tuple) else weight
+        if isinstance(weight, tuple):
+            function, weight = weight
+            if getattr(function, "__name__", "") != NAMES[name] or not (function in LOSSES or _host.owns(function)):
+                raise ValueError(
+                    f"loss_config[{name!r}] must hold speculators' {NAMES[name]}, because its functions are not "
+                    f"called, got {origin(function)}"
+                )
         _checks.check_finite(f"loss_config[{name!r}]", weight)
         terms[name] = float(weight)
     return terms

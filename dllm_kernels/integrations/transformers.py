@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import inspect
 import multiprocessing.context
@@ -58,27 +59,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dllm_kernels._random._philox import child_seeds
 from dllm_kernels._utils import _checks, _plain
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.collate import DLLMCollator, checked_samples
+from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
 from dllm_kernels.integrations import _attention
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
-from dllm_kernels.losses._common import Count, divide, shift_left
+from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
 IGNORED = -100
+BIDIRECTIONAL_SINCE = "5.2"  # first version of transformers in which config.is_causal = False has an effect
 TOKEN_BITS, P_BITS = 31, 30
 PACKED, MASKED = 2**61, 2**62  # the bit of every supervised label, and the bit of a masked token
 PROBES = 3  # steps that look for a dependence between positions; a model may have none before its first update
 RETURNED_WEIGHTS = "the weights that loss returns"
 NO_TARGET = 2**TOKEN_BITS - 1 | 0x3F800000 << TOKEN_BITS | PACKED | MASKED  # token 2^31 - 1, masked with p = 1
 SEED_STRIDE = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
-PASSED_ON = ("position_ids", "token_type_ids")  # what models take beside tokens and attention mask, whatever the noise
+# What models take beside tokens and attention mask, whatever the noise.
+PASSED_ON = ("position_ids", "segment_ids", "token_type_ids")
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 Corruption = Callable[..., tuple[Tensor, Tensor, Tensor]]
 RowWeights = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -112,7 +116,7 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
         _checks.check_whole_tensor(name, t)
     _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
-        _checks.check_mask(name, mask, input_ids.shape, "that of input_ids")
+        _checks.check_mask(name, mask, input_ids.shape, "that of input_ids", no_ids=True)
     _checks.check_float("p_mask", p_mask)
     _checks.check_dtype("p_mask", p_mask, [torch.float32])
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
@@ -244,6 +248,10 @@ def _counts_of(batch: Mapping[str, Any]) -> _Counts | None:
 class MaskedDiffusionCollator:
     """Collate samples into a batch of corrupted tokens, with the labels of :func:`pack_labels`.
 
+    **Packed documents.** If the batch of ``collate`` has ``segment_ids``, each document of a row has a noise level of
+    its own, provided that ``corrupt`` takes ``segment_ids``, as ``corrupt_uniform`` does, and no ``block_size`` is
+    given. Other routines draw one level per row.
+
     **Noise.** Each row is corrupted under a separate seed. Without ``seed_field`` the seeds are drawn and mixed with
     ``rank``. A process that loads the data itself draws seeds from torch's default generator. A worker of a
     ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, collators, ranks, workers
@@ -269,17 +277,20 @@ class MaskedDiffusionCollator:
         level: sampler of noise levels, such as ``functools.partial(sample_level, method="stratified", low=1e-3)``. It
             is called with the number of rows and ``seeds=`` or ``generator=``, and its result is passed to ``corrupt``.
             None: ``corrupt`` draws the levels. If the sampler couples the rows, the noise of a sample depends on its
-            batch.
+            batch. For packed documents it is called with the number of rows times the largest number of documents in a
+            row.
         attend_supervised: True to set the attention mask ``[B, L]`` to 1 at supervised positions. A model cannot learn
             to predict padding, such as the end of a response, from positions that no position attends to. False:
             the attention mask of ``collate`` is returned unchanged.
+        shift: True if row i of the model predicts token i + 1: the labels omit the first token of each packed document,
+            which no row of the same document predicts. The mixin sets it.
         **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...). A ``generator`` among them is used directly:
             seed it differently on each rank, and use no workers, because each would hold a copy of it. ``seeds`` among
             them gives every batch the same noise.
 
     Raises:
         TypeError: ``rank`` is not an int, ``collate``, ``corrupt`` or ``level`` is not a function, or
-            ``attend_supervised`` is not a bool.
+            ``attend_supervised`` or ``shift`` is not a bool.
         ValueError: ``rank`` has more than 64 bits, ``corrupt`` takes no MASK token, or ``seeds`` and ``seed_field`` are
             both given.
     """
@@ -294,6 +305,7 @@ class MaskedDiffusionCollator:
         rank: int | None = None,
         level: Callable[..., Tensor] | None = None,
         attend_supervised: bool = True,
+        shift: bool = False,
         **options: Any,
     ) -> None:
         if rank is not None:
@@ -313,6 +325,7 @@ class MaskedDiffusionCollator:
         self.rank = rank
         self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
+        self.shift = _checks.checked_bool("shift", shift)
         self.options = options
         self._seeded_by_tokens = False
         self._epoch = _shared(0)
@@ -336,27 +349,26 @@ class MaskedDiffusionCollator:
         """Collate and corrupt samples.
 
         Args:
-            samples: dicts with ``input_ids``, ``loss_mask`` and ``attention_mask``, as
-                :class:`dllm_kernels.DLLMCollator` expects.
+            samples: dicts with ``input_ids``, ``loss_mask`` and ``attention_mask``, and of packed documents
+                ``position_ids`` and ``segment_ids``, as :class:`dllm_kernels.DLLMCollator` expects.
 
         Returns:
-            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``, and ``position_ids`` and
-            ``token_type_ids`` if ``collate`` returns them. The dict counts its labels when ``to`` moves it to a GPU,
-            which spares the mixin a host sync per step.
+            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``, and ``position_ids``,
+            ``segment_ids`` and ``token_type_ids`` if ``collate`` returns them. The dict counts its labels when ``to``
+            moves it to a GPU, which spares the mixin a host sync per step.
 
         Raises:
             TypeError: the samples are not a list of dicts, a seed is not an int, or ``collate`` returned no dict.
             ValueError: a sample lacks a field, a seed has more than 64 bits, ``collate`` returned no batch with a row
-                per sample, or an additive attention mask, or ``corrupt`` did not return three values. Also if the
-                caller is a ``Trainer`` that passes labels to its model, unless it loads them in workers.
+                per sample, or an additive attention mask, or ``corrupt`` did not return three values.
         """
-        _check_trainer()
         samples = checked_samples("samples", samples)
         for field in ("loss_mask", *filter(None, [self.seed_field])):
-            if any(field not in sample for sample in samples):
+            if (lacking := next((sample for sample in samples if field not in sample), None)) is not None:
+                how = f"; {FROM_LABELS}" if field == "loss_mask" else ""
                 raise ValueError(
-                    f"every sample must have a field {field!r}; a Trainer drops it from the data unless "
-                    "TrainingArguments(remove_unused_columns=False)"
+                    f"every sample must have a field {field!r}, got {', '.join(map(str, lacking)) or 'none'}{how}; if "
+                    "the data has it, a Trainer drops it unless TrainingArguments(remove_unused_columns=False)"
                 )
         batch = self.collate(samples)
         _check_collated(batch, len(samples))
@@ -364,15 +376,20 @@ class MaskedDiffusionCollator:
         drawn = {"seeds": self._seeds(samples, batch), **self.options}
         if self._seeded_by_tokens:
             drawn.pop("generator", None)
-        if self.level is not None:
-            drawn["level"] = self.level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
+        segments, level = batch.get("segment_ids"), self.level
+        if segments is not None and drawn.get("block_size") is None and _takes_segments(self.corrupt):
+            drawn["segment_ids"] = segments
+            level = level and functools.partial(_by_document, level, segments)
+        if level is not None:
+            drawn["level"] = level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
         corrupted: Any = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
         if not isinstance(corrupted, Sequence) or len(corrupted) != 3:
             several = isinstance(corrupted, Sequence)
             got = f"{len(corrupted)} values" if several else _checks.type_name(corrupted)
             raise ValueError(f"corrupt must return (noisy_input_ids, noise_mask, p_mask), got {got}")
         noisy, noise, p = corrupted
-        labels, attention = pack_labels(ids, loss_mask, noise, p), batch["attention_mask"]
+        predicted = loss_mask * next_token_mask(segments) if self.shift and segments is not None else loss_mask
+        labels, attention = pack_labels(ids, predicted, noise, p), batch["attention_mask"]
         if self.attend_supervised and attention.shape == loss_mask.shape:
             _checks.check_mask_values("the attention_mask that collate returns", attention)
             attention = attention.masked_fill((attention == 0) & (loss_mask != 0), 1)
@@ -444,35 +461,6 @@ def _seed_generator() -> torch.Generator | None:
     return _of_worker[1]
 
 
-def _check_trainer() -> None:
-    """Raise ValueError if a ``Trainer`` loads the batch that would pass the packed labels to its model.
-
-    The call stack is the only place where a collator can see its Trainer. That of a worker does not show it.
-    """
-    module: Any = sys.modules.get("transformers.trainer")
-    frame = None if module is None else sys._getframe(1)
-    while frame is not None:
-        trainer = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
-        if isinstance(trainer, module.Trainer):
-            if _takes_labels_for_tokens(trainer, module.Trainer):
-                raise ValueError(
-                    f"the Trainer must read packed labels, got {type(trainer).__name__}, whose model would take them "
-                    "for token ids; put MaskedDiffusionTrainerMixin before Trainer among the bases, or pass "
-                    "compute_loss_func=mdlm_loss_func"
-                )
-            return
-        frame = frame.f_back
-
-
-def _takes_labels_for_tokens(trainer: Any, host: Any) -> bool:
-    """Return True if ``Trainer`` itself passes labels to a forward of transformers; other code may unpack them."""
-    if type(trainer).compute_loss is not host.compute_loss or trainer.compute_loss_func is not None:
-        return False
-    base = getattr(trainer.model, "get_base_model", lambda: trainer.model)()  # of PEFT
-    owner = next(c for c in type(base).__mro__ if "forward" in vars(c))  # a derived class may inherit the forward
-    return owner.__module__.startswith("transformers.")
-
-
 def _check_collated(batch: Any, rows: int) -> None:
     """Raise unless ``collate`` returned a batch with one row per sample, because noise is drawn by row."""
     if not isinstance(batch, Mapping):
@@ -497,6 +485,27 @@ def _check_corrupt(corrupt: Corruption) -> None:
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
+
+
+def _takes_segments(corrupt: Corruption) -> bool:
+    """Return True if a corruption routine has a level for each segment."""
+    try:
+        return "segment_ids" in inspect.signature(corrupt).parameters
+    except ValueError:  # builtins have no signature
+        return False
+
+
+def _by_document(
+    level: Callable[..., Tensor], segment_ids: Tensor, B: int, *, seeds: Tensor | None, **sources: Any
+) -> Tensor:
+    """Draw a level for each document of each row, ``[B, L]``: column j belongs to the j-th document of a row."""
+    columns = max([1, *(len(row[row >= 0].unique()) for row in segment_ids)])
+    if seeds is not None:
+        seeds = child_seeds(seeds, columns).flatten()
+    levels = level(B * columns, seeds=seeds, **sources)
+    if levels.shape[0] != B * columns:
+        raise ValueError(f"level must return as many levels as asked for, {B * columns}, got {levels.shape[0]}")
+    return F.pad(levels.reshape(B, columns), (0, segment_ids.shape[1] - columns))
 
 
 def _seed(i: int, field: str, value: Any) -> int:
@@ -816,6 +825,8 @@ class MaskedDiffusionTrainerMixin:
         if isinstance(collator, MaskedDiffusionCollator):
             if collator.rank is None and tensor_parallel > 1:
                 self.data_collator: Any = collator._changed_copy(rank=self.args.process_index // tensor_parallel)
+            if self._shift and not collator.shift:
+                self.data_collator = self.data_collator._changed_copy(shift=True)
             self.add_callback(_epoch_callback(self))  # type: ignore[attr-defined]
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -917,10 +928,14 @@ class MaskedDiffusionTrainerMixin:
         if unpacked:
             _refuse_labels("token ids, or other labels that are not packed")
         if earlier and not later:
+            config = getattr(self.accelerator.unwrap_model(model), "config", None)
+            version = getattr(sys.modules.get("transformers"), "__version__", "not imported")
             raise ValueError(
                 "the model must attend to later tokens, got a causal model, in which no position depends on the tokens "
-                "behind it; set config.is_causal = False (or pass is_causal=False to LlamaConfig or Qwen3Config) to "
-                "attend to all tokens, or pass allow_causal=True to train the model as it is"
+                f"behind it; config.is_causal is {getattr(config, 'is_causal', 'not set')}, and False makes a decoder "
+                f"attend to all tokens from transformers {BIDIRECTIONAL_SINCE} on (here {version}); otherwise let "
+                "collate return an attention_mask [B, 1, L, L] of zeros, or pass allow_causal=True to train the model "
+                "as it is"
             )
         self._seen_labels = True
         if probes:

@@ -34,7 +34,7 @@ import importlib.metadata
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -48,8 +48,8 @@ from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.fused._in_head import HeadOutput, run_in_head
-from dllm_kernels.generate import diffusion_generate, schedule
-from dllm_kernels.integrations._hosts import Host, PatchReport
+from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
+from dllm_kernels.integrations._hosts import Host, PatchReport, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 
@@ -96,7 +96,9 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
     module = _host.module(HOME)
     original = vars(module).get(NAME)
     ours = ChunkedLogProbs(original, logits_dtype)
-    if callable(forward := getattr(original, "forward", None)):
+    if original is not None and not _host.owns(original):
+        found = [f"{module.__name__}.{NAME} is {origin(original)}, not the framework's own"]
+    elif callable(forward := getattr(original, "forward", None)):
         found = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
     else:
         found = [f"{module.__name__} has no {NAME}.forward"]
@@ -568,26 +570,41 @@ def _wrapped(x: int) -> int:
 def diffusion_rollout(
     mask_token_id: int,
     *,
-    steps: int,
+    steps: int | None = None,
     length: int | None = None,
     block_size: int | None = None,
     temperature: float | None = None,
+    remasking: str = "confidence",
+    position_temperature: float = 0.0,
+    threshold: float | None = None,
+    cfg_scale: float = 0.0,
+    suppress_ids: int | Collection[int] | Tensor | None = None,
+    delay_eos: bool = False,
+    infill: bool = False,
     with_logprobs: bool = False,
     logits_dtype: torch.dtype | None = None,
     shift: bool = False,
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
-    It calls :func:`dllm_kernels.diffusion_generate` with low-confidence remasking. The seed of a row is drawn from
-    torch's default generator of the CPU, which the trainer seeds differently on each rank. A completion ends after its
-    first EOS token.
+    It calls :func:`dllm_kernels.diffusion_generate` with the ``top_k``, ``top_p`` and ``min_p`` of the trainer. The
+    seed of a row is drawn from torch's default generator of the CPU, which the trainer seeds differently on each rank.
+    A completion ends after its first EOS token.
 
     Args:
         mask_token_id: id of the MASK token; never sampled.
-        steps: denoising steps of a completion, split evenly over the blocks.
+        steps: denoising steps of a completion, in proportion to the tokens of the blocks; None, with ``threshold``
+            only: no bound.
         length: tokens of a completion; None: the trainer's ``max_completion_length``.
         block_size: tokens of a block, decoded from left to right; None: the whole completion.
         temperature: temperature of the samples, 0 for the most likely token; None: the trainer's temperature.
+        remasking: as in :func:`dllm_kernels.diffusion_generate`.
+        position_temperature: as in :func:`dllm_kernels.diffusion_generate`.
+        threshold: as in :func:`dllm_kernels.diffusion_generate`.
+        cfg_scale: as in :func:`dllm_kernels.diffusion_generate`.
+        suppress_ids: as in :func:`dllm_kernels.diffusion_generate`.
+        delay_eos: as in :func:`dllm_kernels.diffusion_generate`; the tokenizer must have an EOS token.
+        infill: as in :func:`dllm_kernels.diffusion_generate`. Decoded tokens of a prompt are returned with the prompt.
         with_logprobs: True to return the log-probability of each token at the step that decoded it; otherwise None is
             returned. TRL uses them with vLLM only.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
@@ -602,9 +619,16 @@ def diffusion_rollout(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or ``steps`` is less than the number of blocks or greater than the
-            number of tokens. The function raises it for an empty prompt with ``shift``.
+            number of tokens. The function raises it for an empty prompt with ``shift``, and for options of the trainer
+            that it cannot honour: a ``repetition_penalty`` other than 1, and ``generation_kwargs``.
     """
-    for name, value in (("steps", steps), ("length", length), ("block_size", block_size)):
+    _checks.check_flags(delay_eos=delay_eos, infill=infill, with_logprobs=with_logprobs, shift=shift)
+    Choice.of(remasking, position_temperature, threshold, None)
+    _checks.check_not_negative("cfg_scale", cfg_scale)
+    checked_tokens("suppress_ids", suppress_ids)
+    if steps is not None or threshold is None:
+        _checks.check_positive_int("steps", steps)
+    for name, value in (("length", length), ("block_size", block_size)):
         if value is not None:
             _checks.check_positive_int(name, value)
     checked_mask_id(mask_token_id, torch.zeros(1, dtype=torch.int64, device="cpu"))
@@ -612,12 +636,19 @@ def diffusion_rollout(
         _checks.check_number("temperature", temperature)
         if temperature != 0:
             _checks.checked_temperature(temperature, "0, or positive")
-    _checks.check_flags(with_logprobs=with_logprobs, shift=shift)
     _checks.check_wide_logits(logits_dtype)
     if length is not None:
-        schedule(length, block_size or length, steps)
+        schedule(length, block_size or length, steps, infill=bool(infill))
+
+    options: dict[str, Any] = {
+        "mask_token_id": mask_token_id, "steps": steps, "block_size": block_size, "remasking": remasking,
+        "position_temperature": position_temperature, "threshold": threshold, "cfg_scale": cfg_scale,
+        "suppress_ids": suppress_ids, "delay_eos": delay_eos, "infill": infill, "logits_dtype": logits_dtype,
+        "shift": shift,
+    }  # fmt: skip
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        _check_honoured(trainer)
         of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
         prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
         if shift and not all(map(len, prompt_ids)):
@@ -628,20 +659,32 @@ def diffusion_rollout(
         ids = [[pad] * (P - len(p)) + list(p) for p in prompt_ids]
         there = [[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids]
         tokens, attention = (torch.tensor(t, dtype=torch.int64, device=device).view(len(ids), P) for t in (ids, there))
+        own: dict[str, Any] = {name: getattr(trainer, name, None) for name in ("top_k", "top_p", "min_p")}
         with trainer.accelerator.autocast():
             out = diffusion_generate(
-                trainer.model, tokens, mask_token_id=mask_token_id, max_new_tokens=wanted, steps=steps,
-                block_size=block_size, temperature=trainer.temperature if temperature is None else temperature,
-                attention_mask=attention, eos_token_id=_token_id(trainer.processing_class, "eos_token_id"), shift=shift,
-                seeds=torch.empty(len(ids), dtype=torch.int64, device="cpu").random_().to(device),
-                logits_dtype=logits_dtype,
+                trainer.model, tokens, max_new_tokens=wanted, attention_mask=attention,
+                temperature=trainer.temperature if temperature is None else temperature,
+                eos_token_id=_token_id(trainer.processing_class, "eos_token_id"),
+                seeds=torch.empty(len(ids), dtype=torch.int64, device="cpu").random_().to(device), **own, **options,
             )  # fmt: skip
-        ends = out.generated.sum(-1).tolist()
+        if infill:
+            filled = out.ids[:, :P].tolist()
+            prompt_ids = [row[P - len(p) :] for row, p in zip(filled, prompt_ids, strict=True)]
+        ends = out.generated[:, P:].sum(-1).tolist()
         parts = (out.ids, out.log_probs)
         cut = [[row[P : P + n] for row, n in zip(part.tolist(), ends, strict=True)] for part in parts]
         return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
 
     return rollout
+
+
+def _check_honoured(trainer: Any) -> None:
+    """Raise for options of the trainer that change its samples, and that a rollout cannot honour."""
+    penalty = getattr(trainer, "repetition_penalty", None)
+    if penalty not in (None, 1):
+        raise ValueError(f"repetition_penalty must be 1 with diffusion_rollout, got {penalty}")
+    if more := getattr(trainer.args, "generation_kwargs", None):
+        raise ValueError(f"generation_kwargs must be None with diffusion_rollout, got {more}")
 
 
 def _token_id(processing_class: Any, name: str) -> Any:

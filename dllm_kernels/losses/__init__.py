@@ -1,6 +1,6 @@
 """Losses of diffusion language models. Each builds targets, row weights and a denominator and calls one op."""
 
-from dllm_kernels.losses._common import DLLMLossOutput
+from dllm_kernels.losses._common import DLLMLossOutput, next_token_mask
 from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss
 from dllm_kernels.losses.dflash import DFlashDecayLoss
 from dllm_kernels.losses.draft_distillation import DraftDistillationLoss
@@ -31,6 +31,7 @@ __all__ = [
     "draft_accuracy",
     "encoder_ar_loss",
     "encoder_ar_loss_fused",
+    "next_token_mask",
     "sample_anchors",
     "sample_prefix",
     "scdd_schedule",

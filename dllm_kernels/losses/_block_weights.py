@@ -1,6 +1,7 @@
 """Row weights of drafted blocks: position decay, D-PACE, the denominators, and counts per offset of a block.
 
-The functions validate nothing but the layout of the blocks: :class:`dllm_kernels.losses._draft.DraftLoss` does.
+The functions validate only the layout of the blocks and the prefix. :class:`dllm_kernels.losses._draft.DraftLoss`
+validates the rest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import plain, readable_without_sync
+from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.ops.dpace_weights import VARIANTS, weights_of_blocks
@@ -101,12 +104,21 @@ def counts_per_offset(correct: Tensor, block_mask: Tensor, rows: int | None) -> 
     return hits.sum(dim=0), valid.sum(dim=0)
 
 
-def predicted_mask(block_mask: Tensor, prefix: Tensor, block_size: int, anchor_row: bool) -> Tensor:
-    """Set the mask of the rows that the prefix of their block covers to 0."""
-    T = block_mask.shape[1]
-    rows = rows_of_block(T, block_size, anchor_row)
-    given = torch.arange(T, device=block_mask.device) % rows + 1 < _of_rows(prefix, rows)
-    return torch.where(given, 0, block_mask)
+def checked_prefix(prefix: Tensor, mask_name: str, mask: Tensor, rows: int) -> Tensor:
+    """Validate a prefix against a mask ``[B, T]`` of blocks of this many rows; return it as plain int64."""
+    (B, T) = mask.shape
+    _checks.check_ids("prefix", prefix)
+    _checks.check_shape("prefix", prefix, (B, T // rows), "an entry for each block")
+    _checks.check_same_device(mask_name, mask, prefix=prefix)
+    prefix = plain(prefix).long()  # in int8, the number of rows would wrap around
+    if readable_without_sync(prefix) and (where := first_true((prefix < 1) | (prefix > rows))) is not None:
+        raise ValueError(f"prefix must lie in [1, {rows}], got {int(prefix[where])} at position {where}")
+    return prefix
+
+
+def given_rows(prefix: Tensor, rows: int) -> Tensor:
+    """Return True for the rows whose token the prefix ``[B, blocks]`` gives, ``[B, blocks, rows]``."""
+    return torch.arange(1, rows + 1, device=prefix.device) < prefix.unsqueeze(2)
 
 
 def _over_total(weights: Tensor, total: float | Tensor) -> Tensor:

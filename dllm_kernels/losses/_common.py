@@ -44,6 +44,8 @@ class DLLMLossOutput(NamedTuple):
             is ``weight_sum``, including rows with a target of -100.
         acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 for rows
             that predict nothing (distillation with a teacher only, else None).
+        prefix: ``[B, blocks]`` int64, the number of given tokens at the start of each block, the anchor included:
+            ``prefix`` of DFlash, or ``decay_from + 1`` in distillation. :func:`acceptance_length` reads it. None: 1.
 
     Custom denominators are possible in two ways. With one denominator per step, pass no count (or a count of 1), and
     divide the sum of ``total_loss`` over micro-batches and ranks by the sum of ``weight_sum``. The gradient is then
@@ -62,6 +64,7 @@ class DLLMLossOutput(NamedTuple):
     row_losses: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
     acceptance_rate: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
 
 
 def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Tensor | None = None) -> DLLMLossOutput:
@@ -132,6 +135,35 @@ def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:
     """
     by = min(by, t.shape[-1])
     return torch.nn.functional.pad(t[..., by:], (0, by), value=fill)
+
+
+def next_token_mask(segment_ids: torch.Tensor) -> torch.Tensor:
+    """Select the tokens of packed documents that a next-token loss may predict.
+
+    They are the tokens whose previous token is in the same document. Multiply the mask of the predicted tokens by this
+    mask: ``loss_mask`` of a loss with ``shift=True``, ``loss_mask_ar`` of :class:`HybridDiffusionLLMLoss`,
+    ``answer_mask`` of :class:`IDLMLoss`. :func:`encoder_ar_loss` takes ``segment_ids`` itself.
+
+    Examples:
+        >>> next_token_mask(torch.tensor([[0, 0, 0, 1, 1, -1]])).int().tolist()
+        [[0, 1, 1, 0, 1, 0]]
+
+    Args:
+        segment_ids: integers ``[..., L]``, equal at the positions of one document, and negative at positions in none.
+
+    Returns:
+        bool ``[..., L]``.
+
+    Raises:
+        TypeError: ``segment_ids`` is not a tensor.
+        ValueError: ``segment_ids`` does not hold integers, or has no dimension.
+    """
+    _checks.check_ids("segment_ids", segment_ids)
+    if not segment_ids.dim():
+        raise ValueError("segment_ids must have at least one dimension, got a 0-d tensor")
+    ids = segment_ids.long()
+    before = torch.nn.functional.pad(ids[..., :-1], (min(1, ids.shape[-1]), 0), value=-1)
+    return (ids == before) & (ids >= 0)
 
 
 def next_tokens(target_ids: torch.Tensor) -> torch.Tensor:

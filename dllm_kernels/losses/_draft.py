@@ -16,8 +16,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._block_weights import (
@@ -25,8 +24,9 @@ from dllm_kernels.losses._block_weights import (
     POSITION_WEIGHTS,
     BlockWeights,
     Counts,
+    checked_prefix,
     counts_per_offset,
-    predicted_mask,
+    given_rows,
     rows_of_block,
     size_of_blocks,
 )
@@ -40,7 +40,9 @@ LOSS_TYPES = {"dflash": "decay", **{name: name for name in VARIANTS}}
 
 def _check_gamma(loss_gamma: Any) -> None:
     _checks.check_constant("loss_gamma", loss_gamma)
-    if loss_gamma is not None and not isinstance(loss_gamma, Tensor) and loss_gamma != "paper":
+    if isinstance(loss_gamma, Tensor):
+        _checks.check_count("loss_gamma", loss_gamma)
+    elif loss_gamma is not None and not (isinstance(loss_gamma, str) and loss_gamma == "paper"):
         _checks.check_number("loss_gamma", loss_gamma, "a number or None")
 
 
@@ -97,7 +99,7 @@ class DraftLoss(TransformedLoss):
         self.loss_gamma = loss_gamma if loss_gamma is None or isinstance(loss_gamma, str) else float(loss_gamma)
         self.chunk_size = chunk_size
         self.normalize = normalize
-        self.position_weights = position_weights
+        object.__setattr__(self, "position_weights", position_weights)  # nn.Module would register a module
         self.dpace_alpha = dpace_alpha
         self.anchor_row = anchor_row
         self.decay_from = decay_from
@@ -175,14 +177,9 @@ class DraftLoss(TransformedLoss):
         """Check the prefix against the blocks of the mask; return the mask of the predicted rows, and the prefix."""
         if block_size is None or self._weighting != "decay":
             raise ValueError("prefix must be None without a block_size, or with position_weights other than 'decay'")
-        (B, T), rows = block_mask.shape, rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
-        _checks.check_ids("prefix", prefix)
-        _checks.check_shape("prefix", prefix, (B, T // rows), "an entry for each block")
-        _checks.check_same_device("block_mask", block_mask, prefix=prefix)
-        prefix = plain(prefix).long()  # in int8, the number of rows would wrap around
-        if readable_without_sync(prefix) and (where := first_true((prefix < 1) | (prefix > rows))) is not None:
-            raise ValueError(f"prefix must lie in [1, {rows}], got {int(prefix[where])} at position {where}")
-        return predicted_mask(block_mask, prefix, block_size, self.anchor_row), prefix
+        rows = rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
+        prefix = checked_prefix(prefix, "block_mask", block_mask, rows)
+        return torch.where(given_rows(prefix, rows).flatten(1), 0, block_mask), prefix
 
     def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: Tensor) -> Counts:
         """Check ``block_size`` and the counts of the whole step, also if unused; return the counts as plain tensors."""
@@ -265,10 +262,12 @@ class DraftCall:
     def output(self, found: DraftResult) -> DLLMLossOutput:
         """Build the output with the draft accuracy and acceptance rates, both without rows before ``decay_from``."""
         weighting, mask, correct, a, rows = self.weighting, self.block_mask, found.correct, found.a, self.block_size
+        prefix = self.prefix
         if weighting.decays and weighting.decay_from:
-            T = mask.shape[1]
-            row = torch.arange(T, device=mask.device) % rows_of_block(T, self.block_size, weighting.anchor_row)
-            mask = torch.where(row >= weighting.decay_from, mask, 0)
+            B, T = mask.shape
+            in_block = rows_of_block(T, self.block_size, weighting.anchor_row)
+            prefix = torch.full((B, T // in_block), weighting.decay_from + 1, device=mask.device)
+            mask = torch.where(given_rows(prefix, in_block).flatten(1), 0, mask)
             correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
         if rows is not None and not weighting.anchor_row:
             rows -= 1
@@ -278,5 +277,6 @@ class DraftCall:
             row_losses = _common.weighted_rows(found.value, found.weights)
         out = _common.single_loss(found.loss, found.weights, row_losses)
         return replaced(
-            out, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a
-        )
+            out, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a,
+            prefix=prefix,
+        )  # fmt: skip

@@ -109,9 +109,8 @@ class DraftDistillationLoss(DraftLoss):
         dpace_alpha: {dpace_alpha}
         confidence: the confidence from which D-PACE computes its weights. "target": the draft's probability of the
             target token. "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden
-            states with a frozen head they cost one more matrix product, two more (none if ``kind`` is "teacher_ce") and
-            none. With a trainable head "teacher" and "acceptance" cost two more products, because the logits are
-            recomputed in backward.
+            states they cost one more matrix product, two more (none if ``kind`` is "teacher_ce") and none. With a
+            trainable head D-PACE costs two more, because the logits are recomputed in backward.
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's. False: a block has
             ``block_size - 1`` rows, without the anchor's.
         decay_from: the row of a block, counted from 0, that has k = 1. Earlier rows have the weight 0. Set it to 1 with
@@ -445,14 +444,16 @@ class _Call(DraftCall):
         return None if self.weighting.decays else self.loss.confidence
 
     def compute(self) -> DraftResult:
-        """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
+        """Compute the weighted sum, or per-row divergences if rows are requested, or with D-PACE.
+
+        D-PACE may compute its weights from the divergences. It also gives the weight 0 to valid rows after the end of a
+        block. A weighted sum would not read them, so that they would count as misses.
+        """
         if self.teacher.x is None:
             return self.cross_entropy(sum(term.coefficient for term in self.spec.terms))
-        equal = self.loss.alpha == "mean" and self.confidence is not None  # weights of the rows in the mean of a
-        if self.returns_rows or equal or self.confidence in ("teacher", "acceptance"):
+        if self.returns_rows or self.confidence is not None:
             return self._rows()
-        q = None if self.confidence is None else self._target_probabilities()
-        weights, divided = self.weights(q)
+        weights, divided = self.weights()
         out = self._divergence(divided)
         return DraftResult(out.loss, weights, divided, out.agree, out.acceptance_rate)
 

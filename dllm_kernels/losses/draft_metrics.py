@@ -8,10 +8,11 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses._block_weights import in_blocks, rows_of_block, size_of_blocks
+from dllm_kernels._utils._plain import plain, readable_without_sync
+from dllm_kernels._utils._target_range import first_true
+from dllm_kernels.losses._block_weights import checked_prefix, given_rows, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
-from dllm_kernels.ops.dpace_weights import accepted_prefix, rows_of_accepted_prefix
+from dllm_kernels.ops.dpace_weights import accepted_prefix, accepted_rows, anchor_rows, check_probabilities
 
 
 def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
@@ -30,7 +31,12 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
     Returns:
         ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 if nothing was
         counted. The dict is empty if the output has no counts.
+
+    Raises:
+        TypeError: ``output`` is not the output of a loss.
     """
+    if not isinstance(output, DLLMLossOutput):
+        raise TypeError(f"output must be the output of a loss, got {_checks.type_name(output)}")
     hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
     if hits is None or count is None:
         return {}
@@ -50,6 +56,7 @@ def acceptance_length(
     bonus: bool = False,
     sampling: bool = False,
     group: Any = None,
+    prefix: torch.Tensor | None = None,
 ) -> torch.Tensor:
     r"""Compute the mean number of accepted drafted tokens per block, by greedy verification or by sampling.
 
@@ -58,13 +65,15 @@ def acceptance_length(
     m is ``mask``; a row is valid if its entry is not 0. The mean is over the N blocks whose first row is valid. A block
     is accepted up to its first wrong token, and ends before its first row that is not valid. With
     ``sampling`` the result is the expected number of tokens that speculative sampling accepts: the acceptance rate
-    :math:`a_i` replaces [correct].
+    :math:`a_i` replaces [correct]. If the draft is given a prefix of l tokens, the first row of a block is the one that
+    predicts the token after them: a perfect draft has ``block_size - l`` accepted tokens.
 
     Source: greedy verification and speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, section 2.
 
     Args:
-        output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, nonzero if
-            the drafted token is the target model's token; with ``sampling``, the acceptance rates in [0, 1].
+        output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, 1 or True
+            if the drafted token is the target model's token, otherwise 0; with ``sampling``, the acceptance rates in
+            [0, 1].
         mask: ``[B, T]``, the ``block_mask`` of the loss call: 0 for rows that predict nothing. Fractions are weights.
             ``[T]``, with an ``output`` of packed rows or a tensor ``[T]``, is a batch of one sequence. ``[B, blocks,
             k]`` with an ``output`` of rows in blocks.
@@ -76,6 +85,8 @@ def acceptance_length(
         sampling: use acceptance rates instead of matches. :class:`DraftDistillationLoss` returns them if it has a
             teacher.
         group: process group over which the sums are reduced before dividing; None: this rank only.
+        prefix: ``[B, blocks]``, the ``prefix`` of the loss call, if ``output`` is a tensor. None: that of an output of
+            the loss, otherwise 1, the anchor.
 
     Returns:
         0-d float32, detached; 0 if no block counts.
@@ -83,9 +94,12 @@ def acceptance_length(
     Raises:
         TypeError: an argument that should be a tensor, an int or a bool is not.
         ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``output`` comes from
-            another loss.
+            another loss. On CPU, also if a match is neither 0 nor 1, a rate of a valid row is outside [0, 1], or a
+            prefix is outside [1, rows of a block] or not that of the loss call.
     """
-    stats = acceptance_stats(output, mask, block_size, anchor_row=anchor_row, bonus=bonus, sampling=sampling)
+    stats = acceptance_stats(
+        output, mask, block_size, anchor_row=anchor_row, bonus=bonus, sampling=sampling, prefix=prefix
+    )
     total, count = _summed(torch.stack(stats), group)
     return total / count.clamp(min=1)
 
@@ -99,6 +113,7 @@ def acceptance_stats(
     anchor_row: bool = False,
     bonus: bool = False,
     sampling: bool = False,
+    prefix: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""Return numerator and denominator of :func:`acceptance_length`, to be summed over micro-batches and ranks.
 
@@ -111,7 +126,7 @@ def acceptance_stats(
         (3.0, 2.0)
 
     Args:
-        output, mask, block_size, anchor_row, bonus, sampling: as in :func:`acceptance_length`.
+        output, mask, block_size, anchor_row, bonus, sampling, prefix: as in :func:`acceptance_length`.
 
     Returns:
         (sum, count), 0-d float32, detached: the number of accepted tokens, or with ``sampling`` its expectation, and
@@ -124,21 +139,28 @@ def acceptance_stats(
     Source: as in :func:`acceptance_length`.
     """
     _checks.check_flags(anchor_row=anchor_row, bonus=bonus, sampling=sampling)
-    correct = _rates_of(output) if sampling else _correct_of(output)
+    rates, prefix = _rates_of(output) if sampling else _matches_of(output), _prefix_of(output, prefix)
     _checks.check_positive_int("block_size", block_size)
-    if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == correct.numel():
-        correct, mask = as_batch(correct), as_batch(mask)  # a loss of packed rows returns a batch of one sequence
-    _checks.check_masks_like("correct", correct, mask=mask)
-    if correct.dim() == 3:
-        size_of_blocks("correct", correct, block_size, anchor_row)
-        correct, mask = correct.flatten(1), mask.flatten(1)
-    _checks.check_ndim("correct", correct, 2, "[B, T] or [B, blocks, k]")
-    correct, mask = all_plain(correct, mask)
-    rows = rows_of_block(correct.shape[1], block_size, anchor_row)
-    valid = in_blocks(mask.detach().to(torch.float32), rows)
-    rates = in_blocks((correct.detach() if sampling else correct != 0).to(torch.float32), rows)
-    count = rows_of_accepted_prefix(valid, anchor_row).any(-1).sum().to(torch.float32)
-    total = (accepted_prefix(rates, valid, anchor_row) * valid).sum()
+    if isinstance(mask, torch.Tensor) and mask.dim() == 1 and mask.numel() == rates.numel():
+        rates, mask, prefix = map(as_batch, (rates, mask, prefix))  # a loss of packed rows returns a batch of one
+    _checks.check_masks_like("output", rates, mask=mask)
+    if rates.dim() == 3:
+        size_of_blocks("output", rates, block_size, anchor_row)
+    else:
+        _checks.check_ndim("output", rates, 2, "[B, T] or [B, blocks, k]")
+    mask, T = plain(mask.detach()), rates.shape[1:].numel()
+    rows = rows_of_block(T, block_size, anchor_row)
+    valid = mask.to(torch.float32).reshape(mask.shape[0], T // rows, rows)
+    may_be_missing = anchor_rows(valid) if anchor_row else None
+    if prefix is not None:
+        given = given_rows(checked_prefix(prefix, "mask", valid.flatten(1), rows), rows)
+        valid = torch.where(given, 0.0, valid)
+        may_be_missing = given if may_be_missing is None else given | may_be_missing
+    if sampling:
+        check_probabilities("output", rates, valid.reshape(rates.shape))
+    rates = rates.to(torch.float32).reshape(valid.shape)
+    count = accepted_rows(valid, may_be_missing).any(-1).sum().to(torch.float32)
+    total = (accepted_prefix(rates, valid, may_be_missing) * valid).sum()
     return total + count if bonus else total, count
 
 
@@ -152,20 +174,40 @@ def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _rates_of(output: Any) -> torch.Tensor:
-    """Return the acceptance rates of a loss output, or the given tensor."""
+    """Return the acceptance rates of a loss output, or the given tensor, plain and detached."""
     rates = output.acceptance_rate if isinstance(output, DLLMLossOutput) else output
     if rates is None:
         raise ValueError(
             "output must have acceptance_rate, which DraftDistillationLoss returns if it has a teacher, got None"
         )
-    _checks.check_float("correct", rates)
-    return rates
+    _checks.check_float("output", rates)
+    return plain(rates.detach())  # type: ignore[no-any-return]
 
 
-def _correct_of(output: Any) -> torch.Tensor:
-    """Return the matches of a loss output, or the given tensor."""
-    correct = output.draft_correct if isinstance(output, DLLMLossOutput) else output
-    if correct is None:
+def _matches_of(output: Any) -> torch.Tensor:
+    """Return the matches of a loss output, or the given tensor, plain and detached."""
+    matches = output.draft_correct if isinstance(output, DLLMLossOutput) else output
+    if matches is None:
         raise ValueError("output must have draft_correct, which DFlashDecayLoss returns, got None")
-    _checks.check_mask("correct", correct, getattr(correct, "shape", ()))
-    return correct
+    _checks.check_mask("output", matches, getattr(matches, "shape", ()))
+    matches = plain(matches.detach())
+    if readable_without_sync(matches) and (where := first_true((matches != 0) & (matches != 1))) is not None:
+        raise ValueError(
+            f"output must hold 0 or 1, got {matches[where].item()} at position {where}; pass sampling=True with "
+            "acceptance rates"
+        )
+    return matches  # type: ignore[no-any-return]
+
+
+def _prefix_of(output: Any, prefix: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the prefix of a loss output, or the given one; raise if they differ."""
+    of_call = output.prefix if isinstance(output, DLLMLossOutput) else None
+    if prefix is None or of_call is None:
+        return of_call if prefix is None else prefix
+    _checks.check_ids("prefix", prefix)
+    prefix = plain(prefix)
+    of_batch = as_batch(prefix)
+    known = readable_without_sync(of_batch) and readable_without_sync(of_call)
+    if of_batch.shape != of_call.shape or (known and not torch.equal(of_batch.long(), of_call)):
+        raise ValueError("prefix must be that of the loss call, which output holds, or None, got another one")
+    return of_call

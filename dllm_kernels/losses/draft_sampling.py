@@ -1,23 +1,34 @@
 """Blocks for training a block drafter: anchors in a sequence, the tokens of their blocks, and random prefixes.
 
 All draws are those of the corruption routines (``_random/_philox.py``): a seed gives the same blocks on every device.
+As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dllm_kernels._corruption._topk import on_host
 from dllm_kernels._random import _philox, _seeds
+from dllm_kernels._random._rules import Array
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import all_plain
 
-_LAST = torch.iinfo(torch.int64).max
+# The longest block of a sampled prefix, whose lengths are compared one by one.
+MOST_PREFIX = 2**16
+# The key of a candidate is its draw, then its position, so that the first of equal draws wins. NONE: no candidate.
+_POSITION_BITS, _NONE = 30, 2**63 - 1
 
 
 def sample_anchors(
@@ -67,79 +78,141 @@ def sample_anchors(
     """
     _checks.check_mask("loss_mask", loss_mask, getattr(loss_mask, "shape", ()))
     _checks.check_ndim("loss_mask", loss_mask, 2, "[B, L]")
-    _checks.check_positive_int("num", num)
-    _checks.check_int("block_size", block_size, 2)
+    _checks.check_int("num", num, 1, _checks.MOST_SIZE)
+    _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)
     overlap = _checks.checked_bool("overlap", overlap)
-    if segment_ids is not None:
-        _checks.check_ids("segment_ids", segment_ids)
-        _checks.check_shape("segment_ids", segment_ids, loss_mask.shape, "that of loss_mask")
-        _checks.check_same_device("loss_mask", loss_mask, segment_ids=segment_ids)
+    _check_segments("loss_mask", loss_mask, segment_ids)
     loss_mask, segment_ids = all_plain(loss_mask, segment_ids)
+    seed = _seeds.resolve_seed(loss_mask.device, loss_mask.shape[0], generator, seeds)
+    anchors, real = _sampled_anchors(loss_mask, segment_ids, seed, num, block_size, overlap)
+    return anchors, real
+
+
+def _check_segments(name: str, like: Tensor, segment_ids: Tensor | None) -> None:
+    """Raise unless ``segment_ids`` are None, or integers of the shape and device of the argument ``name``."""
+    if segment_ids is not None:
+        _checks.check_like(name, like, _checks.INT_DTYPES, segment_ids=segment_ids)
+
+
+def _specs_of_anchors(loss_mask: Tensor, _segment_ids: Any, _seed: Any, num: int, *_: Any) -> list[Spec]:
+    shape = loss_mask.shape[0], num
+    return [(shape, torch.int64), (shape, torch.bool)]
+
+
+@opaque("sample_anchors", _specs_of_anchors)
+def _sampled_anchors(
+    loss_mask: Tensor, segment_ids: Tensor | None, seed: Tensor, num: int, block_size: int, overlap: bool
+) -> list[Tensor]:
+    """Compute :func:`sample_anchors` of validated arguments."""
     B, L = loss_mask.shape
-    seed = _seeds.resolve_seed(loss_mask.device, B, generator, seeds)
-    after = _supervised_after(loss_mask != 0, segment_ids)
-    whole = after >= block_size - 1
-    candidates = torch.where(whole.any(1, keepdim=True), whole, after > 0)
-    position = torch.arange(L, device=loss_mask.device)
-    draws = _philox.random_bits(seed, B, _philox.Layout(0, L))[1]
-    keys = torch.where(candidates, (draws << 30) + position, _LAST)  # the first of equal draws wins
-    anchors = _first(keys, num) if overlap else _disjoint(keys, num, after.clamp(max=block_size - 1) + 1)
-    anchors = anchors.sort(1).values
+    count = min(num, L) if B else 0
+    found = torch.zeros(B, 0, dtype=torch.int64, device=loss_mask.device)
+    if count:
+        keys, length = _keys_of_anchors(loss_mask, segment_ids, seed, block_size)
+        smallest = _smallest(keys, count) if overlap else _disjoint(keys, count, length, min(block_size, L))
+        found = torch.as_tensor(smallest & ((1 << _POSITION_BITS) - 1), device=loss_mask.device)
+    anchors = F.pad(found.clamp(max=L), (0, num - count), value=L).sort(1).values
     real = anchors < L
-    return torch.where(real, anchors, 0), real
+    return [torch.where(real, anchors, 0), real]
 
 
-def _supervised_after(mask: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Count the supervised tokens directly after each position ``[B, L]``; 0 if it is not supervised itself."""
-    B, L = mask.shape
+def _keys_of_anchors(
+    loss_mask: Tensor, segment_ids: Tensor | None, seed: Tensor, block_size: int
+) -> tuple[Array, Array]:
+    """Return the key of each position, and the number of tokens of its block, ``[B, L]``."""
+    B, L = loss_mask.shape
+    mask, position = _array(loss_mask) != 0, _array(torch.arange(L, device=loss_mask.device))
     linked = mask[:, :-1] & mask[:, 1:]
     if segment_ids is not None:
-        linked = linked & (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, :-1] >= 0)
-    position = torch.arange(L, device=mask.device).expand(B, L)
-    last = torch.cat([linked, linked.new_zeros(B, min(L, 1))], 1)
-    ends = torch.where(last, L, position)  # a position that is not linked to the next one ends its run
-    return ends.flip(1).cummin(1).values.flip(1) - position if L else position
+        linked = linked & _in_one_document(_array(segment_ids))
+    length = (_run_ends(linked) - position + 1).clip(max=block_size)
+    whole = length == block_size
+    candidates = whole | ((length > 1) & ~whole.any(1)[:, None])
+    keys = (_draws(seed, B, L) << _POSITION_BITS) + position
+    keys[~candidates] = _NONE
+    return keys, length
 
 
-def _first(keys: Tensor, num: int) -> Tensor:
-    """Return the positions of the ``num`` smallest keys of each row, L for those without a candidate."""
-    (B, L), count = keys.shape, min(num, keys.shape[1])
-    smallest = keys.topk(count, 1, largest=False)
-    found = torch.where(smallest.values == _LAST, L, smallest.indices)
-    return torch.cat([found, found.new_full((B, num - count), L)], 1)
+def _array(t: Tensor) -> Array:
+    """Return a tensor on a CPU as a NumPy array."""
+    return t.numpy() if on_host(t) else t
 
 
-def _disjoint(keys: Tensor, num: int, length: Tensor) -> Tensor:
-    """Return positions as :func:`_first`, each the smallest key whose block of ``length`` tokens is disjoint."""
-    L, found = keys.shape[1], []
-    position = torch.arange(L, device=keys.device)
-    for _ in range(num if L else 0):
-        key, chosen = keys.min(1, keepdim=True)
-        end = chosen + length.gather(1, chosen)
-        keys = torch.where((position < end) & (position + length > chosen), _LAST, keys)
-        found.append(torch.where(key == _LAST, L, chosen))
-    return torch.cat(found, 1) if found else keys.new_full((len(keys), num), L)
+def _draws(seed: Tensor, rows: int, per_row: int) -> Array:
+    """Draw 32 bits per place, int64 ``[rows, per_row]``."""
+    layout = _philox.Layout(0, per_row)
+    if on_host(seed):
+        return _philox.bits_on_host(seed, range(rows), layout)[1].astype(np.int64)
+    return _philox.random_bits(seed, rows, layout)[1]
 
 
-def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+def _in_one_document(segment_ids: Array) -> Array:
+    """Return True for the positions ``[B, L - 1]`` that lie in the document of the next one."""
+    return (segment_ids[:, :-1] == segment_ids[:, 1:]) & (segment_ids[:, 1:] >= 0)
+
+
+def _run_ends(linked: Array) -> Array:
+    """Return the last position of the run of each one ``[B, L]``; ``linked [B, L - 1]`` to the next one of the run."""
+    B, L = linked.shape[0], linked.shape[1] + 1
+    ends: Array
+    if isinstance(linked, Tensor):
+        ends = torch.where(F.pad(linked, (0, 1)), L, torch.arange(L, device=linked.device))
+        return ends.flip(1).cummin(1).values.flip(1)
+    ends = np.full((B, L), L - 1)
+    ends[:, :-1] = np.where(linked, L, np.arange(L - 1))
+    return np.minimum.accumulate(ends[:, ::-1], 1)[:, ::-1]
+
+
+def _smallest(keys: Array, count: int) -> Array:
+    """Return the ``count`` smallest keys of each row, in any order."""
+    if isinstance(keys, Tensor):
+        return keys.topk(count, 1, largest=False, sorted=False).values
+    return np.partition(keys, count - 1, axis=1)[:, :count]
+
+
+def _disjoint(keys: Array, count: int, length: Array, longest: int) -> Array:
+    """Return keys of each row in ascending order, each the smallest whose block is disjoint from those before.
+
+    Overwrites the keys.
+    """
+    (B, L), of_torch = keys.shape, isinstance(keys, Tensor)
+    xp: Any = torch if of_torch else np
+    arange = partial(torch.arange, device=keys.device) if of_torch else np.arange
+    row, window, found = arange(B)[:, None], arange(1 - longest, longest), []
+    for _ in range(count):
+        first = keys.argmin(1)[:, None]
+        found.append(keys[row, first])
+        near = (first + window).clip(0, L - 1)
+        meets = (near < first + length[row, first]) & (near + length[row, near] > first)
+        keys[row, near] = xp.where(meets, _NONE, keys[row, near])
+    return xp.concatenate(found, 1)
+
+
+def block_targets(
+    ids: Tensor, anchors: Tensor, block_size: int, *, segment_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Gather the tokens after each anchor, the targets of a drafted block.
 
-    Call it with the segments, or the loss mask as integers, in place of the ids to gather these too, with -100 where
-    ``inside`` is False.
+    Call it with the loss mask as integers in place of the ids to gather this too, with -100 where ``inside`` is False.
 
     Examples:
-        >>> block_targets(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 2]]), block_size=3)
+        >>> ids, anchors = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 2]])
+        >>> block_targets(ids, anchors, block_size=3)
         (tensor([[   6,    7,    8, -100]]), tensor([[ True,  True,  True, False]]))
+        >>> documents = torch.tensor([[1, 1, 2, 2]])
+        >>> block_targets(ids, anchors, block_size=3, segment_ids=documents)[1]
+        tensor([[ True, False,  True, False]])
 
     Args:
         ids: ``[B, L]`` integers.
         anchors: ``[B, num]`` integers, as from :func:`sample_anchors`.
         block_size: positions of a block, the anchor included.
+        segment_ids: ``[B, L]``, as in :func:`sample_anchors`; None: one document per row.
 
     Returns:
         (targets, inside): int64 and bool ``[B, num * (block_size - 1)]``. ``inside`` is False, and the target -100, for
-        positions beyond the end of the row, and for the whole block of an anchor outside [0, L), such as a padding of
-        -1.
+        positions beyond the end of the anchor's document, and for the whole block of an anchor that lies in no
+        document, or outside [0, L), such as a padding of -1.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -150,19 +223,23 @@ def block_targets(ids: Tensor, anchors: Tensor, block_size: int) -> tuple[Tensor
     for name, t in (("ids", ids), ("anchors", anchors)):
         _checks.check_ids(name, t)
         _checks.check_ndim(name, t, 2, "[B, L]" if name == "ids" else "[B, num]")
-    _checks.check_int("block_size", block_size, 2)
+    _checks.check_int("block_size", block_size, 2, _checks.MOST_SIZE)
     _checks.check_same_device("ids", ids, anchors=anchors)
     if len(ids) != len(anchors):
         raise ValueError(f"anchors must have the rows of ids, {len(ids)}, got {len(anchors)}")
-    ids, anchors = all_plain(ids, anchors)
-    B, L = ids.shape
+    _check_segments("ids", ids, segment_ids)
+    ids, anchors, segment_ids = all_plain(ids, anchors, segment_ids)
+    L = ids.shape[1]
     anchors = anchors.to(torch.int64)  # in int8 or uint8, L would wrap around
-    place = anchors.unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
-    place = place.flatten(1)
     known = (anchors >= 0) & (anchors < L)
-    inside = (place < L) & known.repeat_interleave(block_size - 1, 1)
-    padded = torch.cat([ids.to(torch.int64), ids.new_full((B, 1), 0, dtype=torch.int64)], 1)  # L may be 0
-    return torch.where(inside, padded.gather(1, torch.where(inside, place, L)), -100), inside
+    last: Any = L - 1
+    if segment_ids is not None:  # position L is no document
+        ends = _run_ends(_in_one_document(F.pad(segment_ids.to(torch.int64), (0, 1), value=-1)))
+        last = ends.gather(1, torch.where(known, anchors, L)).unsqueeze(2)
+    place = anchors.unsqueeze(2) + torch.arange(1, block_size, device=ids.device)
+    inside = (known.unsqueeze(2) & (place <= last)).flatten(1)
+    padded = F.pad(ids.to(torch.int64), (0, 1))  # L may be 0
+    return torch.where(inside, padded.gather(1, torch.where(inside, place.flatten(1), L)), -100), inside
 
 
 def sample_prefix(
@@ -201,22 +278,28 @@ def sample_prefix(
     if isinstance(shape, (str, int)) or not isinstance(shape, Sequence) or not len(shape):
         raise TypeError(f"shape must be a tuple of ints, such as (B, num), got {type_name(shape)}")
     for size in shape:
-        _checks.check_int("shape", size, 0)
-    _checks.check_int("block_size", block_size, 2)
+        _checks.check_int("shape", size, 0, _checks.MOST_SIZE)
+    _checks.check_int("block_size", block_size, 2, MOST_PREFIX)
     _checks.check_number("base", base)
     if not 0 < base < math.inf:
         raise ValueError(f"base must be positive and finite, got {base}")
     if device is None:
         device = getattr(generator if seeds is None else seeds, "device", "cpu")
-    place = torch.device(device) if isinstance(device, str) else device
+    place = _seeds.as_device(device)
     rows, per_row = shape[0], math.prod(shape[1:])
     seed = _seeds.resolve_seed(place, rows, generator, seeds)
-    draws = _philox.random_bits(seed, rows, _philox.Layout(0, per_row))[1]
-    shortest, longest = min(2, block_size - 1), block_size - 1
-    least = shortest + torch.zeros_like(draws)
-    for bound in _bounds(float(base), longest - shortest + 1):
-        least += draws >= bound
-    return least.view(*shape)
+    (lengths,) = _sampled_prefix(seed, rows, per_row, block_size, float(base))
+    return lengths.view(*shape)
+
+
+@opaque("sample_prefix", lambda _, rows, per_row, *others: [((rows, per_row), torch.int64)])
+def _sampled_prefix(seed: Tensor, rows: int, per_row: int, block_size: int, base: float) -> list[Tensor]:
+    """Compute :func:`sample_prefix` of validated arguments, ``[rows, per_row]``."""
+    draws, shortest = _draws(seed, rows, per_row), min(2, block_size - 1)
+    lengths: Array = shortest + 0 * draws
+    for bound in _bounds(base, block_size - shortest):
+        lengths += draws >= bound
+    return [torch.as_tensor(lengths, device=seed.device)]
 
 
 def _bounds(base: float, count: int) -> list[int]:

@@ -13,7 +13,16 @@ from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.losses._common import REDUCTIONS, Count, as_batch, check_counts, divide, next_tokens, shift_left
+from dllm_kernels.losses._common import (
+    REDUCTIONS,
+    Count,
+    as_batch,
+    check_counts,
+    divide,
+    next_token_mask,
+    next_tokens,
+    shift_left,
+)
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.ops.linear_nll import linear_token_nll
 from dllm_kernels.ops.token_nll import token_nll_unchecked
@@ -205,8 +214,7 @@ class _Pairs(NamedTuple):
         if segment_ids is None:
             return valid & shift_left(valid, False)
         _checks.check_like("input_ids", input_ids, _checks.INT_DTYPES, segment_ids=segment_ids)
-        ids = segment_ids.long()
-        return valid & shift_left(valid, False) & (ids >= 0) & (ids == shift_left(ids, -1))
+        return valid & shift_left(valid & next_token_mask(segment_ids), False)
 
 
 def _next_token(

@@ -73,11 +73,27 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     check_schedule(max_ratio, gamma_shape, t_peak)
     t = plain(t).to(accum_dtype(t.dtype)).clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
-    scale = max_ratio / (1 - max_ratio) / (t_peak**a * (1 - t_peak) ** b)
+    scale = _peak_scale(max_ratio, gamma_shape, t_peak, t.dtype)
     c = scale * t**a * (1 - t) ** b
     clean, uniform = (1 - t) / (1 + c), c / (1 + c)
     gamma = clean + uniform
     return SCDDSchedule(clean, uniform, t / (1 + c), gamma, clean / gamma.clamp(min=TINY))
+
+
+def _peak_scale(max_ratio: float, gamma_shape: float, t_peak: float, dtype: torch.dtype) -> float:
+    """Return the factor of ``t^a (1 - t)^b`` in c(t); raise ValueError if the dtype of the times cannot hold it."""
+    try:
+        peak = t_peak ** (gamma_shape * t_peak) * (1 - t_peak) ** (gamma_shape * (1 - t_peak))
+        scale: float = max_ratio / (1 - max_ratio) / peak
+    except (OverflowError, ZeroDivisionError):
+        peak = scale = math.inf
+    most = torch.finfo(dtype).max
+    if scale > most or peak > most:
+        raise ValueError(
+            f"gamma_shape must be nearer to 0 at t_peak={t_peak}, because c(t) leaves the range of {dtype}, got "
+            f"{gamma_shape}"
+        )
+    return scale
 
 
 def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:

@@ -92,7 +92,7 @@ class MaskedCrossEntropy(CrossEntropy):
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
-        _checks.check_int("ignore_index", ignore_index)
+        _checks.check_int64("ignore_index", ignore_index)
         self.ignore_index = int(ignore_index)
 
     @from_hidden_states("_forward_fused")
@@ -193,11 +193,12 @@ class FusedLinearCrossEntropy(CrossEntropy):
         backend: str = "auto",
     ) -> None:
         """Initialize; the arguments are documented on the class."""
-        if logit_softcapping:
+        if logit_softcapping is not None:
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
+        if logit_softcapping:
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
         super().__init__(None, scale, skip_id, reduction, backend)
-        _checks.check_int("ignore_index", ignore_index)
+        _checks.check_int64("ignore_index", ignore_index)
         self.ignore_index = int(ignore_index)
         self.logit_softcapping = logit_softcapping
         self.impl = impl
@@ -406,6 +407,9 @@ def takes_hidden_states(loss_fn: nn.Module) -> bool:
     loss inside.
     """
     loss_fn = getattr(loss_fn, "_orig_mod", loss_fn)
+    if isinstance(loss_fn, type) or not callable(getattr(loss_fn, "forward", None)):
+        got = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else _checks.type_name(loss_fn)
+        raise TypeError(f"loss_fn must be a loss with a forward that takes logits or lm_weight, got {got}")
     for forward in (vars(loss_fn).get("forward"), *(getattr(c, "forward", None) for c in type(loss_fn).__mro__)):
         parameters = {} if forward is None else inspect.signature(forward).parameters
         if "lm_weight" in parameters:
@@ -430,6 +434,8 @@ def ignore_index_of(loss_fn: nn.Module) -> int:
 def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
     """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
     own = ignore_index_of(loss_fn)
+    if ignore_index is not None:
+        _checks.check_int("ignore_index", ignore_index)
     if ignore_index not in (None, IGNORE, own):
         raise ValueError(f"ignore_index must be {IGNORE} or that of loss_fn, {own}, got {ignore_index}")
     return own

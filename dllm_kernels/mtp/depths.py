@@ -51,11 +51,13 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = IGNORE, seq_idx: 
         A new int64 tensor of the shape of ``labels``.
 
     Raises:
-        TypeError: ``depth`` is not an int.
-        ValueError: ``depth`` is negative.
+        TypeError: ``depth`` or ``ignore_index`` is not an int, or ``seq_idx`` is not a tensor.
+        ValueError: ``depth`` is negative, or ``seq_idx`` does not have the shape and device of ``labels``.
     """
     _checks.check_int("depth", depth, 0)
-    shifted = shift_left(to_int64(labels), ignore_index, depth + 1)
+    _checks.check_int64("ignore_index", ignore_index)
+    labels = to_int64(labels)
+    shifted, seq_idx = shift_left(labels, ignore_index, depth + 1), _sub_sequences(labels, None, seq_idx)
     if seq_idx is None:
         return shifted
     return torch.where(shift_left(seq_idx, 0, depth + 1) == seq_idx, shifted, ignore_index)
@@ -257,7 +259,7 @@ def _depth_outputs(
         raise ValueError(
             f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
-    outputs = list(logits if hidden is None else hidden)  # type: ignore[arg-type]
+    outputs = _as_list(f"mtp_per_depth_{'h' if logits is None else 'logits'}", hidden if logits is None else logits)
     if not outputs:
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
@@ -271,6 +273,14 @@ def _depth_outputs(
                 f"labels, got {tuple(output.shape)}"
             )
     return outputs, logits is not None
+
+
+def _as_list(name: str, tensors: Any) -> list[Tensor]:
+    """Return the tensors of all depths as a list, also those of a tensor ``[D, ...]``."""
+    try:
+        return list(tensors)
+    except TypeError:
+        raise TypeError(f"{name} must be a list of tensors, one per depth, got {_checks.type_name(tensors)}") from None
 
 
 def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Tensor]) -> list[_checks.Extra | None]:
@@ -290,12 +300,13 @@ def _given_targets(
 ) -> list[Tensor]:
     if cu_seqlens is not None or seq_idx is not None:
         raise ValueError("mtp_per_depth_targets must not be combined with cu_seqlens or seq_idx")
-    if len(targets) != depths:
-        raise ValueError(f"mtp_per_depth_targets must hold {depths} tensors, one per depth, got {len(targets)}")
-    for k, target in enumerate(targets):
+    each = _as_list("mtp_per_depth_targets", targets)
+    if len(each) != depths:
+        raise ValueError(f"mtp_per_depth_targets must hold {depths} tensors, one per depth, got {len(each)}")
+    for k, target in enumerate(each):
         _checks.check_ids(f"mtp_per_depth_targets[{k}]", target)
         _checks.check_shape(f"mtp_per_depth_targets[{k}]", target, labels.shape, "that of labels")
-    return list(targets)
+    return each
 
 
 def _depth_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._head import check_linear_head, head_module, projects, unwrapped
+from dllm_kernels._utils._head import check_linear_head, head_module, projects, trains_tokens, unwrapped
 from dllm_kernels._utils._plain import is_dtensor
 
 FROM_LOGITS = "use a base loss from logits, such as MaskedCrossEntropy, whose logits the head computes"
@@ -15,7 +15,8 @@ def head_weight(model: nn.Module | None) -> Tensor:
     """Return the weight ``[V, D]`` of the LM head module, otherwise the parameter named ``lm_head``."""
     head = head_module(model)
     if head is not None:
-        check_linear_head(head, FROM_LOGITS)
+        if not trains_tokens(head):
+            check_linear_head(head, FROM_LOGITS)
         if not isinstance(weight := getattr(head, "weight", None), Tensor):
             raise ValueError(f"the LM head must have a weight, got {type_name(head)}; {FROM_LOGITS}")
         return weight

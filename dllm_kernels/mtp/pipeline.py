@@ -11,7 +11,6 @@ from torch import nn
 
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._deferred import Deferred
 from dllm_kernels.mtp.cross_entropy import calculate_loss, checked_ignore_index, required, takes_hidden_states
 from dllm_kernels.mtp.depths import calculate_mtp_loss
 from dllm_kernels.mtp.head import gathered_once, head_weight
@@ -142,7 +141,7 @@ class PipelineCausalLMLoss(nn.Module):
 def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
-        known = len(output) > 0 and isinstance(output[0], torch.Tensor | Deferred)
+        known = len(output) > 0 and isinstance(output[0], torch.Tensor)
         for i, part in enumerate(output[1:], start=1):
             if isinstance(part, torch.Tensor) and not part.is_floating_point():
                 dtype = str(part.dtype).removeprefix("torch.")
@@ -151,7 +150,7 @@ def _check_output(output: Any) -> None:
                     f"int32 [B, S], got {dtype} of shape {tuple(part.shape)}"
                 )
     else:
-        known = isinstance(output, (torch.Tensor, Deferred, Mapping)) or hasattr(output, "logits")
+        known = isinstance(output, (torch.Tensor, Mapping)) or hasattr(output, "logits")
         known = known or hasattr(output, "hidden_states")
     if not known:
         got = "a tuple without them" if isinstance(output, tuple) else type_name(output)

@@ -44,7 +44,7 @@ from dllm_kernels._core._fused import Fused, first_order, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
+from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks, times_upstream
 from dllm_kernels._core._setup import (
     NO_GRADIENTS,
     Gradients,
@@ -280,6 +280,7 @@ def linear_divergence(
         kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
     )
     _checks.check_float("hidden", hidden)
+    weighted = weights is not None
     targets, weights = _defaults(hidden, targets, weights, spec)
     options = Options(
         Transform(softcap, scale, skip_id), IGNORE, check_targets, backend, chunk_size, num_active, logits_dtype
@@ -303,6 +304,7 @@ def linear_divergence(
     V = weight.shape[0]
     given = _checked_teacher("hidden", hidden, given, (V, its_weight.shape[0]), weights, options)
     comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
+    comparison = replaced(comparison, weighted=weighted)
     return divergence_unchecked(
         hidden, head_, teacher=given, ids=targets, weights=weights, comparison=comparison, options=options
     )
@@ -668,7 +670,7 @@ def _grad_of_logits(
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, out = as_blv(logits), as_blv(grad)
     with no_autocast(logits):
-        scale = _upstream(weights, grad_loss, comparison)
+        scale = _upstream(weights, ids, grad_loss, comparison)
         pairs = _pairs(x, teacher, ids, scale, kept.mean_acceptance, comparison, setup, None)
         for here, place, request in pairs:
             of_rows = Kept(kept.stats[here], kept.teacher_argmax[here])
@@ -678,9 +680,14 @@ def _grad_of_logits(
     return [grad]
 
 
-def _upstream(weights: Tensor, grad_loss: Tensor, comparison: Comparison) -> Tensor:
+def _upstream(weights: Tensor, ids: Tensor | None, grad_loss: Tensor, comparison: Comparison) -> Tensor:
     """Return the factor ``[N]`` of the gradient of each row's value."""
-    return torch.where(grad_loss != 0, weights * grad_loss * comparison.value_scale, 0.0)
+    return times_upstream(_of_rows_with_gradient(weights, ids, comparison), grad_loss) * comparison.value_scale
+
+
+def _of_rows_with_gradient(scale: Tensor, ids: Tensor | None, comparison: Comparison) -> Tensor:
+    """Set the factor of ignored rows to 0."""
+    return scale.masked_fill(ids == IGNORE, 0) if ids is not None and comparison.spec.only_targets else scale
 
 
 def _computes_gradients(comparison: Comparison, setup: Setup) -> bool:
@@ -706,15 +713,16 @@ def _of_hidden(
     """Return loss, value, a, argmax match and mean of a; then what :class:`_LinearDivergence` saves, or None."""
     spec, computes = comparison.spec, _computes_gradients(comparison, setup)
     with no_autocast(hidden):
-        scale = row_size = weights * comparison.value_scale
+        scale = weights * comparison.value_scale
+        row_size = _of_rows_with_gradient(scale, ids, comparison)
         factors, loss_scale, needs = NO_FACTORS, None, setup.needs if computes else NO_GRADIENTS
         if comparison.per_row:
             scale = (weights != 0).to(weights.dtype)
         elif computes:
             scale, factors, loss_scale = unit_scale(scale, setup)
             factors = factors._replace(hidden=None)  # applied in backward
-        teacher = teacher.converted(setup, with_whole=True)
-        chunks = _chunks(hidden, head, teacher, row_marks(weights, weights), setup, needs, factors)
+        teacher, marks = teacher.converted(setup, with_whole=True), row_marks(weights) if comparison.weighted else None
+        chunks = _chunks(hidden, head, teacher, marks, setup, needs, factors)
         mean = None
         if spec.lam_of_mean:
             rate = _compare_chunks(
@@ -734,11 +742,14 @@ def _of_hidden(
 
 
 def _chunks(
-    hidden: Tensor, head: Head, teacher: Teacher, marks: Tensor, setup: Setup, needs: NeedsGrad, factors: Any,
+    hidden: Tensor, head: Head, teacher: Teacher, marks: Tensor | None, setup: Setup, needs: NeedsGrad, factors: Any,
     listed: Tensor | None = None,
 ) -> Chunks:  # fmt: skip
-    columns = 0 if teacher.weight is None else len(teacher.weight)
-    return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, columns=columns)
+    sizes = [len(head.weight if teacher.weight is None else teacher.weight)]
+    if teacher.columns is not None:
+        sizes.append(len(teacher.columns))
+    others = [(size, setup.logits_dtype) for size in sizes]
+    return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, others=others)
 
 
 def _compare_chunks(
@@ -775,10 +786,10 @@ def _grad_of_hidden(
     """Recompute the logits chunk by chunk; return the gradients of hidden states and head."""
     full = comparison.spec.full
     with no_autocast(hidden):
-        scale, factors, loss_scale = unit_scale(_upstream(weights, grad_loss, comparison), setup)
-        marks = row_marks(weights, weights)
+        scale, factors, loss_scale = unit_scale(_upstream(weights, ids, grad_loss, comparison), setup)
+        marks = row_marks(weights)
         teacher = teacher.converted(setup, with_whole=full)
-        listed = marks.masked_fill(scale == 0, IGNORE)  # rows without an upstream gradient are not recomputed
+        listed = row_marks(scale)  # rows without an upstream gradient are not recomputed
         chunks = _chunks(hidden, head, teacher, marks, setup, setup.needs, factors, listed)
         _compare_chunks(
             chunks, teacher, ids, scale, mean, comparison, with_grad=True, with_whole=full, with_results=False

@@ -67,27 +67,31 @@ def dpace_weights(
     _checks.check_choice("variant", variant, VARIANTS)
     anchor_row = _checks.checked_bool("anchor_row", anchor_row)
     confidence, mask = all_plain(confidence, mask)
-    _check_confidence(confidence, mask)
+    check_probabilities("confidence", confidence, mask)
     q = confidence.detach().to(accum_dtype(confidence.dtype))
     return weights_of_blocks(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant], anchor_row)
 
 
-def rows_of_accepted_prefix(mask: torch.Tensor, anchor_row: bool) -> torch.Tensor:
-    """Return True for the rows of blocks ``[..., k]`` before the first row that is not valid, whose mask is 0.
+def anchor_rows(like: torch.Tensor) -> torch.Tensor:
+    """Return True for the first row of blocks ``[..., k]``, bool ``[k]``."""
+    return torch.arange(like.shape[-1], device=like.device) == 0
 
-    With ``anchor_row`` the first row may be invalid without ending the block.
+
+def accepted_rows(mask: torch.Tensor, may_be_missing: torch.Tensor | None) -> torch.Tensor:
+    """Return True for the valid rows of blocks ``[..., k]`` before the first one whose mask is 0, which ends the block.
+
+    Rows that ``may_be_missing`` do not end it.
     """
     valid = mask != 0
-    passed = torch.cat([torch.ones_like(valid[..., :1]), valid[..., 1:]], -1) if anchor_row else valid
+    passed = valid if may_be_missing is None else valid | may_be_missing
     return (passed.to(torch.int32).cumprod(-1) != 0) & valid
 
 
-def accepted_prefix(rates: torch.Tensor, mask: torch.Tensor, anchor_row: bool) -> torch.Tensor:
+def accepted_prefix(rates: torch.Tensor, mask: torch.Tensor, may_be_missing: torch.Tensor | None) -> torch.Tensor:
     """Return the products of the rates up to each row of a block, 0 from its end on; other rates are not read."""
-    factors = torch.where(rows_of_accepted_prefix(mask, anchor_row), rates, 0.0)
-    if anchor_row:
-        first = torch.where(mask[..., :1] != 0, factors[..., :1], 1.0)
-        factors = torch.cat([first, factors[..., 1:]], -1)
+    factors = torch.where(accepted_rows(mask, may_be_missing), rates, 0.0)
+    if may_be_missing is not None:
+        factors = torch.where(may_be_missing & (mask == 0), 1.0, factors)
     return factors.cumprod(-1)
 
 
@@ -95,7 +99,7 @@ def weights_of_blocks(
     q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str, anchor_row: bool
 ) -> torch.Tensor:
     """Compute :func:`dpace_weights` from validated arguments, both in the dtype of the result."""
-    prefix = accepted_prefix((1 - alpha) * q + alpha, mask, anchor_row)
+    prefix = accepted_prefix((1 - alpha) * q + alpha, mask, anchor_rows(mask) if anchor_row else None)
     if variant == "prefix":
         return prefix * mask
     suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)
@@ -104,12 +108,10 @@ def weights_of_blocks(
     return suffix * mask
 
 
-def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise if a used confidence is not a probability. Accepts NaN. Skipped on GPU, because it would cost a sync."""
-    if not (readable_without_sync(confidence) and readable_without_sync(mask)):
+def check_probabilities(name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raise if a used value is not a probability. Accepts NaN. Skipped on GPU, because it would cost a sync."""
+    if not (readable_without_sync(values) and readable_without_sync(mask)):
         return
-    outside = (confidence < -ROUNDING) | (confidence > 1 + ROUNDING)
+    outside = (values < -ROUNDING) | (values > 1 + ROUNDING)
     if (where := first_true((mask != 0) & outside)) is not None:
-        raise ValueError(
-            f"confidence must lie in [0, 1] where it is used, got {confidence[where].item()} at position {where}"
-        )
+        raise ValueError(f"{name} must lie in [0, 1] where it is used, got {values[where].item()} at position {where}")

@@ -27,15 +27,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._fused import Fused, first_order, link_to, outputs
-from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients, times_rows
+from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
 from dllm_kernels._core._nll import in_rows, logsumexp, rounded, weighted_sum
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
 from dllm_kernels._core._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
+from dllm_kernels._utils._checks import LINEAR, Extra, check_constant, check_tensor
 from dllm_kernels._utils._deferred import of_computed
 from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor
@@ -119,6 +120,7 @@ def weighted_linear_nll(
         IndexError: a target is out of range and checked, see ``check_targets``.
         RuntimeError: a second backward pass through the same loss.
     """
+    check_tensor("weights", weights)
     check_constant("weights", weights, "linear_token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype,
@@ -155,7 +157,8 @@ def linear_token_nll(
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}, \qquad z_i = W h_i + b
 
     With a frozen head nothing is recomputed. With a trainable head, bias or ``extra[1]``, backward recomputes the
-    logits, because the gradient is a sum over rows, each scaled by its upstream gradient. Use
+    logits, because the gradient is a sum over rows, each scaled by its upstream gradient. It skips rows whose upstream
+    gradient is 0. Ignored and inactive rows have the gradient 0 for any upstream gradient. Use
     :func:`weighted_linear_nll` if the row weights are known in advance.
 
     Source: :func:`token_nll` of the projected hidden states.
@@ -264,37 +267,38 @@ class _LinearTokenNLL(Fused):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, y: Tensor, setup: Setup, *head: Tensor | None) -> tuple[Tensor, ...]:
-        frozen, link = setup.needs.frozen_head, link_to(hidden)
+        parts, frozen = Head(*head), setup.needs.frozen_head  # type: ignore[arg-type]
         ones = torch.ones(y.shape, dtype=setup.accum_dtype, device=y.device) if frozen else None
-        parts = Head(*head)  # type: ignore[arg-type]
-        nll, row_max, log_sum, correct, grad_hidden, _, _, grad_u, *_ = _nll(hidden, parts, y, ones, False, setup)
-        saved = (grad_hidden, grad_u) if frozen else (hidden, *head, y, row_max, log_sum)
-        ctx.save_for_backward(*saved, link)
-        ctx.setup = setup
+        nll, row_max, log_sum, correct, *grads, _, row_size = _nll(hidden, parts, y, ones, False, setup)
+        if frozen:
+            link = keep_gradients(ctx, hidden, parts, (Gradients(*grads), None, row_size), setup, None)
+        else:
+            link, ctx.setup = link_to(hidden), setup
+            ctx.save_for_backward(hidden, *head, y, row_max, log_sum, link)
         return outputs(ctx, [nll], [logsumexp(row_max, log_sum, setup), correct], link)
 
     @staticmethod
     @first_order(CROSS_ENTROPY)
     def backward(ctx: Any, grad_nll: Tensor, *_: Any) -> Any:
-        *saved, _link = ctx.saved_tensors
         if ctx.setup.needs.frozen_head:
-            grad_hidden, grad_u = (times_rows(grad, grad_nll) for grad in saved)
-            return grad_hidden, None, None, None, None, grad_u, None
-        hidden, *head, y, row_max, log_sum = saved
-        scale = grad_nll.to(ctx.setup.accum_dtype).contiguous()
-        grad_hidden, *grad_head = _nll_grad(hidden, Head(*head), y, row_max, log_sum, scale, ctx.setup)
+            grad_hidden, *grad_head = scale_gradients(ctx, grad_nll)
+        else:
+            hidden, *head, y, row_max, log_sum, _link = ctx.saved_tensors
+            scale = grad_nll.to(ctx.setup.accum_dtype).contiguous()
+            grad_hidden, *grad_head = _nll_grad(hidden, Head(*head), y, row_max, log_sum, scale, ctx.setup)
         return grad_hidden, None, None, *grad_head
 
 
 def _nll_specs(hidden: Tensor, head: Head, y: Tensor, scale: Any, summed: bool, setup: Setup) -> list[Spec]:
     per_row = (y.shape, setup.accum_dtype)
     scaled = summed and scale is not None and setup.needs_loss_scaling
+    row_size = per_row if scaled or (scale is not None and not summed) else None
     needs = NO_GRADIENTS if scale is None else setup.needs
     stats = per_row if _keeps_stats(summed, setup) else None
     return [
         per_row, stats, stats, (y.shape, torch.bool) if setup.with_correct else None,
         *gradient_specs(hidden, head, needs, setup.accum_dtype if scaled else None),
-        ((), setup.accum_dtype) if scaled else None, per_row if scaled else None,
+        ((), setup.accum_dtype) if scaled else None, row_size,
     ]  # fmt: skip
 
 
@@ -308,12 +312,14 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
     """Return (nll, row_max, log_sum, correct) of N rows, five gradients, loss scale and row sizes, from one pass.
 
     None for those that are not needed. ``scale [N]`` is the factor of each row's gradient; None: no gradients. If the
-    loss is a sum (``summed``), float16 gradients are those of a scaled loss, see ``unit_scale``.
+    loss is a sum (``summed``), float16 gradients are those of a scaled loss, see ``unit_scale``. Otherwise the row
+    sizes are 1, and 0 in inactive rows.
     """
     with no_autocast(hidden):
         factors, loss_scale, row_size = NO_FACTORS, None, None
-        if summed and scale is not None:
-            unscaled = scale
+        if scale is not None and (setup.needs_loss_scaling or not summed):
+            scale = row_size = scale.masked_fill(y == IGNORE, 0)
+        if scale is not None and summed:
             scale, factors, loss_scale = unit_scale(scale, setup)
             factors = Factors(None, factors.head)  # those of the rows are applied in backward
         needs = NO_GRADIENTS if scale is None else setup.needs
@@ -331,8 +337,8 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
                 stats = chunks.primitives.nll_and_grad_(logits, targets, s, **options)
                 chunks.add_gradients(chunk, h, targets, logits, s)
             rows.put_each(out, chunk, stats)
-        if loss_scale is not None:
-            row_size = rows.checked_(unscaled.clone())
+        if row_size is not None:
+            rows.checked_(row_size)
         return *rows.finished(out), *chunks.gradients(wide=loss_scale is not None), loss_scale, row_size
 
 
@@ -342,8 +348,9 @@ def _nll_grad(
 ) -> Gradients:
     """Recompute the logits chunk by chunk and return the gradients, for upstream gradients ``scale [N]``."""
     with no_autocast(hidden):
-        scale, factors, loss_scale = unit_scale(scale, setup)
-        chunks = Chunks(hidden, head, y, setup, setup.needs, factors)
+        scale, factors, loss_scale = unit_scale(scale.masked_fill(y == IGNORE, 0), setup)
+        listed = y.masked_fill(scale == 0, IGNORE)  # rows without an upstream gradient are not recomputed
+        chunks = Chunks(hidden, head, y, setup, setup.needs, factors, listed=listed)
         for chunk, h, targets, logits in chunks:
             s, m, log_s = (chunks.rows.take(t, chunk) for t in (scale, row_max, log_sum))
             chunks.primitives.nll_grad(logits[None], targets, s, m, log_s, logits[None], transform=setup.transform)

@@ -98,7 +98,7 @@ def linear_sample(
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
         extra: {extra}
-        top_k: sample only from the k most likely tokens; None: from all.
+        top_k: sample only from the k most likely tokens; None or 0: from all.
         top_p: then only from the fewest most likely tokens whose probability, among the tokens left by ``top_k``, is at
             least p, in (0, 1]; None or 1: from all. If the vocabulary is split over ranks, it needs ``top_k``.
         min_p: then only from the tokens whose probability is at least ``min_p`` times the largest, in [0, 1]; None or
@@ -189,9 +189,7 @@ def linear_sample_unchecked(
     if setup.splits_rows and options.top_p is not None and options.top_k is None:  # the whole row would be sorted
         raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
     seeds, row_numbers = (None if t is None else flat_index(t) for t in (seeds, row_numbers))
-    ids, log_probs, entropy = _sample(
-        x, head.flat, row_marks(x, active), seeds, row_numbers, Sampling.of(options), setup
-    )
+    ids, log_probs, entropy = _sample(x, head.flat, row_marks(active), seeds, row_numbers, Sampling.of(options), setup)
     if options.return_top is None:
         return LinearSample(ids[:, 0].clone().view(rows), log_probs[:, 0].clone().view(rows), entropy.view(rows))
     top = (*rows, options.return_top)
@@ -239,25 +237,26 @@ class Sampling(NamedTuple):
 
 
 def _specs(
-    hidden: Tensor, _head: Head, marks: Tensor, _seeds: Any, _row_numbers: Any, sampling: Sampling, setup: Setup
+    hidden: Tensor, _head: Head, _marks: Any, _seeds: Any, _row_numbers: Any, sampling: Sampling, setup: Setup
 ) -> list[Spec]:
-    N, k = marks.shape[0], 1 + (sampling.return_top or 0)  # len() would specialise the graph
+    N, k = hidden.shape[0], 1 + (sampling.return_top or 0)  # len() would specialise the graph
     return [((N, k), torch.int64), ((N, k), setup.accum_dtype), ((N,), setup.accum_dtype)]
 
 
 @opaque("linear_sample", _specs)
 def _sample(
-    hidden: Tensor, head: Head, marks: Tensor, seeds: Tensor | None, row_numbers: Tensor | None, sampling: Sampling,
-    setup: Setup,
+    hidden: Tensor, head: Head, marks: Tensor | None, seeds: Tensor | None, row_numbers: Tensor | None,
+    sampling: Sampling, setup: Setup,
 ) -> list[Tensor]:  # fmt: skip
     """Return (ids, log-probabilities ``[N, 1 + return_top]``, entropy) of N rows, the chosen token first.
 
-    ``marks [N]``: ``IGNORE`` in inactive rows. Chooses a token in each row of a chunk; then computes log-probabilities
-    of it and of the most likely tokens.
+    ``marks [N]``: ``IGNORE`` in inactive rows; None if every row is active. Chooses a token in each row of a chunk;
+    then computes log-probabilities of it and of the most likely tokens.
     """
     k, transform = sampling.return_top or 0, setup.transform
     with no_autocast(hidden):
-        chunks = Chunks(hidden, head, marks, setup)
+        others = [] if sampling.truncation is None else [(len(head.weight), setup.accum_dtype)]
+        chunks = Chunks(hidden, head, marks, setup, others=others)
         rows, primitives, device = chunks.rows, chunks.primitives, hidden.device
         ids = rows.empty(1 + k, dtype=torch.int64, device=device)
         log_probs = rows.empty(1 + k, dtype=setup.accum_dtype, device=device)
@@ -279,4 +278,6 @@ def _sample(
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
     # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.
     ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
-    return [ids.masked_fill((marks == IGNORE).unsqueeze(1), IGNORE), log_probs, entropy]
+    if marks is not None:
+        ids = ids.masked_fill((marks == IGNORE).unsqueeze(1), IGNORE)
+    return [ids, log_probs, entropy]

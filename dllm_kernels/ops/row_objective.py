@@ -298,7 +298,8 @@ def _objective(
     logits. With loss scaling, each row's gradient lacks its size, and the head's the loss scale.
     """
     with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
-        request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup, setup.needs)
+        chunks = Chunks(hidden, head, wanted.marks, setup, setup.needs)
+        request = wanted.request(setup, chunks.targets)
         rows, out, primitives = chunks.rows, wanted.empty(chunks.rows, setup), chunks.primitives
         dtype, device, needed = setup.accum_dtype, hidden.device, any(setup.needs)
         value, sizes, loss_scale = rows.empty(dtype=dtype, device=device), None, None

@@ -25,7 +25,7 @@ from dllm_kernels._core._fused import Fused, first_order, outputs
 from dllm_kernels._core._kept_gradients import gradient_specs
 from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import RestStats, RowStats
-from dllm_kernels._core._rows import checked
+from dllm_kernels._core._rows import as_marks, checked
 from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
 from dllm_kernels._core._stats import Wanted
 from dllm_kernels._utils import _checks
@@ -203,6 +203,7 @@ def row_stats_unchecked(
         return on_this_rank(row_stats_unchecked, logits, None, per_row, options=options)
     setup = Setup.of(logits, None, options, split)
     wanted = Wanted.of(logits, ids, active, mix, options, setup)
+    wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
     made = _RowStats.under(setup)(logits, wanted, setup)
     return _in_rows(made, ids, logits.shape[:-1], wanted, setup)
 
@@ -330,8 +331,8 @@ def _row_stats_grad(
 def _linear_row_stats(hidden: Tensor, head: Head, wanted: Wanted, setup: Setup) -> StatsResult:
     """Compute the statistics of hidden states ``[N, D]`` with one matrix product per chunk."""
     with no_autocast(hidden):
-        request, chunks = wanted.request(setup), Chunks(hidden, head, wanted.marks, setup)
-        rows, out = chunks.rows, wanted.empty(chunks.rows, setup)
+        chunks = Chunks(hidden, head, wanted.marks, setup)
+        request, rows, out = wanted.request(setup, chunks.targets), chunks.rows, wanted.empty(chunks.rows, setup)
         for chunk, _, targets, logits in chunks:
             here = _stats.of_chunk(request, rows, chunk, targets)
             part = _stats.statistics(chunks.primitives, logits[None], here, rest=wanted.with_rest)
@@ -352,7 +353,7 @@ def _linear_row_stats_grad(
             c = _stats.divided(c, size)
         size, factors, loss_scale = unit_scale(size, setup)
         result = result._replace(entropy=None, mix_weight=None)  # not read by what follows
-        chunks = Chunks(hidden, head, wanted.marks, setup, setup.needs, factors, listed=with_gradient)
+        chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows
         for chunk, h, targets, logits in chunks:
             here = _stats.of_chunk(request, rows, chunk, targets)

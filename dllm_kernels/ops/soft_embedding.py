@@ -148,9 +148,11 @@ def _checked_bump(hidden: Tensor, bump: Any) -> Tensor | None:
         _checks.check_same_device("hidden", hidden, bump=bump)
         return bump  # type: ignore[no-any-return]
     _checks.check_number("bump", bump, "a number or a tensor")
-    if not -math.inf < bump < math.inf:
-        raise ValueError(f"bump must be finite, got {_changing.printable(bump)}")
-    return torch.full(rows, float(bump), dtype=accum_dtype(hidden.dtype), device=hidden.device)
+    dtype = accum_dtype(hidden.dtype)
+    most = torch.finfo(dtype).max
+    if not -most <= bump <= most:
+        raise ValueError(f"bump must be finite in {dtype}, got {_changing.printable(bump)}")
+    return torch.full(rows, float(bump), dtype=dtype, device=hidden.device)
 
 
 def soft_embedding_unchecked(
@@ -173,12 +175,12 @@ def soft_embedding_unchecked(
     columns = flat_ids(ids, rows, setup.transform.skip_id)
     values = None if bump is None else flat_values(bump, setup.accum_dtype)
     table = None if embedding is head.weight else embedding
-    (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(columns, active), columns, values, setup)
+    (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(active), columns, values, setup)
     return out.view(*rows, out.shape[1])
 
 
 def _specs(
-    hidden: Tensor, head: Head, embedding: Tensor | None, _marks: Tensor, _ids: Tensor, _bump: Any, setup: Setup
+    hidden: Tensor, head: Head, embedding: Tensor | None, _marks: Any, _ids: Tensor, _bump: Any, setup: Setup
 ) -> list[Spec]:
     table = head.weight if embedding is None else embedding
     return [((hidden.shape[0], table.shape[1]), setup.dtype)]
@@ -186,11 +188,13 @@ def _specs(
 
 @opaque("soft_embedding", _specs)
 def _expectation(
-    hidden: Tensor, head: Head, embedding: Tensor | None, marks: Tensor, ids: Tensor, bump: Tensor | None, setup: Setup
-) -> list[Tensor]:
+    hidden: Tensor, head: Head, embedding: Tensor | None, marks: Tensor | None, ids: Tensor, bump: Tensor | None,
+    setup: Setup,
+) -> list[Tensor]:  # fmt: skip
     """Compute ``[N, E]`` in the dtype of the operands, zero in inactive rows.
 
-    ``embedding``: None for the weight of the head. ``marks [N]``: ``IGNORE`` in inactive rows.
+    ``embedding``: None for the weight of the head. ``marks [N]``: ``IGNORE`` in inactive rows; None if every row is
+    active.
     """
     transform = setup.transform
     with no_autocast(hidden):

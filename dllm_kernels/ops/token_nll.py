@@ -20,7 +20,7 @@ from dllm_kernels._core._options import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._core._rows import checked, flat_targets, flat_values
 from dllm_kernels._core._setup import Setup, Split
-from dllm_kernels._utils._checks import LOGITS, check_constant, check_inplace
+from dllm_kernels._utils._checks import LOGITS, check_constant, check_inplace, check_tensor
 from dllm_kernels._utils._deferred import from_hidden_states
 from dllm_kernels._utils._opaque import Spec, opaque
 from dllm_kernels._utils._plain import any_dtensor
@@ -137,6 +137,7 @@ def weighted_nll(
         ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: a target is out of range and checked, see ``check_targets``.
     """
+    check_tensor("weights", weights)
     check_constant("weights", weights, "token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,

@@ -249,7 +249,7 @@ def policy_views(
     mask_id = _check_batch(ids, loss_mask, mask_token_id)
     use_triton(backend, ids)  # raises if the backend is invalid, also if nothing is drawn
     _check_scheme(scheme)
-    _checks.check_positive_int("num", num)
+    _checks.check_int("num", num, 1, _checks.MOST_SIZE)
     _checks.check_whole_tensor("step_map", step_map)
     prob = _checked_prompt_prob(prompt_prob, scheme)
     supervised = loss_mask != 0
@@ -315,6 +315,7 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
         raise ValueError(f"beta must be above 0, got {beta}")
     scored, anywhere = views.scored, views.scored.any(0)
     weights = views.weights.to(log_probs.dtype)  # before the logarithm, which 16 bits would round
+    beta = float(beta)
     term = beta * torch.where(scored, log_probs, 0.0) + torch.where(scored, weights, 1.0).log()
     # Exclude tokens without a score, because a logsumexp of only -inf has the gradient NaN.
     term = torch.where(scored | ~anywhere, term, -torch.inf)
@@ -483,7 +484,8 @@ def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:
     _checks.check_whole_tensor("ids", ids)
     _checks.check_ndim("ids", ids, 2, "[B, L]")
     _checks.check_whole_tensor("loss_mask", loss_mask)
-    _checks.check_masks_like("ids", ids, loss_mask=loss_mask)
+    _checks.check_like("ids", ids, _checks.MASK_DTYPES, loss_mask=loss_mask)
+    _checks.check_mask_values("loss_mask", loss_mask, no_ids=True)
     return checked_mask_id(mask_token_id, ids, "ids")
 
 

@@ -9,7 +9,9 @@ from benchmarks.svg import Picture
 #: (situation, call)
 CALLS = (
     ("My loop computes a loss from logits and stays as it is", "with fused_head(model): ..."),
-    ("I use NeMo AutoModel, speculators or TRL", "integrations.….patch()"),
+    ("I use NeMo AutoModel or speculators", "integrations.….patch()"),
+    ("I train an autoregressive model in TRL", "integrations.trl.patch()"),
+    ("I train a diffusion LM in TRL", "DiffusionPolicyMixin"),
     ("I use the Hugging Face Trainer", "MaskedDiffusionTrainerMixin"),
     ("I train with a published loss (MDLM, SCDD, DFlash, ...)", "LossClass().forward_fused(...)"),
     ("My loss has one weight per row, known before", "weighted_linear_nll"),

@@ -30,6 +30,12 @@ log = logging.getLogger("mkdocs.hooks.docs")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\(?:\(|\[)(.*?)\\(?:\)|\])</\1>', re.DOTALL)
 SUM = re.compile(r"<msub>(<mo>&#x0(?:2211|220F);</mo>(?:(?!</?msub>).)*)</msub>")
 PICTURE = re.compile(r'<img alt="([^"]*)" src="(?:\.\./)*(?:pictures/)?([\w-]+\.svg)"\s*/?>')
+#: Code points of the font of the equations.
+FONT = {
+    point
+    for first, last in re.findall(r"U\+(\w+)(?:-(\w+))?", (HERE.parent / "extra.css").read_text())
+    for point in range(int(first, 16), int(last or first, 16) + 1)
+}
 HYPHENS = re.compile(r"<code>([^<]*-[^<]*)</code>(?!</pre>)")
 #: File name -> SVG of each picture; filled when the files are collected.
 SVG: dict[str, str] = {}
@@ -91,6 +97,9 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
         except Exception as error:
             log.warning("%s: no equation: %s (%s)", page.file.src_uri, match[2], error)
             return match[0]
+        text = html.unescape(re.sub(r"<[^>]*>|\s", "", made))
+        if missing := {character for character in text if ord(character) not in FONT}:
+            log.warning("%s: not in fonts/math.woff2: %s", page.file.src_uri, " ".join(sorted(missing)))
         if block:  # limits below a sum, also in parentheses
             made = SUM.sub(r"<munder>\1</munder>", made)
         return f'<div class="equation">{made}</div>' if block else made

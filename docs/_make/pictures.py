@@ -70,7 +70,7 @@ def mdlm() -> plt.Figure:
     )
     figure, axes = plt.subplots(figsize=(7, 2.6))
     axes.plot(t, weights[:, 0], label="a masked token")
-    axes.plot(t, t * weights[:, 0], label="all tokens of a sequence, in the mean")
+    axes.plot(t, t * weights[:, 0], label="mean over all tokens of a sequence")
     axes.set(xlabel="fraction of masked tokens p", ylabel="weight")
     axes.legend()
     return figure

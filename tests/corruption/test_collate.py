@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from dllm_kernels.collate import DLLMCollator
+from dllm_kernels.integrations.transformers import MaskedDiffusionCollator
 from reference import collate
 from tests.conftest import drawn
 
@@ -15,6 +16,13 @@ from tests.conftest import drawn
 def sample(n, loss_mask=None, start=1):
     loss_mask = [1] * n if loss_mask is None else loss_mask
     return {"input_ids": list(range(start, start + n)), "loss_mask": loss_mask, "attention_mask": [1] * n}
+
+
+def packed(*lengths):
+    """Return one sample of packed documents."""
+    positions = [i for n in lengths for i in range(n)]
+    segments = [j for j, n in enumerate(lengths) for _ in range(n)]
+    return sample(len(positions)) | {"position_ids": positions, "segment_ids": segments}
 
 
 def as_kind(values, kind):
@@ -32,6 +40,7 @@ def run_mask(draw, n):
 @st.composite
 def batches(draw):
     response_window = draw(st.booleans())
+    packed = draw(st.lists(st.sampled_from(["position_ids", "segment_ids"]), unique=True))
     batch = []
     for _ in range(draw(st.integers(0, 4))):
         n = draw(st.integers(0, 13))
@@ -45,6 +54,7 @@ def batches(draw):
                 "loss_mask": loss_mask,
                 "attention_mask": draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)),
             }
+            | {field: draw(st.lists(st.integers(-1, 300), min_size=n, max_size=n)) for field in packed}
         )
     size = st.none() | st.integers(1, 9)
     options = {
@@ -74,8 +84,7 @@ def test_equals_the_reference(case):
 @drawn(exhaustive=40, case=batches(), kind=st.sampled_from(["tuple", "tensor", "array"]))
 def test_containers_make_no_difference(case, kind):
     batch, options = case
-    fields = ("input_ids", "loss_mask", "attention_mask")
-    others = [{field: as_kind(s[field], kind) for field in fields} for s in batch]
+    others = [{field: as_kind(values, kind) for field, values in s.items()} for s in batch]
     ours, expected = DLLMCollator(**options)(others), collate(batch, **options)
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
@@ -88,7 +97,7 @@ def test_equals_the_original(case):
     for s in batch:
         s["loss_mask"] = [int(v > 0) for v in s["loss_mask"]]  # the reference truncates fractions
     ours, expected = DLLMCollator(**options)(batch), original(**options)(batch)
-    assert ours.keys() == expected.keys()
+    assert ours.keys() - {"position_ids", "segment_ids"} == expected.keys()  # it drops these
     for name, tensor in expected.items():
         assert ours[name].dtype == tensor.dtype
         assert torch.equal(ours[name], tensor), name
@@ -98,9 +107,10 @@ def ours(batch, **options):
     return DLLMCollator(**options)(batch)
 
 
+FIELDS = ["input_ids", "loss_mask", "attention_mask", "position_ids", "segment_ids"]
 both = pytest.mark.parametrize("collated", [ours, collate], ids=["package", "oracle"])
 FILL, WINDOW = {"eos_token_id": 8, "block_size": 4}, {"eos_token_id": 8, "block_size": 4, "response_window": True}
-BY_HAND = {  # options, batch; rows of ids, of loss_mask, of attention_mask
+BY_HAND = {  # options, batch; rows of ids, of loss_mask, of attention_mask, of position_ids, of segment_ids
     "plain": (
         {"pad_token_id": 9}, [sample(3, [0, 1, 1]) | {"attention_mask": [1, 0, 1], "ignored": {"pad": 0}}, sample(1)],
         [[1, 2, 3], [1, 9, 9]], [[0, 1, 1], [1, 0, 0]], [[1, 0, 1], [1, 0, 0]],
@@ -150,19 +160,27 @@ BY_HAND = {  # options, batch; rows of ids, of loss_mask, of attention_mask
         {"block_size": 2, "pad_seq_len_divisible": 3, "supervise_padding": True}, [sample(2, [0, 1]), sample(1, [0])],
         [[1, 2, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]], [[0, 1, 1, 1, 1, 1]] * 2, [[1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0]],
     ),
+    "packed documents": (
+        FILL, [packed(3, 2), packed(4)], [[1, 2, 3, 4, 5, 8, 8, 8], [1, 2, 3, 4, 0, 0, 0, 0]],
+        [[1] * 8, [1] * 4 + [0] * 4], [[1] * 5 + [0] * 3, [1] * 4 + [0] * 4],
+        [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 2, 3, 0, 0, 0, 0]],
+        [[0, 0, 0, 1, 1, -1, -1, -1], [0, 0, 0, 0, -1, -1, -1, -1]],
+    ),
     "at least one position": ({"pad_token_id": 4, "block_size": 4}, [sample(0)], [[4]], [[0]], [[0]]),
     "no row": (WINDOW, [], [], [], []),
 }  # fmt: skip
 
 
 @both
-@pytest.mark.parametrize(("options", "batch", "ids", "loss_mask", "attention_mask"), BY_HAND.values(), ids=BY_HAND)
-def test_by_hand(collated, options, batch, ids, loss_mask, attention_mask):
+@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
+def test_by_hand(collated, case):
+    options, batch, *rows = case
     out = collated(batch, **options)
-    lengths = [len(s["input_ids"]) for s in batch]
-    expected = {"input_ids": ids, "loss_mask": loss_mask, "attention_mask": attention_mask, "input_lengths": lengths}
+    fields = ("input_ids", "loss_mask", "attention_mask", "position_ids", "segment_ids")
+    expected = dict(zip(fields, rows, strict=False)) | {"input_lengths": [len(s["input_ids"]) for s in batch]}
     assert {name: t.tolist() for name, t in out.items()} == expected
-    assert [t.dtype for t in out.values()] == [torch.int64, torch.float32, torch.int64, torch.int64]
+    assert {t.dtype for name, t in out.items() if name != "loss_mask"} == {torch.int64}
+    assert out["loss_mask"].dtype == torch.float32
     assert batch or out["input_ids"].shape == (0, 1)
 
 
@@ -207,6 +225,8 @@ def test_a_generator_is_a_batch():
 @pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
 def test_whole_numbers_are_taken_in_any_form(ones, field):
     expected = [1, 2] if isinstance(ones, range) else [1, 1]
+    if isinstance(ones, range) and field == "loss_mask":
+        ones, expected = range(2), [0, 1]
     assert DLLMCollator()([sample(2) | {field: ones}])[field].tolist() == [expected]
     assert DLLMCollator(max_seq_len=1)([sample(2) | {field: ones}])[field].tolist() == [expected[:1]]
 
@@ -261,22 +281,33 @@ def test_a_run_past_the_cut_is_still_a_second_run():
         DLLMCollator(block_size=4, max_seq_len=2, response_window=True)([sample(6, [0.5, 0, 1, 0, True, True])])
 
 
-@pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
+@pytest.mark.parametrize("field", FIELDS)
 def test_a_missing_field_is_named(field):
-    bad = sample(3)
+    bad = packed(1, 2)
     del bad[field]
     with pytest.raises(ValueError, match=f"sample 1 has no field '{field}'"):
-        DLLMCollator()([sample(2), bad])
+        DLLMCollator()([packed(2), bad])
 
 
-@pytest.mark.parametrize("field", ["loss_mask", "attention_mask"])
+def test_a_loss_mask_can_be_made_from_labels():
+    """Data for causal models has labels. A Trainer keeps them, and drops a ``loss_mask``."""
+    of_model = {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}
+    way = r"from labels it is \[int\(label != -100\) for label in labels\]"
+    with pytest.raises(ValueError, match=rf"^sample 0 has no field 'loss_mask'; it has 'input_ids', .*; {way}$"):
+        DLLMCollator()([of_model])
+    message = rf"^every sample must have a field 'loss_mask', got input_ids, attention_mask, labels; {way}; if the data"
+    with pytest.raises(ValueError, match=message):
+        MaskedDiffusionCollator(9)([of_model])
+
+
+@pytest.mark.parametrize("field", FIELDS[1:])
 def test_unequal_lengths_are_named(field):
     bad = sample(3) | {field: [1, 1]}
     with pytest.raises(ValueError, match=f"sample 0, field '{field}' must be as long as its 'input_ids', 3, got 2"):
         DLLMCollator()([bad])
 
 
-@pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
+@pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize(
     ("value", "got"),
     [
@@ -293,10 +324,10 @@ def test_unequal_lengths_are_named(field):
 )
 def test_a_field_that_is_not_a_sequence_of_numbers_raises(field, value, got):
     with pytest.raises(TypeError, match=f"sample 1, field '{field}' must be a sequence of numbers, got {got}$"):
-        DLLMCollator()([sample(3), sample(2) | {field: value}])
+        DLLMCollator()([packed(3), packed(2) | {field: value}])
 
 
-@pytest.mark.parametrize("field", ["input_ids", "attention_mask"])
+@pytest.mark.parametrize("field", [field for field in FIELDS if field != "loss_mask"])
 @pytest.mark.parametrize(
     ("value", "got"),
     [
@@ -311,7 +342,7 @@ def test_a_field_that_is_not_a_sequence_of_numbers_raises(field, value, got):
 def test_a_field_with_fractions_or_large_numbers_raises(field, value, got):
     message = f"sample 1, field '{field}' must hold whole numbers of 64 bits, got {got}.* at position 1"
     with pytest.raises(ValueError, match=message):
-        DLLMCollator()([sample(3), sample(2) | {field: value}])
+        DLLMCollator()([packed(3), packed(2) | {field: value}])
 
 
 @pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
+from benchmarks.measure import peak_memory
 from dllm_kernels import DiffusionGeneration, diffusion_generate, policy_views
-from dllm_kernels.generate import _Tokens
+from dllm_kernels.generate import _Tokens, schedule
 from tests.conftest import DEVICE, every_time
 from tests.support.uniforms import uniforms
 
@@ -63,54 +64,95 @@ def children(seed, count):
     return np.random.Philox(key=seed % 2**64 + (1 << 64)).random_raw(count).view(np.int64)
 
 
-def noise_of(seed, steps):
-    """Return the oracle's uniforms of each step, and the scores of random remasking, of one row."""
-    order, *of_steps = children(seed, 1 + steps).tolist()
+def draws_of_positions(seed):
+    return np.random.Philox(key=seed % 2**64, counter=2**32 - 1).random_raw(8).view("<u4").astype(np.float64)
+
+
+def noise_of(seed, most):
+    """Return the oracle's uniforms and the scores of random remasking, of one row.
+
+    A block of more than ``most`` columns begins in the prompt. Each of its tokens has a seed.
+    """
+    order, *of_steps = children(seed, 1 + 16).tolist()
 
     def uniform(step, width):
+        if width > most:
+            return uniforms(torch.from_numpy(children(of_steps[step], width)), torch.zeros(width, dtype=torch.int64), V)
         return uniforms(torch.full((width,), of_steps[step]), torch.arange(width), V)
 
-    raw = np.random.Philox(key=order % 2**64, counter=2**32 - 1).random_raw(8)
-    return {"uniform": uniform, "order": torch.from_numpy(raw.view("<u4").astype(np.float64))}
+    def place_uniform(step, width):
+        return torch.from_numpy((draws_of_positions(of_steps[step])[:width] + 0.5) * 2.0**-32)
+
+    order = torch.from_numpy(draws_of_positions(order))
+    return {"uniform": uniform, "place_uniform": place_uniform, "order": order}
 
 
 def expected(model, prompt, seed, **options):
     options = {"mask_token_id": MASK, "max_new_tokens": N, "steps": 4, **options}
     return reference.diffusion_generate(
         lambda ids: model(ids[None].to(DEVICE))[0].cpu(), torch.tensor(prompt, dtype=torch.int64), **options,
-        **noise_of(seed, options["steps"]),
+        **noise_of(seed, options.get("block_size") or N),
     )  # fmt: skip
 
 
 TEMPERATURES = (0, 1.0, 0.6)
 TRUNCATIONS = ({}, {"top_k": 4}, {"top_p": 0.83, "min_p": 0.03})
-PLANS = ({"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1})
+PLANS = (
+    {"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1},
+    {"steps": 6, "block_size": 4},
+)  # fmt: skip
+CHOICES = (
+    *({"remasking": name} for name in ("confidence", "random", "margin", "entropy")),
+    *({"remasking": name, "position_temperature": 0.2} for name in ("confidence", "margin", "entropy")),
+    {"threshold": 0.2}, {"threshold": 0.1, "remasking": "margin"},
+)  # fmt: skip
+OTHERS = (
+    {}, {"cfg_scale": 0.7}, {"suppress_ids": {3, 7, 11}}, {"delay_eos": True}, {"infill": True},
+    {"cfg_scale": 1.5, "suppress_ids": torch.tensor([2]), "delay_eos": True, "infill": True},
+)  # fmt: skip
+EOS = tuple(range(5, 13))  # of many tokens, so that most rows predict some in most steps
 
 
-@pytest.mark.everyday(2)
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("remasking", ["confidence", "random"])
+def assert_rows_as_expected(out, model, prompts, **options):
+    """Compare each row of a batch with left padding with the oracle's row alone."""
+    P, first_new = out.ids.shape[1] - options.get("max_new_tokens", N), not options.get("infill", False)
+    for row, (prompt, seed) in enumerate(zip(prompts, SEEDS.tolist(), strict=False)):
+        tokens, log_probs, steps = expected(model, prompt, seed, **options)
+        before = P if first_new else P - len(prompt)
+        assert out.ids[row, before:].tolist() == tokens
+        assert out.step_map[row].tolist() == [-1] * before + steps
+        exact = torch.tensor([0.0] * before + log_probs, dtype=torch.float64, device=DEVICE)
+        torch.testing.assert_close(out.log_probs[row], exact)
+        assert torch.equal(out.generated[row], out.step_map[row] >= 0)
+
+
+@pytest.mark.everyday(9)
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: "+".join(other))
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("shift", [False, True])
 @torch.no_grad()
-def test_parity(shift, plan, truncation, temperature, remasking, backend):
+def test_parity(shift, plan, truncation, temperature, other, choice, backend):
     """Each row of a batch with left padding has the tokens, log-probabilities and steps of the row alone."""
-    model, (ids, on) = model_of(), padded(before=1)
-    options = {"temperature": temperature, "remasking": remasking, **truncation, **plan}
+    prompts = ([1, MASK, 3, MASK], [4], [5, MASK]) if "infill" in other else PROMPTS
+    model, (ids, on) = model_of(), padded(prompts, before=1)
+    options = {"temperature": temperature, **truncation, **plan, **choice, **other}
+    if "threshold" in choice and plan["steps"] == 6:
+        options["steps"] = None
     plain, model.shift = copy.deepcopy(model), int(shift)
-    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options)
+    delayed = {"eos_token_id": EOS, "pad_token_id": 0} if "delay_eos" in other else {}
+    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options, **delayed)
     P = ids.shape[1]
-    assert torch.equal(out.ids[:, :P], ids)
-    assert torch.equal(out.generated, (torch.arange(P + N, device=DEVICE) >= P).expand(3, -1))
+    assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
     assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
-    for row, (prompt, seed) in enumerate(zip(PROMPTS, SEEDS.tolist(), strict=True)):
-        tokens, log_probs, steps = expected(plain, prompt, seed, **options)
-        assert out.ids[row, P:].tolist() == tokens
-        assert out.step_map[row].tolist() == [-1] * P + steps
-        exact = torch.tensor([0.0] * P + log_probs, dtype=torch.float64, device=DEVICE)
-        torch.testing.assert_close(out.log_probs[row], exact)
+    assert_rows_as_expected(out, plain, prompts, **options, **({"eos_token_ids": EOS} if delayed else {}))
+    rows, fewer = len(prompts) * (1 + ("cfg_scale" in other)), {"threshold", "infill", "delay_eos"} & {*choice, *other}
+    assert {len(seen) for seen, _ in model.seen} == {rows}
+    if not fewer:
+        assert len(model.seen) == options["steps"]
 
 
 @pytest.mark.exhaustive
@@ -144,12 +186,42 @@ def test_the_tokens_of_a_step_are_those_of_llada(masked):
             assert counts.tolist() == num_transfer_tokens[0].tolist() * blocks
 
 
-@pytest.mark.many_draws
-def test_a_row_depends_only_on_its_seed_and_prompt():
+@pytest.mark.parametrize(("length", "size"), [(9, 8), (100, 64), (129, 128), (16, 8), (5, 7), (7, 3)])
+def test_steps_are_in_proportion_to_the_tokens(length, size):
+    """As many steps as tokens is one token per step, also in a short last block."""
+    starts = range(0, length, size)
+    for steps in range(len(starts), length + 1):
+        plan = schedule(length, size, steps)
+        assert [block.steps for block in plan] == reference.steps_of_blocks(length, size, steps)
+        assert sum(block.steps for block in plan) == steps
+        for start, (first, stop, own) in zip(starts, plan, strict=True):
+            assert (first, stop) == (start, min(start + size, length))
+            assert 1 <= own <= stop - start
+            assert abs(own - steps * (stop - start) / length) < 1
+    assert [stop - start for start, stop, _ in plan] == [own for *_, own in plan]
+
+
+def test_one_token_per_step_in_a_short_last_block():
     model, (ids, on) = model_of(), padded()
-    options = {"temperature": 0.9, "remasking": "random", "block_size": 4}
+    out = generate(model, ids, on, block_size=4, steps=N)
+    assert len(model.seen) == N
+    assert torch.equal(out.step_map[:, -N:].sort(1).values, torch.arange(N, device=DEVICE).expand(3, -1))
+
+
+@pytest.mark.many_draws
+@pytest.mark.parametrize(
+    "options",
+    [{"remasking": "random"}, {"threshold": 0.2, "steps": None}, {"infill": True, "steps": 9},
+     {"infill": True, "remasking": "random"}, {"infill": True, "position_temperature": 0.1}],
+    ids=str,
+)  # fmt: skip
+def test_a_row_depends_only_on_its_seed_and_prompt(options):
+    """Rows of a batch have other padding, other holes and other numbers of steps than alone."""
+    prompts = ([1, MASK, 3], [4], [5, MASK]) if "infill" in options else PROMPTS
+    model, (ids, on) = model_of(), padded(prompts)
+    options = {"temperature": 0.9, "block_size": 4, **options}
     whole = generate(model, ids, on, seeds=SEEDS, **options)
-    for row, prompt in enumerate(PROMPTS):
+    for row, prompt in enumerate(prompts):
         alone = generate(model, torch.tensor([prompt], device=DEVICE), seeds=SEEDS[row, None], **options)
         assert torch.equal(alone.ids[0], whole.ids[row, -alone.ids.shape[1] :])
         assert torch.equal(alone.step_map[0], whole.step_map[row, -alone.ids.shape[1] :])
@@ -207,7 +279,7 @@ def test_the_step_map_gives_the_views_of_the_trace(block_size):
 
 
 @pytest.mark.many_draws
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", [None, list, set, torch.tensor, np.array])
 @torch.no_grad()
 def test_a_row_ends_after_its_first_eos(several):
     model, (ids, on) = model_of(3), padded()
@@ -216,7 +288,7 @@ def test_a_row_ends_after_its_first_eos(several):
     P = ids.shape[1]
     eos = [int(whole.ids[0, P + 1]), int(whole.ids[1, P + 2])] if several else [int(whole.ids[0, P + 1])]
     model.seen.clear()
-    given = {"eos_token_id": eos, "pad_token_id": 0} if several else {"eos_token_id": eos[0]}
+    given = {"eos_token_id": several(eos), "pad_token_id": 0} if several else {"eos_token_id": eos[0]}
     pad = 0 if several else eos[0]
     out = generate(model, ids, on, seeds=SEEDS, **options, **given)
     ended = []
@@ -237,7 +309,10 @@ def test_a_row_ends_after_its_first_eos(several):
 @pytest.mark.parametrize(
     ("options", "products"),
     [({}, 1), ({"temperature": 1.0}, 1), ({"temperature": 0.5}, 2), ({"top_k": 3}, 2),
-     ({"temperature": 0.5, "remasking": "random"}, 1)],
+     ({"temperature": 0.5, "remasking": "random"}, 1), ({"remasking": "margin"}, 1),
+     ({"remasking": "entropy", "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, 1),
+     ({"remasking": "margin", "temperature": 0.5}, 2), ({"cfg_scale": 2.0, "suppress_ids": [1], "temperature": 1.0}, 1),
+     ({"position_temperature": 0.3}, 1), ({"threshold": 1.0}, 1)],
     ids=str,
 )  # fmt: skip
 def test_only_masked_tokens_of_the_block_are_projected(options, products):
@@ -247,6 +322,18 @@ def test_only_masked_tokens_of_the_block_are_projected(options, products):
         generate(model, ids, on, seeds=SEEDS, steps=4, block_size=3, **options)
     masked = 2 * (3 + 1)  # of two blocks of three tokens; the first step of each decodes two
     assert counter.get_total_flops() == products * 2 * 3 * masked * V * D
+
+
+def test_rows_that_have_ended_are_not_projected():
+    model, (ids, on) = model_of(3), padded()
+    options = {"block_size": 2, "steps": 3, "seeds": SEEDS, "temperature": 1.0}
+    eos = int(generate(model, ids, on, **options).ids[0, -N])
+    with FlopCounterMode(display=False) as counter:
+        out = generate(model, ids, on, eos_token_id=eos, **options)
+    new = out.ids[:, -N:]
+    left = [3, *(int(((new[:, :stop] != eos).all(1)).sum()) for stop in (2, 4))]
+    assert left[0] > left[1] > 0
+    assert counter.get_total_flops() == 2 * 2 * sum(left) * V * D
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -340,17 +427,17 @@ def test_the_model_has_copies_of_its_inputs(how):
 def test_a_model_generates_for_one_caller_at_a_time(monkeypatch):
     """A second caller raises before it changes the mode of a module, also between two steps of the first."""
     model, (ids, on) = model_of().train(), padded()
-    decode, modes = _Tokens.decode, []
+    step, modes = _Tokens._step, []
 
-    def between_steps(tokens, i, step, predict):
-        monkeypatch.setattr(_Tokens, "decode", decode)
+    def between_steps(tokens, *arguments):
+        monkeypatch.setattr(_Tokens, "_step", step)
         with pytest.raises(ValueError, match="with the forward of another call that replaces the same head and has "):
             generate(model, ids, on)
         modes.append(model.training)
-        decode(tokens, i, step, predict)
+        step(tokens, *arguments)
 
     expected = generate(model, ids, on)
-    monkeypatch.setattr(_Tokens, "decode", between_steps)
+    monkeypatch.setattr(_Tokens, "_step", between_steps)
     assert torch.equal(generate(model, ids, on).ids, expected.ids)
     assert modes == [False]
     assert model.training
@@ -399,6 +486,81 @@ def test_a_head_that_is_not_found_by_its_name():
     assert torch.equal(generate(model, ids, on, head=vocabulary).ids, expected.ids)
 
 
+def test_an_eos_is_delayed_until_nothing_else_is_left():
+    """Without a threshold, or with one that every other token reaches, EOS tokens come last, one per step."""
+    model, (ids, on) = model_of(), padded(PROMPTS[:1])
+    P = ids.shape[1]
+    plain = generate(model, ids, on, steps=1).ids[0, P:].tolist()
+    late = torch.tensor([token == plain[0] for token in plain])
+    assert not late.all()
+    out = generate(model, ids, on, threshold=0.0, steps=None, eos_token_id=plain[0], delay_eos=True)
+    assert torch.equal(out.step_map[0, P:].cpu() == 0, ~late)
+    assert len(model.seen) - 1 == 1 + int(late.sum())
+
+
+def test_infilling():
+    """A prompt alone may be filled. MASK under padding stays, and an EOS of the prompt ends no row."""
+    model, (ids, on) = model_of(), padded(([1, MASK, 3, MASK], [4, MASK]), before=2)
+    ids[on == 0] = MASK
+    options = {"infill": True, "max_new_tokens": 0, "steps": 2}
+    out = generate(model, ids, on, **options)
+    holes = (ids == MASK) & (on != 0)
+    assert torch.equal(out.generated, holes)
+    assert torch.equal(out.ids.masked_fill(holes, MASK), ids)
+    assert (out.ids[holes] != MASK).all()
+    assert len(model.seen) == 2
+    eos = out.ids[holes].tolist()
+    assert torch.equal(generate(model, ids, on, eos_token_id=eos, **options).ids, out.ids)
+    assert torch.equal(generate(model, out.ids, on, **options).ids, out.ids)  # nothing to fill: no further call
+    assert len(model.seen) == 4
+    options = {"infill": True, "steps": N + 2, "temperature": 1.0}
+    more = generate(model, ids, on, seeds=SEEDS[:2], **options)
+    with torch.no_grad():
+        assert_rows_as_expected(more, model, ([1, MASK, 3, MASK], [4, MASK]), **options)
+    assert torch.equal(more.step_map[0].sort().values[4:], torch.arange(N + 2, device=DEVICE))  # one token per step
+    assert int(more.step_map[1].max()) == N  # a hole less
+
+
+def test_inputs_of_the_model_with_guidance():
+    """Tensors with one entry per row are repeated, others and what is no tensor stay."""
+    model, (ids, on) = model_of(), padded()
+    seen = {}
+
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head = model.lm_head
+
+        def forward(self, ids, attention_mask, **inputs):
+            seen.update(inputs, ids=ids, mask=attention_mask)
+            return model(ids, attention_mask)
+
+    given = {"position_ids": torch.arange(27, device=DEVICE).view(3, 9), "table": torch.ones(4, device=DEVICE), "n": 3}
+    generate(Taking(), ids, on, cfg_scale=1.0, model_kwargs=given)
+    assert torch.equal(seen["position_ids"], given["position_ids"].repeat(2, 1))
+    assert torch.equal(seen["mask"], torch.cat([on, on.new_ones(3, N)], 1).repeat(2, 1))
+    assert seen["table"] is given["table"]
+    assert torch.equal(seen["ids"][:3, -N:], seen["ids"][3:, -N:])
+    assert (seen["ids"][3:, :-N] == MASK).all()
+    assert torch.equal(seen["ids"][:3, :-N], ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_guidance_takes_the_memory_of_one_forward_pass_and_a_chunk(dtype):
+    """The logits of a chunk are the largest tensor; those of the rows without the prompt do not exist."""
+    vocabulary, C = 20_000, 2 * N
+    model, ids = model_of(vocabulary=vocabulary, width=64).cpu().to(dtype), torch.ones(2, 3, dtype=torch.int64)
+    options = {"steps": 1, "mask_token_id": vocabulary - 1, "chunk_size": C}
+
+    def peak(rows, **more):
+        return peak_memory(lambda _: generate(model, rows, **options, **more), "cpu")
+
+    peak(ids, cfg_scale=1.0)
+    guided, plain = peak(ids, cfg_scale=1.0), peak(ids)
+    assert plain > 2 * N * vocabulary * dtype.itemsize  # the chunk
+    assert guided < plain + 2 * N * vocabulary * dtype.itemsize / 20
+
+
 @pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_lora_head():
@@ -408,7 +570,7 @@ def test_a_lora_head():
     adapted = peft.inject_adapter_in_model(config, copy.deepcopy(model))
     merged, layer = copy.deepcopy(model), adapted.lm_head
     merged.lm_head.weight += layer.get_delta_weight("default")
-    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3}
+    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3, "cfg_scale": 0.7, "suppress_ids": [2]}
     found, same, plain = (generate(m, ids, on, **options) for m in (adapted, merged, model))
     assert torch.equal(found.ids, same.ids)
     assert not torch.equal(found.ids, plain.ids)
@@ -495,10 +657,10 @@ def test_bad_input():
     between = "steps must lie between the number of blocks and that of tokens, "
     raises(ValueError, between + "1 and 6, got 7", steps=7)
     raises(ValueError, between + "3 and 6, got 2", steps=2, block_size=2)
-    raises(ValueError, "remasking must be one of confidence, random, got 'low'", remasking="low")
+    raises(ValueError, "remasking must be one of confidence, margin, entropy, random, got 'low'", remasking="low")
     raises(TypeError, "temperature must be a number, got NoneType", temperature=None)
     raises(ValueError, "temperature must be 0, or positive", temperature=-1.0)
-    raises(ValueError, "top_k must lie in [1, 21], the size of the vocabulary, or be None, got 0", top_k=0)
+    raises(ValueError, "top_k must lie in [0, 21], the size of the vocabulary, or be None, got -1", top_k=-1)
     raises(ValueError, "top_p must lie in (0, 1], or be None, got 2", top_p=2)
     raises(ValueError, "min_p must lie in [0, 1], or be None, got -1", min_p=-1)
     raises(TypeError, "attention_mask must be a torch.Tensor, got list", attention_mask=[1])
@@ -514,9 +676,42 @@ def test_bad_input():
         attention_mask=cpu_on, model_kwargs={"attention_mask": cpu_on},
     )  # fmt: skip
     raises(TypeError, "eos_token_id must be an int, got str", eos_token_id="</s>")
-    raises(ValueError, "eos_token_id must be at least 0, got -1", eos_token_id=[1, -1])
+    raises(TypeError, "eos_token_id must be an int, got float", eos_token_id=torch.ones(1))
+    raises(TypeError, "eos_token_id must be an int, got bool", eos_token_id=True)
     raises(TypeError, "pad_token_id must be an int, got float", pad_token_id=0.0)
-    raises(TypeError, "shift must be a bool, got str", shift="no")
+    raises(TypeError, "pad_token_id must be an int, got list", pad_token_id=[0])
+    for name in ("eos_token_id", "pad_token_id", "suppress_ids"):
+        raises(ValueError, f"{name} must be at least 0, got -1", **{name: -1})
+        raises(ValueError, f"{name} must lie in [0, 21), got 21", **{name: V})
+        if name != "suppress_ids":
+            raises(ValueError, f"{name} must not be the MASK token, got 20", **{name: MASK})
+    for bad in ([1, -1], {V}, torch.tensor([[1], [V]])):
+        raises(ValueError, "eos_token_id must ", eos_token_id=bad)
+    raises(
+        ValueError, "suppress_ids must leave a token to choose beside MASK, got all 20 others",
+        suppress_ids=range(V - 1),
+    )  # fmt: skip
+    for name in ("delay_eos", "infill", "shift"):
+        raises(TypeError, f"{name} must be a bool, got str", **{name: "no"})
+    raises(ValueError, "eos_token_id must be given for delay_eos=True, got none", delay_eos=True)
+    raises(TypeError, "position_temperature must be a number, got NoneType", position_temperature=None)
+    raises(ValueError, "position_temperature must be 0, or positive, from ", position_temperature=-0.1)
+    drawn = "position_temperature must be 0 for remasking='random', got 0.1"
+    raises(ValueError, drawn, position_temperature=0.1, remasking="random")
+    raises(TypeError, "threshold must be a number or None, got str", threshold="0.9")
+    raises(ValueError, "threshold must lie in [0, 1], got 1.5", threshold=1.5)
+    for name in ("random", "entropy"):
+        raises(ValueError, f"threshold must be None for remasking={name!r}, got 0.9", threshold=0.9, remasking=name)
+    both = "threshold and position_temperature exclude each other: expected one of them, got both"
+    raises(ValueError, both, threshold=0.9, position_temperature=0.1)
+    raises(TypeError, "steps must be an int, got NoneType", steps=None)
+    raises(TypeError, "cfg_scale must be a number, got NoneType", cfg_scale=None)
+    raises(ValueError, "cfg_scale must be finite and non-negative, got -0.5", cfg_scale=-0.5)
+    raises(
+        ValueError, "prompt_ids must not begin with MASK for shift=True and infill=True, got it in row 1",
+        ids=torch.tensor([[1, 2], [0, MASK]]), attention_mask=torch.tensor([[1, 1], [0, 1]]), shift=True, infill=True,
+    )  # fmt: skip
+    raises(ValueError, "steps must be at least 3, the number of blocks, got 2", steps=2, block_size=2, infill=True)
     empty = "prompt_ids must have a token in every row for shift=True, got none in row "
     raises(ValueError, empty + "0", ids=cpu_ids[:, :0], shift=True)
     raises(ValueError, empty + "1", attention_mask=cpu_on * torch.tensor([[1], [0], [1]]), shift=True)

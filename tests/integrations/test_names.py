@@ -164,19 +164,6 @@ def test_names_of_the_installed_host():
     )
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_cross_entropy_of_quack(reduction, dtype):
-    x, _, _, ids = rows(dtype)
-    labels = ids[..., :5].clone() % D
-    labels[0, :2] = -1
-    logits = x[:, :5].detach().requires_grad_()
-    given = {"num_label_tokens": 7} if reduction == "sum" else {}
-    ours = names.QuackCrossEntropy(ignore_index=-1, reduction=reduction)(logits, labels, **given)
-    theirs = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1, reduction=reduction)
-    assert_same([ours], [theirs / 7 if given else theirs], [logits])
-
-
 def test_the_scaling_factor_of_mtp():
     model = torch.nn.Linear(1, 1)
     assert names.get_mtp_loss_scaling_factor(model) == 0.1
@@ -188,8 +175,6 @@ def test_the_scaling_factor_of_mtp():
 BAD = {
     "reduction": (ValueError, "reduction must be one of mean, sum, got 'none'", lambda x, w, ids: (
         names.FusedLinearDiffusionCrossEntropyLoss(reduction="none"))),
-    "reduction of quack": (ValueError, "reduction must be one of ", lambda x, w, ids: (
-        names.QuackCrossEntropy(reduction="max"))),
     "chunks": (ValueError, "num_chunks must be at least 1, got 0", lambda x, w, ids: (
         names.FusedLinearDiffusionCrossEntropyLoss(num_chunks=0))),
     "p": (ValueError, r"p_mask must have shape \(2, 7\) \(that of target\), got ", lambda x, w, ids: (

@@ -25,7 +25,7 @@ from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations.nemo_automodel import deferred_logits
 from tests.support import nemo_lora
-from tests.support.hosts import assert_patched_once, found
+from tests.support.hosts import assert_patched_once, defined_in, found
 from tests.support.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
@@ -248,12 +248,12 @@ def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatc
     report = integration.patch(fuse_head=True)
     assert set(report.fused) == FUSED_STEPS
     assert "  IDLMStrategy.forward_backward takes hidden states" in str(report).splitlines()
-    assert not torch.is_tensor(step._forward_backward_step())  # deferred logits
+    assert type(step._forward_backward_step()) is not torch.Tensor  # deferred logits
     assert integration.patch(fuse_head=True).already
     with pytest.raises(RuntimeError, match=r"patched already, with exclude=\[\] and fuse_head=True"):
         integration.patch()
     integration.unpatch()
-    assert torch.is_tensor(step._forward_backward_step())
+    assert type(step._forward_backward_step()) is torch.Tensor
     assert [dict(vars(owner)) for owner in owners] == before
     del DiffusionGemmaSFTRecipe._forward_backward_step
     unpatched = host_attributes()
@@ -337,7 +337,6 @@ def test_float32_logits_of_16_bit_operands(strategy, way, loss):
 
     Without either, logits are rounded.
     """
-    torch.manual_seed(0)
     model, (hidden, *rest) = nemo_lora.Model().bfloat16(), nemo_lora.batch(torch.bfloat16)
     from_hidden_states, from_logits = nemo_lora.LOSSES[loss]
     option = {"logits_dtype": torch.float32}
@@ -449,7 +448,6 @@ def test_scdd_with_every_shape_of_the_schedule(strategy, gamma_shape):
 @pytest.mark.parametrize("chunk_size", [1024, 5, None])
 def test_scdd_equals_the_host(strategy, max_ratio, chunk_size):
     """Value and gradient are as close as the host's float32 schedule is to the exact one; there are few steps."""
-    torch.manual_seed(0)
     home, mask = module("components.loss.dllm_loss"), 5
     x0 = torch.randint(0, V - 1, (3, 8))
     x0 += x0 >= mask
@@ -560,18 +558,18 @@ def test_other_signatures_keep_their_names_or_are_rejected(strategy, monkeypatch
     other = type(
         "MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": forward, "new_method": constructor}
     )
-    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", other)
+    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", defined_in(loss, other))
     monkeypatch.delattr(module("components.datasets.dllm.corruption"), "gumbel_topk")
     before = host_attributes()
     with pytest.raises(
-        RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected signatures; nothing was replaced:"
+        RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected definitions; nothing was replaced:"
     ) as error:
         integration.patch(strict=True)
     assert_identical(before, host_attributes())
     assert integration.unpatch() == ()
     names = "MDLMCrossEntropyLoss, gumbel_topk"
     with pytest.warns(
-        UserWarning, match=rf"^nemo_automodel 0\.\S+ has unexpected signatures; {names} stay as they are:\n"
+        UserWarning, match=rf"^nemo_automodel 0\.\S+ has unexpected definitions; {names} stay as they are:\n"
     ) as warned:
         report = integration.patch()
     assert warned[0].filename == __file__
@@ -609,9 +607,9 @@ class DFlashDecayLoss(nn.Module):
 def test_a_later_version_is_patched_where_it_fits(strategy, monkeypatch):
     """A class with new arguments and methods, one that became a function, and a module that moved."""
     loss = module("components.loss.dllm_loss")
-    monkeypatch.setattr(loss, "DFlashDecayLoss", DFlashDecayLoss)
+    monkeypatch.setattr(loss, "DFlashDecayLoss", defined_in(loss, DFlashDecayLoss))
     linear = module("components.loss.linear_ce")
-    monkeypatch.setattr(linear, "FusedLinearCrossEntropy", lambda *args, **kwargs: None)
+    monkeypatch.setattr(linear, "FusedLinearCrossEntropy", defined_in(linear, lambda *args, **kwargs: None))
     collate = "nemo_automodel.components.datasets.dllm.collate"
     monkeypatch.setitem(sys.modules, collate, None)
     with monkeypatch.context() as m:
@@ -648,9 +646,38 @@ def test_two_threads_patch_once(strategy, monkeypatch):
 
 def test_a_version_that_passes_fewer_arguments_is_supported(strategy, monkeypatch):
     other = type("MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": fewer_arguments})
-    monkeypatch.setattr(module("components.loss.dllm_loss"), "MDLMCrossEntropyLoss", other)
-    assert integration.patch().replaced
+    loss = module("components.loss.dllm_loss")
+    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", defined_in(loss, other))
+    assert "MDLMCrossEntropyLoss" in {name for _, name in integration.patch().replaced}
     assert integration.unpatch()
+
+
+def own_loss(logits, *args):
+    return "the user's"
+
+
+@pytest.mark.parametrize(
+    ("home", "name", "value"),
+    [
+        ("components.loss.dllm_loss", "encoder_ar_loss", own_loss),
+        ("components.loss.dllm_loss", "MDLMCrossEntropyLoss", type("MDLMCrossEntropyLoss", (nn.Module,), {})),
+        ("components.datasets.dllm.corruption", "corrupt_uniform", functools.partial(own_loss)),
+        ("components.loss.utils", "calculate_loss", "wrapped"),
+    ],
+)
+def test_what_the_user_put_in_the_place_of_a_name_is_kept(strategy, monkeypatch, home, name, value):
+    """It has the name of the host's, and a wrapped function its module."""
+    loss = module(home)
+    if value == "wrapped":
+        value = functools.wraps(getattr(loss, name))(lambda *args, **kwargs: "the user's")
+    monkeypatch.setattr(loss, name, value)
+    with pytest.warns(
+        UserWarning, match=rf"unexpected definitions; {name} stay as they are:\n  .*{name} is .* not the "
+    ):
+        report = integration.patch()
+    assert getattr(loss, name) is value
+    assert name not in {name for _, name in report.replaced}
+    assert dict(report.kept)[name].endswith("not the framework's own")
 
 
 # The token losses and MTP ---------------------------------------------------------------------------------------------
@@ -880,7 +907,6 @@ class CappedModel(nn.Module):
 
 
 def test_the_cap_of_a_model_applies_to_the_loss_from_hidden_states(patched):
-    torch.manual_seed(0)
     model, hidden, labels = CappedModel(0.5), torch.randn(2, 9, 8), torch.randint(0, 33, (2, 9))
     calculate_loss = module("components.loss.utils").calculate_loss
     masked = module("components.loss.masked_ce").MaskedCrossEntropy()

@@ -14,6 +14,7 @@ import torch
 
 import dllm_kernels
 from dllm_kernels.integrations import nemo_automodel as integration
+from tests.support.hosts import defined_in
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
@@ -197,30 +198,58 @@ def test_seeds_of_another_version_are_computed_one_by_one(module, monkeypatch):
         assert torch.equal(o, e)
 
 
-def uses_the_generator(self, input_ids, loss_mask, mask_token_id, *, eps, block_size, half_life_ratio, generator=None):
+def corrupt_uniform(input_ids, loss_mask, mask_token_id, eps=1e-3, generator=None):
+    """Mask half of the tokens: the user's noise under the name of the framework's routine."""
     noise = torch.rand(input_ids.shape, generator=generator).lt(0.5)
     return torch.where(noise, mask_token_id, input_ids), noise, torch.full(input_ids.shape, 0.5)
 
 
-def in_a_closure(draw):
-    def apply_corruption(self, *arguments, **options):
-        return draw(self, *arguments, **options)
-
-    return apply_corruption
+def of_a_name(self, input_ids, loss_mask, mask_token_id, *, eps, block_size, half_life_ratio, generator=None):
+    return corrupt_uniform(input_ids, loss_mask, mask_token_id, eps=eps, generator=generator)
 
 
-@pytest.mark.parametrize("draw", [uses_the_generator, in_a_closure(uses_the_generator)])
-@pytest.mark.parametrize("on_object", [False, True])
-def test_a_strategy_of_the_user_keeps_the_loop(module, draw, on_object):
+def in_a_closure(self, *arguments, eps, block_size, half_life_ratio, **options):
+    return (lambda: corrupt_uniform(*arguments, **options))()
+
+
+@pytest.mark.parametrize("draw", [of_a_name, in_a_closure])
+@pytest.mark.parametrize("place", ["class", "object", "class of the framework"])
+def test_a_strategy_of_the_user_keeps_the_loop(module, monkeypatch, draw, place):
     strategies = importlib.import_module("nemo_automodel.recipes.dllm.strategy")
-    strategy = type("Strategy", (strategies.MDLMStrategy,), {} if on_object else {"apply_corruption": draw})()
-    if on_object:
+    strategy = type("Strategy", (strategies.MDLMStrategy,), {"apply_corruption": draw} if place == "class" else {})()
+    if place == "object":
         strategy.apply_corruption = types.MethodType(draw, strategy)
+    elif place == "class of the framework":
+        monkeypatch.setattr(strategies.MDLMStrategy, "apply_corruption", draw)
     recipe, inputs = recipe_of(module, "uniform", strategy), batch(4)
     expected = recipe._apply_corruption(*inputs)
     integration.patch()
     for o, e in zip(recipe._apply_corruption(*inputs), expected, strict=True):
         assert torch.equal(o, e)
+
+
+@pytest.mark.filterwarnings("ignore:.*unexpected definitions")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("home", ["recipes.dllm.strategy", "components.datasets.dllm.corruption", "both"])
+def test_a_routine_of_the_user_in_a_module_of_the_framework_is_called(module, monkeypatch, home, when):
+    strategies, routines = (
+        importlib.import_module(f"nemo_automodel.{name}")
+        for name in ("recipes.dllm.strategy", "components.datasets.dllm.corruption")
+    )
+    places = {"both": [strategies, routines], routines.__name__[15:]: [routines]}.get(home, [strategies])
+    recipe, inputs, loop = recipe_of(module, "uniform"), batch(4), module.DiffusionLMSFTRecipe._apply_corruption
+    if when == "after":
+        integration.patch()
+    with monkeypatch.context() as m:  # undone before unpatch
+        for place in places:
+            m.setattr(place, "corrupt_uniform", corrupt_uniform)
+        expected = loop(recipe, *inputs)
+        if when == "before":
+            integration.patch()
+        assert all(place.corrupt_uniform is corrupt_uniform for place in places)
+        for o, e in zip(recipe._apply_corruption(*inputs), expected, strict=True):
+            assert torch.equal(o, e) or strategies not in places
+        assert (o == 0.5).all() == (strategies in places)
 
 
 @pytest.mark.parametrize("name", ["corrupt_uniform", "_apply_corruption"])
@@ -230,39 +259,70 @@ def test_an_excluded_name_keeps_the_loop(module, name):
     theirs = recipe._apply_corruption(*inputs)
     report = integration.patch(exclude=[name])
     assert (name, "excluded") in report.kept
-    assert report.batched == (() if name == "_apply_corruption" else ("DiffusionLMSFTRecipe._apply_corruption",))
+    assert report.batched == ()
     assert torch.equal(recipe._apply_corruption(*inputs)[1], theirs[1]) == (name == "corrupt_uniform")
 
 
-CHANGED = (".manual_seed(seed)", ".manual_seed(seed ^ hash(self))")
+CHANGED = {
+    "seeds": (".manual_seed(seed)", ".manual_seed(seed + 5)"),
+    "one generator": (".manual_seed(seed)", ".manual_seed(base_seed)"),
+    "other order": ("noisy_parts.append(n_j)", "noisy_parts.insert(0, n_j)"),
+    "two rows": ("[j:j + 1]", "[j // 2:j // 2 + 2]"),
+    "options": ("eps=self.dllm_eps", "eps=self.dllm_eps * j"),
+    "no generator": ("generator=gen", "generator=None"),
+}
 
 
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("imported", [False, True])
-def test_an_unknown_loop_is_kept_and_reported(finder, imported):
-    finder.code = finder.code.replace(*CHANGED)
-    what = rf"^{RECIPE}\.DiffusionLMSFTRecipe\._apply_corruption seeds or corrupts its rows in an unknown way"
-    if not imported:
-        integration.patch(strict=True)
-        with pytest.warns(UserWarning, match=f"{what}; it stays as it is"):
-            importlib.import_module(RECIPE)
+@pytest.mark.parametrize("change", CHANGED)
+def test_the_loop_of_another_version(finder, change):
+    """Rows with seeds of their own are corrupted in one call; any other loop runs as it is."""
+    old, new = CHANGED[change]
+    assert old in finder.code
+    finder.code = finder.code.replace(old, new)
+    module = importlib.import_module(RECIPE)
+    integration.patch(strict=True)
+    recipe, (ids, loss_mask) = recipe_of(module, "uniform"), batch(4)
+    torch.manual_seed(0)
+    ours = recipe._apply_corruption(ids, loss_mask)
+    if change == "seeds":
+        seeds = [module.corruption_sample_seed(2**62 + 11, 3, 0, 1, 4, 2, 0, row) + 5 for row in range(4)]
+        expected = direct("uniform", ids, loss_mask, torch.tensor(seeds))
     else:
-        importlib.import_module(RECIPE)
-        with pytest.raises(RuntimeError, match=f"nothing was replaced:\n  {what[1:]}"):
-            integration.patch(strict=True)
-        with pytest.warns(UserWarning, match="_apply_corruption stay as they are:"):
-            report = integration.patch()
-        assert report.batched == ()
-        assert "_apply_corruption" in dict(report.kept)
-    assert sys.modules[RECIPE].DiffusionLMSFTRecipe._apply_corruption.__module__ == RECIPE
-    assert not hasattr(sys.modules[RECIPE].DiffusionLMSFTRecipe._apply_corruption, "__wrapped__")
+        torch.manual_seed(0)
+        expected = module.DiffusionLMSFTRecipe._apply_corruption.__wrapped__(recipe, ids, loss_mask)
+    for o, e in zip(ours, expected, strict=True):
+        assert torch.equal(o, e)
 
 
-def test_a_version_without_the_loop_has_nothing_to_replace(finder):
+def test_a_draw_that_no_seeds_of_rows_give_keeps_the_loop(module, monkeypatch):
+    """The strategy of a later version draws one number for each position."""
+    strategies = importlib.import_module("nemo_automodel.recipes.dllm.strategy")
+
+    def apply_corruption(self, input_ids, loss_mask, mask_token_id, *, generator=None, **_):
+        noise = torch.rand(input_ids.shape, generator=generator) < 0.5
+        return torch.where(noise, mask_token_id, input_ids), noise, noise.float()
+
+    monkeypatch.setattr(strategies.MDLMStrategy, "apply_corruption", defined_in(strategies, apply_corruption))
+    recipe, inputs = recipe_of(module, "uniform"), batch(4)
+    expected = recipe._apply_corruption(*inputs)
+    integration.patch()
+    for o, e in zip(recipe._apply_corruption(*inputs), expected, strict=True):
+        assert torch.equal(o, e)
+
+
+def test_a_method_that_is_no_loop_stays_as_it_is(finder):
     finder.code = "class DiffusionLMSFTRecipe:\n    def _apply_corruption(self):\n        return 1\n"
-    importlib.import_module(RECIPE)
-    report = integration.patch(strict=True)
-    assert report.batched == ()
+    integration.patch(strict=True)
+    assert importlib.import_module(RECIPE).DiffusionLMSFTRecipe()._apply_corruption() == 1
+
+
+def test_the_loop_may_write_to_the_recipe(finder):
+    finder.code = finder.code.replace("base_seed = ", "self.steps = getattr(self, 'steps', 0) + 1; base_seed = ")
+    module = importlib.import_module(RECIPE)
+    integration.patch()
+    recipe = recipe_of(module, "uniform")
+    recipe._apply_corruption(*batch(4))
+    assert recipe.steps == 1
 
 
 def test_a_recipe_imported_after_patch_is_patched_and_restored(finder):

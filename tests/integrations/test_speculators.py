@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dllm_kernels.integrations import speculators as integration
 from tests.conftest import DEVICE
 from tests.support import trainers
-from tests.support.hosts import assert_patched_once
+from tests.support.hosts import assert_patched_once, defined_in
 from tests.support.parity import assert_as_good_as_plain, largest_error, value_and_grads
 
 pytestmark = pytest.mark.peer
@@ -116,6 +116,7 @@ def test_another_signature_keeps_its_name_or_is_rejected(host):
 
     def lk_hybrid_loss(logits, targets, eta=2.0): ...
 
+    tv_loss, lk_hybrid_loss = defined_in(host.utils, tv_loss), defined_in(host.eager, lk_hybrid_loss)
     host.utils.tv_loss, host.eager.lk_hybrid_loss = tv_loss, lk_hybrid_loss
     del host.utils.ce_loss
     before = host_attributes()
@@ -124,7 +125,7 @@ def test_another_signature_keeps_its_name_or_is_rejected(host):
         "  speculators.losses.utils has no ce_loss\n"
         "  speculators.losses.utils.tv_loss: takes mask, which ours does not"
     )
-    differ = "speculators 0.9.0 has unexpected signatures; "
+    differ = "speculators 0.9.0 has unexpected definitions; "
     with pytest.raises(RuntimeError, match="^" + re.escape(f"{differ}nothing was replaced:\n{listed}")):
         integration.patch(strict=True)
     assert host_attributes() == before
@@ -293,6 +294,10 @@ def sequence(seed=0, masked_anchor=True, holes=True):
 
 
 CONFIGS = ['{"kl_div": 1.0}', '{"ce": 0.1, "tv": 0.9}', '{"kl_div": 0.5, "rkl": 0.2, "nla": 0.1, "jsd": 0.3}']
+
+
+def tv_loss(logits, targets):
+    """The user's loss, under a name of the framework."""
 
 
 def config_weights(config):
@@ -492,6 +497,18 @@ def test_float32_logits_of_16_bit_operands():
             {"loss_config": {"l1": 1}},
         ),
         (TypeError, "loss_config['tv'] must be a number, got str", {"loss_config": {"tv": "1"}}),
+        (
+            ValueError,
+            "loss_config['tv'] must hold speculators' tv_loss, because its functions are not called, got "
+            "tests.integrations.test_speculators.tv_loss",
+            {"loss_config": {"tv": (tv_loss, 1)}},
+        ),
+        (
+            ValueError,
+            "loss_config['tv'] must hold speculators' tv_loss, because its functions are not called, got "
+            "dllm_kernels.integrations.speculators.ce_loss",
+            {"loss_config": {"tv": (integration.ce_loss, 1)}},
+        ),
         (ValueError, "loss_config['tv'] must be finite, got inf", {"loss_config": {"ce": 1, "tv": float("inf")}}),
         (
             ValueError, "loss_mask must hold 0 or 1, got 0.5 at position (0, 0)",
@@ -513,7 +530,7 @@ def test_float32_logits_of_16_bit_operands():
         (TypeError, "sample_from_anchor must be a bool, got str", {"sample_from_anchor": "yes"}),
         (TypeError, "confidence_head_alpha must be a number, got NoneType", {"confidence_head_alpha": None}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_bad_arguments_of_the_metrics(error, message, changes):
     i = sequence()

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import runpy
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,6 +162,108 @@ def test_what_collate_returns():
     for name in ("collate", "level"):
         with pytest.raises(TypeError, match=f"^{name} must be a function or None, got int$"):
             MaskedDiffusionCollator(9, **{name: 3})
+
+
+def packed_sample(*lengths, seed=0, **more):
+    """Return a sample of packed documents."""
+    ids = torch.randint(0, 21, (sum(lengths),), generator=torch.Generator().manual_seed(seed)).tolist()
+    numbers = {
+        "position_ids": [i for n in lengths for i in range(n)],
+        "segment_ids": [j for j, n in enumerate(lengths) for _ in range(n)],
+    }
+    return {"input_ids": ids, "loss_mask": [1] * len(ids), "attention_mask": [1] * len(ids), **numbers, **more}
+
+
+def half_then_full(B, **_):
+    return torch.tensor([0.5, 1.0]).repeat(B)[:B]
+
+
+LEVELS = {
+    "drawn": ({}, True),
+    "of a sampler": ({"level": functools.partial(dllm_kernels.sample_level, low=0.1)}, True),
+    "of a partial routine": ({"corrupt": functools.partial(dllm_kernels.corrupt_uniform, eps=0.3)}, True),
+    "of a routine without segments": ({"corrupt": dllm_kernels.corrupt_blockwise}, False),
+    "of blocks": ({"block_size": 4}, False),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_documents_of_a_packed_row_have_levels_of_their_own(name):
+    """The noise of a sample does not depend on the other samples of the batch."""
+    options, by_document = LEVELS[name]
+    collator = MaskedDiffusionCollator(
+        22, dllm_kernels.DLLMCollator(pad_seq_len_divisible=32), seed_field="seed", **options
+    )
+    samples = [packed_sample(5, 9, 4, seed=1), packed_sample(17, seed=2), packed_sample(2, 3, 4, 3, 6, seed=3)]
+    samples = [sample | {"seed": i} for i, sample in enumerate(samples)]
+    batch = collator(samples)
+    assert list(batch) == ["input_ids", "attention_mask", "labels", "position_ids", "segment_ids"]
+    _, noise, p, supervised = unpack_labels(batch["labels"])
+    for b, sample in enumerate(samples):
+        n = len(sample["input_ids"])
+        assert batch["segment_ids"][b].tolist() == sample["segment_ids"] + [-1] * (32 - n)
+        assert batch["position_ids"][b].tolist() == sample["position_ids"] + [0] * (32 - n)
+        for key, row in collator([sample]).items():
+            assert torch.equal(row[0], batch[key][b])
+        levels = [p[b, batch["segment_ids"][b] == j].unique() for j in range(max(sample["segment_ids"]) + 1)]
+        if by_document:
+            assert len(torch.cat(levels).unique()) == len(torch.cat(levels)) == len(levels)
+        elif name != "of blocks":
+            assert len(torch.cat(levels).unique()) == 1
+    assert torch.equal(supervised, batch["segment_ids"] >= 0)
+    assert noise.any()
+
+
+def test_levels_of_packed_documents():
+    """A sampler is called once for all documents; column j of its levels belongs to the j-th document of a row."""
+    collator = MaskedDiffusionCollator(22, level=half_then_full)
+    _, noise, p, _ = unpack_labels(collator([packed_sample(3, 4, 2), packed_sample(2, 2)])["labels"])
+    assert p.tolist() == [[0.5] * 3 + [1.0] * 4 + [0.5] * 2, [1.0, 1.0, 0.5, 0.5] + [0.0] * 5]
+    assert noise[0, 3:7].all()
+    none = packed_sample(3, 4) | {"segment_ids": [-1] * 7}
+    assert not unpack_labels(collator([none])["labels"])[1].any()
+    with pytest.raises(ValueError, match=r"^level must return as many levels as asked for, 3, got 2$"):
+        MaskedDiffusionCollator(22, level=lambda B, **_: torch.ones(2))([packed_sample(3, 4, 2)])
+    with pytest.raises(ValueError, match=r"^exact must be False with block_size or segment_ids, got True"):
+        MaskedDiffusionCollator(22, exact=True)([packed_sample(3, 4, 2)])
+    seeds = torch.tensor([7])
+    given = MaskedDiffusionCollator(22, seeds=seeds)([packed_sample(3, 4, 2)])
+    sample = {name: torch.tensor([values]) for name, values in packed_sample(3, 4, 2).items()}
+    noisy, *_ = dllm_kernels.corrupt_uniform(
+        sample["input_ids"], sample["loss_mask"], 22, segment_ids=sample["segment_ids"], seeds=seeds
+    )
+    assert torch.equal(given["input_ids"], noisy)
+
+
+@needs_trainer
+@pytest.mark.parametrize("shift", [False, True])
+def test_the_loss_of_packed_documents_is_that_of_the_documents_alone(ranks, tmp_path, shift):
+    """A shifted model does not predict the first token of a document, and the Trainer does not count it."""
+    samples = [packed_sample(5, 9, 4, seed=1), packed_sample(7, 6, seed=2)]
+
+    def collate(samples):
+        batch = dllm_kernels.DLLMCollator()(samples)
+        segments = batch["segment_ids"]
+        return batch | {"attention_mask": segments[:, None, :, None] == segments[:, None, None, :]}
+
+    collator = MaskedDiffusionCollator(ranks.MASK, collate, eps=0.5, seeds=torch.tensor([3, 4]))
+    net = ranks.model().eval()
+    net.set_attn_implementation("sdpa")
+    created = ranks.trainer(net, tmp_path, 2, 1, data_collator=collator, eval_dataset=samples, shift=shift)
+    batch = collator(samples)
+    targets, noise, p, _ = unpack_labels(batch["labels"])
+    total, count = 0.0, 0
+    for b, j in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]:
+        row, columns = slice(b, b + 1), batch["segment_ids"][b] == j
+        part = [t[row, columns] for t in (targets, noise, p)]
+        logits = net(input_ids=batch["input_ids"][row, columns]).logits
+        loss = dllm_kernels.MDLMCrossEntropyLoss(shift=shift)
+        total += loss(logits, *part, torch.ones_like(part[0])).total_loss
+        count += int(columns.sum()) - shift
+    assert created.evaluate()["eval_loss"] == pytest.approx(total.item() / count)
+    inputs = next(iter(created.get_eval_dataloader()))
+    assert (inputs["labels"][:, shift:] != -100).sum() == count
+    assert not collator.shift
 
 
 def test_what_is_no_list_of_samples():
@@ -693,8 +796,15 @@ def test_collators_in_one_worker_draw_differently():
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])
 def test_a_field_removed_by_a_trainer_is_named(field):
     samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
-    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'; .*remove_unused_columns=False"):
+    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}', got input_ids, .*columns=False"):
         MaskedDiffusionCollator(99, seed_field="seed")(samples)
+
+
+def test_samples_with_labels_are_told_how_to_make_the_mask():
+    samples = [{"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]}]
+    for collate in (MaskedDiffusionCollator(99), dllm_kernels.DLLMCollator()):
+        with pytest.raises(ValueError, match=r"'loss_mask'.* \[int\(label != -100\) for label in labels\]"):
+            collate(samples)
 
 
 @pytest.mark.parametrize("count", [None, 11, torch.tensor(11.0)])
@@ -955,6 +1065,69 @@ def test_a_head_that_is_not_linear_is_rejected(head, name):
         pass
 
 
+def replaced_rows(V):
+    """Return a head whose weight and bias were replaced by V rows, so that ``out_features`` is stale."""
+    head = nn.Linear(4, 6)
+    head.weight, head.bias = nn.Parameter(torch.randn(V, 4)), nn.Parameter(torch.randn(V))
+    return head
+
+
+def stale_columns():
+    """Return what PEFT's ``ensure_weight_tying`` makes of an LM head: ``in_features`` is V."""
+    head = nn.Linear(6, 4, bias=False)
+    head.weight = nn.Parameter(torch.randn(6, 4))
+    return head
+
+
+def partitioned():
+    """Return a head as DeepSpeed ZeRO-3 keeps it: without values, except in its forward."""
+    head, values = nn.Linear(4, 6, bias=False), torch.randn(6, 4)
+
+    def gather(*_):
+        head.weight.data = values
+
+    def free(*_):
+        head.weight.data = torch.empty(0)
+
+    gather.__module__ = free.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(free)
+    free()
+    return head
+
+
+HEADS = {
+    "more rows": lambda: replaced_rows(9),
+    "fewer rows": lambda: replaced_rows(5),
+    "tied by PEFT": stale_columns,
+    "partitioned by ZeRO-3": partitioned,
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_is_taken_as_torch_takes_its_weight(name):
+    """The message was: the LM head must be an nn.Linear, got torch.nn.modules.linear.Linear."""
+    torch.manual_seed(0)
+    model, x = Model(HEADS[name]()), torch.randn(2, 4)
+    expected, got = model.lm_head(x), []
+    with loss_in_head(model, lambda *head: got.append(nn.functional.linear(*head)) or got[-1].sum()):
+        assert model.lm_head(x) == expected.sum()
+    assert torch.equal(got[0], expected)
+    if name != "partitioned by ZeRO-3":  # its weight is gone when the loss reads the logits
+        with dllm_kernels.fused_head(model, on_logits="raise") as fused:
+            nll = nn.functional.cross_entropy(model.lm_head(x), torch.tensor([1, 4]))
+        torch.testing.assert_close(nll, nn.functional.cross_entropy(expected, torch.tensor([1, 4])))
+        assert fused.materialized == 0
+
+
+def test_a_weight_that_is_no_matrix_of_floats_is_named():
+    head = nn.Linear(4, 6)
+    head.weight = nn.Parameter(torch.zeros(6, 2, dtype=torch.uint8), requires_grad=False)
+    message = r"must be an nn\.Linear .*, got torch\.nn\.modules\.linear\.Linear with a weight \(6, 2\) of uint8; "
+    with pytest.raises(ValueError, match=message), loss_in_head(Model(head), lambda *_: None):
+        pass
+
+
 # A Trainer ------------------------------------------------------------------------------------------------------------
 
 
@@ -1002,7 +1175,8 @@ def llama(ranks, kind="Llama", attention="eager", **options):
 
 
 IS_CAUSAL = (
-    r"^the model must attend to later tokens, got a causal model, .* set config\.is_causal = False .* allow_causal=True"
+    r"^the model must attend to later tokens, got a causal model, .*; config\.is_causal is (not set|None|True), and "
+    r"False makes a decoder attend to all tokens from transformers 5\.2 on .* allow_causal=True"
 )
 
 
@@ -1021,6 +1195,20 @@ def test_a_causal_model_is_rejected(ranks, tmp_path, kind, attention):
         assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch)) > 0
     model = llama(ranks, kind, attention, is_causal=False)
     assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch)) > 0
+    model = llama(ranks, kind, attention)  # what the message advises for other versions
+    zeros = batch["attention_mask"].new_zeros(4, 1, 16, 16, dtype=torch.float64)
+    assert ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, batch | {"attention_mask": zeros}) > 0
+
+
+def test_the_message_of_a_causal_model_says_what_was_done(monkeypatch):
+    """In transformers 5.1 and before, ``is_causal=False`` has no effect, and the message advised it again."""
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__="5.0.0"))
+    model = Mixing(torch.tril)
+    model.config = SimpleNamespace(is_causal=False)
+    with pytest.raises(
+        ValueError, match=r"; config\.is_causal is False, and False .* transformers 5\.2 on \(here 5\.0\.0\)"
+    ):
+        BareTrainer().compute_loss(model, mixing_batch())
 
 
 class Mixing(nn.Module):
@@ -1203,6 +1391,8 @@ def adapted(ranks, kind):
     if kind == "trained copy":
         options |= {"target_modules": ["Wqkv"], "modules_to_save": ["decoder"]}
     options |= {"a bias": {"lora_bias": True}, "dora": {"use_dora": True}}.get(kind, {})
+    if kind == "tokens":
+        options |= {"target_modules": ["Wqkv"], "trainable_token_indices": {"decoder": [ranks.MASK]}}
     model = peft.get_peft_model(model, peft.LoraConfig(**options))
     if kind == "two adapters":
         model.add_adapter("other", peft.LoraConfig(**options | {"r": 2, "lora_alpha": 7}))
@@ -1216,7 +1406,8 @@ def adapted(ranks, kind):
 @pytest.mark.everyday(1)
 @needs_trainer
 @pytest.mark.parametrize(
-    "kind", every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy"])
+    "kind",
+    every_time(["two adapters", "trained copy"], ["an adapter", "two adapters", "a bias", "trained copy"]),
 )
 def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kind):
     from transformers import Trainer
@@ -1246,7 +1437,6 @@ def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kin
     ],
 )
 def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
-    torch.manual_seed(4)
     model, hidden = adapted(ranks, kind), torch.randn(3, 8).double()
     if state == "disabled":
         model.base_model.disable_adapter_layers()
@@ -1316,6 +1506,45 @@ def test_an_adapter_beyond_low_rank_is_rejected_by_name(ranks, tmp_path):
 
 
 @needs_trainer
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "embed_tokens"]], ids=["trained copy", "LoRA"])
+def test_a_head_that_peft_ties_to_the_embedding_trains_as_from_logits(ranks, tmp_path, targets):
+    """``ensure_weight_tying`` leaves a head whose ``in_features`` is the vocabulary."""
+    peft = pytest.importorskip("peft")
+    model = llama(ranks, tie_word_embeddings=True, is_causal=False)
+    saved = None if "embed_tokens" in targets else ["embed_tokens"]
+    options = {"target_modules": targets, "modules_to_save": saved, "ensure_weight_tying": True}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options)).double()
+    batch, trained = ranks.COLLATOR(ranks.samples()[:4]), [p for p in model.parameters() if p.requires_grad]
+    losses = (
+        ranks.trainer(model, tmp_path, 4, 1).compute_loss(model, dict(batch), num_items_in_batch=7),
+        mdlm_loss_func(model(batch["input_ids"], batch["attention_mask"]), batch["labels"], 7),
+    )
+    torch.testing.assert_close(*losses)
+    for ours, theirs in zip(*(torch.autograd.grad(loss, trained) for loss in losses), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@needs_trainer
+def test_trainable_tokens_of_the_head_are_rejected_with_a_way(ranks, tmp_path):
+    """``weight`` of the wrapper is the merged weight, whose gradient reaches the trained rows."""
+    model = adapted(ranks, "tokens")
+    way = r"TrainableTokensWrapper \(trainable_token_indices\), whose weight is computed at each access: pass head\."
+    with pytest.raises(ValueError, match=rf"{way}weight to forward_fused .*; a plain Trainer with compute_loss_func"):
+        ranks.trained(model, tmp_path, 4, 1)
+    head, hidden, targets = model.get_output_embeddings(), torch.randn(3, 8).double(), torch.tensor([1, 5, ranks.MASK])
+    with pytest.raises(ValueError, match=way), dllm_kernels.fused_head(model):
+        pass
+    (trained,) = (p for p in head.parameters() if p.requires_grad)
+    expected = nn.functional.cross_entropy(head(hidden), targets, reduction="sum")
+    got = weighted_linear_nll(hidden, head.weight, targets, torch.ones(3)).loss
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, trained) for loss in (got, expected)))
+    fused = dllm_kernels.FusedLinearCrossEntropy()
+    by_model = dllm_kernels.calculate_loss(fused, hidden_states=hidden[None], labels=targets[None], model=model)
+    torch.testing.assert_close(by_model, expected)
+
+
+@needs_trainer
 def test_a_second_loss_function_is_rejected(ranks, tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func must be None"):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
@@ -1342,38 +1571,13 @@ def test_a_deleted_trainer_frees_its_model_at_once(ranks, tmp_path, workers):
         assert model() is None
 
 
-@pytest.mark.everyday(1)
 @needs_trainer
-@pytest.mark.parametrize("call", ["train", "evaluate"])
-def test_a_trainer_that_takes_packed_labels_for_tokens_is_rejected(ranks, tmp_path, call):
+def test_a_trainer_that_takes_packed_labels_for_tokens_fails(ranks, tmp_path):
+    """No vocabulary has a packed label."""
     from transformers import Trainer
 
-    class Own(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, **_):
-            outputs = model(inputs["input_ids"])
-            loss = mdlm_loss_func(outputs, inputs["labels"])
-            return (loss, outputs) if return_outputs else loss
-
-    def run(derived=None, **options):
-        model = ranks.model()
-        if derived is not None:
-            model.__class__ = type("Derived", (type(model),), derived)
-        created = ranks.trainer(model, tmp_path, 4, 1, steps=1, eval_dataset=ranks.samples(), **options)
-        return getattr(created, call)()
-
-    def reads_packed(self, input_ids, attention_mask, labels):
-        outputs = super(type(self), self).forward(input_ids, attention_mask)
-        return {"loss": mdlm_loss_func(outputs, labels), "logits": outputs.logits}
-
-    message = "the Trainer must read packed labels, got Trainer, whose model would take them for token ids; put "
-    with pytest.raises(ValueError, match=f"^{message}"):
-        run(kind=Trainer)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        run({}, kind=Trainer)
-    run({"forward": reads_packed}, kind=Trainer)
-    run(kind=Own)
-    run(kind=Trainer, compute_loss_func=mdlm_loss_func)
-    run()
+    with pytest.raises(IndexError, match=r"^Target \d{19} is out of bounds"):
+        ranks.trainer(ranks.model(), tmp_path, 4, 1, steps=1, kind=Trainer).train()
 
 
 class Bare:

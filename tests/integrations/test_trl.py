@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dllm_kernels import PolicyViews, policy_views
+from dllm_kernels import PolicyViews, diffusion_generate, policy_views
 from dllm_kernels.integrations import nemo_automodel, speculators
 from dllm_kernels.integrations import trl as integration
 from dllm_kernels.integrations.transformers import loss_in_head
-from tests.support.hosts import assert_patched_once
+from tests.support.hosts import assert_patched_once, defined_in
 from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
 
 N, H, V = 6, 8, 21
@@ -88,17 +88,20 @@ def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes cap, which ours does not"),
-        (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes top, which ours does not"),
-        (SimpleNamespace(forward=longer), r"outputs defaults to \(\), ours to \('entropy', "),
-        (SimpleNamespace(), "trl.kernels has no ChunkedLogProbFunction.forward"),
-        (None, "trl.kernels has no ChunkedLogProbFunction.forward"),
+        ({"forward": longer}, "ChunkedLogProbFunction.forward: takes cap, which ours does not"),
+        ({"forward": longer}, "ChunkedLogProbFunction.forward: takes top, which ours does not"),
+        ({"forward": longer}, r"outputs defaults to \(\), ours to \('entropy', "),
+        ({}, "trl.kernels has no ChunkedLogProbFunction.forward"),
+        (None, "trl.kernels has no ChunkedLogProbFunction"),
+        (SimpleNamespace(forward=longer), "types.SimpleNamespace, not the framework's own"),
     ],
 )
 def test_another_signature_keeps_the_function_or_is_rejected(host, monkeypatch, changed, message):
+    if isinstance(changed, dict):
+        changed = defined_in(host.kernels, type("ChunkedLogProbFunction", (), changed))
     monkeypatch.setattr(host.kernels, "ChunkedLogProbFunction", changed)
     before = host_attributes()
-    differ = r"^trl 1\.16\.0 has unexpected signatures; "
+    differ = r"^trl 1\.16\.0 has unexpected definitions; "
     with pytest.raises(RuntimeError, match=rf"{differ}nothing was replaced:\n(.|\n)*{message}"):
         integration.patch(strict=True)
     with pytest.warns(UserWarning, match=rf"{differ}ChunkedLogProbFunction stay as they are:\n(.|\n)*{message}"):
@@ -509,7 +512,6 @@ def test_empty_completions_have_no_log_probs():
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
 def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
-    torch.manual_seed(0)
     model = Encoder().double()
     model.lm_head.requires_grad_(trained)
     trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob)
@@ -564,7 +566,6 @@ def test_log_probs_equal_those_of_the_views(scheme, num, prompt_prob, trained):
 )
 def test_products_of_the_mixin(frozen, entropy, upstream, products):
     """TRL always requests the entropy, and usually only logs it."""
-    torch.manual_seed(0)
     model, (ids, not_padding, keep) = Encoder(lambda z: z.float().contiguous().clone()), batch()
     model.lm_head.requires_grad_(not frozen)
     trainer = Trainer(mask_token_id=MASK, scheme="coupled")
@@ -604,7 +605,6 @@ def test_masks_stay_with_a_row_within_a_generation():
 
     The next generation sees others.
     """
-    torch.manual_seed(0)
     model, trainer = Encoder(), Trainer(mask_token_id=MASK, scheme="elbo", num=2)
 
     def scores(ids, not_padding, keep, **options):
@@ -622,7 +622,6 @@ def test_masks_stay_with_a_row_within_a_generation():
 
 def test_the_iteration_that_changes_the_masks_is_an_option():
     """The number is constant for all generations, or returned by a function of the trainer."""
-    torch.manual_seed(0)
     model, (ids, not_padding, keep) = Encoder(), batch()
 
     def scores(step, **options):
@@ -677,7 +676,6 @@ def test_a_lora_head_scores_and_trains():
 
 
 def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
-    torch.manual_seed(0)
     ids, not_padding, keep = batch()
     model = Encoder().bfloat16()
     plain, wide = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True))
@@ -695,7 +693,6 @@ def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_logits_can_be_float32(trained):
     """``cast_lm_head_to_fp32`` gives equal results, but here the products have 16-bit operands."""
-    torch.manual_seed(0)
     model = Encoder().bfloat16()
     model.lm_head.requires_grad_(trained)
     wide, cast = Trainer(mask_token_id=MASK, logits_dtype=torch.float32), Trainer(mask_token_id=MASK)
@@ -795,7 +792,6 @@ def by_hand(model, prompt, length, blocks):
 @torch.no_grad()
 def test_the_most_likely_rollout(options, blocks):
     """Tokens and the log-probabilities at decoding agree step by step. A completion ends with its EOS."""
-    torch.manual_seed(1)
     model = Encoder(places=6).double().train()
     rollout = integration.diffusion_rollout(MASK, length=6, temperature=0, with_logprobs=True, **options)
     trainer = Loop(model)
@@ -818,7 +814,6 @@ def test_the_most_likely_rollout(options, blocks):
 @torch.no_grad()
 def test_rollouts_with_float32_logits():
     """Log-probabilities equal those of a float32 head."""
-    torch.manual_seed(1)
     model = Encoder(places=6).bfloat16()
     found = []
     for options in ({"logits_dtype": torch.float32}, {}):
@@ -857,6 +852,62 @@ def test_rollouts_differ_between_rows_and_calls():
     assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
 
 
+@pytest.mark.parametrize("option", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"top_k": 0, "top_p": 1.0}], ids=str)
+def test_rollouts_truncate_as_the_trainer_says(option):
+    torch.manual_seed(0)
+    model = Encoder()
+    trainer, greedy = Loop(model), integration.diffusion_rollout(MASK, steps=2, temperature=0)
+    expected = greedy(PROMPTS * 4, Loop(model))["completion_ids"]
+    for name, value in option.items():
+        setattr(trainer, name, value)
+    found = integration.diffusion_rollout(MASK, steps=2, with_logprobs=True)(PROMPTS * 4, trainer)
+    truncated = "top_k" not in option or option["top_k"] == 1
+    assert (found["completion_ids"] == expected) == truncated
+    assert all(lp == 0 for row in found["logprobs"] for lp in row) == truncated
+
+
+def test_rollouts_refuse_what_they_cannot_honour():
+    rollout = integration.diffusion_rollout(MASK, steps=2)
+    trainer = Loop(Encoder(), generation_kwargs={})
+    trainer.repetition_penalty = 1.0
+    rollout(PROMPTS, trainer)
+    trainer.repetition_penalty = 1.1
+    with pytest.raises(ValueError, match=r"^repetition_penalty must be 1 with diffusion_rollout, got 1\.1$"):
+        rollout(PROMPTS, trainer)
+    more = {"no_repeat_ngram_size": 2}
+    with pytest.raises(
+        ValueError, match=r"^generation_kwargs must be None with diffusion_rollout, got \{'no_repeat_ng"
+    ):
+        rollout(PROMPTS, Loop(Encoder(), generation_kwargs=more))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"remasking": "margin", "position_temperature": 0.2, "suppress_ids": [2, 3]}, {"threshold": 0.1, "cfg_scale": 1.0},
+     {"remasking": "entropy", "delay_eos": True, "steps": 3}, {"infill": True, "steps": 6}],
+    ids=str,
+)  # fmt: skip
+def test_rollouts_decode_as_their_options_say(options):
+    torch.manual_seed(0)
+    model, prompts = Encoder(), [[1, MASK, 3], [4], [MASK, 6]]
+    options = {"steps": None if "threshold" in options else 4, "block_size": 2, **options}
+    torch.manual_seed(3)
+    found = integration.diffusion_rollout(MASK, with_logprobs=True, **options)(prompts, Loop(model))
+    torch.manual_seed(3)
+    seeds = torch.empty(3, dtype=torch.int64).random_()
+    ids = torch.tensor([[0] * (3 - len(p)) + p for p in prompts])
+    on = torch.tensor([[0] * (3 - len(p)) + [1] * len(p) for p in prompts])
+    out = diffusion_generate(
+        model, ids, mask_token_id=MASK, max_new_tokens=4, attention_mask=on, temperature=0.7, eos_token_id=EOS,
+        seeds=seeds, **options,
+    )  # fmt: skip
+    for row, (prompt, tokens, log_probs) in enumerate(zip(*found.values(), strict=True)):
+        new = out.generated[row, 3:]
+        assert tokens == out.ids[row, 3:][new].tolist()
+        assert log_probs == out.log_probs[row, 3:][new].tolist()
+        assert prompt == (out.ids[row, :3][on[row] != 0].tolist() if "infill" in options else prompts[row])
+
+
 def shifted(model):
     other = copy.deepcopy(model)
     other.shift = 1
@@ -866,7 +917,6 @@ def shifted(model):
 @pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, before):
-    torch.manual_seed(0)
     model, (ids, not_padding, keep) = Encoder(), batch(before=before, after=1)
     found = []
     for one, shift in ((model, False), (shifted(model), True)):
@@ -884,7 +934,6 @@ def test_a_shifted_model_scores_as_its_unshifted_form(scheme, num, prompt_prob, 
 
 def test_a_shifted_model_does_not_predict_the_first_token():
     """Without a prompt, the first token of a row is neither masked nor scored, with and without left padding."""
-    torch.manual_seed(0)
     ids = torch.tensor([[PAD, 1, 2, 3], [4, 5, 6, 7]])
     trainer = Trainer(mask_token_id=MASK, shift=True)
     scores = trainer._get_per_token_logps_and_entropies(shifted(Encoder()), ids, (ids != PAD).long(), 4)[0]
@@ -893,7 +942,6 @@ def test_a_shifted_model_does_not_predict_the_first_token():
 
 @torch.no_grad()
 def test_rollouts_of_a_shifted_model():
-    torch.manual_seed(1)
     model = Encoder(places=6).double()
     found = [
         integration.diffusion_rollout(
@@ -913,7 +961,6 @@ def test_rollouts_of_a_shifted_model():
 @pytest.mark.parametrize("fails", [False, True])
 def test_rollouts_restore_the_mode_of_every_module(fails):
     """The dropout of a frozen part may be off while the rest trains."""
-    torch.manual_seed(0)
     model = Encoder()
     model.frozen = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)).eval()
     model.frozen[1].train()
@@ -968,10 +1015,14 @@ def test_bad_arguments_of_rollouts():
         ({"steps": 1, "block_size": 0}, "block_size must be"),
         ({"steps": 1, "temperature": -1.0}, "temperature must be 0, or positive, .*, got -1.0"),
         ({"steps": 1, "mask_token_id": -1}, "mask_token_id must not be negative, got -1"),
+        ({"steps": 1, "remasking": "low"}, "remasking must be one of confidence, margin, entropy, random, got 'low'"),
+        ({"steps": 1, "threshold": 2}, r"threshold must lie in \[0, 1\], got 2"),
+        ({"steps": 1, "cfg_scale": -1}, "cfg_scale must be finite and non-negative, got -1"),
+        ({"steps": 1, "suppress_ids": [-1]}, "suppress_ids must be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             integration.diffusion_rollout(**{"mask_token_id": MASK} | options)
-    for name, bad in (("mask_token_id", True), ("temperature", "1")):
+    for name, bad in (("mask_token_id", True), ("temperature", "1"), ("steps", None), ("delay_eos", 1)):
         with pytest.raises(TypeError, match=f"{name} must be "):
             integration.diffusion_rollout(**{"mask_token_id": MASK, "steps": 1} | {name: bad})
     with pytest.raises(TypeError, match="with_logprobs"):

@@ -242,7 +242,6 @@ def test_a_factor_that_changes_from_step_to_step(factor, first):
 @pytest.mark.exhaustive
 def test_an_annealed_temperature_of_a_divergence():
     """The head is frozen, so its gradients are computed in forward."""
-    torch.manual_seed(0)
     h, w, teacher = (torch.randn(shape, device=DEVICE).half() for shape in ((6, D), (V, D), (6, D)))
     weights = torch.rand(6, device=DEVICE)
 
@@ -461,7 +460,6 @@ def test_a_compiled_function_works_with_and_without_grad():
 @pytest.mark.exhaustive
 def test_row_statistics_are_one_graph():
     """Some outputs receive no gradient, and others are not requested."""
-    torch.manual_seed(0)
     leaves = [torch.randn(s, device=DEVICE) for s in ((2, 6, D), (V, D))]
     ids, active = torch.randint(0, V, (2, 6, 3), device=DEVICE), torch.rand(2, 6, device=DEVICE) < 0.7
 

@@ -8,6 +8,7 @@ import torch
 from dllm_kernels import corruption
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _custom_ops
+from dllm_kernels.losses import sample_anchors, sample_prefix
 from dllm_kernels.ops import (
     divergence,
     gumbel_topk_mask,
@@ -121,6 +122,8 @@ OTHERS = {
     "sample_level": lambda: corruption.sample_level(2, low=0.2, high=0.9, seeds=OF_ROWS["seeds"]),
     "gumbel_topk_mask": lambda: gumbel_topk_mask(torch.zeros(2, 12, device=DEVICE), TOKENS[:, 3], **OF_ROWS),
     "child_seeds": lambda: _philox.child_seeds(OF_ROWS["seeds"], 3),
+    "sample_anchors": lambda: sample_anchors(SUPERVISED, 3, 2, seeds=OF_ROWS["seeds"], segment_ids=TOKENS)[0],
+    "sample_prefix": lambda: sample_prefix((2, 3), 5, 0.7, seeds=OF_ROWS["seeds"]),
 }
 
 
@@ -144,7 +147,6 @@ def check(total, monkeypatch):
 @pytest.mark.parametrize("options", [{}, TRANSFORM], ids=["plain", "transform"])
 @pytest.mark.parametrize("name", OF_LOGITS)
 def test_ops_of_logits(name, options, dtype, backend, monkeypatch):
-    torch.manual_seed(0)
     x = torch.randn(N, V, device=DEVICE).to(dtype).requires_grad_()
     if "divergence, columns" in name:
         options = {}
@@ -158,7 +160,6 @@ def test_ops_of_logits(name, options, dtype, backend, monkeypatch):
 @pytest.mark.parametrize("trains", TRAINS, ids=str)
 @pytest.mark.parametrize("name", OF_HIDDEN)
 def test_ops_of_hidden_states(name, trains, options, dtype, monkeypatch):
-    torch.manual_seed(0)
     leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((N, D), (V, D), (V,), (N, R), (V, R))]
     leaves = [t.requires_grad_(bool(train)) for t, train in zip(leaves, trains, strict=True)]
     assert check(of_hidden(name, leaves, options), monkeypatch)

@@ -132,7 +132,7 @@ HANDED_ON = {
 def test_casts_and_soft_caps_are_remembered(after, softcap, dtype):
     out, hidden, logits = deferred(after)
     assert out.usable
-    assert out.hidden is hidden
+    assert torch.equal(out.hidden, hidden)
     assert (out.softcap, out.shape, out.dtype, out.device) == (softcap, logits.shape, dtype, logits.device)
     assert out.usable  # none of these operations computes the logits
     assert logits.dtype == dtype
@@ -156,7 +156,7 @@ def test_the_head_is_called_at_most_once_and_only_if_needed(monkeypatch):
     assert not calls
     assert out.materialize() is out.materialize()
     assert len(calls) == 1
-    assert torch.equal(calls[0], hidden)
+    assert torch.equal(calls[0][0], hidden)
 
 
 def test_a_second_forward_pass_defers_too():
@@ -168,13 +168,13 @@ def test_a_second_forward_pass_defers_too():
 
 
 def test_copies_and_pytrees_keep_the_deferred_logits():
-    out, hidden, logits = deferred(lambda z: torch.tanh(z / CAP) * CAP)
+    out, _, logits = deferred(lambda z: torch.tanh(z / CAP) * CAP)
     leaves, spec = _pytree.tree_flatten({"logits": out})
-    assert any(leaf is hidden for leaf in leaves)
     again = _pytree.tree_unflatten(leaves, spec)["logits"]
+    assert again is out
     assert again.usable
     assert again.softcap == CAP
-    torch.testing.assert_close(copy.copy(out).materialize(), logits)
+    torch.testing.assert_close(copy.copy(out), logits)
     torch.testing.assert_close(pickle.loads(pickle.dumps(out)), logits)
     operator.iadd(out, 1)
     torch.testing.assert_close(_pytree.tree_map(lambda leaf: leaf, out).materialize(), logits + 1)
@@ -278,7 +278,7 @@ def test_hidden_states_modified_before_the_first_use_raise():
             out, seen = model(hidden), model(hidden)
         materialized = seen.materialize()
         hidden.mul_(2)
-        with pytest.raises(RuntimeError, match="modified in place between the head and the use of its"):
+        with pytest.raises(RuntimeError, match="modified between the head and the use of its"):
             use(out)
         assert seen.materialize() is materialized
 

@@ -1,6 +1,7 @@
 """Chunks of the linear ops: their number of rows, their accumulation, their memory."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from tests.support.parity import value_and_grads
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+ROOM = 10_000  # rows of a chunk that fit into memory, more than any chunk has
 
 
 @pytest.fixture(params=HEAD_PATHS)
@@ -46,14 +49,14 @@ def test_rows_of_a_chunk_with_padding_between_them(dtype, path, monkeypatch):
 
 
 def test_a_chunk_has_at_least_one_row_and_whole_tiles():
-    assert _active_rows.choose_chunk(10_000, 1000, 64, True, 132) % 128 == 0
-    assert _active_rows.choose_chunk(0, 1000, 64, True, None) >= 1
+    assert _active_rows.choose_chunk(10_000, 1000, 64, True, 132, ROOM) % 128 == 0
+    assert _active_rows.choose_chunk(0, 1000, 64, True, None, ROOM) >= 1
 
 
 @pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
 def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
     """The product with the fewest tiles, grad_hidden's with tiles of 128 x 256, fills the 132 of an H100 or H200."""
-    size = _active_rows.choose_chunk(rows, V, D, False, 132)
+    size = _active_rows.choose_chunk(rows, V, D, False, 132, ROOM)
     chunks = [min(size, rows - start) for start in range(0, rows, size)]
     waves = sum(math.ceil(math.ceil(c / 128) * (D / 256) / 132) for c in chunks)
     assert waves <= 1.05 * (rows / 128) * (D / 256) / 132 + 1
@@ -62,7 +65,42 @@ def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
 @pytest.mark.parametrize(("rows", "chunk"), [(16_384, 8192), (4096, 4096)])
 def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
     """Each chunk reads and writes the head's float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
-    assert _active_rows.choose_chunk(rows, 131_072, 4096, True, 132) == chunk
+    assert _active_rows.choose_chunk(rows, 131_072, 4096, True, 132, ROOM) == chunk
+
+
+def limits(monkeypatch, total):
+    gpu = SimpleNamespace(multi_processor_count=132, total_memory=int(total))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    return _active_rows.limits_of_chunks(torch.device("cuda"))
+
+
+def test_a_chunk_takes_a_sixteenth_of_the_memory_of_a_gpu(monkeypatch):
+    """GPUs of one kind choose equal chunks, although their memory differs by a per cent."""
+    sms, memory = limits(monkeypatch, 24 * 2**30)
+    assert sms == 132
+    for bytes_per_column in (2, 6):  # float32 logits and their gradient in bfloat16
+        size = _active_rows.choose_chunk(16_384, 262_144, 2304, True, sms, memory // (bytes_per_column * 262_144))
+        assert size % 128 == 0
+        assert 24 * 2**30 / 64 < size * bytes_per_column * 262_144 <= 24 * 2**30 / 16
+    assert _active_rows.choose_chunk(16_384, 262_144, 2304, True, sms, 5) == 128
+    for a, b in ((23.6, 24.0), (39.4, 39.6), (79.1, 79.7), (139.8, 140.4), (178.0, 183.0), (191.9, 192.0)):
+        assert limits(monkeypatch, a * 2**30) == limits(monkeypatch, b * 2**30)
+    memory = limits(monkeypatch, 79.1 * 2**30)[1]
+    assert memory > 8192 * 2 * 2 * 151_936  # bfloat16 logits of a student and of its teacher
+    assert memory > 8192 * 2 * 262_144
+
+
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+def test_the_buffers_of_a_chunk_on_a_cpu_have_a_largest_size(logits_dtype, monkeypatch):
+    sizes, allocate = [], _chunks.aligned_rows
+    monkeypatch.setattr(_chunks, "aligned_rows", lambda rows, *_, **o: sizes.append(rows) or allocate(rows, *_, **o))
+    N, D, V = 600, 5, 37
+    per_row = (2 if logits_dtype is None else 6) * V + 4 * D * 2
+    monkeypatch.setattr(_active_rows, "CPU_CHUNK_BYTES", 256 * per_row)
+    h, w = (torch.randn(n, D, dtype=torch.bfloat16) for n in (N, V))
+    arguments = torch.zeros(N, dtype=torch.int64), torch.ones(N)
+    weighted_linear_nll(h, w, *arguments, logits_dtype=logits_dtype, backend="torch")
+    assert sizes == [256]
 
 
 def test_the_choice_of_a_chunk_is_cached(monkeypatch):
@@ -75,7 +113,7 @@ def test_the_choice_of_a_chunk_is_cached(monkeypatch):
 
     def choose(rows):
         evaluated.clear()
-        return _active_rows.choose_chunk(rows, 126_467, 4097, True, 132)  # a shape that no other test uses
+        return _active_rows.choose_chunk(rows, 126_467, 4097, True, 132, ROOM)  # a shape that no other test uses
 
     size = choose(8000)
     assert len(evaluated) == 63

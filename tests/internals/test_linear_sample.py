@@ -31,7 +31,6 @@ def test_the_bits_of_a_uniform(first, count):
 
 def test_columns_excluded_by_bounds_on_a_cpu_do_not_win():
     """Computing all scores of the row, as other devices do, gives the same largest score, to the bit."""
-    torch.manual_seed(0)
     spreads = torch.tensor([0.0, 1.0, 5.0, 40.0, 1e4]).repeat(40)
     x = torch.randn(200, 300) * spreads[:, None]
     noise = Noise(torch.arange(200), torch.arange(200) % 7, 5)

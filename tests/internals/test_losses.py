@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
@@ -20,7 +19,7 @@ from tests.conftest import DEVICE, usually
 from tests.losses.test_losses import D, V, draw, leaves_of
 from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, value_of
 from tests.support.parity import value_and_grads
-from tests.support.recorded import record_ops
+from tests.support.recorded import ReadBack, record_ops
 
 
 @pytest.mark.parametrize("auto_balance", [False, True])
@@ -36,18 +35,6 @@ BOUNDED = (
     MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss, DFlashDecayLoss,
     DraftDistillationLoss, BY_NAME["encoder AR"].loss,
 )  # fmt: skip
-
-
-class ReadBack(TorchDispatchMode):
-    """Count how often the number of nonzero elements is read back, which is a host sync on a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten.nonzero.default
-        return function(*args, **(kwargs or {}))
 
 
 def in_chunks_of_five(case, arguments, options):

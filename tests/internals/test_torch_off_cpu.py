@@ -90,7 +90,8 @@ OF_HIDDEN = {
         405, (1 + CHUNKS, 0),
     ),
     "soft_embedding": Op(
-        "soft_embedding", lambda h, w, ids, p: (ops.soft_embedding(h.detach(), w.detach(), w.detach(), **HEAD),),
+        "soft_embedding",
+        lambda h, w, ids, p: (ops.soft_embedding(h.detach(), w.detach(), w.detach(), active=p, **HEAD),),
         115, (1 + 2 * CHUNKS, 0),
     ),
     "linear_sample": Op(

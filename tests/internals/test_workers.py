@@ -48,7 +48,6 @@ class LargeOperations(TorchDispatchMode):
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_the_callers_thread_starts_no_operation_that_waits_for_all_cores(share, dtype):
     """A busy core makes a chain of such operations ten times slower. Only lookups of one entry per row are allowed."""
-    torch.manual_seed(0)
     logits = torch.randn(1, 160, 32000, dtype=dtype).requires_grad_()
     targets, weights = torch.randint(32000, (1, 160)), torch.rand(1, 160) + 0.1
     weights[torch.rand(1, 160) > share] = 0
@@ -63,7 +62,6 @@ def test_the_callers_thread_starts_no_operation_that_waits_for_all_cores(share, 
 
 
 def test_the_rows_of_a_chunk_are_distributed_too():
-    torch.manual_seed(0)
     hidden, head = torch.randn(160, 4).requires_grad_(), torch.randn(32000, 4).requires_grad_()
     targets, weights = torch.randint(32000, (160,)), torch.rand(160) + 0.1
     with LargeOperations() as seen:

@@ -97,11 +97,12 @@ def test_results_are_those_of_sequences(name, form, size_given):
                 assert torch.equal(ours, want.reshape(ours.shape))
         assert draft_accuracy(got) == draft_accuracy(flat)
         assert len(draft_accuracy(got)) == 1 + K
-        for of, m in ((got, mask), (got.draft_correct, mask)):
-            stats = acceptance_stats(of, m, size, anchor_row=loss.anchor_row)
-            want = acceptance_stats(flat, mask.flatten(1), size, anchor_row=loss.anchor_row)
+        of_blocks = {"anchor_row": loss.anchor_row}
+        for of, prefix in ((got, None), (got.draft_correct, got.prefix)):
+            stats = acceptance_stats(of, mask, size, **of_blocks, prefix=prefix)
+            want = acceptance_stats(flat, mask.flatten(1), size, **of_blocks)
             assert stats == want
-            assert acceptance_length(of, m, size, anchor_row=loss.anchor_row) == want[0] / want[1]
+            assert acceptance_length(of, mask, size, **of_blocks, prefix=prefix) == want[0] / want[1]
 
 
 def test_the_decay_restarts_at_each_block():
@@ -186,11 +187,11 @@ def test_shapes_that_do_not_fit(form):
 
 def test_metrics_of_shapes_that_do_not_fit():
     mask = torch.ones(SHAPE)
-    with pytest.raises(ValueError, match=r"^block_size must be 5 for correct \[B, blocks, k\] = \(2, 3, 4\), because "):
+    with pytest.raises(ValueError, match=r"^block_size must be 5 for output \[B, blocks, k\] = \(2, 3, 4\), because "):
         acceptance_length(mask, mask, 4)
     with pytest.raises(ValueError, match=r"^block_size must be 5 for block_mask \[B, blocks, k\] = \(2, 3, 4\), "):
         DFlashDecayLoss().position_weights(mask, 4)
-    with pytest.raises(ValueError, match=r"^mask must have shape \(2, 3, 4\) \(that of correct\), got \(2, 12\)$"):
+    with pytest.raises(ValueError, match=r"^mask must have shape \(2, 3, 4\) \(that of output\), got \(2, 12\)$"):
         acceptance_length(mask, mask.flatten(1), 5)
 
 

@@ -645,7 +645,6 @@ def test_the_loss_equals_dpace_weights_times_the_divergence():
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 def test_a_coefficient_of_the_cross_entropy_without_a_teacher(weights):
     """With a decay, it is a factor of the row weights. With D-PACE, each row of the loss is multiplied by it."""
-    torch.manual_seed(0)
     logits, targets, mask = torch.randn(1, 6, 11), torch.randint(0, 11, (1, 6)), torch.ones(1, 6)
     losses = [
         DraftDistillationLoss({"ce": c}, position_weights=weights)(logits, None, targets, mask, block_size=4).total_loss
@@ -657,7 +656,6 @@ def test_a_coefficient_of_the_cross_entropy_without_a_teacher(weights):
 @pytest.mark.parametrize("bonus", [False, True])
 def test_acceptance_metrics_equal_a_simulation_of_speculative_sampling(bonus):
     """10^5 drafts of every block, by a draft with a third of the target's vocabulary; one block has a hole."""
-    torch.manual_seed(0)
     draws, rows, columns = 100_000, BLOCK - 1, torch.randperm(3 * V)[:V].to(DEVICE)
     z, t = (2 * torch.randn(2, 2 * rows, size, device=DEVICE) for size in (V, 3 * V))
     t[..., columns] += 3 + z  # otherwise few tokens are accepted

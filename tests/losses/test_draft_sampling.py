@@ -8,7 +8,16 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels import DFlashDecayLoss, DraftDistillationLoss, block_targets, sample_anchors, sample_prefix
+from dllm_kernels import (
+    DFlashDecayLoss,
+    DraftDistillationLoss,
+    acceptance_length,
+    acceptance_stats,
+    block_targets,
+    sample_anchors,
+    sample_prefix,
+)
+from dllm_kernels.losses import draft_sampling
 from tests.conftest import DEVICE
 
 SEEDS = torch.tensor([5, -3, 2**62, 0])
@@ -30,10 +39,13 @@ def batch(L=37, density=0.85):
     return mask, segments
 
 
+@pytest.mark.parametrize("path", ["numpy", "torch"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("with_segments", [False, True])
 @pytest.mark.parametrize(("num", "block_size"), [(1, 2), (5, 4), (50, 4), (6, 8), (3, 64)])
-def test_anchors_equal_the_oracle(num, block_size, with_segments, overlap):
+def test_anchors_equal_the_oracle(num, block_size, with_segments, overlap, path, monkeypatch):
+    if path == "torch":
+        monkeypatch.setattr(draft_sampling, "on_host", lambda tensor: False)
     mask, segments = batch()
     segments = segments if with_segments else None
     draws = torch.stack([draws_of(int(seed), mask.shape[1]) for seed in SEEDS])
@@ -79,8 +91,10 @@ def test_every_candidate_is_equally_likely():
 
 
 @pytest.mark.parametrize(("block_size", "base"), [(2, 3.0), (3, 0.5), (8, 0.7), (8, 1.0), (16, 1.3)])
-def test_prefixes_have_geometric_probabilities(block_size, base):
+def test_prefixes_have_geometric_probabilities(block_size, base, monkeypatch):
     drawn = sample_prefix((2000, 50), block_size, base, seeds=torch.arange(2000))
+    monkeypatch.setattr(draft_sampling, "on_host", lambda tensor: False)
+    assert torch.equal(drawn[:50], sample_prefix((50, 50), block_size, base, seeds=torch.arange(50)))
     for length, p in reference.prefix_probabilities(block_size, base).items():
         share = (drawn == length).double().mean().item()
         assert abs(share - p) <= 4 * math.sqrt(p * (1 - p) / 100_000) + 1e-9
@@ -89,14 +103,34 @@ def test_prefixes_have_geometric_probabilities(block_size, base):
 
 
 def test_targets_of_blocks():
-    ids, anchors = torch.randint(0, 99, (3, 11), device=DEVICE), torch.randint(0, 11, (3, 4), device=DEVICE)
+    ids, anchors = torch.randint(0, 99, (3, 11), device=DEVICE), torch.randint(-1, 12, (3, 7), device=DEVICE)
+    documents = torch.tensor(
+        [[0] * 4 + [1] * 3 + [0] * 4, [7, 7, -1, -1, -1, 3, 3, 3, 2, 2, 2], [-1] * 11], device=DEVICE
+    )
     for block_size in (2, 5, 20):
-        for a, b in zip(
-            block_targets(ids.int(), anchors, block_size),
-            reference.block_targets(ids, anchors, block_size),
-            strict=True,
-        ):
-            assert torch.equal(a.cpu(), b)
+        for segments in (None, documents, documents.to(torch.int8)):
+            found = block_targets(ids.int(), anchors, block_size, segment_ids=segments)
+            expected = reference.block_targets(
+                ids.cpu(), anchors.cpu(), block_size, None if segments is None else segments.cpu()
+            )
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_block_crosses_into_another_document(overlap):
+    """Also if no document holds a whole block: the recipe of the DFlash page trains on its own tokens alone."""
+    segments = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, -1], [5, 5, 5, 5, 5, 5, 5, 5, 5, 9]], device=DEVICE)
+    ids = 100 * segments + torch.arange(10, device=DEVICE)
+    mask, size = torch.ones_like(ids), 6
+    anchors, real = sample_anchors(mask, 4, size, seeds=SEEDS[:2].to(DEVICE), segment_ids=segments, overlap=overlap)
+    targets, inside = block_targets(ids, anchors, size, segment_ids=segments)
+    supervised = block_targets(mask, anchors, size)[0] > 0
+    valid = (inside & supervised & real.repeat_interleave(size - 1, 1)).view(2, 4, size - 1)
+    document = segments.gather(1, anchors).unsqueeze(2)
+    assert (targets.view(valid.shape).div(100, rounding_mode="floor") == document)[valid].all()
+    assert valid[0].any(-1).sum() == real[0].sum() > 0  # each has a target: the rest of its document
+    assert (valid[1].sum(-1) == 5 * real[1]).all()
     targets, inside = block_targets(ids[:, :0], anchors, 4)
     assert not inside.any()
     assert (targets == -100).all()
@@ -117,40 +151,63 @@ def test_no_rows(L, seeds):
         assert (prefix.shape, prefix.dtype) == (shape, torch.int64)
 
 
-@pytest.mark.everyday(8)
-@pytest.mark.covering(2, most=2)
-@pytest.mark.parametrize("anchor_row", [False, True])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("normalize", ["mean", "rows"])
-@pytest.mark.parametrize("gamma", [4.0, None])
-def test_a_prefix_equals_the_direct_formula(form, normalize, gamma, anchor_row, backend):
-    """The rows of the prefix are not read; they have no weight, no gradient and no part in the accuracy."""
+@pytest.mark.parametrize("anchor_row", [False, True])
+def test_the_acceptance_of_a_perfect_draft_after_a_prefix(anchor_row, form):
+    """The mean of block_size - l; with a row for the anchor, of one more. By hand: given rows may be masked."""
     torch.manual_seed(0)
-    B, num, rows, V, D = 2, 3, 7, 11, 5
-    size = rows if anchor_row else rows + 1
-    prefix = sample_prefix((B, num), rows + 1, 1.2, seeds=torch.arange(B)).to(DEVICE)
-    hidden, head = torch.randn(B, num * rows, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    targets = torch.randint(0, V, (B, num * rows), device=DEVICE)
-    mask = (torch.rand(B, num * rows, device=DEVICE) < 0.8).float()
-    weights = reference.prefix_weights(prefix, rows, gamma).to(DEVICE) * mask
-    hidden[weights == 0] = math.nan
-    hidden.requires_grad_()
-    loss = DFlashDecayLoss(gamma, normalize=normalize, anchor_row=anchor_row, backend=backend)
-    if form == "logits":
-        out = loss(hidden @ head.T, targets, mask, block_size=size, prefix=prefix)
-    else:
-        out = loss.forward_fused(hidden, head, targets, mask, block_size=size, prefix=prefix)
-    logits = torch.where((weights != 0)[..., None], hidden.detach(), 0.0).double() @ head.T.double()
-    nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(B, -1)
-    over = weights.sum() + 1e-6 if normalize == "mean" else (weights != 0).sum()
-    torch.testing.assert_close(out.total_loss.double(), (weights * nll).sum() / over)
-    (grad,) = torch.autograd.grad(out.total_loss, hidden)
-    assert grad[weights == 0].abs().sum() == 0
-    assert out.draft_count_per_pos.sum() == (weights != 0).sum()
+    rows, prefix = 4 if anchor_row else 3, torch.tensor([[1, 2, 3], [3, 3, 1]], device=DEVICE)
+    h, head = torch.randn(2, 3 * rows, 5, device=DEVICE), torch.randn(9, 5, device=DEVICE)
+    x, mask = h @ head.T, torch.ones(2, 3 * rows, device=DEVICE)
+    loss, y = DFlashDecayLoss(anchor_row=anchor_row), x.argmax(-1)
+    options = {"anchor_row": anchor_row, "bonus": True}
+
+    def called(targets, prefix, mask):
+        rest = targets, mask, None, 4
+        return loss(x, *rest, prefix=prefix) if form == "logits" else loss.forward_fused(h, head, *rest, prefix=prefix)
+
+    out = called(y, prefix, mask)
+    lengths = 4 + anchor_row - prefix
+    torch.testing.assert_close(acceptance_length(out, mask, 4, **options), 1 + lengths.float().mean())
+    torch.testing.assert_close(
+        acceptance_length(out, mask, 4, **options, prefix=prefix.int()), 1 + lengths.float().mean()
+    )
+    matches = torch.ones_like(mask)
+    assert [t.item() for t in acceptance_stats(matches, mask, 4, anchor_row=anchor_row, prefix=prefix)] == [
+        lengths.sum(),
+        6,
+    ]
+    wrong, holes = y.clone(), mask.clone()
+    wrong[0, rows + 2] += 1 - 2 * (wrong[0, rows + 2] > 0)  # the second row that is read of the second block
+    holes[1, :2] = 0  # in the prefix of the fourth block
+    holes[0, 2 * rows + 2] = 0  # the first row that is read of the third block, which does not count
+    total, count = acceptance_stats(called(wrong, prefix, holes), holes, 4, anchor_row=anchor_row)
+    assert count == 5
+    assert total == lengths.sum() - (lengths[0, 1] - 1) - lengths[0, 2]
+    with pytest.raises(ValueError, match=r"^prefix must have shape \(2, 3\) \(an entry for each block\), got \(2, 2\)"):
+        acceptance_length(matches, mask, 4, anchor_row=anchor_row, prefix=prefix[:, :2])
+    if DEVICE == "cpu":  # values are not read on a GPU
+        other = called(y, torch.ones_like(prefix), mask)
+        with pytest.raises(
+            ValueError, match=r"^prefix must be that of the loss call, which output holds, or None, got "
+        ):
+            acceptance_length(other, mask, 4, anchor_row=anchor_row, prefix=prefix)
+        with pytest.raises(ValueError, match=r"^prefix must lie in \[1, [34]\], got 0 at position \(0, 0\)"):
+            acceptance_length(matches, mask, 4, anchor_row=anchor_row, prefix=prefix - 1)
+
+
+@pytest.mark.parametrize("decay_from", [1, 2])
+def test_the_acceptance_of_a_perfect_draft_whose_first_rows_predict_nothing(decay_from):
+    """Also if their mask is 1."""
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 12, 9, device=DEVICE), torch.ones(2, 12, device=DEVICE)
+    out = DraftDistillationLoss("kl", anchor_row=True, decay_from=decay_from)(x, x, None, mask, block_size=4)
+    for sampling in (False, True):
+        length = acceptance_length(out, mask, 4, anchor_row=True, sampling=sampling)
+        torch.testing.assert_close(length.item(), 4.0 - decay_from)
 
 
 def test_a_prefix_of_one_is_the_default():
-    torch.manual_seed(0)
     x, y, mask = torch.randn(2, 6, 9), torch.randint(0, 9, (2, 6)), torch.ones(2, 6)
     one = torch.ones(2, 2, dtype=torch.int32)
     loss = DFlashDecayLoss(3.0)
@@ -159,7 +216,6 @@ def test_a_prefix_of_one_is_the_default():
 
 @pytest.mark.parametrize(("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0)])
 def test_the_gammas_of_the_paper(block_size, gamma):
-    torch.manual_seed(0)
     T = 2 * (block_size - 1)
     x, y, mask = torch.randn(2, T, 9), torch.randint(0, 9, (2, T)), torch.ones(2, T)
     paper, number = (DFlashDecayLoss(g)(x, y, mask, block_size=block_size).total_loss for g in ("paper", gamma))
@@ -206,6 +262,8 @@ def draft(prefix=PREFIX, block_size=4, loss_gamma=7.0, **options):
         (lambda: sample_anchors(MASK, 2, 4, segment_ids=TWO), ValueError, "segment_ids must have shape (2, 9) (that"),
         (lambda: sample_anchors(MASK, 2, 4, seeds=TWO[:1]), ValueError, "seeds must have shape"),
         (lambda: block_targets(MASK, PREFIX, 4), ValueError, "ids must have dtype"),
+        (lambda: block_targets(PREFIX, PREFIX, 4, segment_ids=MASK), ValueError, "segment_ids must have dtype"),
+        (lambda: block_targets(PREFIX, PREFIX, 4, segment_ids=TWO), ValueError, "segment_ids must have shape (2, 3) "),
         (lambda: block_targets(PREFIX, PREFIX[:1], 4), ValueError, "anchors must have the rows of ids, 2, got 1"),
         (lambda: sample_prefix(4, 4, 1.0), TypeError, "shape must be a tuple of ints, such as (B, num), got int"),
         (lambda: sample_prefix((2, 3), 4, 0.0), ValueError, "base must be positive and finite, got 0.0"),

@@ -24,6 +24,7 @@ from dllm_kernels import (
     policy_views,
 )
 from dllm_kernels.distributed import gather_head, global_token_count
+from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, pack_labels
 from tests.conftest import usually
 
 B, L, V, D = 2, 4, 7, 5
@@ -128,7 +129,7 @@ MASKS = {
     "dflash reduced, block_mask": lambda m: DFlashDecayLoss()._reduce(ON, m, None, None),
     "distillation, block_mask": lambda m: DraftDistillationLoss("kl")(X, X, None, m),
     "acceptance, mask": lambda m: acceptance_length(ON, m, L + 1),
-    "acceptance, correct": lambda m: acceptance_length(m, ON, L + 1),
+    "acceptance, output": lambda m: acceptance_length(m, ON, L + 1),
     "dpace, mask": lambda m: ops.dpace_weights(ON, m),
     "token_nll, active": lambda m: ops.token_nll(X, Y, active=m),
     "weighted_nll, active": lambda m: ops.weighted_nll(X, Y, ON, active=m),
@@ -145,6 +146,7 @@ MASKS = {
     "complementary, loss_mask": lambda m: corruption.complementary(ON, m),
     "policy_views, loss_mask": lambda m: policy_views(Y, m, 6, "full"),
 }
+ROUTINES = "uniform", "blockwise", "random", "all", "mix", "complementary", "policy_views"
 LABELS, ADDITIVE = "; it looks like labels, pass labels != -100", "; it looks like an additive attention mask, "
 NO_MASKS = {
     -100: LABELS,
@@ -196,6 +198,39 @@ def test_a_field_of_a_sample_that_is_no_mask(field):
         with pytest.raises(ValueError, match=message + r"\); it looks like labels, pass labels != -100$"):
             DLLMCollator()([sample, {**sample, field: values}])
     assert DLLMCollator()([{**sample, "input_ids": [-100, -1, 3]}])["input_ids"].tolist() == [[-100, -1, 3]]
+
+
+TAKE_IDS = {
+    **{name: call for name, call in MASKS.items() if name.endswith(", loss_mask") and name.split(",")[0] in ROUTINES},
+    "pack_labels, loss_mask": lambda m: pack_labels(Y, m, ON, TIMES),
+}
+
+
+@pytest.mark.parametrize("name", TAKE_IDS)
+def test_an_integer_loss_mask_with_an_entry_above_1_is_ids(name):
+    """Tokens and mask of a routine that were swapped masked the first token of the vocabulary everywhere."""
+    for dtype in (torch.int64, torch.int16, torch.uint8):
+        ids = torch.tensor([[1, 0, 1, 1], [1, 2, 57, 0]], dtype=dtype)
+        message = "loss_mask must hold no integer above 1, got 2 at position (1, 1); it looks like token ids"
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            TAKE_IDS[name](ids)
+        TAKE_IDS[name](ids.clamp(max=1))
+        TAKE_IDS[name](ids.float())  # weights above 1 are legal
+
+
+@pytest.mark.parametrize(
+    "ids", [[1, 2, 57], [1, 2, 3000], (True, 2, 57), torch.tensor([1, 2, 57]), np.uint8([1, 2, 57])]
+)
+def test_ids_as_the_loss_mask_of_a_sample(ids):
+    sample = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "attention_mask": [1, 1, 1]}
+    message = (
+        r"^sample 1, field 'loss_mask' must hold no integer above 1, got 2 at position \(1,\); it looks like token"
+    )
+    for collate in (DLLMCollator(), MaskedDiffusionCollator(6)):
+        with pytest.raises(ValueError, match=message):
+            collate([sample, {**sample, "loss_mask": ids}])
+    weights = [0.5, 1.0, 2.0]
+    assert DLLMCollator()([{**sample, "loss_mask": weights}])["loss_mask"].tolist() == [weights]
 
 
 def test_a_count_is_not_negative():

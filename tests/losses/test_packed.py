@@ -109,7 +109,7 @@ def test_metrics_of_packed_rows(sampling, anchor_row):
     for output in (out, given, given[0]):
         assert torch.equal(torch.stack(acceptance_stats(output, ON, size, **options)), torch.stack(want))
         assert acceptance_length(output, ON, size, **options) == want[0] / want[1]
-    with pytest.raises(ValueError, match=r"^mask must have shape \(1, 6\) \(that of correct\), got \(5,\)$"):
+    with pytest.raises(ValueError, match=r"^mask must have shape \(1, 6\) \(that of output\), got \(5,\)$"):
         acceptance_stats(given, ON[1:], size, **options)
 
 

@@ -34,7 +34,6 @@ def output_and_grads(case, form, leaves, inputs, value):
 @forms
 @pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.name)
 def test_the_loss_is_unchanged_by_returning_its_rows(case, form):
-    torch.manual_seed(0)
     inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
     leaves = leaves_of(case, form)
     plain = replace(case, settings=case.settings | {"reduction": "total"})
@@ -55,7 +54,6 @@ def test_the_loss_is_unchanged_by_returning_its_rows(case, form):
 @forms
 @pytest.mark.parametrize("case", [case for case in CLASSES if case.counts], ids=lambda case: case.name)
 def test_rows_are_not_divided(case, form):
-    torch.manual_seed(0)
     inputs, leaves = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}, leaves_of(case, form)
     once, again = (
         case.output(form, case.arguments(form, leaves[0], inputs | dict.fromkeys(case.counts, n), tuple(leaves[1:])))
@@ -118,7 +116,6 @@ MESSAGE = "^reduction must be one of total, none, got "
 @pytest.mark.parametrize("value", NOT_ONE, ids=str)
 @pytest.mark.parametrize("case", [case for case in FIRSTS if case in LOSSES], ids=lambda case: case.name)
 def test_an_unknown_reduction_is_rejected_also_when_assigned(case, value):
-    torch.manual_seed(0)
     inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
     for form in ("logits", "hidden"):
         rows, *head = leaves_of(case, form)

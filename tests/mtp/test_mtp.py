@@ -130,7 +130,6 @@ def test_low_precision_is_as_good_as_plain(base, dtype):
 
 @pytest.mark.parametrize("base", BASES)
 def test_depths_come_unscaled_and_with_their_graphs(base):
-    torch.manual_seed(2)
     hidden, labels, model = hiddens(), labels_with_padding(), Model(bias=torch.randn(V, dtype=torch.float64))
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.2, 9)
     out = mtp_loss(base(), hidden, labels, model, scaling_factor=0.2, num_label_tokens=9, return_per_depth=True)
@@ -149,7 +148,6 @@ def test_depths_come_unscaled_and_with_their_graphs(base):
 @pytest.mark.parametrize("base", BASES)
 def test_the_weight_sum_of_the_labels_of_all_depths(base, weighted):
     """The weight sum is needed for a custom denominator. It includes neither a count nor the scaling."""
-    torch.manual_seed(2)
     hidden, labels, model = hiddens(), labels_with_padding(), Model()
     weights = torch.rand(labels.shape, dtype=torch.float64) if weighted else torch.ones(labels.shape)
     options = {"loss_weights": weights} if weighted else {}
@@ -161,7 +159,6 @@ def test_the_weight_sum_of_the_labels_of_all_depths(base, weighted):
 
 
 def test_logits_and_given_targets():
-    torch.manual_seed(3)
     labels = labels_with_padding()
     logits = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(D)]
     targets = [reference.mtp_labels(labels, k, -100) for k in range(D)]
@@ -175,7 +172,6 @@ def test_logits_and_given_targets():
 
 @pytest.mark.parametrize("base", BASES)
 def test_flat_labels_with_a_batch_of_one(base):
-    torch.manual_seed(4)
     labels, hidden, model = labels_with_padding()[0], [h[:1] for h in hiddens()], Model()
     got = mtp_loss(base(), hidden, labels, model)
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels[None], 0.1).loss
@@ -184,7 +180,6 @@ def test_flat_labels_with_a_batch_of_one(base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_a_loss_with_its_own_ignore_index(base):
-    torch.manual_seed(5)
     labels, hidden, model = labels_with_padding(), hiddens(), Model()
     labels[0, 5] = 7
     elsewhere = torch.where(labels == 7, -100, labels)
@@ -198,7 +193,6 @@ def test_a_loss_with_its_own_ignore_index(base):
 
 @pytest.mark.parametrize("base", BASES)
 def test_loss_weights_and_counts(base):
-    torch.manual_seed(6)
     labels, hidden, model = labels_with_padding(), hiddens(), Model()
     weights = torch.rand(B, S, dtype=torch.float64)
     expected = 0
@@ -300,7 +294,6 @@ def test_bad_input_of_the_base_losses():
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_base_losses_agree_with_the_reference(reduction):
-    torch.manual_seed(7)
     model, hidden, labels = Model(), hiddens()[0], labels_with_padding()
     logits = model.lm_head(hidden)
     before = labels.clone()
@@ -328,7 +321,6 @@ def transformed_losses(reduction="sum"):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_transforms_of_base_losses_agree_with_the_reference(reduction):
-    torch.manual_seed(7)
     model, hidden, labels = Model(), hiddens()[0], labels_with_padding()
     labels = torch.where(labels == 5, 6, labels)
     logits = model.lm_head(hidden)
@@ -343,7 +335,6 @@ def test_transforms_of_base_losses_agree_with_the_reference(reduction):
 
 @pytest.mark.parametrize("return_per_depth", [False, True])
 def test_every_depth_goes_through_the_transform(return_per_depth):
-    torch.manual_seed(9)
     model, hidden, labels = Model(), hiddens(), labels_with_padding()
     labels = torch.where(labels == 5, 6, labels)
     transformed = [reference.transformed(model.lm_head(h), **TRANSFORM) for h in hidden]
@@ -367,7 +358,6 @@ def test_a_mean_over_nothing_is_zero(base):
 
 
 def test_fp32_upcast_false_rounds_each_token():
-    torch.manual_seed(8)
     logits, labels = torch.randn(B, S, V).bfloat16(), torch.randint(0, V, (B, S))
     exact = MaskedCrossEntropy(reduction="none")(logits, labels)
     rounded = MaskedCrossEntropy(fp32_upcast=False, reduction="none")(logits, labels)
@@ -415,7 +405,6 @@ def main_and_mtp(model, logits, hidden, labels, factor, **packing):
 
 
 def test_pipeline_loss_accepts_every_form_of_output():
-    torch.manual_seed(9)
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     logits = torch.randn(B, S, V, dtype=torch.float64, requires_grad=True)
     group = object()
@@ -466,7 +455,6 @@ def test_pipeline_with_depth_logits():
 
 
 def test_pipeline_with_the_fused_loss():
-    torch.manual_seed(10)
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     loss_fn = PipelineCausalLMLoss(FusedLinearCrossEntropy(), model)
     main = reference.masked_cross_entropy(model.lm_head(hidden[0]), labels)
@@ -482,7 +470,6 @@ def test_pipeline_with_the_fused_loss():
 
 @pytest.mark.parametrize("packing", ["seq_idx", "cu_seqlens"])
 def test_a_row_of_packing_beside_labels_of_one_dimension(packing):
-    torch.manual_seed(3)
     model, labels = Model(), torch.randint(0, V, (S,))
     hidden = [h[0] for h in hiddens()]
     one = {"seq_idx": torch.tensor([0] * 5 + [1] * 6), "cu_seqlens": torch.tensor([0, 5, S])}[packing]
@@ -546,7 +533,6 @@ class Doubled(FusedLinearCrossEntropy):
 @pytest.mark.parametrize("how", ["subclass", "hook", "replaced"])
 def test_a_modified_loss_is_called_for_every_depth(how):
     """A loss with additional behaviour is called once per depth, not bypassed."""
-    torch.manual_seed(0)
     model, depths = Model(), [torch.randn(B, S, H, dtype=torch.float64) for _ in range(D)]
     common = {"mtp_per_depth_h": depths, "labels": torch.randint(0, V, (B, S)), "model": model}
     loss_fn = Doubled() if how == "subclass" else FusedLinearCrossEntropy()
@@ -562,7 +548,6 @@ def test_a_modified_loss_is_called_for_every_depth(how):
 @pytest.mark.parametrize("how", ["one call", "per depth", "subclass", "flat labels"])
 def test_a_low_rank_part_of_the_head(how):
     """The bias also differs from the bias of the model's head."""
-    torch.manual_seed(1)
     model, hidden, labels = Model(), hiddens(), labels_with_padding()
     if how == "flat labels":
         hidden, labels = [h[:1] for h in hidden], labels[0]
@@ -582,7 +567,6 @@ def test_a_low_rank_part_of_the_head(how):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_a_low_rank_part_of_the_head_in_the_main_loss(reduction):
-    torch.manual_seed(1)
     model, hidden, labels = Model(bias=torch.randn(V, dtype=torch.float64)), hiddens()[0], labels_with_padding()
     extra = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((B, S, 2), (V, 2))]
     logits = model.lm_head(hidden) + extra[0] @ extra[1].t()
@@ -636,7 +620,6 @@ def masks(shape):
 @pytest.mark.parametrize("mask", masks((1,)))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_labels_in_another_layout_than_logits(layout, mask):
-    torch.manual_seed(0)
     rows, shape = LAYOUTS[layout]
     logits, labels = torch.randn(*rows, V), torch.randint(0, V, shape)
     labels.reshape(-1)[1::5] = -100
@@ -684,7 +667,6 @@ NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
 @pytest.mark.parametrize("base", BASES)
 def test_labels_of_a_narrow_type(base, dtype, packing):
     """-100 does not fit into uint8, in which it would become 156."""
-    torch.manual_seed(12)
     size = 200 if dtype == torch.uint8 else 100
     model, hidden = Model(torch.randn(size, H, dtype=torch.float64)), hiddens()
     labels = torch.randint(0, size, (B, S))
@@ -721,7 +703,6 @@ def test_the_labels_of_a_depth_can_hold_every_ignore_index():
 
 
 def test_a_narrow_dtype_of_cu_seqlens_holds_only_its_boundaries():
-    torch.manual_seed(13)
     model = Model()
     hidden, labels = [torch.randn(1, 300, H, dtype=torch.float64)], torch.randint(0, V, (1, 300))
     boundaries = torch.tensor([0, 100, 120])
@@ -750,7 +731,6 @@ def test_a_numpy_ignore_index_in_a_foreign_loss():
 @pytest.mark.parametrize("count", [5, 5.0, np.int64(5), np.float32(5), torch.tensor([5]), torch.tensor(5.0).double(), 0,
                                    np.int64(0), 0.0, torch.tensor(0.0)], ids=repr)  # fmt: skip
 def test_counts_are_numbers_or_tensors(base, count):
-    torch.manual_seed(14)
     model, hidden = Model(torch.randn(V, H)), hiddens(torch.float32)
     labels = labels_with_padding()
     rest = (model.lm_head.weight,) if base is FusedLinearCrossEntropy else ()
@@ -822,7 +802,6 @@ def test_decorated_compiled_and_replaced_forwards_receive_their_arguments():
 
 def test_pipeline_loss_of_a_mapping():
     """A dict has its depths under a key. If they were ignored, they would train nothing."""
-    torch.manual_seed(15)
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     logits = model.lm_head(hidden[0])
     expected = main_and_mtp(model, logits, hidden[1:], labels, 0.4)

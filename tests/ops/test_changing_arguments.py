@@ -246,6 +246,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = {
             "u": torch.rand(s.L, device=DEVICE) * 0.9 + 0.05, "seeds": s.seeds(),
         },
     ),
+    "next_token_mask": (ours.next_token_mask, lambda s: {"segment_ids": s.ids()}),
 }  # fmt: skip
 # Names that no entry of CALLS is called after.
 COVERED = {

@@ -202,7 +202,6 @@ def test_the_same_bits_from_however_many_blocks(monkeypatch):
 @pytest.mark.everyday(1)
 def test_identical_rows(backend):
     """kl and related kinds are exactly 0 in torch. Sums, and kernels that contract products, leave rounding errors."""
-    torch.manual_seed(0)
     z = 3 * torch.randn(5, V, device=DEVICE)
     for name in OF_BOTH:
         leaf = z.clone().requires_grad_()
@@ -238,7 +237,6 @@ def test_ties_of_p_and_q_count_as_below(backend):
 
     The gradient -p (1 - sum p) is then nearly 0; counting all ties as above would be equivalent.
     """
-    torch.manual_seed(0)
     z = torch.randn(40, 700, device=DEVICE)
     t = z + 5 * torch.rand(40, 1, device=DEVICE)  # equal to z as probabilities
     t[20:, 0] += 3  # one column above moves all other columns below or above by far more than rounding
@@ -254,7 +252,6 @@ def test_ties_of_p_and_q_count_as_below(backend):
 @pytest.mark.everyday(1)
 def test_rows_of_weight_0_and_nan(backend):
     """NaN on either side has no effect if the weight is 0; otherwise it stays in its own row."""
-    torch.manual_seed(0)
     h, w, th = torch.randn(6, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.randn(6, D, device=DEVICE)
     weights = torch.tensor([0.0, 1, 0, 1, 1, 1], device=DEVICE)
     h[0], th[2], h[4], th[5] = NAN, NAN, NAN, NAN
@@ -276,7 +273,6 @@ def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
 
     Rows of the same tensor, in another order, therefore give the same result as a copy.
     """
-    torch.manual_seed(0)
     z = 2 * torch.randn(R, V, device=DEVICE)
     before, rows = z.clone(), torch.arange(R, device=DEVICE).roll(1)
     grads = []
@@ -316,7 +312,6 @@ def test_targets(backend):
 
     Other kinds ignore the targets.
     """
-    torch.manual_seed(0)
     z, t = torch.randn(4, V, device=DEVICE, requires_grad=True), torch.randn(4, V, device=DEVICE)
     y = torch.tensor([2, -100, V, 3], device=DEVICE)
     out = divergence(z, t, kind=SUM, targets=y, skip_id=3, reduction="none", backend=backend)
@@ -391,7 +386,6 @@ def test_memory_of_two_chunks(dtype):
 
 def test_autocast_of_a_low_rank_part_on_a_shared_head():
     """The part is cast like the head."""
-    torch.manual_seed(0)
     h, t, w, u, U = (torch.randn(shape, device=DEVICE) for shape in ((R, D), (R, D), (V, D), (R, 2), (V, 2)))
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = linear_divergence(h, w, t, teacher_extra=(u, U), backend="torch")
@@ -440,7 +434,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("columns", [False, True])
 def test_layouts(layout, columns, backend):
-    torch.manual_seed(0)
     z, t = (x.to(DEVICE) for x in LAYOUTS[layout]())
     weights = torch.rand(z.shape[:-1], device=DEVICE).round()
     same = {"targets": torch.randint(0, V, weights.shape, device=DEVICE)}
@@ -597,7 +590,6 @@ def test_one_graph_of_a_smaller_vocabulary(form, teacher):
 @pytest.mark.exhaustive
 def test_a_beta_that_reaches_0_or_1_in_one_graph():
     """jsd is defined as kl at 0 and as rkl at 1. The formula of jsd does not have these limits."""
-    torch.manual_seed(0)
     kinds = {"jsd": 0.5, "kl": 1.0}
     z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))
     step = torch.compile(

@@ -14,6 +14,7 @@ import torch
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
+    DLLMLossOutput,
     FusedLinearCrossEntropy,
     IDLMLoss,
     MaskedCrossEntropy,
@@ -23,6 +24,7 @@ from dllm_kernels import (
     calculate_mtp_loss,
     compute_per_token_nll,
     corrupt_uniform,
+    draft_accuracy,
     scdd_schedule,
 )
 from dllm_kernels.ops import (
@@ -648,6 +650,8 @@ def test_the_mask_of_scdd_lies_in_the_vocabulary(form):
         ({"max_ratio": "0.1"}, TypeError, "max_ratio must be a number, got str"),
         ({"gamma_shape": float("nan")}, ValueError, "gamma_shape must be finite, got nan"),
         ({"gamma_shape": float("inf")}, ValueError, "gamma_shape must be finite, got inf"),
+        ({"gamma_shape": 2**40}, ValueError, "gamma_shape must be nearer to 0 at t_peak=0.5, because c(t) leaves the "),
+        ({"gamma_shape": -(2.0**40)}, ValueError, "gamma_shape must be nearer to 0 at t_peak=0.5, because c(t) "),
         ({"gamma_shape": True}, TypeError, "gamma_shape must be a number, got bool"),
         ({"t_peak": 0.0}, ValueError, "t_peak must lie in (0, 1), got 0.0"),
         ({"t_peak": 1}, ValueError, "t_peak must lie in (0, 1), got 1"),
@@ -702,21 +706,41 @@ def test_the_blocks_of_each_sequence(form):
 
 def test_acceptance_length_arguments():
     correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
-    raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
-    of_rows = "correct must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
+    raises(TypeError, "output must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
+    of_rows = "output must have shape [B, T] or [B, blocks, k], got (1, 1, 2, 6)"
     raises(ValueError, of_rows, acceptance_length, correct[None, None], on[None, None], 4)
     raises(
-        ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
+        ValueError, "mask must have shape (2, 6) (that of output), got (2,)", acceptance_length, correct, on[:, 0], 4
     )
-    raises(ValueError, "mask must be on cpu like correct, got meta", acceptance_length, correct, on.to(META), 4)
+    raises(ValueError, "mask must be on cpu like output, got meta", acceptance_length, correct, on.to(META), 4)
     raises(ValueError, "block_size must be at least 1, got 0", acceptance_length, correct, on, 0)
     raises(TypeError, "block_size must be an int, got NoneType", acceptance_length, correct, on, None)
     raises(ValueError, "T must be a multiple of block_size - 1 for ", acceptance_length, correct, on, 6)
     raises(ValueError, "T must be a multiple of block_size for ", acceptance_length, correct, on, 4, anchor_row=True)
     raises(TypeError, "bonus must be a bool, got str", acceptance_length, correct, on, 4, bonus="yes")
     raises(TypeError, "anchor_row must be a bool, got str", acceptance_length, correct, on, 4, anchor_row="yes")
+    rows = DLLMLossOutput(on, on, draft_correct=correct)
+    message = "mask must have shape (2, 6) (that of output), got (2,)"
+    raises(ValueError, message, acceptance_length, rows, on[:, 0], 4)
+    raises(TypeError, "output must be the output of a loss, got int", draft_accuracy, 1)
     other = BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON)
     raises(ValueError, "output must have draft_correct, which DFlashDecayLoss returns", acceptance_length, other, ON, 4)
+    one = torch.zeros(2, 6)
+    for value, got in ((0.3, "0.30000001192092896"), (5, "5.0")):
+        one[1, 2] = value
+        message = f"output must hold 0 or 1, got {got} at position (1, 2); pass sampling=True with acceptance rates"
+        raises(ValueError, message, acceptance_length, one, on, 4)
+    for value in (-1.0, 5.0):
+        one[1, 2] = value
+        message = f"output must lie in [0, 1] where it is used, got {value} at position (1, 2)"
+        raises(ValueError, message, acceptance_length, one, on, 4, sampling=True)
+        of_blocks = message.replace("(1, 2)", "(1, 0, 2)")
+        raises(ValueError, of_blocks, acceptance_length, one.view(2, 2, 3), on.view(2, 2, 3), 4, sampling=True)
+    unread = on.clone()
+    unread[1, 2] = 0
+    assert acceptance_length(one, unread, 4, sampling=True) == 0
+    given = torch.tensor([[1, 1], [3, 1]])  # a row of a given token is not read, nor those behind it
+    assert acceptance_length(one.roll(-1, 1), on, 4, sampling=True, prefix=given) == 0
 
 
 def test_dflash_settings():
@@ -885,7 +909,8 @@ except ValueError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "backend='triton' was asked for, but triton is not installed"
+    message = "backend='triton' was asked for, but triton is not installed; GPU builds of torch install theirs (triton"
+    assert done.stdout.startswith(message)
 
 
 def test_an_ignore_index_is_an_int():
@@ -928,11 +953,29 @@ def test_a_partitioned_parameter(name):
     """DeepSpeed ZeRO-3 replaces the data of a parameter by an empty tensor while it is partitioned."""
     call, weight, bias = IN_PLACE_OF_THE_HEAD[name]
     partitioned = torch.nn.Parameter(torch.empty(0))
+    partitioned.ds_id = 0
     message = "{} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a partitioned "
     raises(ValueError, message.format(weight), call, partitioned, None)
     raises(ValueError, message.format(bias), call, W, partitioned)
     with pytest.raises(ValueError, match=r"compute the loss inside deepspeed\.zero\.GatheredParameters"):
         call(partitioned, None)
+
+
+@pytest.mark.parametrize("name", IN_PLACE_OF_THE_HEAD)
+def test_a_local_shard_of_fsdp1(name):
+    """Between forwards, ``use_orig_params=True`` leaves a flat or an empty shard, and False a freed view."""
+    call, weight, bias = IN_PLACE_OF_THE_HEAD[name]
+    freed = torch.randn_like(W)
+    freed.untyped_storage().resize_(0)
+    advice = "; it may be a local shard, as FullyShardedDataParallel leaves a parameter outside of its forward"
+    empty = f"must hold its values, got an empty tensor of shape (0,){advice}"
+    for shard, message in (
+        (torch.randn(V * D // 2), f"must have shape [V, D], got ({V * D // 2},){advice}"),
+        (torch.empty(0), empty),
+        (freed, f"must hold its values, got a tensor without storage{advice}"),
+    ):
+        raises(ValueError, f"{weight} {message}", call, shard, None)
+    raises(ValueError, f"{bias} {empty}", call, W, torch.empty(0))
 
 
 def test_a_partitioned_embedding():

@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks.measure import peak_memory
@@ -16,6 +15,7 @@ from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
 from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
 from tests.support.parity import assert_close_with_grads, assert_parity, value_and_grads
+from tests.support.recorded import multiplications
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 B, L, V, D, R = 2, 6, 37, 5, 3
@@ -114,7 +114,6 @@ def test_extra_with_every_other_option(backend):
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3), (0,)])
 def test_any_leading_shape_and_strides(shape, backend):
-    torch.manual_seed(0)
     hidden, u = torch.randn(*shape, D, device=DEVICE), torch.randn(*shape, 2 * R, device=DEVICE)[..., ::2]
     weight, second = torch.randn(V, D, device=DEVICE), torch.randn(R, V, device=DEVICE).t()
     targets, weights = torch.randint(0, V, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
@@ -161,10 +160,7 @@ def test_a_gradient_only_where_one_is_required(name, trains, backend):
 
 def products(function, rows):
     """Count (large, thin) products of all active rows. The hidden size is not a multiple of the thin part's size."""
-    mapping = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
-    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
-        function()
-    total = counter.get_total_flops() / (2 * rows * V)
+    total = multiplications(function) / (rows * V)
     return next((large, (total - large * 101) / R) for large in range(9) if 0 <= total - large * 101 < 101)
 
 
@@ -185,7 +181,6 @@ def products(function, rows):
 )
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_the_large_products_are_no_more_than_without_it(trains, weighted, per_row, objective, chunk, backend):
-    torch.manual_seed(0)
     rows, wide = 8, 101
     leaves = [torch.randn(shape, device=DEVICE) for shape in ((12, wide), (V, wide), (V,), (12, R), (V, R))]
     h, w, _, u, second = (leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True))

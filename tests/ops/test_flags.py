@@ -74,7 +74,7 @@ CALLS = {
         LABELS, ON, 6, 7, mask_prob=torch.ones(1) / 2, uniform_prob=torch.ones(1) / 2, **o
     ),
     "diffusion_generate": lambda **o: dllm_kernels.diffusion_generate(
-        model(), LABELS, mask_token_id=6, max_new_tokens=2, steps=1, **o
+        model(), LABELS, mask_token_id=6, max_new_tokens=2, steps=1, eos_token_id=1, **o
     ),
     "nemo_automodel.patch": nemo_automodel.patch,
     "speculators.patch": speculators.patch,

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
@@ -23,6 +22,7 @@ from tests.support.parity import (
     reduction_sizes,
     value_and_grads,
 )
+from tests.support.recorded import multiplications
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan
@@ -87,7 +87,6 @@ def test_parity(N, V, D, chunk, dtype, path):
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
 def test_any_leading_shape_and_strides(shape, path):
-    torch.manual_seed(0)
     weight = torch.randn(5, 11, device=DEVICE).t()  # columns of an embedding: not contiguous
     hidden = torch.randn(*shape, 10, device=DEVICE)[..., ::2]
     targets = torch.randint(0, 11, shape, device=DEVICE)
@@ -132,16 +131,9 @@ def test_frozen_and_trainable_in_every_combination(trains, path):
                 torch.testing.assert_close(leaf.grad, grad)
 
 
-def in_place_product(_, a, b, **__):
-    """Count the operations of ``addmm_``, which torch's counter does not know."""
-    return 2 * a[0] * a[1] * b[1]
-
-
 def products(function):
     """Count the products of all active rows with the whole head."""
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place_product}) as counter:
-        function()
-    return counter.get_total_flops() / (2 * ACTIVE * 37 * 5)
+    return multiplications(function) / (ACTIVE * 37 * 5)
 
 
 ACTIVE = 6

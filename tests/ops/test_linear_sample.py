@@ -113,7 +113,6 @@ rare = {"marks": pytest.mark.exhaustive}, {"marks": pytest.mark.every_case}
 )
 def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
     """No column outside the support is drawn, and those inside as often as their probabilities say."""
-    torch.manual_seed(0)
     x = (
         torch.randperm(columns, device=DEVICE) + 1
     ).log() * -0.75  # the probability of rank r is proportional to r^-1.5
@@ -143,7 +142,7 @@ def test_truncated_frequencies_equal_their_probabilities(columns, N, options):
         ([0.0] * 10, {"top_p": 0.31}, [0, 1, 2, 3]),
         ([0.0] * 10, {"top_p": 1e-9}, [0]),
         ([0.0] * 10, {"top_k": 4, "top_p": 0.5}, [0, 1]),  # half of what top_k leaves
-        ([0.0] * 3, {"top_p": 1, "min_p": 0}, [0, 1, 2]),
+        ([0.0] * 3, {"top_k": 0, "top_p": 1, "min_p": 0}, [0, 1, 2]),
         ([0.0] * 4, {"min_p": 1}, [0, 1, 2, 3]),  # no border runs through equal columns
         ([0.0, math.log(2), math.log(4)], {"min_p": 0.4}, [1, 2]),
         ([0.0, math.log(2), math.log(4)], {"top_k": 2, "min_p": 0.1}, [1, 2]),
@@ -450,10 +449,10 @@ def test_bad_input():
     message = "generator and seeds exclude each other: expected one of them, got both"
     raises(ValueError, message, h, w, seeds=seeds, generator=torch.Generator())
     raises(TypeError, "generator must be a torch.Generator or None, got int", h, w, generator=1)
-    for name in ("return_top", "top_k"):
+    for name, least in (("return_top", 1), ("top_k", 0)):
         raises(TypeError, f"{name} must be an int, got float", h, w, **{name: 2.0})
-        for k in (0, 71):
-            message = f"{name} must lie in [1, 70], the size of the vocabulary, or be None, got {k}"
+        for k in (least - 1, 71):
+            message = f"{name} must lie in [{least}, 70], the size of the vocabulary, or be None, got {k}"
             raises(ValueError, message, h, w, **{name: k})
     for p in (0, -0.5, 1.5, NAN):
         raises(ValueError, f"top_p must lie in (0, 1], or be None, got {p}", h, w, top_p=p)

@@ -150,7 +150,6 @@ def test_parity_of_rows_far_apart(kind, path):
 )
 def test_each_output_alone(requested, dtype, path):
     """The other outputs have no upstream gradient, or are not requested."""
-    torch.manual_seed(0)
     logits = (4 * torch.randn(2, 3, 37)).to(DEVICE, dtype).requires_grad_()
     ids, arguments = options((2, 3), 37, 2, dtype)
     expected = reference.row_stats(logits, ids, **arguments)
@@ -464,16 +463,6 @@ def test_products(trains, forward, both, backend):
         if trains:
             torch.autograd.backward(out, [torch.ones_like(t) for t in out])
     assert counter.get_total_flops() == both * one
-
-
-def test_rows_without_a_gradient_are_not_projected_again(backend):
-    (hidden, weight, _), arguments = linear_draw(torch.float32)(0)
-    hidden.requires_grad_()
-    out = linear_row_stats(hidden, weight, arguments["ids"], backend=backend)
-    counter = FlopCounterMode(display=False)
-    with counter:
-        out.lse[2].backward()
-    assert counter.get_total_flops() == 2 * 2 * weight.numel()
 
 
 @pytest.mark.everyday(1)

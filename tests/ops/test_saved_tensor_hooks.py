@@ -50,7 +50,6 @@ def of_rows(h, w, ids):
 @pytest.mark.parametrize("loss", [objective, weighted_by_policy, of_rows])
 def test_the_body_runs_once_in_forward_and_once_in_backward(loss, hooks, trains_head):
     """Graphs that a call builds and differentiates inside are not those that the caller's hooks are for."""
-    torch.manual_seed(0)
     h, w = torch.randn(N, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     ids, runs = torch.arange(N, device=DEVICE), []
 

@@ -158,7 +158,6 @@ SHARES = {  # probabilities whose logarithms, in each dtype, sum to 1 up to thei
 @pytest.mark.parametrize("shares", SHARES)
 def test_a_teacher_without_mass_elsewhere(shares, dtype, form, kind, backend):
     """Its bucket of the rest has the mass 0, not what rounding leaves of it; the reverse KL is then infinite."""
-    torch.manual_seed(0)
     q = torch.tensor(SHARES[shares], dtype=torch.float64, device=DEVICE)
     K = len(q)
     log_q = torch.stack([q.log(), (q / 2).log(), q.log()]).to(dtype)  # the second row has mass elsewhere
@@ -188,7 +187,6 @@ def test_a_teacher_without_mass_elsewhere(shares, dtype, form, kind, backend):
 @every_kind
 def test_all_columns_are_the_whole_divergence(kind, backend):
     """With K = V there is no rest, and the divergence is that of ``divergence``, in any order of the ids."""
-    torch.manual_seed(0)
     z, teacher_logits = torch.randn(6, 9, device=DEVICE), torch.randn(6, 9, device=DEVICE)
     ids = torch.rand(6, 9, device=DEVICE).argsort(-1)
     log_q = torch.log_softmax(teacher_logits, -1).gather(-1, ids)
@@ -233,7 +231,6 @@ def test_outputs_beside_the_loss(kind, tail, backend):
 
 
 def test_the_acceptance_rate_bounds_that_of_the_vocabulary():
-    torch.manual_seed(0)
     z, t = 2 * torch.randn(9, V, device=DEVICE), 2 * torch.randn(9, V, device=DEVICE)
     log_q, ids = torch.log_softmax(t, -1).topk(8)
     coarse, whole = topk_divergence(z, ids, log_q), divergence(z, t)

@@ -217,7 +217,6 @@ def test_a_nan_score_is_visible_in_its_own_entry(settings, A):
 @pytest.mark.parametrize("settings", [{}, {"dual_clip": 3.0}, {"kind": "cispo"}], ids=str)
 def test_stale_tokens_leave_the_other_rows_unchanged(settings, backend, device):
     """Rows whose ratio overflows but is clipped, or has an advantage of 0, add nothing to the gradients."""
-    torch.manual_seed(0)
     h, w, ids = torch.randn(6, 8), torch.randn(11, 8), torch.randint(0, 11, (6,))
     old = torch.full((6,), -2.0)
     stale, A = old.clone(), torch.tensor([1.0, -1.0, 0.5, 1.0, 0.0, -1.0])
@@ -265,7 +264,6 @@ def test_objectives_are_immutable_and_compare_by_value():
 @pytest.mark.parametrize("settings", [{}, {"kl": "k3", "kl_coef": 0.1}], ids=str)
 def test_policy_objective_as_row_objective(settings):
     """The objective of row statistics, from hidden states and from logits, equals that of the log-probabilities."""
-    torch.manual_seed(0)
     hidden, head = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(11, 8, dtype=torch.float64)
     ids, advantages = torch.randint(0, 11, (6,)), torch.randn(6, dtype=torch.float64)
     log_probs = F.linear(hidden, head).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
@@ -284,7 +282,6 @@ def test_policy_objective_as_row_objective(settings):
 
 
 def test_weights_give_the_exact_gradient_of_a_sequence_objective_view_by_view():
-    torch.manual_seed(1)
     B, L, D, V = 3, 7, 6, 13
     ids, loss_mask = torch.randint(0, V - 1, (B, L)), torch.ones(B, L)
     views = policy_views(ids, loss_mask, V - 1, "coupled", seeds=torch.arange(B))

@@ -596,7 +596,7 @@ def test_empty_batches(scheme, shape):
 def test_ids_keep_their_dtype_and_masks_may_be_numbers(dtype):
     ids, loss_mask, _ = batch()
     expected = policy_views(ids, loss_mask.bool(), MASK, "coupled", seeds=SEEDS)
-    for mask in (loss_mask.long() * 3, loss_mask * 0.5):
+    for mask in (loss_mask.long(), loss_mask * 0.5, loss_mask * 3.0):
         views = policy_views(ids.to(dtype), mask, MASK, "coupled", seeds=SEEDS)
         assert views.noisy.dtype == dtype
         assert torch.equal(views.noisy.int(), expected.noisy)
@@ -755,7 +755,7 @@ def test_bad_scores(call, error, message):
 def test_steps_of_a_narrow_type_in_a_padded_row(num):
     """Padding was marked by -1, which is step 255 in uint8."""
     ids, steps, start = torch.arange(4)[None], torch.tensor([[0, 1, 0, 2]]), torch.tensor([1])
-    make = lambda step_map: policy_views(ids, ids + 1, MASK, "trace", num=num, step_map=step_map, start=start)  # noqa: E731
+    make = lambda step_map: policy_views(ids, ids >= 0, MASK, "trace", num=num, step_map=step_map, start=start)  # noqa: E731
     expected, views = make(steps), make(steps.to(torch.uint8))
     assert torch.equal(views.noisy, expected.noisy)
     assert torch.equal(views.scored, expected.scored)

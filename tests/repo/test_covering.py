@@ -1,12 +1,16 @@
-"""Which tests run: the subset of cases of a test marked ``covering``, tests for a GPU, and a run without any test."""
+"""Which tests run, and their seeds: cases of a test marked ``covering``, tests for a GPU, a run without any test."""
 
 import itertools
+import random
 import re
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
+import torch
 
 from tests import conftest
 from tests.conftest import covering
@@ -158,3 +162,10 @@ def test_a_run_without_any_executed_test_is_no_success(stats, status, monkeypatc
     session = SimpleNamespace(config=config, exitstatus=0)
     conftest.pytest_sessionfinish(session, 0)
     assert session.exitstatus == status
+
+
+def test_a_test_is_seeded_by_its_id(request):
+    drawn = [torch.rand(()).item(), np.random.random(), random.random()]
+    seed = zlib.crc32(request.node.nodeid.encode())
+    of_torch = torch.rand((), generator=torch.Generator().manual_seed(seed)).item()
+    assert drawn == [of_torch, np.random.RandomState(seed).random(), random.Random(seed).random()]

@@ -96,7 +96,6 @@ def compare_drafts(accepted, printed):
 
 
 def test_correctly_filled_tokens_are_counted():
-    torch.manual_seed(0)
     windows = torch.randint(6, 11, (4, 400))
     right = torch.rand(4, 400) < 0.6
 
@@ -175,7 +174,6 @@ def test_attention_mask_of_the_two_copies():
 
     A clean one sees those up to itself.
     """
-    torch.manual_seed(0)
     model = LanguageModel(Size(8, 2, 2, 11)).double()
     noisy, clean = torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6))
     blocks = torch.arange(6) // 2

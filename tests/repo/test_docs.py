@@ -1,7 +1,7 @@
 """Every fence of docs runs as printed, and gives the numbers in the text around it.
 
 The fences of a page share their names and run in order. Then the page's check, defined here, compares the results with
-plain PyTorch in float64. The fences of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
+plain PyTorch in float64. The fences of the pages about many GPUs are checks of ``distributed_readme.py``, run by
 ``test_distributed.py``.
 """
 
@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.support import trainers
 from tests.support.distributed_checks import CHECKS
 from tests.support.distributed_workers import distributed_readme
 from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
-from tests.support.readme import DOCS, ROOT, blocks, fences, python, run
+from tests.support.readme import DOCS, ROOT, blocks, python, run
 
 
 def drop_in(code):
@@ -54,15 +55,29 @@ def framework(code):
     assert theirs.MDLMCrossEntropyLoss is not ours.MDLMCrossEntropyLoss
 
 
+def loop_with_a_strategy(code):
+    """The loop trains with the package's loss."""
+    pytest.importorskip("nemo_automodel.recipes.dllm.strategy")
+    names = {}
+    try:
+        run(code, names)
+    finally:
+        names["nemo_automodel"].unpatch()
+    assert type(names["loss_fn"]) is ours.MDLMCrossEntropyLoss
+    assert names["losses"][-1] < 0.8 * names["losses"][0]
+
+
 def trainer(code):
-    """Check the class on which the examples build. ``integrations/test_transformers.py`` trains it."""
-    transformers = pytest.importorskip("transformers")
+    """The Trainer trains. ``integrations/test_transformers.py`` compares its loss."""
+    for needed in ("transformers", "accelerate"):
+        pytest.importorskip(needed)
     names = {}
     run(code, names)
-    trainer_class, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
-    assert issubclass(trainer_class, transformers.Trainer)
-    assert trainer_class.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
-    assert callable(names["MaskedDiffusionCollator"])
+    mixin, host = names["MaskedDiffusionTrainerMixin"], names["Trainer"]
+    assert names["DiffusionTrainer"].compute_loss is mixin.compute_loss is not host.compute_loss
+    state = names["trainer"].state
+    assert state.global_step == 10
+    assert 0 < state.log_history[-1]["train_loss"] < 2 * math.log(names["V"])
 
 
 def decoder(code):
@@ -82,6 +97,16 @@ def decoder(code):
     assert model.lm_head.weight.grad[V:].abs().max() == 0
     assert n["MASK"] >= V
     return n
+
+
+def attention_in_any_version(code):
+    """The mask of zeros gives what ``is_causal=False`` gives, also if that has no effect."""
+    n = decoder(python(PAGES["decoder.md"])[0])
+    run(code, n)
+    torch.testing.assert_close(n["hidden_of_all"], n["hidden"])
+    n["model"].config.is_causal = True
+    run(code, n)
+    torch.testing.assert_close(n["hidden_of_all"], n["hidden"])
 
 
 def padded(code):
@@ -123,22 +148,19 @@ def patched_speculators(code):
         assert theirs == host.utils._EAGER_LOSS_FN_MAP
 
 
-def metrics_of_speculators(code):
-    """The loss is KL with the decay from row 1 on, over the valid rows.
+def loop_with_speculators(code):
+    """The draft learns. The last loss is KL with the decay from row 1 on, over the valid rows.
 
     The acceptance rate is that of the predicting rows.
     """
-    torch.manual_seed(0)
     n = {}
     run(code, n)
-    h, w = leaf(n["hidden"]), n["head"].double()
+    assert n["rates"][-1] > 2 * n["rates"][0]
+    h, w = n["hidden"].detach().double(), n["head"].double()
     log_p, q = (h @ w.T).log_softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
-    k = torch.arange(n["T"]) % n["block_size"]
+    k = torch.arange(h.shape[1]) % n["block_size"]
     kl = F.kl_div(log_p, q, reduction="none").sum(-1)
-    loss = (kl * torch.exp(-(k - 1).double() / 4) * (k > 0)).sum() / (n["T"] + 1e-5)
-    loss.backward()
-    same(n["loss"], loss)
-    same(n["hidden"].grad, h.grad)
+    same(n["loss"], (kl * torch.exp(-(k - 1).double() / 4) * (k > 0)).sum() / (len(k) + 1e-5))
     same(n["metrics"]["accept_rate_sum"], torch.minimum(log_p.exp(), q).sum(-1)[:, k > 0].sum())
 
 
@@ -155,37 +177,37 @@ def patched_trl(code):
 
 
 def policy_of_trl(code):
-    """Check the class that the example in ``test_examples.py`` trains."""
-    for needed in ("trl", "pandas", "datasets"):
+    """The trainer takes its steps. The example in ``test_examples.py`` trains longer."""
+    for needed in ("trl", "pandas", "datasets", "tokenizers"):
         pytest.importorskip(needed)
     names = {}
     run(code, names)
     assert names["DiffusionGRPO"].__mro__[1:3] == (names["DiffusionPolicyMixin"], names["GRPOTrainer"])
-    assert callable(names["diffusion_rollout"])
+    assert names["trainer"].state.global_step == 2
 
 
 def names_of_others(code):
-    """Check the classes and functions that take the place of others. ``integrations/test_names.py`` calls them."""
-    names = {}
-    run(code, names)
-    assert names["FusedLinearDiffusionCrossEntropyLoss"](reduction="sum").reduction == "sum"
-    assert names["linear_cross_entropy"].__module__ == "dllm_kernels.integrations.names"
+    """The sum over the masked tokens of nll / p, and a policy gradient with an entropy bonus."""
+    n = {}
+    run(code, n)
+    ids, head = n["ids"], n["lm_head"].weight.double()
+    nll = plain_nll(n["body"](n["noisy"]).double() @ head.T, ids)
+    same(n["loss"], (nll * n["masked"] / n["p_mask"]).sum() / ids.numel())
+    log_p = (n["body"](ids[:, :-1]).double() @ head.T / 0.9).log_softmax(-1)
+    gained = log_p.gather(-1, ids[:, 1:, None])[..., 0] * n["advantages"]
+    same(n["policy"], -gained.mean() + 0.01 * (log_p.exp() * log_p).sum(-1).mean())
 
 
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 FENCE_CHECKS = {
-    "decoder.md": (decoder, padded),
+    "decoder.md": (decoder, attention_in_any_version, padded),
     "models.md": (facts,),
-    "frameworks.md": (
-        framework,
-        trainer,
-        patched_speculators,
-        metrics_of_speculators,
-        patched_trl,
-        policy_of_trl,
-        names_of_others,
-    ),
+    "frameworks/nemo-automodel.md": (framework, loop_with_a_strategy),
+    "frameworks/hugging-face.md": (trainer,),
+    "frameworks/speculators.md": (patched_speculators, loop_with_speculators),
+    "frameworks/trl.md": (patched_trl, policy_of_trl),
+    "frameworks/other-names.md": (names_of_others,),
     "migrate/nemo-automodel.md": (drop_in,),
 }  # function that runs and checks each fence
 SHELL = {"sh", "console"}
@@ -217,18 +239,26 @@ def mdlm_sum(logits, n):
 
 def loop_of_the_first_screen():
     """Return the names that the first fence of README and of the front page takes from the reader's program."""
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 8))
-    model.add_module("lm_head", torch.nn.Linear(8, 50))
-    ids, masked = torch.randint(0, 50, (2, 12)), torch.rand(2, 12) < 0.5
-    given = {"model": model, "noisy": ids.masked_fill(masked, 49), "ids": ids, "masked": masked}
-    return given | {"p": torch.full((2, 12), 0.5), "F": F}
+    ids = torch.randint(0, 49, (2, 12))
+    return {"model": OutputModel(), "ids": ids, "loss_mask": torch.ones(2, 12), "mask_token_id": 49, "F": F}
+
+
+class OutputModel(torch.nn.Module):
+    """A model that returns its logits as the models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.lm_head = torch.nn.Embedding(50, 8), torch.nn.Linear(8, 50)
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.lm_head(self.body(input_ids)))
 
 
 def check_the_loop_of_the_first_screen(n):
     """The gradient of the loop is that of the logits."""
     model, found = n["model"], [p.grad.clone() for p in n["model"].parameters()]
     model.zero_grad()
-    (plain_nll(model(n["noisy"]), n["ids"]) * n["masked"] / n["p"]).sum().backward()
+    (plain_nll(model(n["noisy"]).logits, n["ids"]) * n["masked"] / n["p"]).sum().backward()
     for grad, p in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
 
@@ -246,6 +276,74 @@ def masks(n):
     assert not (n["noise_mask"] & (n["labels"] == -100)).any()
     nll = plain_nll(n["logits"], n["input_ids"])
     same(n["out"].total_loss, (nll * n["noise_mask"] / n["p_mask"]).sum() / n["count"])
+
+
+@page("published-noise.md")
+def published_noise(n):
+    """``corruption/test_published.py`` compares the distributions."""
+    ids, loss_mask = torch.randint(0, n["MASK"], (3, 12)), torch.ones(3, 12)
+    loss_mask[:, :3] = 0
+    for name in ("llada", "dllm", "bd3lm", "gidd", "duo"):
+        noisy, noise_mask, _ = n[name](ids, loss_mask)
+        assert not (noise_mask & (loss_mask == 0)).any()
+        assert torch.equal(noisy[~noise_mask], ids[~noise_mask])
+    assert n["sdar"](ids, loss_mask, torch.zeros_like(ids))[1].any(1).all()
+    noisy, noise_mask, _, in_block = n["dparallel"](ids, torch.tensor([0, 2, 5]))
+    assert torch.equal(noise_mask, noisy == n["MASK"])
+    for row, block, start in zip(noise_mask, in_block, (0, 2, 5), strict=True):
+        first, last = block.nonzero()[[0, -1], 0].tolist()
+        assert (first - start) % 4 == 0
+        assert not row[:first].any()
+        assert row[last + 1 :].all()
+    tokens = 9
+    _, noise_mask, _ = ours.corrupt_uniform(torch.zeros(20_000, tokens).long(), torch.ones(20_000, tokens), 1)
+    assert "with a probability of about 1 / (n + 1)" in " ".join(PAGES["published-noise.md"].split())
+    assert abs((~noise_mask.any(1)).double().mean() - 1 / (tokens + 1)) < 0.01
+
+
+@page("packed-data.md")
+def packed_data(n):
+    """The loss and its gradient are those of each document alone, without a mask."""
+    model, grad = n["model"], n["model"].lm_head.weight.grad.clone()
+    model.zero_grad()
+    total, shifted, next_token, pairs, L = 0.0, 0.0, 0.0, 0, n["ids"].shape[1]
+    for b, segments in enumerate(n["segments"]):
+        for j in range(int(segments.max()) + 1):
+            place = b, segments == j
+            ids, noise, p = (n[name][place][None] for name in ("ids", "noise_mask", "p_mask"))
+            assert len(p.unique()) == 1
+            logits = model(input_ids=n["noisy"][place][None]).logits
+            diffusion = logits.index_fill(-1, torch.tensor([n["MASK"]]), -math.inf)
+            total = total + (plain_nll(diffusion, ids) * noise / p).sum()
+            following = plain_nll(logits[:, :-1], ids[:, 1:])
+            shifted = shifted + (following * noise[:, 1:] / p[:, 1:]).sum()
+            next_token, pairs = next_token + following.sum(), pairs + following.numel()
+    assert n["predicted"].sum() == pairs == n["loss_mask"].sum() - len(n["documents"])
+    assert len(n["segments"]) < len(n["documents"])
+    (total / n["loss_mask"].sum()).backward()
+    same(n["out"].total_loss, total / n["loss_mask"].sum())
+    same(grad, model.lm_head.weight.grad)
+    same(n["shifted"].total_loss, shifted / pairs)
+    same(n["next_token"], next_token / pairs)
+    assert n["inputs"]["attention_mask"].shape == (len(n["segments"]), 1, L, L)
+    assert torch.equal(n["inputs"]["segment_ids"], n["segments"])
+    text = " ".join(PAGES["packed-data.md"].split())
+    with torch.no_grad():  # the statements on attention
+        exact = model(input_ids=n["ids"], attention_mask=n["same"], position_ids=n["batch"]["position_ids"]).logits
+        inside = n["segments"] >= 0
+
+        def differs(mask):
+            other = model(input_ids=n["ids"], attention_mask=mask, position_ids=n["batch"]["position_ids"]).logits
+            return not torch.allclose(other[inside], exact[inside], atol=1e-5)
+
+        assert "transformers 5.24 attends to the whole row, whatever the positions are" in text
+        assert differs(None)
+        assert differs(n["batch"]["attention_mask"])
+        model.set_attn_implementation("eager")
+        assert "a bool would add 1 within a document" in text
+        assert differs(n["same"])
+        assert "`torch.where(same, 0.0, torch.finfo(torch.float32).min)`" in text
+        assert not differs(torch.where(n["same"], 0.0, torch.finfo(torch.float32).min))
 
 
 @page("index.md")
@@ -386,7 +484,11 @@ def ops_nll(n):
     same(n["linear_loss"], (linear_nll * n["weights"]).sum())
     two_parts = linear + n["u"].double() @ n["U"].double().T
     same(n["two_parts"], (plain_nll(two_parts, n["ids"]) * n["weights"]).sum())
-    same(n["focal"], ((1 - (-nll).exp()) ** 2 * nll).sum())
+    logits = leaf(n["logits"])
+    nll = plain_nll(logits, n["ids"])
+    focal = ((1 - (-nll).exp()) ** 2 * nll).sum()
+    same(n["focal"], focal)
+    same(n["focal_grad"], torch.autograd.grad(focal, logits)[0])
 
 
 @page("ops/row-stats.md")
@@ -635,6 +737,8 @@ def test_the_code_runs_as_printed(name):
         pytest.skip("this torch has no linear_cross_entropy")
     torch.manual_seed(0)
     names, codes = {}, python(PAGES[name])
+    if any("from transformers import" in code for code in codes):
+        pytest.importorskip("transformers")
     if name == "index.md":
         names["first_screen"] = loop_of_the_first_screen()
         run(codes.pop(0), names["first_screen"])
@@ -646,7 +750,7 @@ def test_the_code_runs_as_printed(name):
 
 
 # Importing NeMo AutoModel takes longer than all other fences. The same line is in integrations/test_nemo.py.
-LONG = {framework: pytest.mark.exhaustive}
+LONG = {framework: pytest.mark.exhaustive, loop_with_a_strategy: pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize(
@@ -657,7 +761,8 @@ LONG = {framework: pytest.mark.exhaustive}
         for i, runner in enumerate(runners)
     ],
 )
-def test_the_code_of_a_framework_runs_as_printed(name, fence):
+def test_the_code_of_a_framework_runs_as_printed(name, fence, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # trainers create their output folder
     codes = python(PAGES[name])
     assert len(codes) == len(FENCE_CHECKS[name])
     FENCE_CHECKS[name][fence](codes[fence])
@@ -666,14 +771,14 @@ def test_the_code_of_a_framework_runs_as_printed(name, fence):
 def test_no_fence_goes_without_a_test():
     """Each page with Python has a check, and every fence is Python or a command."""
     with_python = {name for name, text in PAGES.items() if python(text)}
-    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | {"many-gpus.md"}
+    assert with_python == CHECK.keys() | FENCE_CHECKS.keys() | distributed_readme.PAGES.keys()
     for name, text in PAGES.items():
         assert {language for language, _ in blocks(text)} <= {"python", *SHELL}, name
         assert len(blocks(text)) == text.count("```") / 2, name
 
 
 def test_every_fence_for_many_processes_has_a_scenario():
-    found = fences(PAGES["many-gpus.md"])
+    found = distributed_readme.FENCES
     assert found.keys() == distributed_readme.SCENARIOS.keys()
     for paragraph, codes in found.items():
         assert len(inspect.signature(distributed_readme.SCENARIOS[paragraph]).parameters) == len(codes), paragraph
@@ -783,7 +888,7 @@ def as_text(node):
 
 def messages():
     """Yield the message of every error that the package raises, and of every warning."""
-    errors = {"TypeError", "ValueError", "IndexError", "RuntimeError", "NotImplementedError"}
+    errors = {"TypeError", "ValueError", "IndexError", "RuntimeError", "NotImplementedError", "ImportError"}
     for path in (ROOT / "dllm_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -795,8 +900,8 @@ def messages():
 
 
 def test_every_error_is_listed_with_its_cause():
-    """Each message matches a row of troubleshooting, and every row matches a message."""
-    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting.md"], re.MULTILINE)
+    """Each message matches a row of the page of errors, and every row matches a message."""
+    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting/errors.md"], re.MULTILINE)
     patterns = [
         p for row in rows for p in re.findall(r"`([^`]+)`", row) if "…" in p or " must " in p or len(p.split()) > 4
     ]

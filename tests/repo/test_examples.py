@@ -49,6 +49,13 @@ def test_huggingface_encoder():
 
 
 @pytest.mark.exhaustive
+def test_packed_documents():
+    packed, alone = load("packed_documents").main(steps=120)
+    assert packed == pytest.approx(alone, rel=1e-5)
+    assert packed < 0.6 * math.log(32)
+
+
+@pytest.mark.exhaustive
 def test_llada_sft():
     """The loss equals that of LLaDA's guidelines, line by line, and a trained model answers."""
     example = load("llada_sft")

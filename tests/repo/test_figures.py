@@ -127,7 +127,7 @@ def test_the_options_of_the_head_equal_the_results():
             assert agree(figures[2], by_case[1, "product"]["timing"]["q50_s"] / this["timing"]["q50_s"]), name
     two = results(MEASURED / "linear_sample_two_threads.json")
     found = {result["name"]: result["timing"]["q50_s"] for result in two["results"]}
-    shown = re.search(r"both cores, with medians of (\d+), the last column is ([\d.]+), ([\d.]+) and ([\d.]+):", text)
+    shown = re.search(r"with medians of (\d+), the last column is ([\d.]+), ([\d.]+) and ([\d.]+), because", text)
     assert int(shown[1]) == two["options"]["samples"]
     for figure, name in zip(shown.groups()[1:], ("ours", "greedy", "top 8"), strict=True):
         assert agree(figure, found["product"] / found[name]), name

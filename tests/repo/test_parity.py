@@ -111,7 +111,6 @@ def test_the_bound_is_the_sum_of_three_terms(dtype, plain_error, sign):
 @pytest.mark.parametrize("gain", [1 / 0.7, 3.3])
 def test_the_rounding_error_of_a_fused_product_passes(gain):
     """For one column, ``z * gain - max(z * gain)`` rounded once is within a rounding step of ``z * gain``, not 0."""
-    torch.manual_seed(0)
     z, gain = 3 * torch.randn(1000), torch.tensor(gain)
     x = z * gain
     fused = (z.double() * gain.double() - x.double()).float()

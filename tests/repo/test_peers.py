@@ -127,7 +127,7 @@ def test_the_arguments_fit_the_installed_function(name, monkeypatch):
     else:
         root = module.partition(".")[0]
         monkeypatch.setattr(peers, "module", lambda asked: peer if asked.partition(".")[0] == root else None)
-        monkeypatch.setattr(peers, "refusals", lambda: dict.fromkeys(sum(peers.MODULES.values(), ()), "not asked for"))
+        monkeypatch.setattr(peers, "refusal", lambda name: "not asked for")
         found, shape = policy.log_probs_of_peers("cuda")[name.split(",")[0]](hidden[0], head, targets[0]), (N,)
     assert not called.signatures  # all of them were called
     assert found.shape == shape

@@ -24,7 +24,7 @@ def test_the_code_runs_as_printed():
     Fences that patch a framework run in ``test_docs.py``.
     """
     loop, on_gpu, more, framework = python(README.read_text())
-    assert framework in python((DOCS / "frameworks.md").read_text())
+    assert framework in python((DOCS / "frameworks" / "nemo-automodel.md").read_text())
     torch.manual_seed(0)
     first = loop_of_the_first_screen()
     run(loop, first)
@@ -127,4 +127,6 @@ def test_the_commands_on_a_gpu_state_their_durations():
     assert f"the main losses, a copy and the bare products: estimated {limits['headline']:g} minutes (H200)" in text
     assert f"`on_gpu` ends it after {limits['headline']:g} minutes" in (DOCS / "gpu.md").read_text()
     assert on_gpu._parser().get_default("minutes") == 9
-    assert "A call ends after nine minutes" in " ".join(text.split())
+    ends = "A call ends after nine minutes, and what decides has run after a second one of four"
+    assert ends in " ".join(text.split())
+    assert "--total 15" in text

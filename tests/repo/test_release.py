@@ -46,7 +46,11 @@ def test_the_matrix_equals_the_supported_versions():
     pythons = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
     assert matrix["python"] == pythons
     assert PROJECT["requires-python"] == f">={pythons[0]}"
-    floors = dict(re.match(r"([\w-]+)>=([\d.]+)", dependency).groups() for dependency in PROJECT["dependencies"])
+    extras = PROJECT["optional-dependencies"]
+    required = [*PROJECT["dependencies"], *extras["triton"]]
+    assert set(extras["triton"]) < set(extras["test"])
+    assert not [name for name in PROJECT["dependencies"] if "triton" in name]  # it would overwrite torch's own
+    floors = dict(re.match(r"([\w-]+)>=([\d.]+)", dependency).groups() for dependency in required)
     (pinned,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     torches = matrix["torch"]
     assert torches[0].startswith(floors["torch"] + ".")
@@ -58,7 +62,7 @@ def test_the_matrix_equals_the_supported_versions():
     oldest = f"torch=={torches[0]}\\ntriton=={tritons[torches[0]]}\\n"
     assert runs == [f"printf '{oldest}' > constraints.txt", "make test-every-case"]
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"torch >= {floors['torch']}. On Linux, Triton >= {floors['triton']} is installed with it." in readme
+    assert f"It requires torch >= {floors['torch']}, and for the kernels Triton >= {floors['triton']}" in readme
     newest = re.search(
         r"`make test` also passes with torch ([\d.]+) .*? and Triton ([\d.]+) under Python ([\d.]+), "
         r"and with torch ([\d.]+) and Triton ([\d.]+) under Python ([\d.]+)\.",

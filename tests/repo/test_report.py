@@ -44,6 +44,7 @@ def plain(monkeypatch):
 
 def test_versions_and_backends(plain):
     found = facts()
+    assert next(iter(found.items())) == ("cpu", "right")  # the verdict comes first
     assert found["dllm_kernels"] == dllm_kernels.__version__
     assert found["CPU threads of torch"] == str(torch.get_num_threads())
     assert not found.keys() & set(report.VARIABLES)
@@ -57,6 +58,7 @@ def test_the_report_of_torch(plain, environment):
     assert f"PyTorch version: {torch.__version__}" in lines
     assert f"Is CUDA available: {torch.cuda.is_available()}" in lines
     assert any(line.startswith(f"Python version: {platform.python_version()} ") for line in lines)
+    assert not any(line.startswith(("Vulnerability", "Flags")) for line in lines)
     if environment.pip_packages is not None:
         assert f"[pip3] numpy=={np.__version__}" in lines
 
@@ -69,16 +71,14 @@ def test_packages_that_are_not_installed_are_not_listed(plain, monkeypatch):
 
 @pytest.mark.exhaustive  # in a process that imports everything anew
 def test_kernels_through_the_interpreter(plain, monkeypatch):
-    triton = pytest.importorskip("triton")
-    version, numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
-    # The interpreter of Triton 3.6 fails with NumPy 2.4 unless it is fixed as in tests/support/interpreter.py. The
-    # report shows the failure.
-    found = "fails, InterpreterError" if version < (3, 7) and numpy >= (2, 4) else "triton, right"
+    """Also with Triton 3.6 and NumPy 2.4, whose interpreter the package fixes."""
+    pytest.importorskip("triton")
     command = [sys.executable, "-W", "error", "-m", "dllm_kernels.report"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True
     )
-    assert f"backend=triton on cpu: {found}" in done.stdout.splitlines()
+    assert "backend=triton on cpu: triton, right" in done.stdout.splitlines()
+    assert done.stdout.startswith("cpu: right\n")
     assert "TRITON_INTERPRET: 1" in done.stdout.splitlines()
     assert not done.stderr
 
@@ -92,7 +92,8 @@ def test_the_report_contains_no_path_machine_or_user(plain, monkeypatch, environ
     text = report.report()
     private = [str(ROOT), str(Path.home()), sys.prefix, "somebody", platform.node(), getpass.getuser()]
     assert not [word for word in private if len(word) > 4 and word in text]
-    assert not re.search(r"(?<!\w)/\w|\w/\w+/", text)  # "N/A" and "GNU/Linux" are no paths
+    without_addresses = re.sub(r"http://www.nvidia.com\S*", "", text)  # of the driver, on a CUDA build without a GPU
+    assert not re.search(r"(?<!\w)/\w|\w/\w+/", without_addresses)  # "N/A" and "GNU/Linux" are no paths
     assert "\\" not in text
     assert {"libcudnn.so.9.1", "cudnn64_9.dll"} <= set(text.splitlines())
     assert "DLLM_KERNELS_BACKEND: (no word)" in text
@@ -117,9 +118,14 @@ def test_a_report_without_gradient_mode(plain, mode):
         assert facts()["backend=torch on cpu"] == "torch, right"
 
 
-def broken(*args, **options):
-    out = dllm_kernels.ops.weighted_nll(*args, **options)
-    return out._replace(loss=out.loss + 1)
+def broken(function, **wrong):
+    """Return the function with results that are changed."""
+
+    def changed(*args, **options):
+        out = function(*args, **options)
+        return out._replace(**{name: change(getattr(out, name)) for name, change in wrong.items()})
+
+    return changed
 
 
 def one_gradient_broken(logits, *args, **options):
@@ -127,26 +133,124 @@ def one_gradient_broken(logits, *args, **options):
     return out._replace(loss=out.loss + 2 * (logits[0, 0] - logits[0, 0].detach()))
 
 
-def breaks(*args, **options):
-    raise RuntimeError(f"no compiler in {ROOT}")
+def one_bit(ids, *args, **options):
+    noisy, mask, p_mask = dllm_kernels.corruption.corrupt_uniform(ids, *args, **options)
+    return noisy, mask ^ (torch.arange(16) == 0), p_mask
+
+
+def raises(error):
+    def run(*args, **options):
+        raise error
+
+    return run
+
+
+ALL_OPS, OPS = dllm_kernels, dllm_kernels.ops
+BROKEN = {
+    "loss": (ALL_OPS, "weighted_nll", broken(OPS.weighted_nll, loss=lambda t: t + 1)),
+    "gradient": (ALL_OPS, "weighted_nll", one_gradient_broken),
+    "not a number": (ALL_OPS, "weighted_nll", broken(OPS.weighted_nll, loss=lambda t: t * float("nan"))),
+    "hidden": (ALL_OPS, "weighted_linear_nll", broken(OPS.weighted_linear_nll, loss=lambda t: 1.1 * t)),
+    "statistics": (OPS, "token_log_probs", broken(OPS.token_log_probs, entropy=lambda t: 1.001 * t)),
+    "corruption": (ALL_OPS, "corrupt_uniform", one_bit),
+    "sample": (OPS, "linear_sample", broken(OPS.linear_sample, ids=lambda t: t.roll(1))),
+}
 
 
 @pytest.mark.parametrize(
-    ("function", "reported"),
+    ("what", "reported"),
     [
-        (broken, "torch, WRONG by 1.0e+00"),
-        (one_gradient_broken, "torch, WRONG by 2.0e+00"),
-        (breaks, "fails, RuntimeError"),
+        ("loss", "float32 NLL by .*, NLL of a split row by .*"),
+        ("gradient", "float32 NLL by .*, NLL of a split row by .*"),
+        ("not a number", "float32 NLL by nan, NLL of a split row by nan"),
+        ("hidden", "bfloat16 linear NLL by 9.9e-02"),
+        ("statistics", "row statistics by 1.0e-03"),
+        ("corruption", "corruption by 2.0e[+]00"),
+        ("sample", "sample by 4.0e[+]00"),
     ],
 )
-def test_a_loss_that_is_wrong_or_fails_is_reported(plain, monkeypatch, function, reported):
-    monkeypatch.setattr(dllm_kernels, "weighted_nll", function)
-    assert facts()["backend=torch on cpu"] == reported
+def test_a_wrong_result_is_reported_first(plain, monkeypatch, what, reported):
+    monkeypatch.setattr(*BROKEN[what])
+    monkeypatch.setattr(report, "BACKENDS", ("auto",))
+    found = dict(report._devices())
+    assert re.fullmatch(f"WRONG: {reported}", found["cpu"])
+    assert found["backend=auto on cpu"] == f"torch, {found['cpu']}"
+
+
+NO_COMPILER = "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl."
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError(NO_COMPILER), NO_COMPILER),
+        (RuntimeError(f"no compiler in {ROOT}"), "no compiler in (path)"),
+        (RuntimeError("cannot read '/home/some body', nor C:\\Users\\x y\nsecond line"),
+         "cannot read (path), nor (path) y"),
+        (RuntimeError("see https://pytorch.org/x, not https://me@host.of.mine/x"),
+         "see https://pytorch.org/x, not (path)"),
+        (AssertionError("libcuda.so cannot found!\nfiles are located at /usr/lib"),
+         "AssertionError: libcuda.so cannot found!"),
+        (FileNotFoundError(2, "No such file", str(ROOT)), "FileNotFoundError: [Errno 2] No such file: (path)"),
+        (subprocess.CalledProcessError(1, ["/usr/bin/gcc", "/tmp/main.c"]), "gcc ended with status 1"),
+        (KeyError("uid"), "KeyError: 'uid'"),
+        (RuntimeError(), "RuntimeError: "),
+    ],
+)  # fmt: skip
+def test_an_exception_is_reported_by_its_first_line_without_paths(plain, monkeypatch, error, said):
+    monkeypatch.setattr(dllm_kernels, "weighted_nll", raises(error))
+    found = dict(report._devices())
+    assert found["backend=torch on cpu"] == f"fails, {said}"
+    assert found["cpu"] == f"not usable: {said}"
+
+
+@pytest.mark.parametrize("build", ["cuda", "hip"])
+def test_a_gpu_that_torch_cannot_use_is_reported_with_the_reason(plain, monkeypatch, build):
+    old = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"
+    monkeypatch.setattr(torch.version, build, "13.0")
+    monkeypatch.setattr(torch.cuda, "_lazy_init", raises(RuntimeError(f"{old}\nor install another torch")))
+    monkeypatch.setattr(report, "CHECKS", {})
+    found = report._devices()
+    assert found[:2] == [("cpu", "right"), ("cuda", f"not usable: {old}")]
+    assert not any(name.endswith("on cuda") for name, _ in found)
 
 
 def test_every_backend_is_tried_on_a_gpu(plain, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(report, "_tried", lambda device, backend: f"{backend} {device}")
+    monkeypatch.setattr(report, "_unusable", lambda device: None)
+    monkeypatch.setattr(report, "_tried", lambda device, backend: f"{backend}, {device}")
     found = facts()
-    assert found["backend=triton on cuda"] == "triton cuda"
-    assert found["backend=torch on cpu"] == "torch cpu"
+    assert found["backend=triton on cuda"] == "triton, cuda"
+    assert found["backend=torch on cpu"] == "torch, cpu"
+
+
+ON_A_GPU = """
+import os
+from unittest import mock
+from tests.support import pretended_gpu
+from triton.runtime import build
+from dllm_kernels import report
+from dllm_kernels._backends.triton import _launch
+
+def threads(num_warps):
+    build._build("launcher", "main.c", ".", [], [], [], [])
+
+with pretended_gpu.MODE:
+    print(*report._devices(), sep="\\n")
+    for variables in ({"PATH": "/nowhere"}, {"CC": "/bin/false"}):
+        with mock.patch.object(_launch, "threads", threads), mock.patch.dict(os.environ, variables):
+            print(report._tried("cuda", "auto"))
+"""
+
+
+@pytest.mark.exhaustive  # ten seconds
+def test_the_report_on_a_pretended_gpu_with_and_without_a_compiler():
+    pytest.importorskip("triton")
+    kept = {k: v for k, v in os.environ.items() if k not in (*report.VARIABLES, "CC")}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_A_GPU], cwd=ROOT, env=kept, capture_output=True, text=True, check=True
+    )
+    *right, first, second = done.stdout.splitlines()
+    assert right[:2] == ["('cpu', 'right')", "('cuda', 'right')"]
+    assert right[-3:] == [f"('backend={b} on cuda', '{b.replace('auto', 'triton')}, right')" for b in report.BACKENDS]
+    assert (first, second) == (f"fails, {NO_COMPILER}", "fails, false ended with status 1")

@@ -5,6 +5,7 @@ import math
 import types
 
 import pytest
+import torch
 
 from benchmarks import measure, variants, verify
 from benchmarks.shapes import TOY_LOGITS
@@ -171,14 +172,54 @@ def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
     assert [(f.check.split()[0], f.error) for f in failed_quantities] == [("blockwise", 1), ("blockwise", 1)]
 
 
+def variant_options(*words):
+    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot", *words]
+    return measure.parse(measure.arguments("variants"), argv)
+
+
 @pytest.mark.everyday(1)
-@pytest.mark.parametrize("kernel", variants.OF_KERNEL)
-def test_a_variant_of_a_kernel_computes_the_same(kernel):
-    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot"]
-    results = variants.of_kernel(kernel, TOY_LOGITS, measure.parse(measure.arguments("variants"), argv))
-    assert [r.name for r in results] == ["ours", *variants.OF_KERNEL[kernel]]
-    assert [r.error for r in results] == [0.0] * len(results)
+@pytest.mark.parametrize("kernel", variants.CANDIDATES)
+def test_a_candidate_of_a_kernel_computes_the_same(kernel):
+    results = variants.of_kernel(kernel, TOY_LOGITS, variant_options())
+    assert [r.name for r in results] == [*variants.CANDIDATES[kernel]]
+    assert results[0].error == 0
+    assert all(r.error < 1e-6 for r in results)
     assert all(r.timing is not None for r in results)
+
+
+@pytest.mark.parametrize("vocab", [257, 40_000])
+def test_one_pass_survives_rows_with_large_later_logits(vocab):
+    """A row whose later tiles exceed the maximum of the first one by more than the limit is read again."""
+    from benchmarks.candidates.linear_nll_once import LIMIT, nll_and_factor_
+
+    x = torch.randn(3, vocab)
+    x[1, vocab // 2 :] += 2 * LIMIT.value
+    x[2, -1] = 1e4
+    y, s = torch.tensor([5, vocab - 2, vocab - 1]), torch.tensor([0.5, 2.0, 0.0])
+    exact = x.double().requires_grad_()
+    nll = torch.nn.functional.cross_entropy(exact, y, reduction="none")
+    (grad,) = torch.autograd.grad((nll * s).sum(), exact)
+    found, factor = nll_and_factor_(x, y, s)
+    torch.testing.assert_close(found[0].double(), nll.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close((factor[:, None] * x).double(), grad, rtol=1e-5, atol=1e-7)
+
+
+def test_of_equal_logits_the_first_column_is_greedy():
+    from benchmarks.candidates.greedy import greedy
+
+    for V in (257, 40_000):  # one program per row, and several
+        x = torch.randint(0, 3, (4, V)).float()
+        x[3] = 1.0
+        assert greedy(x).tolist() == [x[n].argmax().item() if n < 3 else 0 for n in range(4)]
+        assert greedy(x).tolist() == [(row == row.max()).nonzero()[0].item() for row in x]
+
+
+def test_a_product_of_few_rows_in_parts_is_the_product():
+    results = variants.few_rows(TOY_LOGITS, 5, variant_options())
+    assert [r.name for r in results] == ["ours", *(f"{parts} parts" for parts in variants.PARTS)]
+    assert all(r.error < 1e-6 for r in results)
+    assert variants.gain_of_parts(614, 4096, 3, 132) == 1.5  # 80 tiles for 132 multiprocessors; 240 of a third
+    assert variants.gain_of_parts(256, 4096, 4, 132) == 4
 
 
 def test_a_variant_of_missing_code_is_rejected():

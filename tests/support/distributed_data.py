@@ -376,9 +376,11 @@ def acceptance_length_over_ranks():
     rank, world = dist.get_rank(), dist.get_world_size()
     correct, mask = torch.rand(world, 4 * L) < 0.7, (torch.rand(world, 4 * L) < 0.6).float()
     mask[-1] = 0
-    for bonus in (False, True):
-        expected = ours.acceptance_length(correct, mask, BLOCK, bonus=bonus)
+    given = torch.randint(1, BLOCK, (world, 4 * L // (BLOCK - 1)))
+    for bonus, prefix in ((False, None), (True, None), (True, given)):
+        expected = ours.acceptance_length(correct, mask, BLOCK, bonus=bonus, prefix=prefix)
         mine = slice(rank, rank + 1)
-        got = ours.acceptance_length(correct[mine], mask[mine], BLOCK, bonus=bonus, group=dist.group.WORLD)
+        options = {"bonus": bonus, "group": dist.group.WORLD, "prefix": prefix if prefix is None else prefix[mine]}
+        got = ours.acceptance_length(correct[mine], mask[mine], BLOCK, **options)
         assert 0 < expected < BLOCK
         close(got, expected)

@@ -1,15 +1,19 @@
 """Checks of ``fused_head`` in several processes: a loop from logits under DDP and FSDP2 equals one process."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from dllm_kernels import fused_head
+from dllm_kernels.integrations.transformers import loss_in_head
+from dllm_kernels.ops import weighted_linear_nll
 from tests.support.distributed_checks import V, check, close, mesh_of
 
 L, D, STEPS = 6, 5, 2
@@ -153,7 +157,7 @@ def fused_head_under_mixed_precision():
         with fused_head(wrapped, on_logits="raise"):
             logits = wrapped(batch(0, dist.get_rank())[0])["logits"]
             assert logits.dtype == torch.float32
-            assert logits.hidden.dtype == torch.bfloat16
+            assert logits.parts[0].dtype == torch.bfloat16
             logits.logsumexp(-1).sum().backward()
         assert all(p.grad is not None for p in wrapped.parameters())
 
@@ -170,3 +174,49 @@ def fused_head_of_a_split_vocabulary():
         model(ids)["logits"].full_tensor()[masked].logsumexp(-1).sum().backward()
     for name, p in model.named_parameters():
         close(p.grad, plain.get_parameter(name).grad, name)
+
+
+@check(2, original=(False, True))
+def the_loss_in_a_head_that_fsdp1_shards(original):
+    """Between forwards, the weight of the head is flat or empty with ``use_orig_params``, and freed without."""
+    ids = torch.tensor([[1, 2, 3, 0]]) + dist.get_rank()
+    for own in (False, True):
+        models = Model(), Model()
+        for model in models:
+            if own:
+                model.lm_head = fsdp1(model.lm_head, original)
+        wrapped = [fsdp1(model, original) for model in models]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in wrapped]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+        def loss(hidden, weight, bias):
+            return weighted_linear_nll(hidden, weight, ids, torch.full(ids.shape, 0.25), bias=bias).loss
+
+        with loss_in_head(models[0], loss):
+            fused = wrapped[0](ids)["logits"]
+        plain = F.cross_entropy(wrapped[1](ids)["logits"].flatten(0, 1), ids.flatten())
+        close(fused, plain, "loss")
+        for value, optimizer in zip((fused, plain), optimizers, strict=True):
+            value.backward()
+            optimizer.step()
+        with FullyShardedDataParallel.summon_full_params(wrapped[0]):
+            ours = {name: p.clone() for name, p in wrapped[0].named_parameters()}
+        with FullyShardedDataParallel.summon_full_params(wrapped[1]):
+            for name, p in wrapped[1].named_parameters():
+                close(ours[name], p, name)
+
+
+@check(2)
+def a_local_shard_for_the_head_is_named():
+    """Half of the vocabulary is no error by its shape."""
+    weight = distribute_tensor(torch.randn(V, D), mesh_of("tp"), [Shard(0)])
+    ids = torch.tensor([[0, V - 1]])
+    with pytest.raises(
+        IndexError, match=r"got \d+ at position .*; a head or logits split over ranks must be a DTensor"
+    ):
+        weighted_linear_nll(torch.randn(1, 2, D), weight.to_local(), ids, torch.ones(1, 2), check_targets=True)
+
+
+def fsdp1(model, original):
+    return FullyShardedDataParallel(model, use_orig_params=original, device_id=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Code of docs/many-gpus.md and the multi-GPU example, compared with plain PyTorch on the whole batch in one process.
+"""Code of the pages about many GPUs and of an example, compared with plain PyTorch on the whole batch in one process.
 
 The expected counts, losses and gradients are computed here without code of the package.
 """
@@ -19,7 +19,8 @@ from tests.support.distributed_checks import D, V, check, close, drawn, same_gra
 from tests.support.readme import DOCS, ROOT, fences, run
 
 WORLD = 2
-PAGE = DOCS / "many-gpus.md"
+PAGES = {name: (DOCS / name).read_text() for name in ("many-gpus.md", "model-parallel.md")}
+FENCES = {paragraph: codes for text in PAGES.values() for paragraph, codes in fences(text).items()}
 
 
 class Model(nn.Module):
@@ -171,7 +172,7 @@ SCENARIOS = {
 @check(WORLD, paragraph=SCENARIOS)
 def readme(paragraph):
     """The code runs as printed: the loss and every gradient equal those of one process."""
-    SCENARIOS[paragraph](*fences(PAGE.read_text())[paragraph])
+    SCENARIOS[paragraph](*FENCES[paragraph])
 
 
 @check(4)

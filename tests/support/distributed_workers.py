@@ -1,10 +1,10 @@
-"""Processes of the tests that need several: ``python -m tests.support.distributed_workers FOLDER [WORLD [BEGINNING]]``.
+"""Processes of the tests that need several: ``python -m tests.support.distributed_workers FOLDER``, run by conftest.py.
 
 Starting processes is slow, so one start serves all tests of a session. If the system can fork, the imports of the
 ranks run once, before the ranks are forked. FOLDER's ``asked.json`` lists the requests by group: the checks of two and
 of four ranks, the ways to lose a peer, and those of the frameworks. Each rank of a group of checks runs the checks in
 order, and writes the outcome after each. ``tests/distributed/test_distributed.py`` reads the outcomes and has one test
-per check. With WORLD, the checks of this size run whose names start with BEGINNING.
+per check.
 
 If the process that started the workers is killed, the workers end, too.
 """
@@ -27,14 +27,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-import tests.conftest  # noqa: F401 (the faster interpreter, and cheap seeds)
 from dllm_kernels import ops
+from tests.conftest import seed_by  # conftest also installs the faster interpreter
 from tests.support import (  # noqa: F401
     distributed_data,
     distributed_divergence,
     distributed_extra,
     distributed_fsdp,
     distributed_fused_head,
+    distributed_generate,
     distributed_pipeline,
     distributed_readme,
     distributed_sample,
@@ -71,7 +72,7 @@ def run_checks(rank, world, folder, requested):
             continue
         start, cpu = time.perf_counter(), time.process_time()
         try:
-            torch.manual_seed(0)
+            seed_by(name)
             function()
             results[name] = ""
         except (Exception, pytest.fail.Exception):
@@ -181,10 +182,5 @@ def main(folder, requested, parent):
 
 
 if __name__ == "__main__":
-    folder, *some = sys.argv[1:]
-    if some:
-        world, beginning = some[0], "".join(some[1:])
-        requested = {world: [name for name in CHECKS[int(world)] if name.startswith(beginning)]}
-    else:
-        requested = json.loads(Path(folder, "asked.json").read_text())
-    main(folder, requested, int(os.environ.get("STARTED_BY", os.getppid())))
+    requested = json.loads(Path(sys.argv[1], "asked.json").read_text())
+    main(sys.argv[1], requested, int(os.environ["STARTED_BY"]))

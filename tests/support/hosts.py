@@ -1,7 +1,9 @@
 """Checks that hold for the patch of every framework, and results of frameworks in processes of their own."""
 
 import contextlib
+import inspect
 import threading
+import types
 
 import torch
 
@@ -12,6 +14,16 @@ def found(several_processes, group):
     logs = [several_processes / "log", *sorted(folder.glob("*.log"))]
     assert (folder / "found.pt").exists(), "\n".join(path.read_text()[-3000:] for path in logs)
     return torch.load(folder / "found.pt", weights_only=False)
+
+
+def defined_in(module, value):
+    """Return a function or class as a version of the framework would define it in ``module``."""
+    if inspect.isclass(value):
+        value.__module__ = module.__name__
+        return value
+    other = types.FunctionType(value.__code__, vars(module), value.__name__, value.__defaults__)
+    other.__module__ = module.__name__
+    return other
 
 
 def assert_patched_once(integration, host_attributes, monkeypatch):

@@ -15,6 +15,7 @@ import builtins
 import dataclasses
 import functools
 import hashlib
+import importlib
 import inspect
 import sys
 import types
@@ -238,31 +239,11 @@ def direct(replaced):
     return call
 
 
-#: Triton 3.6 converts one-element arrays to integers, which NumPy 2.4 refuses.
-NEEDS_OLDER_NUMPY = (
-    "int(self.handle.data))" in inspect.getsource(triton_interpreter._patch_lang_tensor)
-    and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
-)
-
-
-def fix_indices():
-    """Fix a conversion of one-element arrays to integers in Triton 3.6 that fails with NumPy 2.4."""
-    of_tensor = triton_interpreter._patch_lang_tensor
-    if not NEEDS_OLDER_NUMPY:
-        return
-
-    def patch_lang_tensor(tensor, scope):
-        of_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    triton_interpreter._patch_lang_tensor = patch_lang_tensor
-
-
 def install():
     """Install the patches, once per process and before the first launch."""
     if triton_interpreter._patch_lang is not THEIRS:
         return
-    fix_indices()
+    importlib.import_module("dllm_kernels._backends.triton._launch")  # fixes Triton 3.6 with NumPy 2.4
     if hashed(internals) in KNOWN:
         triton_interpreter._patch_lang = patched_once()
     _check_overflow(False)
@@ -285,7 +266,7 @@ def checked_overflow():
 
 @contextmanager
 def tritons_own():
-    """Use the original interpreter without the patches of ``install``, except for ``fix_indices``."""
+    """Use the original interpreter without the patches of ``install``, but with the package's own fix of Triton 3.6."""
     ours, builder = triton_interpreter._patch_lang, triton_interpreter.interpreter_builder
     options = builder.options
     triton_interpreter._patch_lang, builder.options = THEIRS, type(options)()

@@ -19,6 +19,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import tune
@@ -27,9 +29,11 @@ from dllm_kernels import corruption, losses, ops
 from dllm_kernels._backends._divergence import DivergenceRequest
 from dllm_kernels._backends._kinds import KINDS, NAMES
 from dllm_kernels._backends.triton import _launch, divergence
+from dllm_kernels._core import _chunks
 from dllm_kernels._core._divergence_spec import checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
+from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
 from tools import launches, predicted
@@ -116,6 +120,70 @@ def a_weighted_sum_launches_few_kernels(gpu):
         torch.autograd.grad(loss, logits, one)
     assert [launch.specimen.kernel for launch in gpu.launches] == ["token_nll_bwd"]
     assert backward.names == []
+
+
+@check
+@on_each("sm_90")
+def the_host_syncs_are_those_of_the_table(gpu):
+    def reset():
+        count, gpu.syncs = gpu.syncs, 0
+        return count
+
+    for name, trained, bounded in itertools.product(SYNCS, (False, True), (False, True)):
+        check_syncs(name, trained, bounded, reset)
+
+
+class PeakOfRows(TorchDispatchMode):
+    """The largest number of bytes that tensors with rows of at least ``columns`` entries take at a time."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.live, self.peak = columns, {}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for t in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(t, torch.Tensor) and not function.is_view and t.dim() and t.shape[-1] >= self.columns:
+                storage = t.untyped_storage()
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.live = {key: value for key, value in self.live.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self.live.values()))
+        return result
+
+
+# Calls that keep one or several buffers of a chunk, with (hidden states, head, ids, mask).
+OF_CHUNKS = {
+    "weighted": lambda h, w, ids, on, **o: ops.weighted_linear_nll(h, w, ids, on, **o).loss,
+    "rows": lambda h, w, ids, on, **o: ops.linear_token_nll(h, w, ids, **o).nll,
+    "statistics": lambda h, w, ids, on, **o: ops.linear_row_stats(h, w, ids, entropy=True, **o).entropy,
+    "own head": lambda h, w, ids, on, **o: ops.linear_divergence(h, w, h.detach(), teacher_weight=w.detach(), **o).loss,
+    "fewer columns": lambda h, w, ids, on, **o: (
+        ops.linear_divergence(
+            h, w[: len(w) // 2], h.detach(), teacher_weight=w.detach(), draft_to_target=torch.arange(len(w) // 2), **o
+        ).loss
+    ),
+    "sample": lambda h, w, ids, on, **o: ops.linear_sample(h, w, seeds=ids, min_p=0.1, **o).ids,
+    "embedding": lambda h, w, ids, on, **o: ops.soft_embedding(h, w, w, **o),
+}
+
+
+@check
+def the_chunks_fit_into_a_sixteenth_of_the_memory():
+    """Otherwise, 8,192 rows with float32 logits and their gradient in bfloat16 would take 12.9 GB."""
+    V, D, total = 262_144, 2304, 24 << 30
+    for (name, call), logits_dtype in itertools.product(OF_CHUNKS.items(), (None, torch.float32)):
+        with MockGPU("sm_90", memory=total) as gpu, torch.device("cuda"):
+            gpu.active_share = 1.0
+            h, w = (torch.empty(n, D, dtype=torch.bfloat16, requires_grad=True) for n in (16_384, V))
+            ids, on = torch.zeros(len(h), dtype=torch.int64), torch.ones(len(h))
+            # Within a dispatch mode, products with another dtype of the output would have temporary results.
+            direct = mock.patch.object(_chunks, "is_in_torch_dispatch_mode", return_value=False)
+            with direct, PeakOfRows(V // 2) as rows:
+                out = call(h, w, ids, on, logits_dtype=logits_dtype)
+                if out.requires_grad:
+                    out.sum().backward()
+        blocks = 4 * (256 << 20) if name == "sample" else 0  # of truncation in torch
+        assert total / 32 < rows.peak <= total / 16 + blocks, (name, logits_dtype, rows.peak)
 
 
 V, D = 126464, 512  # forward from logits splits a row of this length: one launch more

@@ -283,6 +283,8 @@ patch_comparison()
 for owner, name in ((torch, "compile"), (torch.export, "export"), (torch.library, "opcheck")):
     setattr(owner, name, cannot("trace"))
 torch.utils.checkpoint.checkpoint = cannot("recompute in a backward pass")
+# Tensor subclasses without memory are of the device itself, which autograd asks for its stream.
+importlib.import_module("dllm_kernels.fused._graph").stand = cannot("make deferred logits")
 for owner, name in (
     (torch.autograd.forward_ad, "make_dual"),
     *((torch.func, name) for name in torch.func.__all__ if name != "functional_call"),

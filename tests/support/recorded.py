@@ -1,8 +1,10 @@
-"""Ops that a loss runs, recorded where losses call them."""
+"""Ops that a loss runs, recorded where losses call them; and counted host syncs and matrix products."""
 
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels.losses import _model_output
 
@@ -35,3 +37,24 @@ def record_ops(replace, result=None):
         if name.endswith(SUFFIX):
             replace(_model_output, name, recording(name, function))
     return runs
+
+
+class ReadBack(TorchDispatchMode):
+    """Count how often the number of nonzero elements is read back, which is a host sync on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.nonzero.default
+        return function(*args, **(kwargs or {}))
+
+
+def multiplications(function):
+    """Count the multiplications of all matrix products."""
+    # torch's counter does not know addmm_.
+    mapping = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        function()
+    return counter.get_total_flops() // 2

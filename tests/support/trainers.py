@@ -1,4 +1,4 @@
-"""Loss modules of trainers of draft models, loaded without other imports, for comparison with the package's losses.
+"""Loss modules and kernels of trainers, loaded without other imports, for comparison with the package's losses.
 
 Their losses need only torch. Their packages import model code, data generation and its clients, most of which are not
 installed here. Importing the rest would take longer than all tests of a loss.
@@ -16,9 +16,20 @@ import pytest
 import torch
 
 SPECFORGE, SPECULATORS, AUTOMODEL = "specforge==0.2.0", "speculators==0.9.0", "nemo_automodel==0.7.0"
+FLASH_ATTN, LIGER, TRL = "flash_attn==2.8.3.post2", "liger_kernel==0.8.5", "trl==1.16.0"
 # Packages whose own __init__ is not run, and modules of which only the name is needed.
 BARE = {
-    "specforge": ("", ".algorithms", ".algorithms.common", ".core", ".modeling", ".modeling.draft"),
+    "flash_attn": ("", ".ops", ".ops.triton"),
+    "liger_kernel": ("", ".ops"),
+    "specforge": (
+        "",
+        ".algorithms",
+        ".algorithms.common",
+        ".algorithms.eagle3",
+        ".core",
+        ".modeling",
+        ".modeling.draft",
+    ),
     "speculators": ("", ".models", ".models.dflash", ".models.dspark", ".models.eagle3", ".utils"),
     "nemo_automodel": (
         "",
@@ -35,9 +46,16 @@ BARE = {
         ".components.models.llama",
         ".shared",
     ),
+    "trl": ("", ".kernels"),
 }
 STAND_INS = {
-    "specforge": {".modeling.draft.dflash": {"DFlashDraftModel": torch.nn.Module}},
+    "specforge": {
+        ".core.compact_teacher": {"DEFAULT_VOCAB_CHUNK_SIZE": 0, "compute_target_p_padded_from_hidden": None},
+        ".distributed": {"get_draft_sp_group": None, "get_sp_ulysses_group": None},
+        ".modeling.draft": {"Eagle3DraftModel": torch.nn.Module},
+        ".modeling.draft.dflash": {"DFlashDraftModel": torch.nn.Module},
+        ".utils": {"padding": None},
+    },
     "nemo_automodel": {".components.speculative.dflash.draft_qwen3": {"Qwen3DFlashDraftModel": torch.nn.Module}},
     "speculators": {".utils.util": {"is_npu_available": lambda: False}},
 }
@@ -52,7 +70,7 @@ OF_WHOLE_MODELS = {
 
 @contextlib.contextmanager
 def loaded(trainer, *names, whole_models=False):
-    """Return modules of ``SPECFORGE``, ``SPECULATORS`` or ``AUTOMODEL``; skip the test if it is not installed.
+    """Return modules of ``SPECFORGE`` or another trainer; skip the test if it is not installed.
 
     ``whole_models``: with the draft models of AutoModel, which need transformers.
     """
@@ -66,7 +84,7 @@ def loaded(trainer, *names, whole_models=False):
         ours[package + name] = module = ModuleType(package + name)
         module.__path__ = [str(root.joinpath(*name.split(".")))]
         module.__version__ = version
-    for name, contents in (OF_WHOLE_MODELS if whole_models else STAND_INS[package]).items():
+    for name, contents in (OF_WHOLE_MODELS if whole_models else STAND_INS.get(package, {})).items():
         ours[package + name] = module = ModuleType(package + name)
         vars(module).update(contents)
     before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}

@@ -63,9 +63,10 @@ def scale_(t: Tensor, factor: Tensor) -> None:
 
     A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round the factor to the dtype of t.
     """
-    if factor.is_cpu:
-        if factor != 1:
-            t.mul_(factor)
+    if factor.is_cpu and factor == 1:
+        return
+    if factor.is_cpu and factor.isfinite():
+        t.mul_(factor)
         return
     for block in torch.split(t, max(1, _blocks.DEVICE_BLOCK_BYTES // max(t[0].nbytes, 1))) if t.numel() else ():
-        block.copy_(block.to(factor.dtype).mul_(factor))
+        block.copy_(torch.where(block == 0, 0.0, block * factor.view(1)))

@@ -95,7 +95,10 @@ class Sums(NamedTuple):
 
     def write_max(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
-        if self.best is not None:
+        if self.best is not None and z.is_cpu:  # torch.max with indices is not vectorised on a CPU
+            self.best.copy_(torch.from_numpy(z.numpy().argmax(1)).unsqueeze(1))
+            torch.gather(z, 1, self.best, out=self.row_max)
+        elif self.best is not None:
             torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))
         elif self.row_max is not None:
             torch.amax(z, 1, keepdim=True, out=self.row_max)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends._backend import interpreting
+from dllm_kernels._backends.triton._interpreter import fix_indices
 from dllm_kernels._backends.triton._tiles import Tile
 
 # Launch option: contract products and sums into fused multiply-adds, which are more exact here. Passed at every launch,
@@ -38,6 +39,8 @@ SIZES = [
 TRANSFORM = ["logit_scale", "inv_softcap", "skip_id"]
 # Evaluated at import, like the decision of ``triton.jit``, which is made when it decorates a kernel.
 INTERPRETED = interpreting()
+if INTERPRETED:
+    fix_indices()
 
 
 def threads(num_warps: int) -> int:

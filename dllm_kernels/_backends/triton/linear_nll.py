@@ -91,11 +91,12 @@ def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.conste
     if factor != 1:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         t = tl.load(t_ptr + i, mask=i < numel).to(ACC)
-        tl.store(t_ptr + i, (t * factor).to(t_ptr.dtype.element_ty), mask=i < numel)
+        scaled = tl.where(t == 0, 0.0, t * factor)
+        tl.store(t_ptr + i, scaled.to(t_ptr.dtype.element_ty), mask=i < numel)
 
 
 def scale_(t: Tensor, factor: Tensor) -> None:
-    """Launch ``t *= factor``; every program reads the factor and returns at once if it is 1."""
+    """Launch ``t *= factor``, zeros aside; every program reads the factor and returns at once if it is 1."""
     if t.numel() == 0:
         return
     grid, acc = (triton.cdiv(t.numel(), 4096),), _launch.acc(accum_dtype(t.dtype))
