@@ -203,6 +203,20 @@ def test_comparisons(kind):
         assert guarded.tolist() == [2 if w else 3 for w in wanted], name
 
 
+@pytest.mark.parametrize("name", ["bf16", "f16"])
+def test_two_comparisons_of_16_bits(name):
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[name]
+    a, b = drawn("u4"), drawn("u4", 1)
+    b[::3], b[1::3] = a[::3], a[1::3] ^ (1 << 20)
+    halves = [torch.from_numpy(x.view("u2").copy()).view(dtype).view(N, 2).double() for x in (a, b)]
+    for comparison in ("eq", "ne", "neu", "lt", "geu", "num"):
+        compared = f"setp.{comparison}.{name}x2 %p1|%p2, %a0, %a1;"
+        found = execute(f"{compared} selp.b32 %o0, 1, 0, %p1; selp.b32 %o1, 1, 0, %p2;", [a, b], "u4", "u4")
+        for k, got in enumerate(found):
+            wanted = [COMPARISONS[comparison](x, y) for x, y in zip(*(h[:, k].tolist() for h in halves), strict=True)]
+            assert got.astype(bool).tolist() == wanted, comparison
+
+
 def same_bits_or_nan(found, wanted):
     """Compare the bits of two tensors of floats; all NaN are equal."""
     return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())

@@ -245,16 +245,21 @@ class _Translator:
         self._set(i.operands[0], dtype, f"where({chosen}, {yes}, {no})", guard)
 
     def _of_setp(self, i: Instruction, guard: str | None, _: str) -> None:
-        comparison, dtype = i.modifiers[0], TYPES[i.modifiers[-1]]
-        operands = [self._value(x, dtype) for x in i.operands[1:]]
-        if dtype[0] in "fb" and comparison == "ne":  # False for NaN
-            expression = "({0} < {1}) | ({0} > {1})"
-        elif comparison == "neu" or comparison == "ne":
-            expression = "{0} != {1}"
+        comparison, kind = i.modifiers[0], i.modifiers[-1]
+        dtype = TYPES[kind.removesuffix("x2")]
+        if comparison in ("ne", "neu"):  # ne is False for NaN
+            expression = "({0} < {1}) | ({0} > {1})" if comparison == "ne" and dtype[0] in "fb" else "{0} != {1}"
         else:
             inverse = _UNORDERED.get(comparison)
             expression = f"~({_ORDERED[inverse]})" if inverse else _ORDERED[comparison]
-        self._set(i.operands[0], "b", expression.format(*operands), guard)
+        for k, target in enumerate(i.writes):  # two of packed numbers, the lower ones first
+            operands = [self._half(x, k, dtype) if kind.endswith("x2") else self._value(x, dtype) for x in i.operands[1:]]
+            self._set(target, "b", expression.format(*operands), guard)
+
+    def _half(self, operand: str, k: int, dtype: str) -> str:
+        """Return the variable of the lower (0) or upper (1) float of 16 bits in a register."""
+        bits = self._new(f"({self._value(operand, 'u4')} >> u4({16 * k})).astype(u2)")
+        return self._new(f"from_bf16({bits})" if dtype == "bf" else f"{bits}.view({dtype})")
 
     def _of_cvt(self, i: Instruction, guard: str | None, _: str) -> None:
         *how, target, source = i.modifiers
