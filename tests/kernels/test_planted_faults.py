@@ -1,17 +1,18 @@
-"""Faults planted into kernels, which the executor of PTX finds: ``python -m tools.ptx`` runs these tests."""
+"""Faults planted into kernels, which the executor of PTX finds: ``make ptx`` runs these tests."""
 
 import contextlib
 import importlib.util
 import inspect
 import pkgutil
 import re
-import sys
 
 import pytest
 import torch
 
-if "tools.ptx.plugin" not in sys.modules:
-    pytest.skip("kernels are not executed as PTX here", allow_module_level=True)
+from tests.conftest import EXECUTED
+
+if not EXECUTED:
+    pytest.skip("kernels are executed as PTX by `make ptx`", allow_module_level=True)
 
 import triton
 import triton.language as tl

@@ -253,7 +253,9 @@ class _Translator:
             inverse = _UNORDERED.get(comparison)
             expression = f"~({_ORDERED[inverse]})" if inverse else _ORDERED[comparison]
         for k, target in enumerate(i.writes):  # two of packed numbers, the lower ones first
-            operands = [self._half(x, k, dtype) if kind.endswith("x2") else self._value(x, dtype) for x in i.operands[1:]]
+            operands = [
+                self._half(x, k, dtype) if kind.endswith("x2") else self._value(x, dtype) for x in i.operands[1:]
+            ]
             self._set(target, "b", expression.format(*operands), guard)
 
     def _half(self, operand: str, k: int, dtype: str) -> str:
