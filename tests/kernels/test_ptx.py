@@ -392,12 +392,11 @@ def test_faults_of_instructions_are_found(name, monkeypatch):
 
 
 @pytest.mark.parametrize("first", [False, True])
-def test_of_different_values_at_one_place_either_may_stay(first, monkeypatch):
+def test_the_first_of_different_values_at_one_place_may_stay(first, monkeypatch):
     monkeypatch.setattr(threads, "FIRST_STAYS", first)
-    out = np.zeros(1, "u4")
+    body = "mov.b32 %r1, 0; st.shared.b32 [%r1], %tid; bar.sync 0; ld.shared.b32 %o0, [%r1];"
     with contextlib.nullcontext() if first else fault("different values"):
-        execute("st.global.b32 [%at0], %tid;", [out], "u4")
-    assert out[0] == (0 if first else N - 1)
+        assert execute(body, [], "u4", shared=4).tolist() == [0] * N
 
 
 @pytest.mark.parametrize(

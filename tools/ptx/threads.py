@@ -195,8 +195,10 @@ class Threads:
             numbers, places = memory.elements(offset, itemsize, values.shape[1])
             new = values[index]
             changes = (numbers[places] != new).any(1)
-            order = slice(None, None, -1 if FIRST_STAYS else 1)
-            numbers[places[order]] = new[order]
+            if FIRST_STAYS:  # copies, because NumPy does not follow the order of a view
+                numbers[places[::-1].copy()] = new[::-1].copy()
+            else:
+                numbers[places] = new
             if (numbers[places] != new).any() and not FIRST_STAYS:
                 raise FaultError(f"threads store different values at one place of {memory.name}")
             kinds = np.where(changes, CHANGE, WRITE)
