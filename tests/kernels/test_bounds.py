@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton import divergence as kernel
 
-N, V, D, K = 4, 43, 6, 3
+N, V, D, K = 4, 75, 6, 3  # three tiles of 32 columns, of which a compiled kernel has one per thread
 B, L, MASK = 3, 21, 40
 
 

@@ -54,5 +54,5 @@ def install() -> None:
     # A cache of its own, because its kernels have no machine code.
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton" / "ptx"))
     CUDABackend.make_cubin = lambda self, src, *_: src.encode()
-    triton.runtime.driver._active = Driver(TARGETS["sm_90"].gpu_target(), "ptx")
+    triton.runtime.driver._active = Driver(TARGETS["sm_90"].gpu_target(), -1)
     triton.compiler.compile = Executed

@@ -175,8 +175,8 @@ class Threads:
     def _codes(self, space: Any, chosen: Any) -> Array:
         # A shuffle orders the accesses of a warp to global memory before and after it, because each thread waits for
         # the values of others. For shared memory, only ``bar.warp.sync`` does.
-        codes = self.codes if space is self.shared else self.codes + self.shuffles
-        return codes[chosen]
+        codes: Array = (self.codes if space is self.shared else self.codes + self.shuffles)[chosen]
+        return codes
 
     def _read(self, space: Any, chosen: Any, address: Any, itemsize: int, count: int) -> Array:
         codes = self._codes(space, chosen)
