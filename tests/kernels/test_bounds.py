@@ -19,6 +19,7 @@ from dllm_kernels._backends.triton import divergence as kernel
 
 N, V, D, K = 4, 75, 6, 3  # three tiles of 32 columns, of which a compiled kernel has one per thread
 B, L, MASK = 3, 21, 40
+R, C = 5, 43  # of a selection; a program has two rows
 
 
 def logits_and_targets(dtype):
@@ -87,7 +88,7 @@ def corrupted(routine, *arguments, **options):
 
 
 def gumbel_topk(**options):
-    ops.gumbel_topk_mask(torch.randn(N, V), torch.arange(N), **options, backend="triton")
+    ops.gumbel_topk_mask(torch.randn(R, C), torch.arange(R), **options, backend="triton")
 
 
 def masked_diffusion(dtype):
@@ -167,8 +168,8 @@ CALLS = {
     ),
     "complementary": lambda: corruption.complementary(ids_and_mask()[1], ids_and_mask()[1], backend="triton"),
     "gumbel_topk": gumbel_topk,
-    "gumbel_topk, padded": lambda: gumbel_topk(start=torch.arange(N) * V // (N - 1)),
-    "gumbel_topk, given draws": lambda: gumbel_topk(uniform=torch.rand(N, V).clamp(1e-6, 1 - 1e-6)),
+    "gumbel_topk, padded": lambda: gumbel_topk(start=torch.arange(R) * C // (R - 1)),
+    "gumbel_topk, given draws": lambda: gumbel_topk(uniform=torch.rand(R, C).clamp(1e-6, 1 - 1e-6)),
     "divergence, no row of the teacher": divergence_without_teacher_rows,
     "token_nll, in place": token_nll_in_place,
     "linear_row_stats, in place": linear_row_stats,
