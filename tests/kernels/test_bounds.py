@@ -18,7 +18,7 @@ from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton import divergence as kernel
 
 N, V, D, K = 4, 75, 6, 3  # three tiles of 32 columns, of which a compiled kernel has one per thread
-B, L, MASK = 3, 21, 40
+B, L, MASK = 3, 37, 40
 R, C = 5, 43  # of a selection; a program has two rows
 
 
@@ -155,7 +155,7 @@ CALLS = {
     "corrupt_uniform": corrupted("corrupt_uniform", MASK),
     "corrupt_uniform, exact": corrupted("corrupt_uniform", MASK, level=torch.linspace(0.1, 0.9, B), exact=True),
     "corrupt_blockwise": corrupted("corrupt_blockwise", MASK),
-    "corrupt_blockwise, blocks": corrupted("corrupt_blockwise", MASK, 8, level=torch.linspace(0, 1, 3 * B).view(B, 3)),
+    "corrupt_blockwise, blocks": corrupted("corrupt_blockwise", MASK, 8, level=torch.linspace(0, 1, 5 * B).view(B, 5)),
     "corrupt_uniform, padded blocks": corrupted("corrupt_uniform", MASK, block_size=8, start=STARTS),
     "corrupt_uniform, padded segments": corrupted(
         "corrupt_uniform", MASK, segment_ids=torch.arange(B * L).view(B, L) % 5 - 1, start=STARTS
@@ -186,7 +186,7 @@ def call(name, monkeypatch):
         patch.setenv("DLLM_KERNELS_CHECK", "0")  # the calls have targets out of range
         small_tiles(patch, splits=3 if "split" in name else 1)
         if "in memory" in name:
-            patch.setattr(_tiles, "select", lambda *_: _tiles.SelectTile(1, 8, 1, True))
+            patch.setattr(_tiles, "select", lambda *_: _tiles.SelectTile(1, 32, 1, True))
         torch.manual_seed(0)
         CALLS[name]()
 
