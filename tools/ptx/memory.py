@@ -2,8 +2,8 @@
 
 Each access is noted with the number of its thread and of the barriers that the thread has passed. Two threads race for
 an address if one writes there, another one reads or changes it, and nothing orders them. Threads of two programs are
-never ordered, those of a program by ``bar.sync``, and those of a warp by ``bar.warp.sync``, too. Threads may write the
-same value to one address.
+never ordered, those of a program by ``bar.sync``, and those of a warp by ``bar.warp.sync``, too. Threads of one program
+may write the same value to one address.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Memory:
             # Threads that store with one instruction store the same value; a change that comes later is another value.
             first = entry[order[starts]][np.cumsum(new) - 1]
             later = np.maximum.reduceat(np.where(entry[order] == first, READ, k), starts) == CHANGE
-            racing = np.flatnonzero(apart & some_write & (some_read | later))
+            racing = np.flatnonzero(apart & some_write & (some_read | later | (what == "program")))
             if len(racing):
                 group = order[starts[racing[0]] : np.append(starts, len(p))[racing[0] + 1]]
                 a = group[kind[group] != READ][0]
