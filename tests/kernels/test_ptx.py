@@ -80,6 +80,11 @@ def extracted(a, first, count, signed):
     return bits - (1 << count) if signed and bits >> (count - 1) & 1 else bits
 
 
+def inserted(a, b, first, count):
+    replaced = (1 << count) - 1 << first
+    return b & ~replaced | a << first & replaced
+
+
 def permuted(a, b, selector):
     taken = a.to_bytes(4, "little") + b.to_bytes(4, "little")
     choices = [selector >> 4 * k & 15 for k in range(4)]
@@ -107,6 +112,8 @@ INTEGERS = {
     **{f"shl.b{n}": (lambda a, k, n=n: a << k if k < n else 0, SHIFTS) for n in (16, 32, 64)},
     **{f"shr.{t}": (operator.rshift, SHIFTS) for t in ("u16", "u32", "s32", "u64", "s64")},
     **{f"bfe.{t}": (lambda a, k, n, t=t: extracted(a, k, n, t[0] == "s"), FIRST, COUNT) for t in ("u32", "s32", "u64")},
+    "bfi.b32": (inserted, FIRST, COUNT),
+    "bfi.b64": (inserted, FIRST, COUNT),
     "div.s32": (quotient, np.where(drawn("i4", 5) == 0, 7, drawn("i4", 5))),
     "popc.b32": (int.bit_count,),
     "popc.b64": (int.bit_count,),

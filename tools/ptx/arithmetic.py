@@ -158,6 +158,12 @@ def bfe(a: Numbers, first: Numbers, count: Numbers) -> Numbers:
     return shr(shl(a, width - first - count), width - count)
 
 
+def bfi(a: Numbers, b: Numbers, first: Numbers, count: Numbers) -> Numbers:
+    """Replace ``count`` bits of ``b``, from bit ``first`` on, by the first bits of ``a``."""
+    replaced = shl(~shl(~a.dtype.type(0), count), first)
+    return (b & ~replaced) | (shl(a, first) & replaced)
+
+
 def prmt(a: Numbers, b: Numbers, selector: Numbers) -> Numbers:
     """Select four bytes of the eight of two numbers, by a selector that is the same in all threads."""
     result = u4(0)

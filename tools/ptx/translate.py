@@ -40,9 +40,9 @@ _OF_INTEGERS = _OF_BOTH | {
     "mul.lo": "{} * {}", "mad.lo": "{} * {} + {}", "mul.hi": "mul_hi({}, {})", "div": "div({}, {})",
     "min": "np.minimum({}, {})", "max": "np.maximum({}, {})", "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}",
     "not": "~{}", "shl": "shl({}, {})", "shr": "shr({}, {})", "bfe": "bfe({}, {}, {})", "prmt": "prmt({}, {}, {})",
-    "popc": "np.bitwise_count({}).astype(u4)",
+    "bfi": "bfi({}, {}, {}, {})", "popc": "np.bitwise_count({}).astype(u4)",
 }  # fmt: skip
-_COUNTS = {"shl": 1, "shr": 1, "bfe": 1}  # from this operand on they are numbers of bits, u4
+_COUNTS = {"shl": 1, "shr": 1, "bfe": 1, "bfi": 2}  # from this operand on they are numbers of bits, u4
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
 _ROUNDED = {"rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}
 _ORDERED = {
