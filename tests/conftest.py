@@ -43,6 +43,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # for a missing device, each seed records its caller, which is slow
     for backend in (torch.cuda, torch.xpu, torch.mtia):
         backend.manual_seed_all = lambda seed: None
+EXECUTED = "tools.ptx.plugin" in sys.modules  # by `make ptx`: kernels are compiled, and their PTX is executed
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 if INTERPRETED:
@@ -320,16 +321,6 @@ def poisoned_memory(monkeypatch):
 @pytest.fixture
 def device():
     return DEVICE
-
-
-@pytest.fixture
-def reverse_program_order(monkeypatch):
-    """Run the programs of a launch in reverse order, so that a write into another program's output persists."""
-    if DEVICE != "cpu":
-        pytest.skip("only Triton's interpreter has a defined order of programs")
-    builder = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
-    in_order = builder.set_grid_idx
-    monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: in_order(builder.grid_dim[0] - 1 - x, y, z))
 
 
 @pytest.fixture

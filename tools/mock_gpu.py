@@ -193,7 +193,7 @@ class MockGPU:
             self._is_capturing = False
 
     def _replacements(self) -> Iterator[tuple[Any, str, Any]]:
-        yield triton.runtime.driver, "_active", _Driver(self.target, self._session)
+        yield triton.runtime.driver, "_active", Driver(self.target, self._session)
         yield triton.compiler, "compile", self._specimen
         yield torch.Tensor, "device", property(lambda t: _GPU if _seems_on_gpu(t) else _real_device(t))
         yield torch.Tensor, "is_cuda", property(lambda t: _seems_on_gpu(t))
@@ -258,17 +258,20 @@ def _meta_device(value: Any, always: bool = False) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Driver:
+class Driver:
     """Replacement of Triton's driver. Each mock has a unique device, because Triton caches by device."""
 
     target: GPUTarget
     session: int
 
     def get_current_device(self) -> str:
+        """Return the unique device."""
         return f"mock {self.session}"
 
     def get_current_stream(self, device: Any = None) -> int:
+        """Return the default stream."""
         return 0
 
     def get_current_target(self) -> GPUTarget:
+        """Return the GPU for which Triton compiles."""
         return self.target

@@ -54,21 +54,17 @@ EVERY_ROW_OP = (
 JUDGES = (
     (
         "*sample.py",
-        "tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py tests/kernels/test_bounds.py"
-        " tests/distributed/test_distributed.py -k 'sample'",
+        "tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py tests/distributed/test_distributed.py"
+        " -k 'sample'",
     ),
     ("*_noise.py", "tests/internals/test_linear_sample.py tests/ops/test_linear_sample.py"),
     (
         "_backends/triton/*corruption*",
-        "tests/kernels/test_bounds.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
         " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " -k 'triton or kernel or count or long or product or (beside and corrupt)'",
+        " -k 'triton or kernel or count or long or product'",
     ),
-    (
-        "_backends/triton/gumbel_topk.py",
-        "tests/kernels/test_bounds.py tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
-        " -k 'triton or (beside and gumbel)'",
-    ),
+    ("_backends/triton/gumbel_topk.py", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py -k triton"),
     (
         "_backends/triton/_select.py",
         "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption.py"
@@ -86,13 +82,10 @@ JUDGES = (
     ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
     (
         "_backends/triton/linear_nll*",
-        "tests/kernels/test_bounds.py tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py -k 'row or triton or (beside and linear)'",
+        "tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+        " -k 'row or triton'",
     ),
-    (
-        "_backends/triton/divergence.py",
-        "tests/kernels/test_bounds.py tests/kernels/test_divergence_kernel.py -k 'kernel or (beside and divergence)'",
-    ),
+    ("_backends/triton/divergence.py", "tests/kernels/test_divergence_kernel.py"),
     (
         "distributed/*",
         "tests/distributed/test_distributed.py tests/internals/test_distributed.py tests/losses/test_head.py"
@@ -114,16 +107,16 @@ JUDGES = (
     ),
     (
         "_backends/triton/row_stats.py",
-        "tests/kernels/test_bounds.py tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
+        "tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
         " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
-        " -k 'triton or (beside and stats)'",
+        " -k 'triton'",
     ),
     (
         "_backends/triton/*",
-        "tests/kernels/test_bounds.py tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py"
-        " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+        "tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
+        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
         " tests/ops/test_row_stats.py tests/internals/test_row_stats.py tests/ops/test_transform.py"
-        " tests/internals/test_transform.py -k 'kernel or triton or (beside and nll)'",
+        " tests/internals/test_transform.py -k 'kernel or triton'",
     ),
     (
         "fused/_lora.py",

@@ -15,7 +15,7 @@ from dllm_kernels._corruption import _topk as op
 from dllm_kernels._random import _philox, _rules
 from dllm_kernels._random._philox import Layout
 from reference import corruption as reference
-from tests.corruption.test_corruption import MASK, ROUTINES, V, batch, every_routine, same, some_routines
+from tests.corruption.test_corruption import MASK, ROUTINES, V, batch, every_routine, same
 
 pytestmark = pytest.mark.indices
 
@@ -191,17 +191,6 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
         level.to(device), length.to(device), out, len(COUNTS), at_least, BLOCK=32, enable_fp_fusion=False
     )
     assert out.tolist() == expected
-
-
-@pytest.mark.everyday(1)
-@some_routines
-def test_kernel_programs_run_in_any_order(routine, reverse_program_order, monkeypatch):
-    tiles = kernels._tiles
-    independent = tiles.independent
-    monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # one program per block
-    ids, loss_mask, seeds = batch(3, 77)
-    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
-    assert same(routine(ids, loss_mask, seeds=seeds, backend="triton"), expected)
 
 
 @pytest.mark.everyday(1)

@@ -327,7 +327,3 @@ def test_products_may_be_fused(kind, fused_products, monkeypatch):
     With fused products, z - z is the rounding error of a scaled logit.
     """
     test_tiles_of_16_columns(kind, 1, monkeypatch)
-
-
-def test_programs_run_in_any_order(reverse_program_order):
-    test_every_kind("0.1 ce + 0.9 l1", torch.float32, TILE + 203, "as they are")

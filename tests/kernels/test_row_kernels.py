@@ -182,13 +182,6 @@ def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset)
     assert beside.isnan().all()
 
 
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("path", PATHS)
-def test_programs_run_in_any_order(path, reverse_program_order, monkeypatch):
-    test_every_kind_of_row(path, TILE + 13, torch.float32, 3, monkeypatch)
-    test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(PATHS[path], TILE, 0)
-
-
 def without_rows(op, *row_inputs, **options):
     """Return a call of an op on logits ``[0, 7]``, forward and backward."""
 

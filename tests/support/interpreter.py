@@ -276,59 +276,6 @@ def tritons_own():
         triton_interpreter._patch_lang, builder.options = ours, options
 
 
-class _Accesses:
-    """The addresses that each program of one launch reads and writes."""
-
-    def __init__(self, kernel):
-        self.kernel, self.program = kernel, 0
-        self.read, self.written = [], []
-
-    def note(self, accesses, pointers, mask):
-        """Add to ``accesses`` the addresses of the current program that are not masked."""
-        addresses = np.unique(pointers.data[np.broadcast_to(mask.data, pointers.data.shape)])
-        accesses += [(address, self.program) for address in addresses.tolist()]
-
-    def shared(self):
-        """Return addresses that one program writes and another one reads or writes."""
-        writer = dict(self.written)
-        return {at for at, program in (*self.read, *self.written) if writer.get(at, program) != program}
-
-
-@contextmanager
-def programs_apart():
-    """Raise if a program reads or writes an address that another program of its launch writes.
-
-    On a GPU the programs of a launch run in any order and at the same time. Yields the names of the kernels launched.
-    """
-    builder, executor = triton_interpreter.interpreter_builder, triton_interpreter.GridExecutor
-    load, store, index = builder.create_masked_load, builder.create_masked_store, builder.set_grid_idx
-    launch, launches = executor.__call__, []
-
-    def launched(self, *args, **options):
-        launches.append(_Accesses(self.fn.__name__))
-        launch(self, *args, **options)
-
-    def set_grid_idx(*place):
-        launches[-1].program += 1
-        index(*place)
-
-    def masked_load(pointers, mask, *rest):
-        launches[-1].note(launches[-1].read, pointers, mask)
-        return load(pointers, mask, *rest)
-
-    def masked_store(pointers, value, mask, *rest):
-        launches[-1].note(launches[-1].written, pointers, mask)
-        return store(pointers, value, mask, *rest)
-
-    accesses = {"create_masked_load": masked_load, "create_masked_store": masked_store, "set_grid_idx": set_grid_idx}
-    with mock.patch.object(executor, "__call__", launched), mock.patch.multiple(builder, **accesses):
-        yield (kernels := set())
-    for one in launches:
-        shared = one.shared()
-        assert not shared, f"programs of {one.kernel} share {len(shared)} addresses that one of them writes"
-        kernels.add(one.kernel)
-
-
 _WIDER = {np.dtype(np.float32): np.float64, np.dtype(np.float64): np.longdouble}
 
 

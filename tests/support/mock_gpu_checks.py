@@ -310,29 +310,19 @@ IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "row_stats_bwd", "divergence_row
 
 
 @check
-def in_place_kernels_read_before_they_overwrite():
-    """A barrier lies between the load of the ragged columns and the next store into the row.
-
-    There are fewer ragged columns than threads. In a tile, the thread that loads a column also stores it.
-    """
-    with MockGPU("sm_90") as gpu, torch.device("cuda"):
-        rows_in_place(50257, torch.bfloat16)
-    kernels = {s.kernel: s for s in gpu.specimens}
-    for kernel in IN_PLACE:
-        code = kernels[kernel].compile().asm["ttgir"]
-        waiting, ragged, parts = False, 0, [set()]
-        for line in code.splitlines():
-            row_access = re.search(r"tt\.(load|store) .*tensor<(\d+)x!tt\.ptr<bf16>, (#\w+)>", line)
-            if row_access and int(row_access[2]) > 16:
-                parts[-1].add(row_access[3])
-            elif row_access and row_access[1] == "load":
-                waiting, ragged = True, ragged + 1
-            if "barrier" in line:
-                waiting = False
-                parts.append(set())
-            assert not (waiting and row_access and row_access[1] == "store"), (kernel, line)
-        assert ragged, kernel
-        assert max(map(len, parts)) == 1, (kernel, parts)
+@on_each("sm_90")
+def keys_in_memory_are_read_after_a_barrier(gpu):
+    """The barriers of a reduction separate the keys from their readers on this GPU, too, which is not promised."""
+    launches.topk(8, 131072)
+    launches.corrupt(corruption.corrupt_blockwise, 8, 131072)
+    kernels = {s.kernel: s for s in gpu.specimens if s.kernel.endswith("_long")}
+    assert len(kernels) == 2
+    for kernel, specimen in kernels.items():
+        code = specimen.compile().asm["ttgir"]
+        keys = re.findall(r"tt\.(load|store) .*: tensor<\d+x!tt\.ptr<i64>|(barrier)", code)
+        order = [access or barrier for access, barrier in keys]
+        assert order[:3] == ["store", "barrier", "load"], kernel
+        assert "store" not in order[1:], kernel
 
 
 @check

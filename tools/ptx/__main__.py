@@ -1,0 +1,31 @@
+"""``python -m tools.ptx``: the everyday tests of kernels, which are executed as PTX. Arguments are those of pytest."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Files whose tests launch kernels; the same subject has the same name in each folder.
+SUBJECTS = {
+    "kernels": "batch_invariance bounds divergence_kernel planted_faults ptx real_vocabularies row_kernels row_weights",
+    "ops": "divergence dpace_weights extra gradcheck gumbel_topk linear_nll linear_sample num_active row_objective"
+    " row_stats second_order soft_embedding token_log_probs token_nll topk_divergence transform",
+    "internals": "corruption corruption_levels divergence gumbel_topk linear_nll linear_sample philox row_stats"
+    " soft_embedding token_nll topk_divergence transform",
+    "corruption": "corruption corruption_levels padding segments sources",
+    "losses": "losses", "policy": "loss", "generate": "generate",
+}  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Run pytest on the files named in ``arguments``, or on all files above, which must launch every kernel."""
+    options = ["-p", "tools.ptx.plugin", "-n", "auto", "-m", "not exhaustive", *arguments]
+    if not any("tests" in argument for argument in arguments):
+        files = [f"tests/{folder}/test_{name}.py" for folder, names in SUBJECTS.items() for name in names.split()]
+        options += ["--every-kernel", *(str(ROOT / file) for file in files)]
+    return pytest.main(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
