@@ -156,8 +156,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
     ``logsumexp(-1)``, ``argmax(-1)``, and every loss and op of this package that takes logits.
 
-    **The NLL of rows is deferred as well.** Times or divided by constants, such as masks and 1 / p, then summed or
-    averaged over all rows, it is :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
+    **The NLL of rows is deferred as well.** Affine functions of it with constant coefficients, such as masks and 1 / p,
+    also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over
+    all rows, are :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
     :func:`linear_token_nll`.
 
     **Materialized**: every other operation, and code that only knows tensors (autograd Functions, hooks, reentrant

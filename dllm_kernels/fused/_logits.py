@@ -22,7 +22,8 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._graph import Recipe, Step
 from dllm_kernels.fused._moves import MOVES, Call, Move
-from dllm_kernels.fused._nll import NEW, NO_INDEX, DeferredNLL, dtype_after, new_tensor
+from dllm_kernels.fused._nll import NO_INDEX, DeferredNLL, dtype_after
+from dllm_kernels.fused._nll_rules import NEW, new_tensor
 from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after, strided
 
 Tensor = torch.Tensor

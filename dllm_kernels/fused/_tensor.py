@@ -41,6 +41,11 @@ EXPOSING = "numpy", "__array__", "__dlpack__", "untyped_storage", "data_ptr"  # 
 RESHAPED = "unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"
 FIRST = "input", "tensors", "self"
 RENAMED = {"axis": "dim", "keepdims": "keepdim"}
+# Their rules take all arguments, because the deferred tensor may be any of them.
+WHOLE = (
+    "__matmul__", "__rmatmul__", "__rsub__", "add", "dot", "einsum", "inner", "matmul", "mv", "rsub", "sub", "subtract",
+    "vdot", "where",
+)  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
 plainly = torch._C.DisableTorchFunctionSubclass
@@ -346,6 +351,9 @@ class DeferredTensor(Tensor, Deferred):
 
 def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     named = {RENAMED.get(key, key): value for key, value in kwargs.items()}
+    if name in WHOLE:
+        deferred = next(x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredTensor))
+        return rule(deferred, Call(func, tuple(args), named))
     first, *others = args or [named.pop(next((n for n in FIRST if n in named), next(iter(named))))]
     if name == "mul" and not isinstance(first, DeferredTensor) and others:
         first, others = others[0], [first]

@@ -133,6 +133,18 @@ def tempered(z, x):
     return F.cross_entropy(torch.stack(list(z)).movedim(-1, 1), x.ids, ignore_index=int(x.ids[0, 0]))
 
 
+def diffullama(z, x):
+    nll = F.cross_entropy(z[:, :-1].reshape(-1, V), x.ids[:, 1:].reshape(-1), reduction="none").view(B, -1)
+    nll = nll.masked_fill(~x.masked[:, 1:], 0)
+    return (nll / x.p[:, :1]).sum() / x.masked[:, 1:].sum()
+
+
+def dreamon(z, x):
+    nll = F.cross_entropy(z.transpose(1, 2), x.ids, reduction="none")
+    nll = torch.where(x.masked, nll, torch.zeros_like(nll))
+    return torch.einsum("bl,bl->b", nll, 1 / x.p).div(x.masked.sum(1)).mean()
+
+
 def many_moves(z, x):
     z = z.unsqueeze(0).squeeze(0).expand(2, -1, -1, -1).unflatten(1, (1, B))[1, 0]
     first, second = z.split(L // 2, dim=1)
@@ -145,7 +157,8 @@ def many_moves(z, x):
 LOOPS = {
     function.__name__: function
     for function in (
-        llada, dllm, dream, fast_dllm, half, grpo, grpo_by_rows, dflash, log_probs, nll_loss, tempered, many_moves
+        llada, dllm, dream, fast_dllm, half, grpo, grpo_by_rows, dflash, log_probs, nll_loss, tempered, diffullama,
+        dreamon, many_moves
     )
 }  # fmt: skip
 MODELS = {"plain": {}, "tied": {"tied": True}, "bias": {"bias": True}, "cap": {"cap": 2.0}}

@@ -119,6 +119,11 @@ torch.mul(input=wts($s), other=$x)
 $x.div(2.0) || torch.div($x, wts($s) + 1) || $x * (mask($s) / 0.7) || torch.where(mask($s), $x / 0.3, $x) || $x.pow(2)
 torch.nan_to_num($x) || $x.sort(-1).values || $x.expand(2, *$x.shape) || torch.min($x, $x * 0.9) || F.relu($x)
 $x.index_select(0, torch.tensor([0])) || $x.abs() || torch.vmap(lambda r: r * 2)($x) || $x.roll(1, 0) || $x.flip(0)
+torch.where(mask($s, $k), wts($s), $x) || torch.where(mask($s), $x, $x * 0.5) || $x.masked_fill(mask($s, $k), 1.5)
+torch.nan_to_num($x * wts($s, $k)) || $x + wts($s, $k) * $x || $x - wts($s) || 1 - $x || torch.add($x, $x, alpha=-0.5)
+torch.dot($x.flatten(), wts(($x.numel(),)).to($x.dtype)) || $x.sum(0, keepdim=True) || $x.mean((0, -1)) || $x.mT
+torch.einsum('...,...->...', $x, wts($s).to($x.dtype)) || torch.einsum('ab,b->a', $x, wts(($last + 1,)).to($x.dtype))
+torch.einsum('ab,ab->ba', $x, wts($s).to($x.dtype)) || $x @ wts(($x.shape[-1],)).to($x.dtype) || $x.ravel()
 pytree.tree_map(torch.neg, ($x,))[0] || $x.new_tensor(2) * $x || $x @ wts(($last + 1, 3)).to($x.dtype) || doubled($x)
 """)
 OF_TWO = table("""
