@@ -22,7 +22,7 @@ from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import in_dtype_of
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._plain import is_dtensor
-from dllm_kernels.fused import _lora
+from dllm_kernels.fused import _classes, _lora, _sums  # noqa: F401  rules
 from dllm_kernels.fused._in_head import _CLAIM, head_of
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.mtp.head import gathered_once
@@ -148,9 +148,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     and graph of logits, and computes its values when they are needed. The code between head and loss stays as it is, in
     the model and in the loop. The context may enclose one step or a whole training.
 
-    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a positive factor, and operations
-    that select or move whole rows (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``,
-    ``stack``, ...).
+    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a factor, sums and differences of
+    logits of the head, slices of the classes, one class set to -inf, and operations that select or move whole rows
+    (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``, ``stack``, ...).
 
     **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
     label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,

@@ -54,11 +54,17 @@ class DeferredNLL(DeferredTensor):
     @classmethod
     def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> Any:
         """Return the NLL of logits with the classes in any dimension."""
-        return cls._of(
+        nll = cls._of(
             logits.classes_last(), dtype, logits=logits.copied(), target=target.detach().clone(),
             ignore_index=ignore_index, row_weights=None, factor=factor, offset=None,
             finite=None, summed=False,
         )  # fmt: skip
+        if logits.overwritten is None:
+            return nll
+        values = -factor * logits.overwritten.at(target)
+        if ignore_index != NO_INDEX:
+            values = torch.where(target == ignore_index, 0.0, values)
+        return nll.masked(~logits.overwritten.mask, values)
 
     @classmethod
     def _of(
@@ -193,7 +199,7 @@ def _arguments(parts: Any, logits: Any, target: Tensor, ignore_index: int) -> di
     return {
         "hidden": hidden, "weight": weight, "targets": target, "bias": bias, "extra": extra,
         "ignore_index": ignore_index, "softcap": softcap, "scale": scale, "logits_dtype": logits.logits_dtype,
-        "check_targets": readable_without_sync(target) or None,  # as torch checks them
+        "skip_id": logits.skip, "check_targets": readable_without_sync(target) or None,  # as torch checks them
     }  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def _reshaped(x: DeferredNLL, call: Call) -> Any:
     if out.dtype != torch.float32:
         return NotImplemented
     shape, dims = tuple(out.shape), x.ndim
-    return x.moved(lambda t: t.reshape(*shape, *t.shape[dims:]))
+    return x.moved(lambda t: t.reshape((*shape, *t.shape[dims:])))
 
 
 @rule("transpose", "permute", "movedim", "t", "T", "swapaxes")

@@ -280,7 +280,7 @@ OPEN = {
     "a dirty Function of a view, then a Function of the base", "a hook before a node", "a hook after a node",
     "views under no_grad require a gradient", "a dirty Function of NLLs in inference mode",
     "a change of the base of torch.Tensor", "a hook on several after a change", "a Function of a view under no_grad",
-    "saved copies of a head that is changed", "a hook in a backward of second order",
+    "a hook in a backward of second order",
     "a hook on a view that is changed",
 }  # fmt: skip
 FINE = "told", "unstable"  # an announced error; a program that says nothing
