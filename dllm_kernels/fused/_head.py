@@ -22,7 +22,7 @@ from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import in_dtype_of
 from dllm_kernels._utils._head import head_module
 from dllm_kernels._utils._plain import is_dtensor
-from dllm_kernels.fused import _classes, _lora, _sums  # noqa: F401  rules
+from dllm_kernels.fused import _classes, _entropy, _lora, _sums  # noqa: F401  rules
 from dllm_kernels.fused._in_head import _CLAIM, head_of
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.mtp.head import gathered_once
@@ -154,7 +154,8 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
 
     **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
     label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
-    ``logsumexp(-1)``, ``argmax(-1)``, and every loss and op of this package that takes logits.
+    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax, and every loss and op of
+    this package that takes logits. Statistics of the same logits are computed in one pass if they are pending together.
 
     **The NLL of rows is deferred as well.** Affine functions of it with constant coefficients, such as masks and 1 / p,
     also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over

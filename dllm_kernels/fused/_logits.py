@@ -7,6 +7,7 @@ without a rule, and calls for which the rule returns ``NotImplemented``, materia
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -16,15 +17,15 @@ import torch.nn.functional as F
 
 from dllm_kernels import ops
 from dllm_kernels._utils._call_state import CallState, Versions
-from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
+from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES, check_target_range
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._graph import Recipe, Step
-from dllm_kernels.fused._lse import DeferredLse
 from dllm_kernels.fused._moves import MOVES, Call, Move
 from dllm_kernels.fused._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.fused._nll_rules import NEW, new_tensor
+from dllm_kernels.fused._pending import Asked, DeferredStat
 from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after, strided
 
 Tensor = torch.Tensor
@@ -73,6 +74,7 @@ class Rows:
         skip: class that is never taken, because its logit is -inf or so low that its probability is 0, or None.
         skip_finite: True if that logit is not -inf.
         overwritten: rows of log-probabilities that were replaced, or None.
+        pending: statistics of logits of this head call that are not computed yet.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -82,6 +84,8 @@ class Rows:
     axis: int
     state: CallState
     versions: Versions
+    pending: list[Any]
+    owner: Callable[[], Any]
     scale: Fraction = ONE
     cap: Fraction | None = None
     log_probs: bool = False
@@ -130,13 +134,13 @@ class Rows:
     def copied(self) -> Any:
         """Return a copy that is no tensor, so that a graph may hold it."""
         made = Rows()
-        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")})
+        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")}, owner=weakref.ref(self))
         return made
 
 
 KEPT = (
     "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
-    "skip", "skip_finite", "overwritten",
+    "skip", "skip_finite", "overwritten", "pending",
 )  # fmt: skip
 
 
@@ -161,7 +165,7 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
         versions = Versions.of(parts, split.parameters)
         return cls.made(
             form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
-            needs=needs,
+            needs=needs, pending=[],
         )  # fmt: skip
 
     @property
@@ -407,7 +411,8 @@ def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     return x.change(lambda z: z / value if divides else z * value, scale=scale)
 
 
-def _on_classes(x: DeferredLogits, dim: Any) -> bool:
+def on_classes(x: DeferredLogits, dim: Any) -> bool:
+    """Return True if ``dim`` is the class dimension."""
     return isinstance(dim, int) and -x.ndim <= dim < x.ndim and dim % x.ndim == x.axis
 
 
@@ -416,7 +421,7 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
     given = arguments(names, call.args, call.kwargs)
     dtype = given.get("dtype")
-    if not _on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
+    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
 
@@ -455,7 +460,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 def _gathered(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
     index = given.get("index")
-    usable = x.fusible and _on_classes(x, given.get("dim"))
+    usable = x.fusible and on_classes(x, given.get("dim"))
     if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
         return NotImplemented
     rest = [d for d in range(x.ndim) if d != x.axis]
@@ -466,9 +471,14 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     if x.log_probs and ids.shape[-1] == 1:
         return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis).now()
-    out = _stats(x, ids.where(ids != -100, -1))  # an id of -100 is out of range, not a missing one
-    picked = out.log_probs if x.log_probs else out.log_probs + out.lse.unsqueeze(-1)
-    return picked.to(x.dtype).movedim(-1, x.axis)
+    ids, dtype, axis, log_probs = ids.where(ids != -100, -1), x.dtype, x.axis, x.log_probs  # -100 is out of range
+
+    def picked(out: Tensor, lse: Tensor, _: Any) -> Tensor:
+        return (out if log_probs else out + lse.unsqueeze(-1)).to(dtype).movedim(-1, axis)
+
+    check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
+    form = torch.empty(index.shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "picked", Asked(ids, False, picked), form)
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
@@ -476,37 +486,27 @@ def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
     return x.skip is not None and readable_without_sync(ids) and bool((ids == x.skip).any())
 
 
-def _stats(x: DeferredLogits, ids: Tensor) -> Any:
-    with x.restored():
-        return _row_stats(x.classes_last(), x, ids)
-
-
-def _row_stats(parts: Any, x: Any, ids: Tensor) -> Any:
-    hidden, weight, bias, extra, softcap, scale = x.rows_of(parts)
-    options: dict[str, Any] = {"softcap": softcap, "scale": scale, "logits_dtype": x.logits_dtype, "skip_id": x.skip}
-    options["check_targets"] = readable_without_sync(ids) or None  # as torch checks them
-    return ops.linear_row_stats(hidden, weight, ids, bias=bias, extra=extra, **options)
-
-
 @rule("logsumexp")
 def _logsumexp(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    dim = given.get("dim")
+    dim, axis = given.get("dim"), x.axis if given.get("keepdim") else None
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if x.log_probs or not x.fusible or not _on_classes(x, dim):
+    if x.log_probs or not x.fusible or not on_classes(x, dim):
         return NotImplemented
-
-    def compute(parts: Any, logits: Any) -> Tensor:
-        return _row_stats(parts, logits, torch.full(parts[0].shape[:-1], -100, device=x.device)).lse  # type: ignore[no-any-return]
-
     dtype = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device)
-    return DeferredLse.of_logits(x, compute, dtype, bool(given.get("keepdim")))
+    shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if axis is not None or i != x.axis]
+
+    def lse(_: Any, found: Tensor, __: Any) -> Tensor:
+        return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
+
+    form = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), form, axis)
 
 
 @rule("argmax")
 def _argmax(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    if not _on_classes(x, given.get("dim")) or x.overwritten is not None:
+    if not on_classes(x, given.get("dim")) or x.overwritten is not None:
         return NotImplemented
     with torch.no_grad(), x.restored():
         hidden, weight, bias, extra, softcap, _ = x.rows()

@@ -17,13 +17,14 @@ from dllm_kernels import ops
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels.fused._graph import Recipe, Step
-from dllm_kernels.fused._tensor import DeferredTensor, form_after
+from dllm_kernels.fused._pending import Asked, Pending
+from dllm_kernels.fused._tensor import form_after
 
 Tensor = torch.Tensor
 NO_INDEX = -(2**31)  # ignore_index of log-probabilities, for which no id is ignored
 
 
-class DeferredNLL(DeferredTensor):
+class DeferredNLL(Pending):
     """Weighted NLL of rows, ``factor * row_weights * nll + offset``, summed over the last dimension of the rows or not.
 
     Parts: those of the logits, with the classes as the last dimension.
@@ -76,7 +77,15 @@ class DeferredNLL(DeferredTensor):
         if form is None:
             form = torch.empty(target.shape[: target.dim() - kept["summed"]], dtype=dtype, device="meta")
         recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
-        return cls.made(form, parts, recipe, needs=needs, **kept)
+        made = cls.made(form, parts, recipe, needs=needs, above=parts, **kept)
+        made.join()
+        return made
+
+    def asked(self) -> Asked:
+        """Return what the NLL is made from in a pass that computes more."""
+        ids = self.target.masked_fill(self.target == -100, -1).masked_fill(self.target == self.ignore_index, -100)
+        kept = {name: getattr(self, name) for name in AFFINE}
+        return Asked(ids.unsqueeze(-1), False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
 
     def now(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
@@ -95,17 +104,19 @@ class DeferredNLL(DeferredTensor):
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
         """Return the sum over all rows, or their sum over a count."""
         known = isinstance(count, int)
+        computed = self.materialize() if self.open and self.together() else None
         divisor = max(count, 1) if isinstance(count, int) else 1 if count is None else count.clamp(min=1)
         weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
         weights = weights if self.finite is None else weights * self.finite
-        with self.logits.restored():
-            given = _arguments(self.tapped(), self.logits, self.target, self.ignore_index)
-            out = ops.weighted_linear_nll(**given, weights=weights)
-        if self.finite is not None and not (out.nll * weights).isfinite().all():
-            return self.materialize("nan_to_num").sum() / divisor
-        loss = out.loss
-        if self.offset is not None:
-            loss = loss + self.offset.sum() / divisor
+        if computed is None:
+            with self.logits.restored():
+                given = _arguments(self.tapped(), self.logits, self.target, self.ignore_index)
+                out = ops.weighted_linear_nll(**given, weights=weights)
+            loss = out.loss if self.offset is None else out.loss + self.offset.sum() / divisor
+            if self.finite is not None and not (out.nll * weights).isfinite().all():
+                computed = self.materialize("nan_to_num")
+        if computed is not None:
+            loss = computed.sum() / divisor
         if count is not None and not (known and count):
             loss = torch.where(torch.as_tensor(count, device=self.device) > 0, loss, torch.nan)  # 0 / 0
         return loss.to(self.dtype)
@@ -191,6 +202,7 @@ class DeferredNLL(DeferredTensor):
 
 
 KEPT = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
+AFFINE = "row_weights", "factor", "offset", "finite", "summed"
 PER_ROW = "target", "row_weights", "finite"
 
 
@@ -203,13 +215,25 @@ def _arguments(parts: Any, logits: Any, target: Tensor, ignore_index: int) -> di
     }  # fmt: skip
 
 
-def _values(
-    parts: Any, logits: Any, target: Tensor, ignore_index: int, row_weights: Tensor | None, factor: float,
-    offset: Tensor | None, finite: Tensor | None, summed: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _values(parts: Any, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, **affine: Any) -> Tensor:
+    active = _active(**affine)
+    nll = ops.linear_token_nll(**_arguments(parts, logits, target, ignore_index), active=active).nll
+    return _affine(nll, dtype, **affine)
+
+
+def _active(row_weights: Tensor | None, finite: Tensor | None, **_: Any) -> Tensor | None:
+    """Return a mask of the rows whose coefficient is not 0; None if all rows count."""
     constants = [t for t in (finite, row_weights) if t is not None]
-    active = functools.reduce(torch.mul, [t != 0 for t in constants]) if constants else None
-    nll = ops.linear_token_nll(**_arguments(parts, logits, target, ignore_index), active=active).nll.to(dtype)
+    return functools.reduce(torch.mul, [t != 0 for t in constants]) if constants else None
+
+
+def _affine(
+    nll: Tensor, dtype: torch.dtype, *, row_weights: Tensor | None, factor: float, offset: Tensor | None,
+    finite: Tensor | None, summed: bool,
+) -> Tensor:  # fmt: skip
+    """Return the affine function of the NLL; NaN in rows without a coefficient do not count."""
+    active = _active(row_weights, finite)
+    nll = (nll if active is None else torch.where(active, nll, 0.0)).to(dtype)
     nll = nll if finite is None else (nll * finite).to(dtype).nan_to_num()
     nll = nll if factor == 1 else nll * factor
     nll = nll if row_weights is None else (nll * row_weights).to(dtype)

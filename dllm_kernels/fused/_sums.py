@@ -17,9 +17,9 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.fused import _logits
 from dllm_kernels.fused._logits import DeferredLogits, rule
-from dllm_kernels.fused._lse import is_lse_of
 from dllm_kernels.fused._moves import Call
 from dllm_kernels.fused._nll import dtype_after
+from dllm_kernels.fused._pending import DeferredStat, is_lse_of
 from dllm_kernels.fused._tensor import arguments
 
 Tensor = torch.Tensor
@@ -42,6 +42,8 @@ def _combined(x: DeferredLogits, call: Call) -> Any:
     if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
         dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
         form, axis = torch.empty_like(x.form, dtype=dtype), x.axis
+        for lse in (second, *second.sources) if isinstance(second, DeferredStat) else ():
+            lse.leave()
 
         def normalized(z: Tensor) -> Tensor:
             return (z - z.logsumexp(axis, keepdim=True)).to(dtype)

@@ -179,6 +179,18 @@ def touched(z, x):
     return nll + 0.0 * z.sum() + (z * 0).sum() + 1e-3 * z.mean(-1).square().sum()
 
 
+def entropy(z, x):
+    nll = F.cross_entropy(z.transpose(1, 2), x.ids, reduction="none")
+    certainty = (z.softmax(-1) * z.log_softmax(-1)).sum(-1)
+    return (nll * x.masked).sum() / x.masked.sum() - 0.1 * -certainty.mean()
+
+
+def z_loss(z, x):
+    log_probs = z.log_softmax(-1)
+    rows = -(log_probs.exp() * log_probs).sum(-1) / 2, z.logsumexp(-1, keepdim=True)[..., 0].square()
+    return F.cross_entropy(z.view(-1, V), x.ids.view(-1)) + sum((row * x.p).mean() for row in rows)
+
+
 def many_moves(z, x):
     z = z.unsqueeze(0).squeeze(0).expand(2, -1, -1, -1).unflatten(1, (1, B))[1, 0]
     first, second = z.split(L // 2, dim=1)
@@ -192,7 +204,8 @@ LOOPS = {
     function.__name__: function
     for function in (
         llada, dllm, dream, fast_dllm, half, grpo, grpo_by_rows, dflash, log_probs, nll_loss, tempered, diffullama,
-        dreamon, mdlm, never_mask, guidance, padded_vocabulary, touched, many_moves
+        dreamon, mdlm, never_mask, guidance, padded_vocabulary, touched,
+        entropy, z_loss, many_moves
     )
 }  # fmt: skip
 MODELS = {"plain": {}, "tied": {"tied": True}, "bias": {"bias": True}, "cap": {"cap": 2.0}}
@@ -460,7 +473,7 @@ def test_on_logits_says_what_an_operation_that_needs_them_does():
         fused_head(model, on_logits="raise") as fused,
         pytest.raises(RuntimeError, match=r"^softmax at .*needs the logits"),
     ):
-        model(x.noisy).softmax(-1)
+        model(x.noisy).softmax(-1).mean()
     assert fused.materialized == 0
     with warnings.catch_warnings(), fused_head(model, on_logits="allow") as fused:
         warnings.simplefilter("error")

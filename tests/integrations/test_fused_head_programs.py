@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+import dllm_kernels
 from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head, token_nll
 from tests.conftest import DEVICE
 
@@ -308,6 +309,62 @@ def test_nan_to_num_of_an_nll_that_is_nan_or_infinite():
 
     plain, _ = trained_and_gradients(program, Model, fused=False)
     torch.testing.assert_close(trained_and_gradients(program, Model, fused=True)[0], plain)
+
+
+# Statistics that are computed together -------------------------------------------------------------------------------
+
+
+def picked(logits, x):
+    return logits.gather(-1, x.ids[..., None]).squeeze(-1)
+
+
+def entropy(logits):
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def nll_of_rows(logits, x):
+    return F.cross_entropy(logits.flatten(0, 1), x.ids.flatten(), reduction="none").view(B, L)
+
+
+def three(logits, x):
+    nll, lse, certainty = nll_of_rows(logits, x), logits.logsumexp(-1), entropy(logits)
+    return (nll * x.masked).sum() + (lse.square() + certainty).mean()
+
+
+TOGETHER = {
+    "gather and logsumexp": lambda z, x: (picked(z, x) - z.logsumexp(-1)).exp().mean(),
+    "gather of log-probabilities": lambda z, x: (
+        z.log_softmax(-1).gather(-1, x.ids[..., None] % torch.tensor([5, 7], device=DEVICE)).exp().sum()
+    ),
+    "the NLL and its ratio, and the entropy": lambda z, x: (
+        lambda nll, certainty: (torch.exp(nll.detach() - nll) - certainty).mean()
+    )(nll_of_rows(z, x), entropy(z)),
+    "three": three,
+    "a weighted sum beside a logsumexp": lambda z, x: (
+        lambda lse, nll: (nll * x.masked).sum(1).mean() + lse.exp().mean()
+    )(z.logsumexp(-1), nll_of_rows(z, x)),
+    "log-probabilities from the logsumexp": lambda z, x: (
+        lambda lse: nll_loss_of(z - lse, x) + lse.square().mean() / 3
+    )(z.logsumexp(-1, keepdim=True)),
+}  # fmt: skip
+
+
+def nll_loss_of(log_probs, x):
+    return -log_probs.gather(-1, x.ids[..., None]).squeeze(-1)[x.masked].exp().sum()
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
+    calls = []
+    row_stats = dllm_kernels.ops.linear_row_stats
+    monkeypatch.setattr(
+        "dllm_kernels.fused._pending.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1]
+    )
+    if "from" not in name:
+        monkeypatch.setattr("dllm_kernels.fused._nll.ops.linear_token_nll", None)
+        monkeypatch.setattr("dllm_kernels.fused._nll.ops.weighted_linear_nll", None)
+    assert_same(lambda model, x: TOGETHER[name](model(x.noisy), x))
+    assert len(calls) == 1
 
 
 # Adapters of one head ---------------------------------------------------------------------------------------------

@@ -90,6 +90,8 @@ F.nll_loss($x.log_softmax(-1).movedim(-1, 1), $y, reduction='none') || torch.log
 F.cross_entropy($x[..., :V - 2].movedim(-1, 1), $y.clamp(max=V - 3), reduction='none') || $x[..., 1:7].logsumexp(-1)
 $x.narrow(-1, 2, 5).logsumexp(-1) || $x[..., 2:].log_softmax(-1).gather(-1, $y[..., None] % 5).squeeze(-1)
 subs($x, $y, '$c').gather(-1, $y[..., None]).squeeze(-1) || -subs($x * 1, $y, '$c').gather(-1, $y[..., None])[..., 0]
+-($x.softmax(-1) * $x.log_softmax(-1)).sum(-1) || (F.log_softmax($x, -1) * F.softmax($x, dim=-1)).sum(dim=-1)
+-($x.log_softmax(-1).exp() * $x.log_softmax(-1)).sum(-1) || -$x.logsumexp(-1) || $x.logsumexp(-1) * 0.5 / 2
 $x.sum(-1) || $x.mean(-1) || $x.masked_fill(torch.arange(V) == 3, -1e4).logsumexp(-1)
 $x.gather(-1, $y[..., None]).squeeze(-1) - $x.logsumexp(-1) || torch.logsumexp(input=$x, dim=(-1,))
 """)
