@@ -78,6 +78,12 @@ def _has_entropy(x: DeferredLogits) -> bool:
     return x.fusible and x.requires_grad and torch.is_grad_enabled() and x.overwritten is None and x.skip is None
 
 
+def _normalized(x: DeferredLogits) -> Any:
+    """Return the logits whose log-softmax ``x`` is; None if they are not known."""
+    source = x.sources[0] if len(x.sources) == 1 else None
+    return source if isinstance(source, DeferredLogits) and not source.log_probs else None
+
+
 def _product(p: Any, call: Call) -> Any:
     """Multiply the softmax by the log-softmax of the same logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
@@ -85,11 +91,12 @@ def _product(p: Any, call: Call) -> Any:
         p, other = other, p
     if not isinstance(p, OfSoftmax) or p.product or not isinstance(other, DeferredLogits) or not other.log_probs:
         return NotImplemented
-    same = p.logits is other or any(p.logits is source for source in other.sources)
-    same = same or any(source is base for source in other.sources for base in p.logits.sources)
-    if not same or not _has_entropy(other):
+    base = p.logits if not p.logits.log_probs else _normalized(p.logits)
+    if p.logits is not other and (base is None or base is not _normalized(other)):
         return NotImplemented
     dtype = torch.promote_types(p.dtype, other.dtype)
+    if not _has_entropy(other) or dtype != other.dtype:
+        return NotImplemented
     return OfSoftmax.of(other, [p, other], lambda a, b: a * b, dtype, p.operation, product=True)
 
 

@@ -321,7 +321,9 @@ def _joined(parts: Any, call: Call) -> Any:
 
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
-    fields = ("source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "skip", "skip_finite")
+    fields = (
+        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "requires", "skip", "skip_finite"
+    )  # fmt: skip
     return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 

@@ -158,7 +158,7 @@ class DeferredNLL(Pending):
         """Return the sum with an NLL of the same rows and targets; None for any other."""
         if self.target is not other.target or self.logits is not other.logits or self.finite is not other.finite:
             return None
-        if self.summed != other.summed:
+        if self.summed != other.summed or self.requires != other.requires:
             return None
         offset = other.offset if self.offset is None else self.offset
         if offset is not None and self.offset is not None and other.offset is not None:

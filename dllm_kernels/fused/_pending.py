@@ -107,9 +107,7 @@ class Pending(DeferredTensor):
     @property
     def open(self) -> bool:
         """True if the values may be computed with those of others."""
-        with plainly():
-            required = self.requires_grad
-        return required and self.deferred and not self._recomputed and not self._checkpointed
+        return self.requires and self.deferred and not self._recomputed and not self._checkpointed
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed with those of the others that are pending."""
@@ -213,6 +211,8 @@ def is_lse_of(value: Any, x: Any) -> bool:
     """Return True for the logsumexp of these logits, with a dimension in the place of the classes."""
     if isinstance(value, DeferredStat):
         return value.kind == "lse" and value.of is x._recipe and value.axis == x.axis
+    if x.requires and torch.is_grad_enabled():  # without a graph, the logsumexp is a constant
+        return False
     ref, version = getattr(x._recipe, "lse", (lambda: None, 0))
     known = isinstance(value, Tensor) and value is ref()
     return known and value._version == version and value.dim() == x.ndim

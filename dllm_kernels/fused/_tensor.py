@@ -143,6 +143,12 @@ class DeferredTensor(Tensor, Deferred):
         )
 
     @property
+    def requires(self) -> bool:
+        """True if gradients pass through this tensor."""
+        with plainly():
+            return self.requires_grad
+
+    @property
     def _recomputed(self) -> bool:
         """True in a backward that recomputes a checkpointed function, which had seen the tensor without its values."""
         return self._checkpointed and torch._C._current_graph_task_id() != -1

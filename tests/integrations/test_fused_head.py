@@ -425,6 +425,22 @@ UNFUSED = {
         z.view(-1, V), x.ids.view(-1), weight=torch.linspace(0, 1, V, device=z.device)
     ),
     "cross_entropy with probabilities": lambda z, x: F.cross_entropy(z[0], torch.full((L, V), 1 / V, device=z.device)),
+    "a class that is not low enough": lambda z, x: (z[..., 3].add_(-100), z.logsumexp(-1).sum())[1],
+    "a class that is low, as a target": lambda z, x: (
+        z.__setitem__((..., int(x.ids[0, 0])), -3e3),
+        F.cross_entropy(z.flatten(0, 1), x.ids.flatten()),
+    )[1],
+    "a low class beside a view": lambda z, x: (lambda y: (z.__setitem__((..., 3), -1e6), y.logsumexp(-1).sum())[1])(
+        z[:, 1:]
+    ),
+    "two classes": lambda z, x: z.masked_fill(torch.arange(V, device=z.device) < 2, -torch.inf).logsumexp(-1).sum(),
+    "a class in some rows": lambda z, x: (z.__setitem__((0, ..., 3), -1e6), z.logsumexp(-1).sum())[1],
+    "a sum of capped logits": lambda z, x: (lambda y: (y + y / 2).logsumexp(-1).sum())(torch.tanh(z)),
+    "a sum with a constant part": lambda z, x: (z - z.detach()).logsumexp(-1).sum(),
+    "a distribution": lambda z, x: torch.distributions.Categorical(logits=z).entropy().sum(),
+    "log-probabilities of rows": lambda z, x: (
+        lambda y: (y.__setitem__(x.masked, -1e6), y.__setitem__((x.masked, x.ids[x.masked]), 0.0), y[:, 1:].sum())[2]
+    )(z - z.logsumexp(-1, keepdim=True)),
     "a slice of classes": lambda z, x: z[..., :5].sum() + z[..., 7].sum(),
     "a sum of logits and a constant": lambda z, x: (z + x.p[..., None]).logsumexp(-1).sum(),
     "a product with a tensor": lambda z, x: (z * x.p[..., None]).logsumexp(-1).sum(),
