@@ -81,6 +81,11 @@ class DeferredNLL(Pending):
         made.join()
         return made
 
+    @property
+    def open(self) -> bool:
+        """True if the values may be computed with those of others; a view takes those of its base."""
+        return not self.sources and super().open
+
     def asked(self) -> Asked:
         """Return what the NLL is made from in a pass that computes more."""
         ids = self.target.masked_fill(self.target == -100, -1).masked_fill(self.target == self.ignore_index, -100)
@@ -104,7 +109,8 @@ class DeferredNLL(Pending):
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
         """Return the sum over all rows, or their sum over a count."""
         known = isinstance(count, int)
-        computed = self.materialize() if self.open and self.together() else None
+        rows = self.changed() if self.sources else self
+        computed = rows.materialize() if rows.open and rows.together() else None
         divisor = max(count, 1) if isinstance(count, int) else 1 if count is None else count.clamp(min=1)
         weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
         weights = weights if self.finite is None else weights * self.finite

@@ -279,6 +279,13 @@ a = (z - lse).gather(-1, ids((2, 5))[..., None]).sum() + (n + constant).sum()
 b = torch.where(mask((2, 5)), n, constant).sum() + torch.cat([z, z.detach()]).logsumexp(-1).sum()
 c = (z - z.detach()).logsumexp(-1).sum() + (z.detach() + 0.5 * z).logsumexp(-1).sum()
 (a + b + c).backward()""",
+    "a change of a view of NLLs beside a pending statistic": """
+z = head(hid)
+lse = z.logsumexp(-1)
+n = F.cross_entropy(z.view(-1, V), ids((10,)), reduction='none')
+v = n.view(2, 5)
+v[mask((2, 5))] = 0
+(n.sum() + v.exp().sum() + lse.mean()).backward()""",
     "products that are no entropy": """
 z = head(hid)
 p, log = z.softmax(-1), z.log_softmax(-1)
