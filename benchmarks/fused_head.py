@@ -1,8 +1,8 @@
 """Training loops from logits under ``fused_head``, compared with the same loops without it.
 
-Each loop runs forward and backward with a trained head. "masked rows" selects the masked positions from the logits
-(LLaDA), "all rows" computes the loss of all positions and multiplies it by weights (dllm). The floor counts the three
-matrix products on the active rows at the rate of a square product.
+Each loop runs forward and backward with a trained head, half of the positions masked. The functions of the loops name
+the code bases that write them. The floor counts the three matrix products on the active rows at the rate of a square
+product.
 """
 
 from __future__ import annotations
@@ -36,20 +36,89 @@ class Head(nn.Module):
         return self.lm_head(hidden)
 
 
-def masked_rows(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def masked_rows(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     """Compute the loss of LLaDA; ``p`` is 0 at positions that are not masked."""
     masked = p > 0
     token_loss = F.cross_entropy(logits[masked], ids[masked], reduction="none") / p[masked]
     return token_loss.sum() / ids.numel()
 
 
-def all_rows(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def all_rows(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     """Compute the loss of dllm."""
     token_loss = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
     return (token_loss * torch.where(p > 0, 1 / p, 0.0)).sum() / ids.numel()
 
 
-LOSSES = {"masked rows": masked_rows, "all rows": all_rows}
+def chosen(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute the loss of DiffuLLaMA and DreamOn."""
+    token_loss = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+    token_loss = torch.where(p > 0, token_loss, torch.zeros_like(token_loss)).masked_fill(p == 0, 0)
+    return torch.einsum("bl,bl->b", token_loss, torch.where(p > 0, 1 / p, 0.0)).mean()
+
+
+def ratios(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute the clipped ratios of GRPO: d1, dLLM-RL, LLaDOU, MDPO."""
+    new = logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    ratio = torch.exp(new - new.detach())
+    return -(torch.min(ratio * p, ratio.clamp(0.8, 1.2) * p) * (p > 0)).sum() / ids.numel()
+
+
+def z_loss(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute a cross-entropy and the square of the logsumexp."""
+    token_loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+    return token_loss + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
+def selective(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute log-probabilities of all rows as TRL does."""
+    new = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - logits.logsumexp(-1)
+    return -torch.exp(new - new.detach()).mean()
+
+
+def subs(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute the loss of MDLM, BD3-LM, ReMDM and Duo."""
+    mask_id = logits.shape[-1] - 1
+    noisy = ids.masked_fill(p > 0, mask_id)
+    logits = logits * 1.0  # the caller's stay as they are
+    logits[:, :, mask_id] += -1e6
+    logits = logits - torch.logsumexp(logits, dim=-1, keepdim=True)
+    unmasked = noisy != mask_id
+    logits[unmasked] = -1e6
+    logits[unmasked, noisy[unmasked]] = 0
+    log_p = torch.gather(logits, -1, ids[:, :, None]).squeeze(-1)
+    return -(log_p * torch.where(p > 0, 1 / p, 0.0)).sum() / ids.numel()
+
+
+def guidance(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute a loss of guided logits: dllm, MDPO, d1, LLaDA, EOSER."""
+    conditional, other = logits.chunk(2, dim=1)
+    logits = other + (1.5 + 1) * (conditional - other)
+    return all_rows(logits, ids[:, : logits.shape[1]], p[:, : logits.shape[1]])
+
+
+def padded_vocabulary(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Cut a padded vocabulary."""
+    vocab = logits.shape[-1] - 64
+    return all_rows(logits[..., :vocab], ids.clamp(max=vocab - 1), p)
+
+
+def entropy(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute the loss of dParallel and d3LLM: a cross-entropy, and the entropy of all rows."""
+    token_loss = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+    certainty = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return (token_loss * (p > 0)).sum() / ids.numel() + 0.1 * certainty.mean()
+
+
+def touched(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Touch all parameters, as dParallel and d3LLM do."""
+    return masked_rows(logits, ids, p) + 0.0 * logits.sum()
+
+
+LOSSES = {
+    "masked rows": masked_rows, "all rows": all_rows, "where and einsum": chosen, "ratios": ratios, "z-loss": z_loss,
+    "gather and logsumexp": selective, "subs": subs, "guidance": guidance, "padded vocabulary": padded_vocabulary,
+    "entropy": entropy, "touched": touched,
+}  # fmt: skip
 
 
 def candidate(loss: Any, model: Head, inputs: Inputs, fused: bool) -> measure.Candidate:

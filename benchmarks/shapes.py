@@ -61,6 +61,7 @@ UPDATE = Shape("coupled-GRPO 4x1024", 4, 1024, 126_464, 4096, frozen=True)  # th
 MTP = Shape("MTP 2 depths", 2, 8192, 131_072, 4096, depths=2)
 
 CPU_LOGITS = Shape("CPU 2x960", 2, 960, 32_000, 512)
+CPU_LOOPS = Shape("CPU 2x960 narrow", 2, 960, 32_000, 256)
 CPU_FROZEN = Shape("CPU 2x960 frozen", 2, 960, 32_000, 512, frozen=True, block_size=16, chunk=256)
 CPU_TRAINABLE = Shape("CPU 2x960 trainable", 2, 960, 32_000, 512, block_size=16, chunk=256)
 CPU_HEAD_OPTIONS = Shape("CPU 2x512", 2, 512, 32_000, 512)
@@ -87,7 +88,7 @@ LINEAR = {
 }
 
 HEAD_OPTIONS = {"toy": LINEAR["toy"], "small": (CPU_HEAD_OPTIONS,), "full": (POLICY,)}
-LOOPS = {"toy": LINEAR["toy"][1:], "small": (CPU_LOGITS,), "full": (LLADA_SHORT,)}
+LOOPS = {"toy": LINEAR["toy"][1:], "small": (CPU_LOOPS,), "full": (LLADA_SHORT,)}
 SAMPLES = {"toy": LINEAR["toy"], "small": (CPU_SAMPLES,), "full": (POLICY,)}
 UPDATES = {"toy": (TOY_UPDATE,), "small": (CPU_UPDATE,), "full": (UPDATE,)}
 

@@ -22,7 +22,7 @@ from dllm_kernels._utils._call_state import CallState
 from dllm_kernels._utils._dtypes import in_dtype_of
 from dllm_kernels._utils._head import freed_after_forward, fsdp1_unit, head_module
 from dllm_kernels._utils._plain import is_dtensor
-from dllm_kernels.fused import _lora
+from dllm_kernels.fused import _classes, _entropy, _lora, _sums  # noqa: F401  rules
 from dllm_kernels.fused._in_head import _CLAIM, head_of
 from dllm_kernels.fused._logits import DeferredLogits
 from dllm_kernels.mtp.head import gathered_once
@@ -156,16 +156,18 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     and graph of logits, and computes its values when they are needed. The code between head and loss stays as it is, in
     the model and in the loop. The context may enclose one step or a whole training.
 
-    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a positive factor, and operations
-    that select or move whole rows (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``,
-    ``stack``, ...).
+    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a factor, sums and differences of
+    logits of the head, slices of the classes, one class set to -inf, and operations that select or move whole rows
+    (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``, ``stack``, ...).
 
     **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
     label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
-    ``logsumexp(-1)``, ``argmax(-1)``, and every loss and op of this package that takes logits.
+    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax, and every loss and op of
+    this package that takes logits. Statistics of the same logits are computed in one pass if they are pending together.
 
-    **The NLL of rows is deferred as well.** Times or divided by constants, such as masks and 1 / p, then summed or
-    averaged over all rows, it is :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
+    **The NLL of rows is deferred as well.** Affine functions of it with constant coefficients, such as masks and 1 / p,
+    also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over
+    all rows, are :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
     :func:`linear_token_nll`.
 
     **Materialized**: every other operation, and code that only knows tensors (autograd Functions, hooks, reentrant

@@ -7,26 +7,51 @@ without a rule, and calls for which the rule returns ``NotImplemented``, materia
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dllm_kernels import ops
 from dllm_kernels._utils._call_state import CallState, Versions
-from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES
+from dllm_kernels._utils._checks import FACTOR_RANGE, FLOAT_DTYPES, check_target_range
 from dllm_kernels._utils._deferred import DeferredRows, HeadRows
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
 from dllm_kernels.fused._graph import Recipe, Step
 from dllm_kernels.fused._moves import MOVES, Call, Move
-from dllm_kernels.fused._nll import NEW, NO_INDEX, DeferredNLL, dtype_after, new_tensor
+from dllm_kernels.fused._nll import NO_INDEX, DeferredNLL, dtype_after
+from dllm_kernels.fused._nll_rules import NEW, new_tensor
+from dllm_kernels.fused._pending import Asked, DeferredStat
 from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after, strided
 
 Tensor = torch.Tensor
 ONE = Fraction(1)
+
+
+class Overwritten(NamedTuple):
+    """Rows of log-probabilities that were set to constants.
+
+    Attributes:
+        mask: True for these rows.
+        seen: the caller's mask, and its version.
+        fill: value of their classes.
+        ids: one class per row with another value, or None.
+        value: that value.
+    """
+
+    mask: Tensor
+    seen: tuple[Tensor, int]
+    fill: float
+    ids: Tensor | None = None
+    value: float = 0.0
+
+    def at(self, ids: Tensor) -> Tensor | float:
+        """Return the log-probabilities of classes, one per row, in these rows."""
+        return self.fill if self.ids is None else torch.where(self.ids == ids, self.value, self.fill)
 
 
 class Rows:
@@ -44,6 +69,12 @@ class Rows:
         scale: factor after the cap.
         cap: soft cap, or None.
         log_probs: True for log-probabilities.
+        bias_factor: factor of the bias, in sums of logits.
+        columns: classes of the head, None for all.
+        skip: class that is never taken, because its logit is -inf or so low that its probability is 0, or None.
+        skip_finite: True if that logit is not -inf.
+        overwritten: rows of log-probabilities that were replaced, or None.
+        pending: statistics of logits of this head call that are not computed yet.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -53,9 +84,16 @@ class Rows:
     axis: int
     state: CallState
     versions: Versions
+    pending: list[Any]
+    owner: Callable[[], Any]
     scale: Fraction = ONE
     cap: Fraction | None = None
     log_probs: bool = False
+    bias_factor: Fraction = ONE
+    columns: range | None = None
+    skip: int | None = None
+    skip_finite: bool = False
+    overwritten: Overwritten | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -80,6 +118,7 @@ class Rows:
         """Take the head apart, for parts whose last dimension is that of the classes."""
         self.check_unchanged()
         weight, bias, extra = self.head.weights(self.split_head, parts)
+        bias = bias if bias is None or self.bias_factor == ONE else bias * float(self.bias_factor)
         scale = None if self.scale == ONE else float(self.scale)
         return HeadRows(parts[0], weight, bias, extra, self.softcap, scale)
 
@@ -102,15 +141,24 @@ class Rows:
     def copied(self) -> Any:
         """Return a copy that is no tensor, so that a graph may hold it."""
         made = Rows()
-        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")})
+        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")}, owner=weakref.ref(self))
         return made
 
 
-KEPT = "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs"
+KEPT = (
+    "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
+    "skip", "skip_finite", "overwritten", "pending",
+)  # fmt: skip
 
 
 class DeferredLogits(Rows, DeferredTensor, DeferredRows):
-    """Logits of an LM head, or rows of them, that have not been computed."""
+    """Logits of an LM head, or rows of them, that have not been computed.
+
+    Attributes:
+        owns: True if no other tensor shares memory with these logits, although they were made from others.
+    """
+
+    owns: bool = False
 
     @classmethod
     def of_head(
@@ -124,14 +172,15 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
         versions = Versions.of(parts, split.parameters)
         return cls.made(
             form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
-            needs=needs,
+            needs=needs, pending=[],
         )  # fmt: skip
 
     @property
     def usable(self) -> bool:
         """True if an op may take rows and head in place of the logits."""
         kept = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
-        return self.fusible and kept and self.axis == len(self.shape) - 1 and not self.log_probs
+        plain = not self.log_probs and self.skip is None
+        return self.fusible and kept and self.axis == len(self.shape) - 1 and plain
 
     @property
     def fusible(self) -> bool:
@@ -141,7 +190,8 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
     @property
     def source(self) -> tuple[Any, ...]:
         """Head with its active adapters, soft cap and scale."""
-        return self.split_head.identity, self.softcap, None if self.scale == ONE else float(self.scale)
+        identity = self.split_head.identity, self.columns, self.bias_factor
+        return identity, self.softcap, None if self.scale == ONE else float(self.scale)
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts; those of another deferred tensor have their values."""
@@ -181,7 +231,16 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
         """Return the logits after an operation that keeps their shape."""
         kept = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
         form = torch.empty_like(self.form, dtype=dtype or self.dtype, memory_format=kept)
-        return self.after([self], step, form=form, **changes)
+        return self.after([self], step, form=form, owns=True, **changes)
+
+    def change(self, step: Callable[[Tensor], Tensor], view: Any = None, **changes: Any) -> Any:
+        """Change these logits in place, as ``step`` would a copy, if only ``view`` may share their memory."""
+        derived = any(x is not None and x is not view for x in (ref() for ref in self._derived))
+        shared = (self.sources and not self.owns) or derived
+        if shared or (self.requires_grad and not torch.is_grad_enabled()):  # without gradients, the values change alone
+            return NotImplemented
+        before = self.made(self.form, self.tapped(), self._recipe, **{name: getattr(self, name) for name in KEPT})
+        return self.become(before.elementwise(step, **changes))
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
         """Apply a move of rows to the hidden states."""
@@ -194,7 +253,8 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
         if not isinstance(hidden, tuple | list):
             axis = move.axis % hidden.dim()
             form = self._copy_form([hidden], axis) if found is None else found[0]
-            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, form=form)
+            owns = found is None or not found[1]
+            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, form=form, owns=owns)
         made = []
         for i, (h, form) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
             u = None if low_rank is None else low_rank[i]
@@ -219,9 +279,11 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def _move_rule(name: str) -> Rule:
+def move_rule(name: str) -> Rule:
+    """Return the rule of a move of rows."""
+
     def move(x: DeferredLogits, call: Call) -> Any:
-        if any(isinstance(a, DeferredLogits) for a in call.args):
+        if x.overwritten is not None or any(isinstance(a, DeferredLogits) for a in call.args):
             return NotImplemented
         found = MOVES[name](x.shape, x.axis, call)
         return NotImplemented if found is None else x.moved(found, call.on)
@@ -229,7 +291,7 @@ def _move_rule(name: str) -> Rule:
     return move
 
 
-RULES |= {name: _move_rule(name) for name in MOVES}
+RULES |= {name: move_rule(name) for name in MOVES}
 
 
 @rule("view_as", "reshape_as", "expand_as")
@@ -256,12 +318,14 @@ def _joined(parts: Any, call: Call) -> Any:
     hidden = joined(*(t[0] for t in tapped))
     low_rank = None if tapped[0][1] is None else joined(*(t[1] for t in tapped))
     axis = first.axis + (stacks and dim <= first.axis)
-    return first.after(parts, joined, (hidden, low_rank, *tapped[0][2:]), axis=axis)
+    return first.after(parts, joined, (hidden, low_rank, *tapped[0][2:]), axis=axis, owns=True)
 
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
-    fields = ("source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs")
-    return x.deferred and all(getattr(x, name) == getattr(y, name) for name in fields)
+    fields = (
+        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "requires", "skip", "skip_finite"
+    )  # fmt: skip
+    return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
 def _same_device(value: Any, device: torch.device) -> bool:
@@ -312,7 +376,7 @@ def _number(value: Any) -> Fraction | None:
 
 
 def _scaled(x: DeferredLogits, call: Call, factor: Fraction | None) -> Any:
-    if factor is None or x.log_probs or call.kwargs:
+    if factor is None or x.log_probs or call.kwargs or x.skip_finite:
         return NotImplemented
     scale = x.scale * factor
     if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
@@ -334,7 +398,7 @@ def _divided(x: DeferredLogits, call: Call) -> Any:
 @rule("tanh")
 def _capped(x: DeferredLogits, call: Call) -> Any:
     """``tanh(s z)`` is ``s c tanh(z / c)`` for the cap ``c = 1 / s``."""
-    if x.cap is not None or x.log_probs or call.args or call.kwargs:
+    if x.cap is not None or x.log_probs or x.skip is not None or call.args or call.kwargs:
         return NotImplemented
     return x.elementwise(call.on, cap=1 / x.scale)
 
@@ -343,17 +407,15 @@ def _capped(x: DeferredLogits, call: Call) -> Any:
 def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
     """Change the scale of these logits, if nothing else refers to their memory."""
     factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
-    if factor is None or x.log_probs or x.sources or any(ref() is not None for ref in x._derived):
-        return NotImplemented
-    if x.requires_grad and not torch.is_grad_enabled():  # changes the values, not the graph
+    if factor is None or x.log_probs or x.skip_finite:
         return NotImplemented
     value, divides = call.args[0], "div" in call.function.__name__
     scale = x.scale / factor if divides else x.scale * factor
-    before = x.made(x.form, x.tapped(), x._recipe, **{name: getattr(x, name) for name in KEPT})
-    return x.become(before.elementwise(lambda z: z / value if divides else z * value, scale=scale))
+    return x.change(lambda z: z / value if divides else z * value, scale=scale)
 
 
-def _on_classes(x: DeferredLogits, dim: Any) -> bool:
+def on_classes(x: DeferredLogits, dim: Any) -> bool:
+    """Return True if ``dim`` is the class dimension."""
     return isinstance(dim, int) and -x.ndim <= dim < x.ndim and dim % x.ndim == x.axis
 
 
@@ -362,7 +424,7 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
     given = arguments(names, call.args, call.kwargs)
     dtype = given.get("dtype")
-    if not _on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
+    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
 
@@ -385,7 +447,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     rows = x.shape[: x.axis] + x.shape[x.axis + 1 :]
     reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
-    if target.shape != rows or reduction not in ("none", "sum", "mean"):
+    if target.shape != rows or reduction not in ("none", "sum", "mean") or takes_skipped(x, target):
         return NotImplemented
 
     def plain(z: Tensor) -> Tensor:
@@ -401,51 +463,57 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 def _gathered(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
     index = given.get("index")
-    usable = x.fusible and _on_classes(x, given.get("dim"))
+    usable = x.fusible and on_classes(x, given.get("dim"))
     if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
         return NotImplemented
     rest = [d for d in range(x.ndim) if d != x.axis]
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
         return NotImplemented
     ids = index.movedim(x.axis, -1)
+    if takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
+        return NotImplemented
     if x.log_probs and ids.shape[-1] == 1:
         return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis).now()
-    out = _stats(x, ids.where(ids != -100, -1))  # an id of -100 is out of range, not a missing one
-    picked = out.log_probs if x.log_probs else out.log_probs + out.lse.unsqueeze(-1)
-    picked = picked.to(x.dtype, copy=x.log_probs)  # no view, see _logsumexp
-    return picked if x.axis == x.ndim - 1 else picked.movedim(-1, x.axis)
+    ids, dtype, axis, log_probs = ids.where(ids != -100, -1), x.dtype, x.axis, x.log_probs  # -100 is out of range
+
+    def picked(out: Tensor, lse: Tensor, _: Any) -> Tensor:
+        return (out if log_probs else out + lse.unsqueeze(-1)).to(dtype).movedim(-1, axis)
+
+    check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
+    form = torch.empty(index.shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "picked", Asked(ids, False, picked), form)
 
 
-def _stats(x: DeferredLogits, ids: Tensor) -> Any:
-    with x.restored():
-        hidden, weight, bias, extra, softcap, scale = x.rows()
-        options: dict[str, Any] = {"softcap": softcap, "scale": scale, "logits_dtype": x.logits_dtype}
-        options["check_targets"] = readable_without_sync(ids) or None  # as torch checks them
-        return ops.linear_row_stats(hidden, weight, ids, bias=bias, extra=extra, **options)
+def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
+    """Return True if an id is that of the skipped class, on a CPU; on a GPU its result is NaN."""
+    return x.skip is not None and readable_without_sync(ids) and bool((ids == x.skip).any())
 
 
 @rule("logsumexp")
 def _logsumexp(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    dim = given.get("dim")
+    dim, axis = given.get("dim"), x.axis if given.get("keepdim") else None
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
-    if x.log_probs or not x.fusible or not _on_classes(x, dim):
+    if x.log_probs or not x.fusible or not on_classes(x, dim):
         return NotImplemented
-    rest = x.shape[: x.axis] + x.shape[x.axis + 1 :]
-    lse = _stats(x, torch.full(rest, -100, device=x.device)).lse
-    lse = lse.unsqueeze(x.axis) if given.get("keepdim") else lse
-    # A copy, because FSDP2 warns of a view that a module returns, which torch's logsumexp is not.
-    return lse.to(dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device), copy=True)
+    dtype = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device)
+    shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if axis is not None or i != x.axis]
+
+    def lse(_: Any, found: Tensor, __: Any) -> Tensor:
+        return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
+
+    form = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), form, axis)
 
 
 @rule("argmax")
 def _argmax(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    if not _on_classes(x, given.get("dim")):
+    if not on_classes(x, given.get("dim")) or x.overwritten is not None:
         return NotImplemented
     with torch.no_grad(), x.restored():
         hidden, weight, bias, extra, softcap, _ = x.rows()
         plain = weight.detach() if not is_dtensor(weight) else weight
-        options: dict[str, Any] = {"softcap": softcap, "logits_dtype": x.logits_dtype}
+        options: dict[str, Any] = {"softcap": softcap, "logits_dtype": x.logits_dtype, "skip_id": x.skip}
         ids = ops.linear_sample(hidden, plain, temperature=0, bias=bias, extra=extra, **options).ids
     return ids.unsqueeze(x.axis) if given.get("keepdim") else ids

@@ -110,13 +110,14 @@ class SplitHead(NamedTuple):
     def filled(self, parts: Sequence[Any]) -> tuple[Any, ...]:
         """Return the parts of a head call; parameters that sharding has freed since are gathered, without a graph."""
         like, u, *given = parts
-        if not any(map(_freed, given)):
+        if not any(map(freed, given)):
             return tuple(parts)
         pairs = zip(given, self.parameters(), strict=True)
-        return like, u, *(gathered_once(now, like).detach().to(t.dtype) if _freed(t) else t for t, now in pairs)  # type: ignore[arg-type]
+        return like, u, *(gathered_once(now, like).detach().to(t.dtype) if freed(t) else t for t, now in pairs)  # type: ignore[arg-type]
 
 
-def _freed(t: torch.Tensor | None) -> bool:
+def freed(t: torch.Tensor | None) -> bool:
+    """Return True for a parameter whose memory sharding has freed."""
     if t is None or is_dtensor(t) or t.device.type == "meta":
         return False
     return t.numel() > 0 and t.untyped_storage().size() == 0

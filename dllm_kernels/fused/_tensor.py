@@ -41,6 +41,11 @@ EXPOSING = "numpy", "__array__", "__dlpack__", "untyped_storage", "data_ptr"  # 
 RESHAPED = "unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"
 FIRST = "input", "tensors", "self"
 RENAMED = {"axis": "dim", "keepdims": "keepdim"}
+# Their rules take all arguments, because the deferred tensor may be any of them.
+WHOLE = (
+    "__matmul__", "__rmatmul__", "__rsub__", "add", "dot", "einsum", "inner", "matmul", "mv", "rsub", "sub", "subtract",
+    "vdot", "where",
+)  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
 plainly = torch._C.DisableTorchFunctionSubclass
@@ -143,6 +148,19 @@ class DeferredTensor(Tensor, Deferred):
         )
 
     @property
+    def requires(self) -> bool:
+        """True if gradients pass through this tensor."""
+        with plainly():
+            return self.requires_grad
+
+    @property
+    def watched(self) -> bool:
+        """True if the gradient of the values must pass through this tensor, which may have hooks."""
+        with plainly():
+            hooked = self._backward_hooks is not None
+        return hooked or self._gradient_wanted or self._node_read or self._leaf_view
+
+    @property
     def _recomputed(self) -> bool:
         """True in a backward that recomputes a checkpointed function, which had seen the tensor without its values."""
         return self._checkpointed and torch._C._current_graph_task_id() != -1
@@ -173,10 +191,9 @@ class DeferredTensor(Tensor, Deferred):
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed once, in the graph of this tensor."""
         with plainly():
-            needs_grad, node, hooked = self.requires_grad, self.grad_fn, self._backward_hooks is not None
+            needs_grad, node = self.requires_grad, self.grad_fn
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            asked = hooked or self._gradient_wanted or self._node_read or self._leaf_view
-            through = asked or not self.sources or self._copy or not self._own_node
+            through = self.watched or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
                 known = self._value is not None or (self._dense is not None and not self.of_source)
                 if not needs_grad or through or known:
@@ -400,6 +417,9 @@ def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:
 
 def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     named = {RENAMED.get(key, key): value for key, value in kwargs.items()}
+    if name in WHOLE:
+        deferred = next(x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredTensor))
+        return rule(deferred, Call(func, tuple(args), named))
     first, *others = args or [named.pop(next((n for n in FIRST if n in named), next(iter(named))))]
     if name == "mul" and not isinstance(first, DeferredTensor) and others:
         first, others = others[0], [first]

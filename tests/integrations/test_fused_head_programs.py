@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+import dllm_kernels
 from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head, token_nll
 from tests.conftest import DEVICE
 
@@ -233,6 +234,137 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_the_value_and_the_gradients_without_it(name):
     assert_same(PROGRAMS[name])
+
+
+# Affine functions of the NLL of rows ------------------------------------------------------------------------------
+
+
+def in_place_sum(nll, x):
+    nll *= x.weights
+    nll.div_(2)
+    nll.masked_fill_(x.masked, 0.5)
+    nll[x.ids > V // 2] = 0
+    return nll.sum()
+
+
+AFFINE = {
+    "where, a number": lambda nll, x: torch.where(x.masked, nll, 0).sum(),
+    "where, zeros": lambda nll, x: torch.where(x.masked, nll, torch.zeros_like(nll)).mean(),
+    "where, a constant": lambda nll, x: torch.where(x.masked, x.weights, nll / x.weights).mean(),
+    "where, by name": lambda nll, x: torch.where(condition=x.masked, input=nll, other=nll * 3).mean(),
+    "where, a method": lambda nll, x: nll.where(x.masked, 0.0).sum(1).mean(),
+    "masked_fill": lambda nll, x: (nll.masked_fill(~x.masked, 0) / x.weights).sum(-1).div(x.masked.sum(-1)).mean(),
+    "masked_fill, no zero": lambda nll, x: (nll.masked_fill(~x.masked, 3) * x.weights).sum(),
+    "nan_to_num": lambda nll, x: torch.nan_to_num(nll * x.masked / x.weights).mul(x.weights).T.mean(0).sum(),
+    "dot": lambda nll, x: torch.dot(nll.flatten(), x.weights.flatten()),
+    "matmul": lambda nll, x: (nll @ x.weights[0] / 2).sum() + (x.weights[1] @ nll.T).mean(),
+    "inner": lambda nll, x: torch.inner(x.weights[0], nll).mean(),
+    "einsum": lambda nll, x: torch.einsum("bl,bl->", nll, x.weights),
+    "einsum, of sums": lambda nll, x: torch.einsum("bl, l -> b", nll, x.weights[0]).mean(),
+    "einsum, implicit": lambda nll, x: torch.einsum("bl,bl", x.weights, nll),
+    "einsum, transposed": lambda nll, x: torch.einsum("bl,l,bl->lb", nll, x.weights[0], x.weights)[1:].sum(),
+    "sums": lambda nll, x: (nll * x.weights + nll * x.masked - 2 + x.weights).sum(),
+    "differences": lambda nll, x: (1 - nll).mean() + (x.weights - nll / 3).sum() + torch.sub(nll, nll, alpha=0.5).sum(),
+    "a factor of a sum": lambda nll, x: torch.add(x.weights, nll, alpha=2).mean() + torch.rsub(nll, 1, alpha=2).sum(),
+    "sums over dimensions": lambda nll, x: (nll.view(B, 2, 3).sum(-1) * x.weights[:, :2]).sum(0).div(3).sum(),
+    "a kept dimension": lambda nll, x: (nll.sum(0, keepdim=True)[:, 1:] * x.weights[:1, 1:]).mean(),
+    "sums of sums": lambda nll, x: (nll.sum(-1) / x.masked.sum(-1) + x.weights[:, 0]).unsqueeze(0).mean(1).sum(),
+    "in place": in_place_sum,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["", "nan"])
+@pytest.mark.parametrize("name", AFFINE)
+def test_an_affine_function_of_the_nll_is_one_weighted_sum(name, broken, monkeypatch):
+    """``broken``: the NLL of a row is NaN, which the plain loss shows too, unless a constant replaces it."""
+    monkeypatch.setattr("dllm_kernels.fused._nll.ops.linear_token_nll", None)
+
+    def program(model, x):
+        x.weights = torch.rand(B, L, generator=torch.Generator().manual_seed(1)).add(0.1).to(DEVICE)
+        if broken:
+            x.noisy[0, 0], x.masked[0, 0] = V, False
+        return AFFINE[name](x.nll(model), x)
+
+    def make():
+        model = Model(bias=True)
+        with torch.no_grad():
+            model.body.weight.data = torch.cat([model.body.weight, torch.full((1, D), torch.nan, device=DEVICE)])
+        return model
+
+    if not broken:
+        assert_same(program, make)
+        return
+    with torch.no_grad():
+        plain = program(make(), Batch())
+    loss, _ = trained_and_gradients(program, make, fused=True)
+    assert loss.isnan() == plain.isnan()
+
+
+def test_nan_to_num_of_an_nll_that_is_nan_or_infinite():
+    def program(model, x):
+        with torch.no_grad():
+            model.body.weight[x.noisy[0, 0]] = torch.nan
+        nll = x.nll(model) / x.masked
+        return (torch.nan_to_num(nll) * 1e-38).sum(1).mean()
+
+    plain, _ = trained_and_gradients(program, Model, fused=False)
+    torch.testing.assert_close(trained_and_gradients(program, Model, fused=True)[0], plain)
+
+
+# Statistics that are computed together -------------------------------------------------------------------------------
+
+
+def picked(logits, x):
+    return logits.gather(-1, x.ids[..., None]).squeeze(-1)
+
+
+def entropy(logits):
+    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+
+def nll_of_rows(logits, x):
+    return F.cross_entropy(logits.flatten(0, 1), x.ids.flatten(), reduction="none").view(B, L)
+
+
+def three(logits, x):
+    nll, lse, certainty = nll_of_rows(logits, x), logits.logsumexp(-1), entropy(logits)
+    return (nll * x.masked).sum() + (lse.square() + certainty).mean()
+
+
+TOGETHER = {
+    "gather and logsumexp": lambda z, x: (picked(z, x) - z.logsumexp(-1)).exp().mean(),
+    "gather of log-probabilities": lambda z, x: (
+        z.log_softmax(-1).gather(-1, x.ids[..., None] % torch.tensor([5, 7], device=DEVICE)).exp().sum()
+    ),
+    "the NLL and its ratio, and the entropy": lambda z, x: (
+        lambda nll, certainty: (torch.exp(nll.detach() - nll) - certainty).mean()
+    )(nll_of_rows(z, x), entropy(z)),
+    "three": three,
+    "a weighted sum beside a logsumexp": lambda z, x: (
+        lambda lse, nll: (nll * x.masked).sum(1).mean() + lse.exp().mean()
+    )(z.logsumexp(-1), nll_of_rows(z, x)),
+    "log-probabilities from the logsumexp": lambda z, x: (
+        lambda lse: nll_loss_of(z - lse, x) + lse.square().mean() / 3
+    )(z.logsumexp(-1, keepdim=True)),
+}  # fmt: skip
+
+
+def nll_loss_of(log_probs, x):
+    return -log_probs.gather(-1, x.ids[..., None]).squeeze(-1)[x.masked].exp().sum()
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
+    calls = []
+    row_stats = dllm_kernels.ops.linear_row_stats
+    monkeypatch.setattr(
+        "dllm_kernels.fused._pending.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1]
+    )
+    if "from" not in name:
+        monkeypatch.setattr("dllm_kernels.fused._nll.ops.linear_token_nll", None)
+        monkeypatch.setattr("dllm_kernels.fused._nll.ops.weighted_linear_nll", None)
+    assert_same(lambda model, x: TOGETHER[name](model(x.noisy), x))
+    assert len(calls) == 1
 
 
 # Adapters of one head ---------------------------------------------------------------------------------------------

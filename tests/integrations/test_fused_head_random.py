@@ -326,6 +326,29 @@ v = z[:, ::2]
 see(v.grad_fn is None)
 v.scatter_(-1, torch.zeros((2, 3, 1), dtype=torch.long), 1.5)
 (z.sum() * 0.3).backward()""",
+    "logits beside detached ones": """
+z = head(hid)
+n = F.cross_entropy(z.movedim(-1, 1), ids((2, 5)), reduction='none')
+with torch.no_grad():
+    lse, constant = z.logsumexp(-1, keepdim=True), n * 2
+a = (z - lse).gather(-1, ids((2, 5))[..., None]).sum() + (n + constant).sum()
+b = torch.where(mask((2, 5)), n, constant).sum() + torch.cat([z, z.detach()]).logsumexp(-1).sum()
+c = (z - z.detach()).logsumexp(-1).sum() + (z.detach() + 0.5 * z).logsumexp(-1).sum()
+(a + b + c).backward()""",
+    "a change of a view of NLLs beside a pending statistic": """
+z = head(hid)
+lse = z.logsumexp(-1)
+n = F.cross_entropy(z.view(-1, V), ids((10,)), reduction='none')
+v = n.view(2, 5)
+v[mask((2, 5))] = 0
+(n.sum() + v.exp().sum() + lse.mean()).backward()""",
+    "products that are no entropy": """
+z = head(hid)
+p, log = z.softmax(-1), z.log_softmax(-1)
+a = ((z / 2).softmax(-1) * log).sum(-1) + (z.detach().softmax(-1) * log).sum(-1) + (p.detach() * log).sum(-1)
+b = (log.exp() * log.float()).sum(-1) + (log.exp() * log.roll(1, 1)).sum(-1) + (log.softmax(-1) * log).sum(-1)
+c = (log[:, :2].exp() * log[:, 1:3]).sum(-1)
+(a.sum() + b.sum() + c.sum()).backward()""",
     "torch._foreach_mul_, then a Function": """
 z = lg(model(x))
 torch._foreach_mul_([z], 2.0)

@@ -140,6 +140,16 @@ def test_the_first_screen_states_the_loop_over_gathered_rows():
             assert agree(figure, exact), (name, figure, exact)
 
 
+def test_the_loops_equal_the_results():
+    text = (DOCS / "benchmarks.md").read_text().split("## Loops under `fused_head`")[1].split("\n## ")[0]
+    found = results(MEASURED / "fused_head.json")["results"]
+    rows = re.findall(r"^\| (.*) \| (.*) \| ([\d.]+)x \| ([\d.]+)x \|$", text, re.MULTILINE)
+    assert {row[0] for row in rows} == {result["case"]["loop"] for result in found}
+    for loop, _, *shown in rows:
+        for figure, exact in zip(shown, ratios(found, "both", "plain", {"loop": loop}), strict=True):
+            assert agree(figure, exact), (loop, figure, exact)
+
+
 def test_the_divergences_equal_the_results():
     text = (DOCS / "benchmarks.md").read_text().split("## Divergences")[1]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)

@@ -60,6 +60,9 @@ $x.float() || $x.double() || $x.to(torch.float32) || $x.type_as(hid) || $x.to(hi
 $x.to($x.device) || $x.to(torch.float32, copy=True) || $x.type(torch.float32) || $x / 0.7 || $x * 1.3 || 2 * $x
 $x.div(0.5) || torch.mul($x, 1.0) || torch.div($x, other=0.7) || $x / torch.tensor(1.3) || $x * torch.tensor(0.7)
 $x * -0.5 || -$x || $x.neg() || $x / fixed((B, 1, 1)).abs() || 1.7 * torch.tanh($x / 1.7) || torch.tanh($x / 30) * 30
+$x.masked_fill(torch.arange(V) == 3, -1e4) || torch.where(torch.arange(V) != 3, $x, -5e5) || $x + 0.5 * $x
+$x - $x.logsumexp(-1, keepdim=True) || $x - torch.logsumexp($x, -1)[..., None] || guided($x, 1.5) || guided($x, 0)
+$x - 2 * $x.roll(1, 0) || torch.sub($x, $x, alpha=3) || torch.rsub($x, $x * 2) || 0.0 * $x || $x.mul(-1.5)
 $x.div(2.0).tanh().mul(2.0) || torch.tanh($x * 1.25) * 0.8 || ($x / 2).tanh() * 2 / 1.3 || $x * wts($lead)[..., None]
 """)
 OTHER_CASTS = table("""
@@ -84,6 +87,12 @@ torch.gather(torch.log_softmax($x.float(), -1), -1, $y.unsqueeze(-1)).squeeze(-1
 -torch.gather(input=nn.LogSoftmax(-1)($x), dim=2, index=$y.unsqueeze(-1)).squeeze(2)
 F.nll_loss(F.log_softmax($x, -1).flatten(0, -2), $y.flatten(), reduction='none')
 F.nll_loss($x.log_softmax(-1).movedim(-1, 1), $y, reduction='none') || torch.logsumexp($x, dim=-1)
+F.cross_entropy($x[..., :V - 2].movedim(-1, 1), $y.clamp(max=V - 3), reduction='none') || $x[..., 1:7].logsumexp(-1)
+$x.narrow(-1, 2, 5).logsumexp(-1) || $x[..., 2:].log_softmax(-1).gather(-1, $y[..., None] % 5).squeeze(-1)
+subs($x, $y, '$c').gather(-1, $y[..., None]).squeeze(-1) || -subs($x * 1, $y, '$c').gather(-1, $y[..., None])[..., 0]
+-($x.softmax(-1) * $x.log_softmax(-1)).sum(-1) || (F.log_softmax($x, -1) * F.softmax($x, dim=-1)).sum(dim=-1)
+-($x.log_softmax(-1).exp() * $x.log_softmax(-1)).sum(-1) || -$x.logsumexp(-1) || $x.logsumexp(-1) * 0.5 / 2
+$x.sum(-1) || $x.mean(-1) || $x.masked_fill(torch.arange(V) == 3, -1e4).logsumexp(-1)
 $x.gather(-1, $y[..., None]).squeeze(-1) - $x.logsumexp(-1) || torch.logsumexp(input=$x, dim=(-1,))
 """)
 OTHER_ROWS = table("""
@@ -119,6 +128,11 @@ torch.mul(input=wts($s), other=$x)
 $x.div(2.0) || torch.div($x, wts($s) + 1) || $x * (mask($s) / 0.7) || torch.where(mask($s), $x / 0.3, $x) || $x.pow(2)
 torch.nan_to_num($x) || $x.sort(-1).values || $x.expand(2, *$x.shape) || torch.min($x, $x * 0.9) || F.relu($x)
 $x.index_select(0, torch.tensor([0])) || $x.abs() || torch.vmap(lambda r: r * 2)($x) || $x.roll(1, 0) || $x.flip(0)
+torch.where(mask($s, $k), wts($s), $x) || torch.where(mask($s), $x, $x * 0.5) || $x.masked_fill(mask($s, $k), 1.5)
+torch.nan_to_num($x * wts($s, $k)) || $x + wts($s, $k) * $x || $x - wts($s) || 1 - $x || torch.add($x, $x, alpha=-0.5)
+torch.dot($x.flatten(), wts(($x.numel(),)).to($x.dtype)) || $x.sum(0, keepdim=True) || $x.mean((0, -1)) || $x.mT
+torch.einsum('...,...->...', $x, wts($s).to($x.dtype)) || torch.einsum('ab,b->a', $x, wts(($last + 1,)).to($x.dtype))
+torch.einsum('ab,ab->ba', $x, wts($s).to($x.dtype)) || $x @ wts(($x.shape[-1],)).to($x.dtype) || $x.ravel()
 pytree.tree_map(torch.neg, ($x,))[0] || $x.new_tensor(2) * $x || $x @ wts(($last + 1, 3)).to($x.dtype) || doubled($x)
 """)
 OF_TWO = table("""
@@ -192,6 +206,7 @@ $x.expand_as($x) || $x.unbind(0)[0] || $x.split(1)[0] || $x.contiguous() || $x.r
 list($x)[-1] || $x.squeeze(0) || $x.narrow(-1, 0, 1) || $x.diagonal() || torch.ops.aten.alias($x) || $x.detach()[0]
 """)
 CHANGES = table("""
+$x[..., 3] = -torch.inf || $x[..., 3] += -1e4 || $x[:, :, 2] -= 1e5 || $x.masked_fill_(torch.arange(V) == 3, -1e4)
 $v.mul_(1.3) || $v.add_(0.5) || $v.zero_() || $v.fill_(-2.0) || $v.neg_() || $v.clamp_(-1, 1) || $v.tanh_()
 $v.div_(2)
 $v.sub_(1.0) || $v.copy_(fixed($v.shape)) || $v[..., 3] = -9 || $v[..., 0] = $v[..., 1] || $v[:, 0] *= 2 || $v.exp_()
@@ -357,6 +372,7 @@ class Writer:
         lead = tuple(t.shape[:-1])
         i, k = self.rng.randrange(max(t.dim() - 1, 1)), self.rng.randrange(4)
         values = {"x": x, "s": tuple(t.shape), "lead": lead, "i": i, "k": k, "r": self.chance(0.5)}
+        values["c"] = self.rng.choice(["add", "set", "fill"])
         values |= {"y": f"ids({lead}, {k})", "m": f"mask({lead}, {k})", "last": t.shape[i] - 1 if t.dim() else 0}
         values |= {"o": self.pick(lambda u: u.shape == t.shape, 0.2)}
         values |= {"h": self.new("h"), "a": self.new(), "b": self.new(), "t": self.new("s")}

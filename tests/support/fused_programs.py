@@ -243,6 +243,27 @@ def in_thread(function):
         return pool.submit(function).result()
 
 
+def subs(z, ids, change="add"):
+    """Return log-probabilities as MDLM, BD3-LM and Duo compute them; class 3 is never taken, ``ids`` are not masked."""
+    if change == "add":
+        z[..., 3] += -1e4
+    elif change == "set":
+        z[:, :, 3] = -torch.inf
+    else:
+        z = z.masked_fill(torch.arange(V) == 3, -5e5)
+    z = z - torch.logsumexp(z, dim=-1, keepdim=True)
+    unmasked = ids != 3
+    z[unmasked] = -1e4
+    z[unmasked, ids[unmasked]] = 0
+    return z
+
+
+def guided(z, scale):
+    """Return guided logits of two halves of a batch."""
+    conditional, other = z[:1], z[-1:]
+    return other + (scale + 1) * (conditional - other)
+
+
 FUNCTIONS = Saving, Dirty, Once, Several, PartlyConstant, Alias, Same, Setup, GradInForward, GradInLogits, LogProb
 FUNCTIONS += Sums, Checked
 
@@ -364,7 +385,7 @@ class World:
             self.fused.append(self.stack.enter_context(fused_head(model, head=base.lm_head, on_logits=spec.on_logits)))
             if spec.fuse_teacher:
                 self.fused.append(self.stack.enter_context(fused_head(teacher, on_logits=spec.on_logits)))
-        self.names = {f.__name__: f for f in (*FUNCTIONS, ids, mask, wts, fixed, lg, in_thread)}
+        self.names = {f.__name__: f for f in (*FUNCTIONS, ids, mask, wts, fixed, lg, in_thread, subs, guided)}
         self.names |= {m.__name__.rsplit(".", 1)[-1]: m for m in (torch, nn, copy, pickle, io)}
         self.names |= {"F": F, "pytree": pytree, "dllm": dllm_kernels, "checkpoint": checkpoint, "doubled": doubled}
         self.names |= {"B": B, "L": L, "V": V, "D": D, "model": model, "teacher": teacher, "base": base}
