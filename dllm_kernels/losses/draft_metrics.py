@@ -120,7 +120,7 @@ def acceptance_stats(
     Examples:
         >>> correct = torch.tensor([[1, 1, 0], [1, 1, 1]])
         >>> mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
-        >>> # a wrong token, and a hole
+        >>> # a wrong token, and a masked row
         >>> total, count = acceptance_stats(correct, mask, block_size=4)
         >>> total.item(), count.item()
         (3.0, 2.0)
