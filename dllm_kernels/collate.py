@@ -20,6 +20,8 @@ from dllm_kernels._utils._checks import (
     type_name,
 )
 
+__all__ = ["DLLMCollator"]
+
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 PACKED = {"position_ids": 0, "segment_ids": -1}  # fields of packed documents, and what they are padded with
 FROM_LABELS = "from labels it is [int(label != -100) for label in labels]"

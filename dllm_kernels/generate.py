@@ -14,10 +14,10 @@ chunk at a time, and ``[B, L, V]`` logits never exist.
 
 **Random bits.** Each row has a seed, and counts the steps in which it has a masked token in the block. Child s + 1 of
 the seed (``dllm_kernels._random._philox``) is the seed of its step s. The tokens of the step are rows under this seed,
-numbered from the first token of the block. Its position draws, numbered alike, are the uniforms of Gumbel noise of the
-positions (``position_temperature``). The position draws of child 0, one per new token, are the scores of random
-remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it, and its child seed
-b is the seed of row b.
+numbered from the first token of the block. Its position draws, numbered in the same way, are the uniforms of Gumbel
+noise of the positions (``position_temperature``). The position draws of child 0, one per new token, are the scores of
+random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it, and its
+child seed b is the seed of row b.
 
 With ``infill``, the first block and the draws of child 0 begin at the first token of the row that is not padding. Rows
 with different padding share columns, so token j of the first block has its own seed, child j of the seed of the step.
@@ -140,8 +140,8 @@ def diffusion_generate(
     """Continue prompts with a masked diffusion language model, without a tensor of logits.
 
     The model is called as ``model(ids)``, or ``model(ids, attention_mask=...)`` if a mask is given, in evaluation mode
-    and without gradients, on a copy of ids and mask. Afterwards every submodule is in its earlier mode. While it runs,
-    the model cannot be used otherwise, also not in another thread. The model must return the output of its LM
+    and without gradients, on a copy of ids and mask. Afterwards every submodule is in its earlier mode. During the
+    call, the model cannot be used elsewhere, not even in another thread. The model must return the output of its LM
     head unchanged: a tensor, an object or a mapping with ``logits``, or a tuple that begins with it.
     A cast of it changes no result.
 
@@ -164,7 +164,8 @@ def diffusion_generate(
 
     **EOS.** A row ends after its first new EOS token. It is no longer projected after the block that holds it, and the
     generation stops after the block in which the last row ends. If the forward of the model communicates (FSDP2, tensor
-    parallelism, buffers of DDP), this is the last row of all ranks, so that all ranks call the model equally often.
+    parallelism, buffers of DDP), this is the last row of all ranks, so that all ranks call the model the same
+    number of times.
 
     Examples:
         >>> class Model(torch.nn.Module):
@@ -204,13 +205,14 @@ def diffusion_generate(
         min_p: as in :func:`linear_sample`.
         cfg_scale: w >= 0 of classifier-free guidance; 0: none.
         suppress_ids: id, or several ids, of tokens that are never sampled. Their probability is 0 in scores, too.
-        attention_mask: ``[B, P]``, bool or numeric, 0 for left padding. The model receives it with N ones behind it, in
+        attention_mask: ``[B, P]``, bool or numeric, 0 for left padding. The model receives it with N ones after it, in
             the same dtype. None: the model receives no mask.
         eos_token_id: id, or several ids (a list, set or tensor), of the tokens that end a row; None: every row has N
             tokens.
-        delay_eos: True to rank predictions of an EOS after all others of the step; they reach no threshold.
-        pad_token_id: id behind the first EOS; None: the (first) EOS token.
-        infill: True to decode the MASK tokens of the prompt, with the first block. They end no row.
+        delay_eos: True to rank predictions of an EOS after all others of the step; they never reach the threshold.
+        pad_token_id: id after the first EOS; None: the (first) EOS token.
+        infill: True to decode the MASK tokens of the prompt, with the first block. An EOS among them does not end
+            the row.
         shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder). Every prompt must have a token.
         seeds: int64 ``[B]``, one seed per row. Not read if nothing is drawn.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.

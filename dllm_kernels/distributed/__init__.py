@@ -34,7 +34,7 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
 
     Raises:
         TypeError: ``t`` is not a plain tensor, or ``group`` is not a process group.
-        ValueError: ``t`` holds bools, whose sum is no bool, or this rank is not in ``group``.
+        ValueError: ``t`` holds bools, whose sum is not a bool, or this rank is not in ``group``.
     """
     _check_summed("t", t, group)
     if t.dtype == torch.bool:

@@ -116,7 +116,7 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
     Args:
         head: the module, such as ``model.lm_head``, after ``fully_shard``. The factor applies to all parameters of the
             module and its submodules, also after ``to_empty`` or ``load_state_dict(assign=True)``. Alternatively one
-            or several parameters. The factor then applies to these tensors only, and either call loses it.
+            or several parameters. The factor then applies to these tensors only, and either call discards it.
         factor: positive. The default is the number of data-parallel ranks.
 
     Raises:

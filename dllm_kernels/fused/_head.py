@@ -152,8 +152,8 @@ def _caller() -> tuple[str, int, Any]:
 def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: str = "warn") -> Iterator[FusedHead]:
     """Train with an unchanged loop without materializing the logits: the LM head returns deferred logits.
 
-    Within the context, the head returns a tensor that knows its hidden states and head, with the shape, dtype, device
-    and graph of logits, and computes its values when they are needed. The code between head and loss stays as it is, in
+    Within the context, the head returns a tensor that holds hidden states and head. It has the shape, dtype, device and
+    graph of logits, and its values are computed when they are needed. The code between head and loss stays as it is, in
     the model and in the loop. The context may enclose one step or a whole training.
 
     **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a factor, sums and differences of
@@ -170,7 +170,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
     all rows, are :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
     :func:`linear_token_nll`.
 
-    **Materialized**: every other operation, and code that only knows tensors (autograd Functions, hooks, reentrant
+    **Materialized**: every other operation, and code that needs ordinary tensors (autograd Functions, hooks, reentrant
     checkpoints), receives the logits, computed once.
 
     Values and gradients equal those of the unfused loop up to rounding. A loss from ``sum()``, ``mean()`` or a

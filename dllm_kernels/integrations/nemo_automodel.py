@@ -19,8 +19,8 @@ still run the host's code.
 
 The recipe of diffusion LMs seeds a generator for each row of a batch and corrupts the rows one by one. After
 :func:`patch` it corrupts the batch in one call, with the same seed for each row, also if the recipe is imported later.
-A strategy whose ``apply_corruption`` is not the host's own keeps the loop over rows, and so does every strategy if a
-corruption routine is excluded.
+The rows of a strategy that overrides ``apply_corruption`` are still corrupted one by one, and so are those of every
+strategy if a corruption routine is excluded.
 
 ``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
 compute their losses from hidden states. The LM head passes its input to the loss, which computes the logits one chunk

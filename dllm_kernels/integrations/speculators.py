@@ -224,7 +224,7 @@ def speculators_metrics(
         loss_config: ``{name: weight}``, or ``{name: (function, weight)}`` as in speculators. The functions are not
             called, so they must be speculators' own. None: ``{"kl_div": 1.0}``.
         per_position_loss_weight: "fixed-exp-decay" or "dpace". As in speculators, "dpace" takes one term only. A block
-            ends at its first masked row that predicts: rows behind it have the weight 0 with "dpace", unlike in
+            ends at its first masked row that predicts: rows after it have the weight 0 with "dpace", unlike in
             speculators.
         dpace_alpha: alpha of :func:`dpace_weights`.
         sample_from_anchor: True if the first row of a block predicts a token, as in DSpark.

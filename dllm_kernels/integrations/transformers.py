@@ -743,7 +743,7 @@ class MaskedDiffusionTrainerMixin:
 
     Raises:
         TypeError: ``loss`` is neither a loss nor a function, ``logits_dtype`` is not a dtype, or an option is not a
-            bool. Also if a derived class has the mixin behind the ``Trainer`` among its bases.
+            bool. Also if a derived class has the mixin after the ``Trainer`` among its bases.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
             ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
             processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA, trained copy
@@ -753,7 +753,7 @@ class MaskedDiffusionTrainerMixin:
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise TypeError if the mixin is behind the ``Trainer`` among the bases, because it would then do nothing."""
+        """Raise TypeError if the mixin is after the ``Trainer`` among the bases, because it would then do nothing."""
         super().__init_subclass__(**kwargs)
         check_before_host(MaskedDiffusionTrainerMixin, cls, "compute_loss")
 

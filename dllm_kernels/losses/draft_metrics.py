@@ -20,7 +20,7 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
 
     .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
 
-    c_k is the number of correct tokens at offset k, n_k the number of valid tokens.
+    :math:`c_k` is the number of correct tokens at offset k, :math:`n_k` the number of valid tokens.
 
     Source: the metrics ``draft_acc`` and ``draft_acc_k`` that DFlash training logs.
 
@@ -120,7 +120,7 @@ def acceptance_stats(
     Examples:
         >>> correct = torch.tensor([[1, 1, 0], [1, 1, 1]])
         >>> mask = torch.tensor([[1, 1, 1], [1, 0, 1]])
-        >>> # a wrong token, and a hole
+        >>> # a wrong token, and a masked row
         >>> total, count = acceptance_stats(correct, mask, block_size=4)
         >>> total.item(), count.item()
         (3.0, 2.0)

@@ -82,7 +82,7 @@ class PipelineCausalLMLoss(nn.Module):
         Raises:
             TypeError: ``output`` has another type, such as a list, or is a tuple without logits.
             ValueError: a base loss that takes hidden states is given a tuple, the head has more than weight and bias,
-                or a tuple holds integers that are no ``seq_idx``.
+                or a tuple holds integers that are not a ``seq_idx``.
         """
         seq_idx, output = self._extract_seq_idx_tail(output)
         _check_output(output)

@@ -79,7 +79,7 @@ def row_objective(
             operations. It may be called several times, each time with a subset of the rows. The subset may include
             inactive rows, whose results are dropped. Tensors that ``fn`` closes over receive gradients if they require
             them. ``fn`` must not modify ``aux``, which are the caller's tensors. It must bound differences before their
-            exponential: if ``exp`` overflows, a ``minimum``, ``clamp`` or ``where`` behind it has a NaN gradient.
+            exponential: if ``exp`` overflows, a ``minimum``, ``clamp`` or ``where`` after it has a NaN gradient.
         aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
         entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
         active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum. None: all rows.
