@@ -98,8 +98,8 @@ class DeferredTensor(Tensor, Deferred):
         normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
         with plainly(), normal:
             made = _graph.stand(cls, form, device, recipe, sources, parts)
-        kept = torch.is_inference_mode_enabled()  # in which DTensors have no detach()
-        detached = tuple(t if t is None or kept else t.detach() for t in parts)
+        with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
+            detached = tuple(None if t is None else t.detach() for t in parts)
         vars(made).update(
             attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
