@@ -358,7 +358,7 @@ def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatc
     calls = []
     row_stats = dllm_kernels.ops.linear_row_stats
     monkeypatch.setattr(
-        "dllm_kernels.fused._pending.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1]
+        "dllm_kernels.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1]
     )
     if "from" not in name:
         monkeypatch.setattr("dllm_kernels.ops.linear_token_nll", None)
