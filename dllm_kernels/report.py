@@ -226,7 +226,7 @@ def _statistics(device: str, backend: str) -> tuple[float, float]:
 
 def _corruption(device: str, backend: str) -> tuple[float, float]:
     """Count the positions at which the masks of two seeds differ from the recorded ones."""
-    ids, seeds = torch.zeros(2, 16, dtype=torch.int64, device=device), torch.tensor([3, 10], device=device)
+    ids, seeds = torch.zeros(2, 16, dtype=torch.int64, device=device), torch.arange(3, 17, 7, device=device)
     found = dllm_kernels.corrupt_uniform(ids, torch.ones_like(ids), 1, seeds=seeds, backend=backend)[1]
     masked = (set(row.nonzero().flatten().tolist()) for row in found.cpu())
     return float(sum(len(row ^ wanted) for row, wanted in zip(masked, MASKED, strict=True))), 0.0

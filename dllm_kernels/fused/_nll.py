@@ -124,7 +124,8 @@ class DeferredNLL(Pending):
         if computed is not None:
             loss = computed.sum() / divisor
         if count is not None and not (known and count):
-            loss = torch.where(torch.as_tensor(count, device=self.device) > 0, loss, torch.nan)  # 0 / 0
+            counts = count if isinstance(count, Tensor) else torch.zeros((), device=self.device)
+            loss = torch.where(counts > 0, loss, torch.nan)  # 0 / 0
         return loss.to(self.dtype)
 
     def constant(self, value: Tensor | float) -> Tensor:

@@ -357,9 +357,7 @@ def nll_loss_of(log_probs, x):
 def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
     calls = []
     row_stats = dllm_kernels.ops.linear_row_stats
-    monkeypatch.setattr(
-        "dllm_kernels.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1]
-    )
+    monkeypatch.setattr("dllm_kernels.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1])
     if "from" not in name:
         monkeypatch.setattr("dllm_kernels.ops.linear_token_nll", None)
         monkeypatch.setattr("dllm_kernels.ops.weighted_linear_nll", None)

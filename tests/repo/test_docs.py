@@ -340,7 +340,7 @@ def packed_data(n):
         assert differs(None)
         assert differs(n["batch"]["attention_mask"])
         model.set_attn_implementation("eager")
-        assert "a bool would add 1 within a document" in text
+        assert "a bool would only add 1 to the scores within a document" in text
         assert differs(n["same"])
         assert "`torch.where(same, 0.0, torch.finfo(torch.float32).min)`" in text
         assert not differs(torch.where(n["same"], 0.0, torch.finfo(torch.float32).min))

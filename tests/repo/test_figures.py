@@ -141,7 +141,7 @@ def test_the_first_screen_states_the_loop_over_gathered_rows():
 
 
 def test_the_loops_equal_the_results():
-    text = (DOCS / "benchmarks.md").read_text().split("## Loops under `fused_head`")[1].split("\n## ")[0]
+    text = (DOCS / "code-bases.md").read_text().split("## How fast the loops are")[1].split("\n## ")[0]
     found = results(MEASURED / "fused_head.json")["results"]
     rows = re.findall(r"^\| (.*) \| (.*) \| ([\d.]+)x \| ([\d.]+)x \|$", text, re.MULTILINE)
     assert {row[0] for row in rows} == {result["case"]["loop"] for result in found}
