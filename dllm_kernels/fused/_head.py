@@ -214,7 +214,7 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
             own, another adapter); ``on_logits`` is unknown; or the head is fused already.
         RuntimeError: ``on_logits="raise"`` and an operation needs the logits; hidden states or head were modified
             before the logits were used; or the gradient of logits is read that a fused loss never computes.
-        NotImplementedError: an in-place change of the shape of the logits.
+        NotImplementedError: an in-place change of the shape of the logits, or ``detach_`` of logits with a view.
     """
     found = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)

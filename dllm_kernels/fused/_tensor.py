@@ -142,7 +142,7 @@ class DeferredTensor(Tensor, Deferred):
         known = (self._value is not None or self._dense is not None) and not self._recomputed
         return (
             not known
-            and not self._gradient_wanted
+            and (not self._gradient_wanted or self._recomputed)
             and self._own_node
             and all(source.deferred for source in self.sources)
         )
@@ -309,7 +309,7 @@ class DeferredTensor(Tensor, Deferred):
             return _without_function(func, (self, *args), kwargs)
         self._gradient_wanted, value = True, self._value
         with plainly():
-            linked = value is not None and _graph.becomes(self)  # its gradient is that of the values
+            linked = self._apart and _graph.becomes(self)  # its gradient is that of the values
             handle = None if linked else func(self, *args, **kwargs)
         if self._apart and value is not None and value.requires_grad:
             other, first = func(value, *args, **kwargs), handle
@@ -462,7 +462,8 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
             several = isinstance(result, tuple | list)
             result = _pytree.tree_map(lambda t: x.sharing(t, several), result)  # noqa: B023
         return result
-    if name in RESHAPED:
+    views = (ref() for ref in changed._derived)
+    if name in RESHAPED or (name == "detach_" and any(x is not None and x.of_source for x in views)):
         raise NotImplementedError(
             f"{name} must not be called on deferred logits; use {name[:-1]}, which returns a tensor"
         )

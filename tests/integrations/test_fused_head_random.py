@@ -320,6 +320,23 @@ z = lg(model(x))
 s = checkpoint(lambda q: q.logsumexp(-1).mean(), z, use_reentrant=False)
 torch.roll(z, 1, 0).masked_fill_(mask((2, 5, 11)), -3.0)
 s.backward()""",
+    "a hook on logits that were scaled in place": """
+z = head(torch.tanh(hid)).div(0.5)
+z.mul_(1.3)
+y = torch.gather(z, 0, torch.zeros((2, 5, 11), dtype=torch.long))
+hook(z, 'z', 0.5)
+(y.sum() * 0.3).backward()""",
+    "a hook after a checkpoint": """
+z = head(hid)
+s = checkpoint(lambda q: q.log_softmax(-1).gather(-1, ids((2, 5), 2)[..., None]).sum(), z, use_reentrant=False)
+z.register_hook(lambda g: None)
+s.backward()""",
+    "detach_ of logits with a view": """
+z = head(hid)
+v = z.unsqueeze(0)
+z.detach_()
+z[..., 3] = -9
+v.sum().backward()""",
     "a node of a view that is changed": """
 z = lg(model(x))
 v = z[:, ::2]
