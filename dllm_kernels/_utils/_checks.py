@@ -90,14 +90,14 @@ def check_gathered(**parameters: Tensor | None) -> None:
                 f"{name} must hold its values, got an empty tensor of shape (0,), as DeepSpeed ZeRO-3 leaves a "
                 "partitioned parameter; compute the loss inside deepspeed.zero.GatheredParameters([...]) of the head"
             )
-        if empty or _is_freed(value):
+        if empty or is_freed(value):
             got = "an empty tensor of shape (0,)" if empty else "a tensor without storage"
             raise ValueError(f"{name} must hold its values, got {got}; {INSIDE_FORWARD}")
 
 
-def _is_freed(parameter: Tensor) -> bool:
-    """Return True for a plain tensor whose storage was freed."""
-    if torch.compiler.is_compiling() or type(parameter) not in (Tensor, nn.Parameter):
+def is_freed(parameter: Tensor | None) -> bool:
+    """Return True for a plain tensor whose storage sharding has freed."""
+    if parameter is None or torch.compiler.is_compiling() or type(parameter) not in (Tensor, nn.Parameter):
         return False
     return parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 

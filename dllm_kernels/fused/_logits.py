@@ -26,7 +26,7 @@ from dllm_kernels.fused._moves import MOVES, Call, Move
 from dllm_kernels.fused._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.fused._nll_rules import NEW, new_tensor
 from dllm_kernels.fused._pending import Asked, DeferredStat
-from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after, strided
+from dllm_kernels.fused._tensor import DeferredTensor, arguments, form_after, registers, strided
 
 Tensor = torch.Tensor
 ONE = Fraction(1)
@@ -269,14 +269,7 @@ RULES: dict[str, Rule] = {}
 DeferredLogits.rules = RULES
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the rule of operations."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+rule = registers(RULES)
 
 
 def move_rule(name: str) -> Rule:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._checks import is_freed, type_name
 from dllm_kernels._utils._head import check_hooks, check_linear_head, own_forward, token_layer, token_rows
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.mtp.head import gathered_once
@@ -110,17 +110,10 @@ class SplitHead(NamedTuple):
     def filled(self, parts: Sequence[Any]) -> tuple[Any, ...]:
         """Return the parts of a head call; parameters that sharding has freed since are gathered, without a graph."""
         like, u, *given = parts
-        if not any(map(freed, given)):
+        if not any(map(is_freed, given)):
             return tuple(parts)
         pairs = zip(given, self.parameters(), strict=True)
-        return like, u, *(gathered_once(now, like).detach().to(t.dtype) if freed(t) else t for t, now in pairs)  # type: ignore[arg-type]
-
-
-def freed(t: torch.Tensor | None) -> bool:
-    """Return True for a parameter whose memory sharding has freed."""
-    if t is None or is_dtensor(t) or t.device.type == "meta":
-        return False
-    return t.numel() > 0 and t.untyped_storage().size() == 0
+        return like, u, *(gathered_once(now, like).detach().to(t.dtype) if is_freed(t) else t for t, now in pairs)  # type: ignore[arg-type]
 
 
 def split(head: nn.Module) -> SplitHead:

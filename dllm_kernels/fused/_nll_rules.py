@@ -14,7 +14,7 @@ import torch
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels.fused._moves import Call
 from dllm_kernels.fused._nll import DeferredNLL
-from dllm_kernels.fused._tensor import DeferredTensor, arguments
+from dllm_kernels.fused._tensor import DeferredTensor, arguments, registers
 
 Tensor = torch.Tensor
 # Methods that make a tensor of the dtype and on the device of another.
@@ -25,14 +25,7 @@ RULES: dict[str, Rule] = {}
 DeferredNLL.rules = RULES
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register the rule of operations."""
-
-    def register(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+rule = registers(RULES)
 
 
 @rule(*NEW)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels import ops
+from dllm_kernels._utils._checks import is_freed
 from dllm_kernels._utils._own_graph import own_graph
 from dllm_kernels._utils._plain import readable_without_sync
 from dllm_kernels.fused._graph import Recipe, Step
-from dllm_kernels.fused._lora import freed
 from dllm_kernels.fused._moves import Call
 from dllm_kernels.fused._tensor import DeferredTensor, form_after, plainly
 
@@ -113,7 +113,7 @@ class Pending(DeferredTensor):
     def open(self) -> bool:
         """True if the values may be computed with those of others."""
         known = self.requires and self.deferred and not self._recomputed and not self._checkpointed
-        return known and not self.watched and not any(map(freed, self.parts))  # by sharding, since it was made
+        return known and not self.watched and not any(map(is_freed, self.parts))  # by sharding, since it was made
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed with those of the others that are pending."""

@@ -563,6 +563,19 @@ def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tens
     return tuple(found)
 
 
+def registers(rules: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
+    """Return a decorator ``rule(*names)``, which enters the rule of operations into a table."""
+
+    def rule(*names: str) -> Callable[[Rule], Rule]:
+        def register(function: Rule) -> Rule:
+            rules.update(dict.fromkeys(names, function))
+            return function
+
+        return register
+
+    return rule
+
+
 def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a function of torch by name.
 
