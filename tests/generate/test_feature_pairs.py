@@ -15,6 +15,7 @@ from tests.support.generation import (
     CHOICES,
     EOS,
     MASK,
+    OF_PEFT,
     PLANS,
     PROMPTS,
     SEEDS,
@@ -23,6 +24,7 @@ from tests.support.generation import (
     Encoder,
     N,
     V,
+    adapt,
     children,
     expected,
     generate,
@@ -108,26 +110,9 @@ def model_of(chosen):
     head = chosen["head"]
     model = Dropping(head, chosen["output"])
     if head in OF_PEFT:
-        peft = pytest.importorskip("peft")
-        options = {
-            "LoRA": {"target_modules": ["lm_head"]},
-            "trained copy": {"target_modules": ["embedding"], "modules_to_save": ["lm_head"]},
-            "trained rows": {"target_modules": ["embedding"], "trainable_token_indices": {"lm_head": [5, MASK]}},
-        }[head]
-        peft.get_peft_model(SimpleModel(model), peft.LoraConfig(r=2, init_lora_weights=False, **options))
-        for name, p in model.named_parameters():
-            if "delta" in name or "modules_to_save" in name:
-                nn.init.normal_(p)
+        adapt(model, head)
     model.seen = SimpleNamespace(append=lambda _: None)
     return model.to(DEVICE, chosen["dtype"]).train(chosen["mode"] == "training")
-
-
-class SimpleModel(nn.Module):
-    """A model around another, as PEFT takes it."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.config, self.model = {"model_type": "custom"}, model
 
     def forward(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -159,7 +144,6 @@ def call(chosen, model, ids, on, **options):
 
 
 CASES = pairs(TABLE, excluded)
-OF_PEFT = "LoRA", "trained copy", "trained rows"
 EVERY_DAY = [number for number, case in enumerate(CASES) if case["head"] not in OF_PEFT][:8]  # its import is slow
 
 

@@ -12,11 +12,10 @@ from torch import nn
 from dllm_kernels import policy_views
 from dllm_kernels.integrations import trl as integration
 from tests.conftest import every_time
-from tests.support.generation import MASK, D, Encoder, N, V, expected
+from tests.support.generation import MASK, OF_PEFT, D, Encoder, N, V, adapt, expected
 from tests.support.pairs import pairs
 
 EOS, PAD = V - 2, V - 3
-OF_PEFT = "LoRA", "trained copy", "trained rows"
 
 
 class Model(Encoder):
@@ -32,18 +31,7 @@ class Model(Encoder):
             self.lm_head = nn.Linear(D, 3)
             self.lm_head.weight, self.lm_head.bias = nn.Parameter(torch.randn(V, D)), nn.Parameter(torch.randn(V))
         if head in OF_PEFT:
-            peft = pytest.importorskip("peft")
-            options = {
-                "LoRA": {"target_modules": ["lm_head"]},
-                "trained copy": {"target_modules": ["embedding"], "modules_to_save": ["lm_head"]},
-                "trained rows": {"target_modules": ["embedding"], "trainable_token_indices": {"lm_head": [5, MASK]}},
-            }[head]
-            around = nn.Module()
-            around.config, around.model = {"model_type": "custom"}, self
-            peft.get_peft_model(around, peft.LoraConfig(r=2, init_lora_weights=False, **options))
-            for name, p in self.named_parameters():
-                if "delta" in name or "modules_to_save" in name:
-                    nn.init.normal_(p)
+            adapt(self, head)
 
     def forward(self, input_ids, attention_mask=None, output_router_logits=False):
         if self.checkpoint is None:

@@ -1,6 +1,7 @@
 """Generation of small batches, and the oracle's tokens of each row, for the tests of ``diffusion_generate``."""
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -118,3 +119,27 @@ def assert_rows_as_expected(out, model, prompts, **options):
         exact = torch.tensor([0.0] * before + log_probs, dtype=torch.float64, device=DEVICE)
         torch.testing.assert_close(out.log_probs[row], exact)
         assert torch.equal(out.generated[row], out.step_map[row] >= 0)
+
+
+class _Around(nn.Module):
+    """A model around another, as PEFT takes it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.config, self.model = {"model_type": "custom"}, model
+
+
+OF_PEFT = {
+    "LoRA": {"target_modules": ["lm_head"]},
+    "trained copy": {"target_modules": ["embedding"], "modules_to_save": ["lm_head"]},
+    "trained rows": {"target_modules": ["embedding"], "trainable_token_indices": {"lm_head": [5, MASK]}},
+}
+
+
+def adapt(model, head):
+    """Let PEFT train the head of a model in one of the ways of ``OF_PEFT``."""
+    peft = pytest.importorskip("peft")
+    peft.get_peft_model(_Around(model), peft.LoraConfig(r=2, init_lora_weights=False, **OF_PEFT[head]))
+    for name, p in model.named_parameters():
+        if "delta" in name or "modules_to_save" in name:
+            nn.init.normal_(p)
