@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels._utils._checks import (
+from dllm_kernels._checks import (
     MOST_SIZE,
     check_mask_values,
     checked_bool,

@@ -13,10 +13,10 @@ runs inside the LM head (:func:`dllm_kernels.linear_sample`): the head projects 
 chunk at a time, and ``[B, L, V]`` logits never exist.
 
 **Random bits.** Each row has a seed, and counts the steps in which it has a masked token in the block. Child s + 1 of
-the seed (``dllm_kernels._random._philox``) is the seed of its step s. The tokens of the step are rows under this seed,
-numbered from the first token of the block. Its position draws, numbered in the same way, are the uniforms of Gumbel
-noise of the positions (``position_temperature``). The position draws of child 0, one per new token, are the scores of
-random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it, and its
+the seed (``dllm_kernels.corruption._philox``) is the seed of its step s. The tokens of the step are rows under this
+seed, numbered from the first token of the block. Its position draws, numbered in the same way, are the uniforms of
+Gumbel noise of the positions (``position_temperature``). The position draws of child 0, one per new token, are the
+scores of random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it, and its
 child seed b is the seed of row b.
 
 With ``infill``, the first block and the draws of child 0 begin at the first token of the row that is not padding. Rows
@@ -35,16 +35,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dllm_kernels import ops
-from dllm_kernels._random import _gumbel, _philox, _rules, _seeds
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype, dtype_of_logits, in_dtype_of
-from dllm_kernels._utils._plain import has_values, is_dtensor, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.corruption import checked_mask_id
+from dllm_kernels import _checks, ops
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._plain import has_values, is_dtensor, readable_without_sync
+from dllm_kernels.corruption import _gumbel, _philox, _rules, _seeds, checked_mask_id
 from dllm_kernels.distributed import calls
-from dllm_kernels.fused import _lora
-from dllm_kernels.fused._in_head import HeadOutput, head_of, running_in_head
+from dllm_kernels.head import _lora
+from dllm_kernels.head._in_head import HeadOutput, head_of, running_in_head
+from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_logits, in_dtype_of
 
 __all__ = ["DiffusionGeneration", "diffusion_generate"]
 

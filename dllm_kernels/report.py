@@ -26,7 +26,7 @@ from torch.utils import collect_env
 
 import dllm_kernels
 from dllm_kernels import ops
-from dllm_kernels._backends._backend import BACKENDS, use_triton
+from dllm_kernels._checks._backend import BACKENDS, use_triton
 
 # Packages that torch's own report does not list.
 BESIDE = (

@@ -59,19 +59,19 @@ JUDGES = (
     ),
     ("*_noise.py", "tests/internals/test_linear_sample.py tests/ops/test_linear_sample.py"),
     (
-        "_backends/triton/*corruption*",
+        "backends/triton/*corruption*",
         "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
         " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
         " -k 'triton or kernel or count or long or product'",
     ),
-    ("_backends/triton/gumbel_topk.py", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py -k triton"),
+    ("backends/triton/gumbel_topk.py", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py -k triton"),
     (
-        "_backends/triton/_select.py",
+        "backends/triton/_select.py",
         "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption.py"
         " tests/internals/test_corruption.py -k 'triton'",
     ),
     (
-        "_backends/triton/_philox.py",
+        "backends/triton/_philox.py",
         "tests/internals/test_philox.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
         " tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py -k 'triton or kernel or bits'",
     ),
@@ -81,11 +81,11 @@ JUDGES = (
     ("policy/*", "tests/policy"),
     ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
     (
-        "_backends/triton/linear_nll*",
+        "backends/triton/linear_nll*",
         "tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
         " -k 'row or triton'",
     ),
-    ("_backends/triton/divergence.py", "tests/kernels/test_divergence_kernel.py"),
+    ("backends/triton/divergence.py", "tests/kernels/test_divergence_kernel.py"),
     (
         "distributed/*",
         "tests/distributed/test_distributed.py tests/internals/test_distributed.py tests/losses/test_head.py"
@@ -97,33 +97,33 @@ JUDGES = (
         " -k 'topk and not triton'",
     ),
     (
-        "_core/_rest.py",
+        "rows/_rest.py",
         "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py -k 'not triton'",
     ),
     ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_divergence.py"),
     (
-        "_backends/triton/row_weights.py",
+        "backends/triton/row_weights.py",
         "tests/kernels/test_row_weights.py tests/losses/test_losses.py -k 'triton or kernel'",
     ),
     (
-        "_backends/triton/row_stats.py",
+        "backends/triton/row_stats.py",
         "tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
         " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
         " -k 'triton'",
     ),
     (
-        "_backends/triton/*",
+        "backends/triton/*",
         "tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
         " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
         " tests/ops/test_row_stats.py tests/internals/test_row_stats.py tests/ops/test_transform.py"
         " tests/internals/test_transform.py -k 'kernel or triton'",
     ),
     (
-        "fused/_lora.py",
+        "head/_lora.py",
         "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
         " tests/integrations/test_fused_head_programs.py -k 'nemo_lora or head or adapter or copy'",
     ),
-    ("fused/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
+    ("head/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
     (
         "fused/*",
         "tests/integrations/test_fused_head.py tests/integrations/test_fused_head_programs.py"
@@ -153,7 +153,7 @@ JUDGES = (
         " tests/internals/test_gumbel_topk.py",
     ),
     (
-        "_corruption/_topk.py",
+        "corruption/_topk.py",
         "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption_levels.py"
         " tests/internals/test_corruption_levels.py",
     ),
@@ -165,7 +165,7 @@ JUDGES = (
         " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py",
     ),
     (
-        "_random/_rules.py",
+        "corruption/_rules.py",
         "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
         " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
         " tests/corruption/test_corruption_compile.py",
@@ -183,43 +183,43 @@ JUDGES = (
         " tests/losses/test_draft_distillation.py tests/losses/test_draft_blocks.py tests/losses/test_losses.py"
         " tests/losses/test_laws.py tests/losses/test_packed.py tests/internals/test_losses.py",
     ),
-    ("_utils/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
+    ("_graph/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
     (
-        "_utils/_custom_ops.py",
+        "_graph/_custom_ops.py",
         "tests/internals/test_custom_ops.py tests/internals/test_compile.py"
         " tests/corruption/test_corruption_compile.py",
     ),
-    ("_random/_seeds.py", "tests/internals/test_philox.py tests/ops/test_default_device.py"),
+    ("corruption/_seeds.py", "tests/internals/test_philox.py tests/ops/test_default_device.py"),
     (
-        "_utils/_target_range.py",
+        "_checks/_target_range.py",
         "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
         " tests/ops/test_errors.py tests/internals/test_errors.py",
     ),
-    ("_utils/_compiled_checks.py", "tests/internals/test_compile.py -k 'check'"),
+    ("_checks/_compiled.py", "tests/internals/test_compile.py -k 'check'"),
     (
-        "_utils/_plain.py",
+        "_graph/_plain.py",
         "tests/ops/test_without_values.py tests/ops/test_torch_func.py tests/losses/test_mask_values.py"
         " tests/internals/test_mask_values.py tests/internals/test_compile.py",
     ),
-    ("_utils/_head.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
-    ("_backends/torch/_workers.py", "tests/internals/test_workers.py"),
+    ("head/_module.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
+    ("backends/torch/_workers.py", "tests/internals/test_workers.py"),
     (
         "ops/token_log_probs.py",
         "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_log_probs.py",
     ),
     (
-        "_backends/torch/_nll.py",
+        "backends/torch/_nll.py",
         "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_linear_nll.py"
         " tests/internals/test_linear_nll.py tests/internals/test_workers.py -k 'not triton'",
     ),
     (
-        "_backends/torch/_blocks.py",
+        "backends/torch/_blocks.py",
         "tests/internals/test_workers.py tests/losses/test_losses.py tests/internals/test_losses.py"
         " tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
         " tests/internals/test_row_stats.py -k 'not triton'",
     ),
     (
-        "_backends/_chain_rule.py",
+        "rows/_chain_rule.py",
         "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
         " tests/internals/test_row_stats.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
         " -k 'not triton'",
@@ -231,23 +231,23 @@ JUDGES = (
         " tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py -k 'not triton'",
     ),
     (
-        "_core/_fused.py",
+        "rows/_fused.py",
         "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
         " tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py -k 'not triton'",
     ),
     (
-        "_core/_kept_gradients.py",
+        "rows/_kept_gradients.py",
         "tests/ops/test_second_order.py tests/ops/test_linear_nll.py tests/ops/test_row_objective.py"
         " tests/ops/test_divergence.py tests/internals/test_compile.py -k 'not triton'",
     ),
     (
-        "_utils/_opaque.py",
+        "_graph/_opaque.py",
         "tests/ops/test_without_values.py tests/internals/test_custom_ops.py tests/ops/test_token_nll.py"
         " -k 'not triton'",
     ),
-    ("_core/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
+    ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
     (
-        "_utils/_checks.py",
+        "_checks/_arguments.py",
         "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
         " tests/internals/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
         " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
@@ -256,7 +256,7 @@ JUDGES = (
         " -k 'not triton'",
     ),
     (
-        "_core/_chunks.py",
+        "rows/_chunks.py",
         "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
         " tests/internals/test_compile.py -k 'not triton'",
     ),
@@ -278,11 +278,11 @@ JUDGES = (
         " tests/internals/test_transform.py tests/internals/test_compile.py -k 'not triton'",
     ),
     ("_utils/*", EVERY_ROW_OP),
-    ("_core/*", EVERY_ROW_OP),
-    ("_backends/*", EVERY_ROW_OP),
+    ("rows/*", EVERY_ROW_OP),
+    ("backends/*", EVERY_ROW_OP),
 )
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
-SPEED_ONLY = ("_backends/triton/_tiles.py",)
+SPEED_ONLY = ("backends/triton/_tiles.py",)
 SIZES = {  # block sizes, and thresholds between equivalent algorithms
     "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MAX_THREADS", "MORE", "MOST", "SLAB",
     "TILE", "_MILD", "_SLICE",

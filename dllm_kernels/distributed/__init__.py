@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._plain import is_dtensor
 
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 

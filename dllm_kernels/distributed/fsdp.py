@@ -26,12 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._fused import refuse_second_order
-from dllm_kernels._core._setup import compute_dtype
-from dllm_kernels._utils._checks import check_gathered, check_number, check_tensor, type_name
-from dllm_kernels._utils._head import LINEAR_FORWARDS, check_linear_head
+from dllm_kernels._checks import check_gathered, check_number, check_tensor, type_name
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
+from dllm_kernels.head._module import LINEAR_FORWARDS, check_linear_head
+from dllm_kernels.rows._fused import refuse_second_order
+from dllm_kernels.rows._setup import compute_dtype
 
 Result = TypeVar("Result")
 # Module -> divisor of the gradients of its direct parameters. A parameter's attribute does not survive ``to_empty``,

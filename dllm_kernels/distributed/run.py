@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._setup import Head, Split
-from dllm_kernels._core._teacher import Teacher
-from dllm_kernels._utils._checks import check_dtypes
-from dllm_kernels._utils._plain import plain
+from dllm_kernels._checks import check_dtypes
+from dllm_kernels._graph._plain import plain
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import (
     Groups,
@@ -37,6 +35,8 @@ from dllm_kernels.distributed._layout import (
 )
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
+from dllm_kernels.rows._setup import Head, Split
+from dllm_kernels.rows._teacher import Teacher
 
 Tensor = torch.Tensor
 WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"

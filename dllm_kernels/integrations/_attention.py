@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels.rows._dtypes import accum_dtype
 
 # Larger buffers are constants (attention masks, quantized weights), of which a copy may not fit into memory.
 MAX_BUFFER = 2**20

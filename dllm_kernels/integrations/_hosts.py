@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from dllm_kernels._utils._checks import type_name
+from dllm_kernels._checks import type_name
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dllm_kernels._random._seeds import RowSeeds
 from dllm_kernels.corruption import sample_level
+from dllm_kernels.corruption._seeds import RowSeeds
 from dllm_kernels.integrations._hosts import is_defined_in
 
 LOOP = "_apply_corruption"  # of the recipe

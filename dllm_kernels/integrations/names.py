@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels import ops
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import Deferred, computed
-from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks, ops
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._deferred import Deferred, computed
+from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
 
 __all__ = [

@@ -41,15 +41,15 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import mtp
-from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
-from dllm_kernels._utils._dtypes import in_dtype_of
-from dllm_kernels._utils._head import head_module, token_layer, unwrapped
-from dllm_kernels.fused._head import deferred_logits
-from dllm_kernels.fused._lora import check_head, is_adapted, of_rows
+from dllm_kernels._checks import Extra, check_wide_logits, checked_bool
+from dllm_kernels.deferred._head import deferred_logits
+from dllm_kernels.head._lora import check_head, is_adapted, of_rows
+from dllm_kernels.head._module import head_module, token_layer, unwrapped
+from dllm_kernels.head._parameters import FROM_LOGITS
 from dllm_kernels.integrations import _recipe
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, is_defined_in, loaded
 from dllm_kernels.mtp.cross_entropy import required
-from dllm_kernels.mtp.head import FROM_LOGITS
+from dllm_kernels.rows._dtypes import in_dtype_of
 
 HOST = "nemo_automodel"
 HOMES = {

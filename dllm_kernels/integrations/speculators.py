@@ -30,10 +30,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dllm_kernels import ops
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import Deferred
-from dllm_kernels._utils._target_range import first_fraction
+from dllm_kernels import _checks, ops
+from dllm_kernels._checks._target_range import first_fraction
+from dllm_kernels._graph._deferred import Deferred
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, origin
 from dllm_kernels.losses._block_weights import BlockWeights
 from dllm_kernels.losses._common import sum_of_rows

@@ -59,20 +59,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dllm_kernels._random._philox import child_seeds
-from dllm_kernels._utils import _checks, _plain
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._head import head_module
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph import _plain
 from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
+from dllm_kernels.corruption._philox import child_seeds
+from dllm_kernels.head._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
+from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations import _attention
 from dllm_kernels.integrations._hosts import check_before_host
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
+from dllm_kernels.rows._dtypes import accum_dtype
 
 IGNORED = -100
 BIDIRECTIONAL_SINCE = "5.2"  # first version of transformers in which config.is_causal = False has an effect

@@ -41,19 +41,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels import ops
-from dllm_kernels._core._rows import times_upstream
-from dllm_kernels._utils import _checks, _plain
-from dllm_kernels._utils._call_state import CallState
-from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
-from dllm_kernels._utils._head import head_module
-from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels import _checks, ops
+from dllm_kernels._graph import _plain
+from dllm_kernels._graph._call_state import CallState
+from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
-from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
+from dllm_kernels.head._in_head import HeadOutput, run_in_head
+from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
+from dllm_kernels.rows._call import times_upstream
+from dllm_kernels.rows._dtypes import dtype_of_logits, in_dtype_of
 
 HOST = "trl"
 HOME, NAME = "kernels", "ChunkedLogProbFunction"  # trl.trainer.utils holds it as _ChunkedLogProbFunction

@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dllm_kernels._backends._rows import P_MASK_MIN
-from dllm_kernels._core._options import Options
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, plain_count, readable_without_sync
-from dllm_kernels._utils._target_range import first_fraction, first_true
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_fraction, first_true
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, plain_count, readable_without_sync
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._common import Count, DLLMLossOutput, next_tokens, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.rows._interface import P_MASK_MIN
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 
 class TransformedLoss(nn.Module):

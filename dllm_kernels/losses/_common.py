@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain_count
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain_count
+from dllm_kernels.rows._interface import IGNORE
 
 Count = int | torch.Tensor | None
 REDUCTIONS = ("total", "none")

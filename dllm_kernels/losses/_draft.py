@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._block_weights import (
@@ -33,6 +32,7 @@ from dllm_kernels.losses._block_weights import (
 from dllm_kernels.losses._common import DLLMLossOutput, check_counts, sum_of_rows
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.dpace_weights import VARIANTS
+from dllm_kernels.rows._dtypes import accum_dtype
 
 # A loss of the same settings under the names of SpecForge and NeMo AutoModel: loss_type -> position_weights.
 LOSS_TYPES = {"dflash": "decay", **{name: name for name in VARIANTS}}

@@ -7,21 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._backends._primitives import row_primitives
-from dllm_kernels._backends._rows import RowPrimitives
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, WeightedNLL
-from dllm_kernels._core._setup import Head, compute_dtype
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values
+from dllm_kernels import _checks
+from dllm_kernels._checks._backend import use_triton
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked, weighted_linear_nll_unchecked
 from dllm_kernels.ops.row_stats import Mix, linear_row_stats_unchecked, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._primitives import row_primitives
+from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._setup import Head, compute_dtype
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils._checks import check_masks_like
+from dllm_kernels._checks import check_masks_like
 from dllm_kernels.losses._base import Batch, DiffusionLoss, check_given
 from dllm_kernels.losses._common import divide
 from dllm_kernels.losses._model_output import ModelOutput

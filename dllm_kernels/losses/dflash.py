@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states, of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states, of_computed
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._options import Options
 
 
 class DFlashDecayLoss(DraftLoss):

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._backends._divergence import DivergenceSpec
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._core._results import Divergence
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import Counts
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, extra_as_batch, sum_of_rows
 from dllm_kernels.losses._draft import DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.rows._divergence import DivergenceSpec
+from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._results import Divergence
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
 OF_OP = ("kind", "teacher", "temperature", "teacher_transform", *OPTIONS)  # attributes that the op takes

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._plain import plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses._block_weights import checked_prefix, given_rows, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
 from dllm_kernels.ops.dpace_weights import accepted_prefix, accepted_rows, anchor_rows, check_probabilities

@@ -1,6 +1,7 @@
 """Blocks for training a block drafter: anchors in a sequence, the tokens of their blocks, and random prefixes.
 
-All draws are those of the corruption routines (``_random/_philox.py``): a seed gives the same blocks on every device.
+All draws are those of the corruption routines (``corruption/_philox.py``): a seed gives the same blocks on every
+device.
 As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
 """
 
@@ -17,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._corruption._topk import on_host
-from dllm_kernels._random import _philox, _seeds
-from dllm_kernels._random._rules import Array
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._checks import type_name
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import all_plain
+from dllm_kernels.corruption import _philox, _seeds
+from dllm_kernels.corruption._rules import Array
+from dllm_kernels.corruption._topk import on_host
 
 # The longest block of a sampled prefix, whose lengths are compared one by one.
 MOST_PREFIX = 2**16

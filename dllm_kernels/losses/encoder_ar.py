@@ -6,13 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._common import (
     REDUCTIONS,
     Count,
@@ -26,6 +23,9 @@ from dllm_kernels.losses._common import (
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.ops.linear_nll import linear_token_nll
 from dllm_kernels.ops.token_nll import token_nll_unchecked
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 NORMALIZE = ("tokens", "sequences")
 

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils._checks import Extra, check_constant, check_finite, check_number, check_tensor
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain
+from dllm_kernels._checks import Extra, check_constant, check_finite, check_number, check_tensor
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,
@@ -25,6 +24,7 @@ from dllm_kernels.losses._common import (
     weighted_rows,
 )
 from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.rows._interface import IGNORE
 
 
 class HybridDiffusionLLMLoss(DiffusionLoss):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, logged_sum, next_tokens, shift_left

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import DLLMLossOutput, divide, next_tokens, shift_left, single_loss
 from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
 
 TINY = torch.finfo(torch.float32).tiny
 

@@ -12,16 +12,16 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._head import HOOKS
-from dllm_kernels._utils._plain import all_plain, plain_count
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._plain import all_plain, plain_count
+from dllm_kernels.head._module import HOOKS
+from dllm_kernels.head._parameters import head_bias, head_weight
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.mtp.head import head_bias, head_weight
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
 
 LOGITS = _checks.Names("logits", "labels")
 HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")

@@ -9,15 +9,15 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import Deferred
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, plain, plain_count, readable_without_sync
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import Deferred
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, plain, plain_count, readable_without_sync
+from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, logits_of
 from dllm_kernels.losses._common import Count, shift_left
 from dllm_kernels.mtp import cross_entropy as base
 from dllm_kernels.mtp.cross_entropy import CrossEntropy, normalized, position_weights, to_int64
-from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
+from dllm_kernels.rows._interface import IGNORE
 
 
 @dataclass(frozen=True)

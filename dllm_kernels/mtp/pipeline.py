@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils._checks import type_name
+from dllm_kernels._checks import type_name
+from dllm_kernels.head._parameters import gathered_once, head_weight
 from dllm_kernels.mtp.cross_entropy import calculate_loss, checked_ignore_index, required, takes_hidden_states
 from dllm_kernels.mtp.depths import calculate_mtp_loss
-from dllm_kernels.mtp.head import gathered_once, head_weight
+from dllm_kernels.rows._interface import IGNORE
 
 
 def mtp_loss_scaling_factor(model: nn.Module, default: float = 0.1) -> float:

@@ -2,7 +2,7 @@ r"""Weighted divergence of student rows to teacher rows, for distillation, witho
 
 p is the softmax of a row of the student's logits. q is the softmax of a row of the teacher's logits, a constant. a =
 sum_v min(p_v, q_v) is the acceptance rate of speculative decoding with the student as the draft model. The kinds and
-their gradients are defined in ``_backends/_kinds.py``.
+their gradients are defined in ``rows/_divergence_kinds.py``.
 
 From hidden states, each chunk of rows of nonzero weight takes these steps. Two matrix products compute the student's
 and the teacher's logits, each in a buffer that all chunks reuse. One pass over both computes the divergence, a and the
@@ -30,22 +30,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._divergence import (
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import all_plain, any_dtensor, readable_without_sync
+from dllm_kernels.rows._call import checked, flat_ids, flat_values, row_marks, times_upstream
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._divergence import (
     KEPT_STATS,
     DivergenceRequest,
     DivergenceSpec,
     Kept,
     Whole,
 )
-from dllm_kernels._backends._rows import IGNORE, as_blv
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
-from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks, times_upstream
-from dllm_kernels._core._setup import (
+from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import IGNORE, as_blv
+from dllm_kernels.rows._kept_gradients import gradient_specs, keep_gradients, scale_gradients
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._setup import (
     NO_GRADIENTS,
     Gradients,
     Head,
@@ -55,13 +60,8 @@ from dllm_kernels._core._setup import (
     compute_dtype,
     flat_rows,
 )
-from dllm_kernels._core._teacher import Teacher, gather, rows_at
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.rows._teacher import Teacher, gather, rows_at
+from dllm_kernels.rows._transform import Transform, checked_transform
 
 SEPARATE_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
 SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
@@ -416,7 +416,7 @@ def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
     for name in given:
         if name not in Transform._fields:
             raise ValueError(f"teacher_transform must have no keys but {', '.join(Transform._fields)}, got {name!r}")
-    return _checks.checked_transform(V, **given)
+    return checked_transform(V, **given)
 
 
 def _tempered(transform: Transform, T: float, name: str) -> Transform:

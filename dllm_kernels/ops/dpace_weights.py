@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._plain import all_plain, readable_without_sync
+from dllm_kernels.rows._dtypes import accum_dtype
 
 # Name -> variant; the long names are used by trainers.
 VARIANTS = {

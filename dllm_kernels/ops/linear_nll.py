@@ -27,20 +27,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
-from dllm_kernels._core._fused import Fused, first_order, link_to, outputs
-from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
-from dllm_kernels._core._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._core._rows import checked, flat_targets, flat_values
-from dllm_kernels._core._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._utils._checks import LINEAR, Extra, check_constant, check_tensor
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels._checks import LINEAR, Extra, check_constant, check_tensor
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import any_dtensor
+from dllm_kernels.rows._call import checked, flat_targets, flat_values
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels.rows._fused import Fused, first_order, link_to, outputs
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._kept_gradients import gradient_specs, keep_gradients, scale_gradients
+from dllm_kernels.rows._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import TokenNLL, WeightedNLL
+from dllm_kernels.rows._setup import NO_GRADIENTS, Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels.rows._transform import Transform
 
 # Has a second derivative.
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy on the logits, torch.nn.functional.linear(hidden, weight, bias)"

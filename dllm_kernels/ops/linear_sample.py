@@ -6,7 +6,7 @@ Maddison, Tarlow, Minka 2014, arXiv 1411.0030): with independent uniforms u_v,
     argmax_v x_v - ln(-ln u_v)
 
 has the distribution softmax(x). It needs neither the normalizer nor a second pass over the row. u depends only on the
-seed of the row and the column (``_random/_philox.py``), not on chunk, batch or device.
+seed of the row and the column (``corruption/_philox.py``), not on chunk, batch or device.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import LinearSample
-from dllm_kernels._core._rows import checked, flat_index, row_marks
-from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
-from dllm_kernels._random._noise import Noise
-from dllm_kernels._random._seeds import check_sources, resolve_seed
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._changing import packed, unpacked
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor, plain
-from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
-from dllm_kernels._utils._truncation import Truncation
+from dllm_kernels import _checks
+from dllm_kernels._graph._changing import packed, unpacked
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import any_dtensor, plain
+from dllm_kernels.corruption._noise import Noise
+from dllm_kernels.corruption._seeds import check_sources, resolve_seed
+from dllm_kernels.rows._call import checked, flat_index, row_marks
+from dllm_kernels.rows._chunks import Chunks, no_autocast
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import LinearSample
+from dllm_kernels.rows._setup import Head, Setup, Split, flat_rows
+from dllm_kernels.rows._stats_interface import StatsRequest, StatsResult
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
+from dllm_kernels.rows._truncation import Truncation
 
 NAMES = _checks.Names("hidden", "active", "head", "bias")
 

@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import StatsResult, Upstream
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core import _stats
-from dllm_kernels._core._chunks import Chunks, Factors, no_autocast
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._kept_gradients import keep_gradients, scale_gradients
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import RestObjective, RowObjective, RowStats
-from dllm_kernels._core._rows import checked
-from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._core._stats import Wanted
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states, of_computed
-from dllm_kernels._utils._own_graph import own_graph
-from dllm_kernels._utils._plain import all_plain, any_dtensor, has_values, plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states, of_computed
+from dllm_kernels._graph._own_graph import own_graph
+from dllm_kernels._graph._plain import all_plain, any_dtensor, has_values, plain
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS, linear_row_stats_unchecked, row_stats
+from dllm_kernels.rows import _stats
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._kept_gradients import keep_gradients, scale_gradients
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import RestObjective, RowObjective, RowStats
+from dllm_kernels.rows._setup import Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels.rows._stats import Wanted
+from dllm_kernels.rows._stats_interface import StatsResult, Upstream
+from dllm_kernels.rows._transform import Transform
 
 Fn = Callable[..., torch.Tensor]
 

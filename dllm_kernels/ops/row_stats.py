@@ -3,7 +3,7 @@ r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of
 For objectives that are not a weighted sum of NLLs. Examples are policy gradients (ratios and clipping of
 log-probabilities, entropy bonuses), distances between distributions that are known at a few ids, and bounds with a sum
 over the vocabulary. All outputs except ``correct`` and ``ids`` are differentiable, and one backward pass handles all
-their upstream gradients (``_backends/_row_stats.py``).
+their upstream gradients (``rows/_stats_interface.py``).
 
 From hidden states, the logits are computed in one buffer that all chunks of rows reuse. Backward recomputes them and
 overwrites them by their gradient. Nothing else of length V per row is kept.
@@ -17,23 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import StatsResult, Upstream
-from dllm_kernels._backends._rows import as_blv
-from dllm_kernels._core import _stats
-from dllm_kernels._core._chunks import Chunks, no_autocast, unit_scale
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._kept_gradients import gradient_specs
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import RestStats, RowStats
-from dllm_kernels._core._rows import as_marks, checked
-from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._core._stats import Wanted
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain, any_dtensor
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import all_plain, any_dtensor
+from dllm_kernels.rows import _stats
+from dllm_kernels.rows._call import as_marks, checked
+from dllm_kernels.rows._chunks import Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import as_blv
+from dllm_kernels.rows._kept_gradients import gradient_specs
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import RestStats, RowStats
+from dllm_kernels.rows._setup import Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels.rows._stats import Wanted
+from dllm_kernels.rows._stats_interface import StatsResult, Upstream
+from dllm_kernels.rows._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
 LOGITS = _checks.Names("logits", "ids")

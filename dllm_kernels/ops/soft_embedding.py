@@ -24,17 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import IGNORE, RowPrimitives
-from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
-from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
-from dllm_kernels._utils import _changing, _checks
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor, plain
-from dllm_kernels._utils._transform import Transform, transformed
+from dllm_kernels import _checks
+from dllm_kernels._graph import _changing
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import any_dtensor, plain
+from dllm_kernels.rows._call import checked, flat_ids, flat_values, row_marks
+from dllm_kernels.rows._chunks import Chunks, no_autocast
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE, RowPrimitives
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._setup import Head, Setup, Split, flat_rows
+from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
+from dllm_kernels.rows._transform import Transform, transformed
 
 NAMES = _checks.Names("hidden", "bump_ids", "head", "bias")
 

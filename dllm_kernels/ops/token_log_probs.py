@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states
 from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 
 class TokenLogProbs(NamedTuple):

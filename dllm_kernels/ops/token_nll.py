@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._rows import as_blv
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._core._rows import checked, flat_targets, flat_values
-from dllm_kernels._core._setup import Setup, Split
-from dllm_kernels._utils._checks import LOGITS, check_constant, check_inplace, check_tensor
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels._checks import LOGITS, check_constant, check_inplace, check_tensor
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import any_dtensor
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
+from dllm_kernels.rows._call import checked, flat_targets, flat_values
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import as_blv
+from dllm_kernels.rows._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import TokenNLL, WeightedNLL
+from dllm_kernels.rows._setup import Setup, Split
+from dllm_kernels.rows._transform import Transform
 
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"  # has a second derivative
 

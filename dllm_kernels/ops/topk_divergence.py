@@ -5,7 +5,7 @@ Over the K ids and one bucket for all other columns, with the student's masses p
 
     D = sum over the K + 1 buckets of f(p, q).
 
-The statistics of a row are the log-probabilities at the ids and log r (``_core/_rest.py``). All that depends on them is
+The statistics of a row are the log-probabilities at the ids and log r (``rows/_rest.py``). All that depends on them is
 ``[N, K + 1]``, and computed in float64. From hidden states it is an objective of row statistics, whose gradient is made
 while a chunk of logits exists: two matrix products with a frozen head, three with a trainable head.
 """
@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._rows import Checked, checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, has_values, readable_without_sync
 from dllm_kernels.ops.row_objective import linear_row_objective_unchecked
 from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels.rows._call import Checked, checked
+from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._transform import Transform
 
 Tensor = torch.Tensor
 KINDS = ("kl", "rkl", "jsd")

@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._options import Options
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states, of_computed
-from dllm_kernels._utils._plain import all_plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import from_hidden_states, of_computed
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._common import Count, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops import RowStats, linear_row_objective
 from dllm_kernels.policy.objective import PolicyObjective, score_metrics
 from dllm_kernels.policy.views import PolicyViews, of_next_tokens, scored_once, supervised_tokens
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform, checked_transform
 
 LEVELS = ("token", "sequence")
 NORMALIZE = ("tokens", "sequences", "none")
@@ -363,7 +363,7 @@ def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int) 
     _checks.check_constant("views.weights", views.weights)
     if rows.weight is not None:
         _checks.checked_extra(names, x, rows.weight, rows.extra)
-    _checks.checked_transform(V, *rows.options.transform)
+    checked_transform(V, *rows.options.transform)
     skip_id = rows.options.transform.skip_id
     counted = views.scored.any(0)[:, shift:]
     _checks.check_target_range(None, "ids", ids[:, shift:], V, counted=counted, shift=shift, skip_id=skip_id)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels import _checks
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.ops import RowStats
+from dllm_kernels.rows._dtypes import accum_dtype
 
 KINDS = ("clip", "cispo", "reinforce")
 KL_KINDS = ("k1", "k2", "k3")

@@ -6,7 +6,7 @@ with i over the tokens scored in view k. The expected sum of the weights of a su
 scale of a log-likelihood. Under "coupled" it is 3/2, because each of the three views contributes 1/2.
 
 **Random bits.** Each row has a seed. Draw n of a row is a level and one number per position, as the corruption routines
-draw them under child seed n (``dllm_kernels._random._philox`` documents the layout). ``seeds`` are the seeds of the
+draw them under child seed n (``dllm_kernels.corruption._philox`` documents the layout). ``seeds`` are the seeds of the
 rows. With a generator, one seed per call is drawn from it, and its child seed b is the seed of row b.
 """
 
@@ -19,16 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._corruption._topk import check_start_range
-from dllm_kernels._random import _philox, _seeds
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
-from dllm_kernels.corruption import checked_mask_id, checked_start, corrupt_uniform, sample_level
+from dllm_kernels import _checks
+from dllm_kernels._checks._backend import use_triton
+from dllm_kernels._graph._deferred import of_computed
+from dllm_kernels._graph._plain import is_dtensor, plain, readable_without_sync
+from dllm_kernels.corruption import _philox, _seeds, checked_mask_id, checked_start, corrupt_uniform, sample_level
+from dllm_kernels.corruption._topk import check_start_range
 from dllm_kernels.losses._common import shift_left
 from dllm_kernels.policy._quadrature import quadrature_rule
+from dllm_kernels.rows._dtypes import accum_dtype
 
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
 _EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)

@@ -9,7 +9,7 @@ from typing import Any
 
 import griffe
 
-from dllm_kernels._utils._doc import filled
+from dllm_kernels._graph._doc import filled
 
 #: Page of the API reference -> the module whose ``__all__`` it shows.
 PAGES = {

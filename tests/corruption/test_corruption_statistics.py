@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dllm_kernels import corruption
-from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
+from dllm_kernels.ops import gumbel_topk_mask
 
 Z = 6.5
 P = 1e-9

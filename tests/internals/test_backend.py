@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dllm_kernels._backends import _backend
+from dllm_kernels._checks import _backend
 
 
 def test_a_gpu_without_triton_warns_once(monkeypatch):
@@ -27,7 +27,7 @@ def test_a_gpu_without_triton_warns_once(monkeypatch):
 
 
 def test_a_triton_that_is_too_old():
-    package = pytest.importorskip("dllm_kernels._backends.triton")
+    package = pytest.importorskip("dllm_kernels.backends.triton")
     message = "triton must be of version 3.6 or later, got 3.5.1; upgrade it, or pass backend='torch' or set "
     with pytest.raises(ImportError, match=re.escape(message)):
         package.check_version("3.5.1")

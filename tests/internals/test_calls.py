@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dllm_kernels._core._options import Options
 from dllm_kernels.losses import MDLMCrossEntropyLoss
 from dllm_kernels.losses._model_output import LOGITS, ModelOutput
 from dllm_kernels.ops import row_stats, token_log_probs, token_nll, weighted_nll
+from dllm_kernels.rows._options import Options
 from tests.support.parity import small_blocks
 
 N, V = 9, 37

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dllm_kernels._utils import _compiled_checks
+from dllm_kernels._checks import _compiled as _compiled_checks
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, MTPLossConfig, calculate_mtp_loss

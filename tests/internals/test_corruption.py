@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from dllm_kernels import corruption
-from dllm_kernels._backends.triton import corruption as kernels
-from dllm_kernels._corruption import _corrupt as ops
-from dllm_kernels._corruption import _topk as op
-from dllm_kernels._random import _philox, _rules
-from dllm_kernels._random._philox import Layout
+from dllm_kernels.backends.triton import corruption as kernels
+from dllm_kernels.corruption import _corrupt as ops
+from dllm_kernels.corruption import _philox, _rules
+from dllm_kernels.corruption import _topk as op
+from dllm_kernels.corruption._philox import Layout
 from reference import corruption as reference
 from tests.corruption.test_corruption import MASK, ROUTINES, V, batch, every_routine, same
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from dllm_kernels import corruption
-from dllm_kernels._random import _philox, _rules, _seeds
-from dllm_kernels._random._philox import Layout
-from dllm_kernels._utils import _opaque
-from dllm_kernels.corruption import corrupt_blockwise, corrupt_uniform, sample_level
+from dllm_kernels._graph import _opaque
+from dllm_kernels.corruption import _philox, _rules, _seeds, corrupt_blockwise, corrupt_uniform, sample_level
+from dllm_kernels.corruption._philox import Layout
 from reference import corruption as reference
 from tests.corruption.test_corruption_levels import MASK, V, batch, mixed, same
 
@@ -62,7 +61,7 @@ def test_exact_equals_the_reference(B, L, with_level, backend, device):
 
 
 def test_equal_draws_go_to_the_lower_index():
-    from dllm_kernels._corruption._topk import select_largest
+    from dllm_kernels.corruption._topk import select_largest
 
     draws = np.array([[5, 7, 7, 7, 2**32 - 1]], np.uint32)
     choosable = np.array([[True, True, False, True, True]])
@@ -97,7 +96,7 @@ def test_sample_level_equals_the_reference(method, B, low, high, backend, device
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 def test_sample_level_is_the_same_on_every_path(method, source, device, monkeypatch):
-    from dllm_kernels._corruption import _corrupt as ops
+    from dllm_kernels.corruption import _corrupt as ops
 
     def run(backend):
         keywords = {"seeds": torch.arange(50, device=device)} if source == "seeds" else {}
@@ -130,7 +129,7 @@ def test_mix_equals_the_reference(B, L, flat, backend, device):
 
 
 def test_mix_leaves_rows_with_too_large_a_sum_unchanged_off_the_cpu(backend, device, monkeypatch):
-    from dllm_kernels._corruption import _corrupt as ops
+    from dllm_kernels.corruption import _corrupt as ops
 
     monkeypatch.setattr(ops, "_check_sum", lambda p, q: None)  # as on a GPU
     ids, loss_mask, seeds = batch(3, 50, device)
@@ -142,7 +141,7 @@ def test_mix_leaves_rows_with_too_large_a_sum_unchanged_off_the_cpu(backend, dev
 
 @pytest.mark.parametrize("on_request", [False, True])
 def test_mix_checks_the_sums_on_request(on_request, monkeypatch):
-    from dllm_kernels._corruption import _corrupt as ops
+    from dllm_kernels.corruption import _corrupt as ops
 
     reads = []
     monkeypatch.setattr(ops, "_check_sum", lambda p, q: reads.append(1))

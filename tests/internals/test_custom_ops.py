@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dllm_kernels import corruption
-from dllm_kernels._random import _philox
-from dllm_kernels._utils import _custom_ops
+from dllm_kernels._graph import _custom_ops
+from dllm_kernels.corruption import _philox
 from dllm_kernels.losses import sample_anchors, sample_prefix
 from dllm_kernels.ops import (
     divergence,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree
 
-from dllm_kernels.fused._head import FusedHead, deferred_logits
-from dllm_kernels.fused._logits import DeferredLogits
+from dllm_kernels.deferred._head import FusedHead, deferred_logits
+from dllm_kernels.deferred._logits import DeferredLogits
 from tests.conftest import DEVICE
 
 V, D = 7, 5

@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
-from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
+from dllm_kernels.rows._transform import Transform
 from tests.ops.test_divergence import MANY
 from tests.repo.test_imports import PACKAGE, home, imports
 
@@ -63,6 +63,4 @@ def test_importing_the_package_loads_no_engine():
         packages = {home(".".join(module[:n])) for module in modules for n in range(1, len(module) + 1)}
         new = {path for path in packages - loaded - {None} if path.is_relative_to(PACKAGE)}
     assert PACKAGE / "ops" / "divergence.py" in loaded
-    assert (
-        not {home(f"dllm_kernels._backends.torch.{name}") for name in ("_divergence", "_workers", "_blocks")} & loaded
-    )
+    assert not {home(f"dllm_kernels.backends.torch.{name}") for name in ("_divergence", "_workers", "_blocks")} & loaded

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from dllm_kernels._corruption import _topk as op
-from dllm_kernels._random import _gumbel
-from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
+from dllm_kernels.corruption import _gumbel
+from dllm_kernels.corruption import _topk as op
+from dllm_kernels.corruption._gumbel_topk import gumbel_topk_mask
 from tests.ops.test_gumbel_topk import SHAPES, example
 
 pytestmark = pytest.mark.indices

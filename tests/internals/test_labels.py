@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dllm_kernels
-from dllm_kernels._utils import _plain
+from dllm_kernels._graph import _plain
 from dllm_kernels.integrations.transformers import mdlm_loss_func, unpack_labels
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.measure import peak_memory
-from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._core import _active_rows, _chunks
+from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
+from dllm_kernels.rows import _active_rows, _chunks
 from tests.conftest import DEVICE
 from tests.ops.test_linear_nll import NAN, inputs, oracle
 from tests.support.memory import copied_by_products

@@ -6,10 +6,10 @@ import torch
 
 from benchmarks.measure import peak_memory
 from dllm_kernels import linear_sample
-from dllm_kernels._backends.torch import _blocks, _sample
-from dllm_kernels._random import _noise
-from dllm_kernels._random._noise import Noise
-from dllm_kernels._utils._transform import NO_TRANSFORM
+from dllm_kernels.backends.torch import _blocks, _sample
+from dllm_kernels.corruption import _noise
+from dllm_kernels.corruption._noise import Noise
+from dllm_kernels.rows._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
 from tests.support.uniforms import uniforms
 
@@ -43,7 +43,7 @@ def test_columns_excluded_by_bounds_on_a_cpu_do_not_win():
 
 def test_the_kernel_finds_the_same_scores():
     """The scores are equal to the bit: the kernel's largest score holds all 48 bits of a uniform."""
-    kernel = pytest.importorskip("dllm_kernels._backends.triton.sample")
+    kernel = pytest.importorskip("dllm_kernels.backends.triton.sample")
     torch.manual_seed(0)
     x = (torch.randn(4, 300) * torch.tensor([0.0, 1.0, 5.0, 40.0])[:, None]).to(DEVICE)
     noise = Noise(torch.arange(4, device=DEVICE) - 2, torch.arange(4, device=DEVICE) * 2, 5)

@@ -14,7 +14,7 @@ from dllm_kernels import (
     MDLMCrossEntropyLoss,
     SCDDLoss,
 )
-from dllm_kernels._core import _chunks
+from dllm_kernels.rows import _chunks
 from tests.conftest import DEVICE, usually
 from tests.losses.test_losses import D, V, draw, leaves_of
 from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, value_of

@@ -2,7 +2,7 @@
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dllm_kernels._utils import _plain
+from dllm_kernels._graph import _plain
 from tests.losses.test_mask_values import ON
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dllm_kernels import DraftDistillationLoss
-from dllm_kernels._core import _chunks, _setup
+from dllm_kernels.rows import _chunks, _setup
 from tests.conftest import DEVICE
 from tests.support.cases import CASES, to_device
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dllm_kernels._utils._doc import SHARED
+from dllm_kernels._graph._doc import SHARED
 
 
 def test_every_shared_description_is_used_by_several_docstrings():

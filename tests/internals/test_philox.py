@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _philox as in_kernel
-from dllm_kernels._random import _philox, _rules, _seeds
-from dllm_kernels._random._philox import Layout
+from dllm_kernels.backends.triton import _philox as in_kernel
+from dllm_kernels.corruption import _philox, _rules, _seeds
+from dllm_kernels.corruption._philox import Layout
 
 pytestmark = pytest.mark.indices
 

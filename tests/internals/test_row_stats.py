@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.measure import peak_memory
-from dllm_kernels._backends.torch import _blocks
+from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.ops import row_stats
 from tests.conftest import DEVICE
 from tests.ops.test_row_stats import differentiable, options

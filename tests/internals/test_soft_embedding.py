@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.measure import peak_memory
 from dllm_kernels import soft_embedding
-from dllm_kernels._backends.torch import _blocks
+from dllm_kernels.backends.torch import _blocks
 from tests.conftest import DEVICE
 from tests.support.memory import copied_by_products
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.measure import peak_memory
-from dllm_kernels._backends.torch import _blocks
-from dllm_kernels._core import _setup
+from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.ops import token_nll
+from dllm_kernels.rows import _setup
 from tests.conftest import DEVICE
 from tests.ops.test_token_nll import inputs
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 def test_a_slice_of_a_batch_is_not_copied(backend):
     """Rows are addressed by batch and position strides."""
-    from dllm_kernels._backends._rows import as_blv
+    from dllm_kernels.rows._interface import as_blv
 
     x = torch.randn(6, 8, 37, device=DEVICE)
     for view in (x[1:5], x[:, 1:], x[::2, :-1], x[:, :, 3:], x[2], x.view(2, 3, 8, 37)):

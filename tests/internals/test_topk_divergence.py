@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from dllm_kernels._core import _rest
 from dllm_kernels.ops import linear_topk_divergence, topk_divergence
+from dllm_kernels.rows import _rest
 from tests.conftest import DEVICE
 from tests.ops.test_topk_divergence import V, teacher
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from dllm_kernels._backends import _primitives
-from dllm_kernels._backends.torch import _blocks, _workers
-from dllm_kernels._backends.torch._workers import run_jobs
+from dllm_kernels.backends.torch import _blocks, _workers
+from dllm_kernels.backends.torch._workers import run_jobs
 from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.rows import _primitives
 from tests.support.parity import small_blocks, value_and_grads
 
 GRAIN = 2048  # torch runs an operation on fewer numbers than this on one core

@@ -162,7 +162,7 @@ def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
 @pytest.mark.parametrize("V", [1227, 1232, 5])
 @pytest.mark.parametrize("op", OPS)
 def test_kernels(op, V, dtype, steps, monkeypatch):
-    tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+    tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
     monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._backends._kinds import ALIASES, NAMES
-from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.rows._divergence import DivergenceRequest
+from dllm_kernels.rows._divergence_kinds import ALIASES, NAMES
+from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._transform import Transform
 from tests.conftest import DEVICE, usually
 from tests.support.parity import assert_as_good_as_plain, assert_same_specials, largest, largest_error, poison_empty
 
-kernel = pytest.importorskip("dllm_kernels._backends.triton.divergence")
-tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+kernel = pytest.importorskip("dllm_kernels.backends.triton.divergence")
+tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
 pytestmark = pytest.mark.indices
 
 INF, NAN = math.inf, math.nan

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
-from dllm_kernels._backends import triton as kernels
+from dllm_kernels.backends import triton as kernels
 from tests.kernels.test_bounds import CALLS, call
 from tests.support import interpreter
 

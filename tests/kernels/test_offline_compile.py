@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(3600)
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / "dllm_kernels" / "_backends" / "triton"
+KERNELS = ROOT / "dllm_kernels" / "backends" / "triton"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from dllm_kernels import ops
-from dllm_kernels._backends import triton as kernels
-from dllm_kernels._backends.triton import _math
+from dllm_kernels.backends import triton as kernels
+from dllm_kernels.backends.triton import _math
 from tests.kernels.test_ptx import fault
 from tools.ptx import threads
 

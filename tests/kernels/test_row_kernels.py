@@ -21,9 +21,9 @@ from tests.support.parity import (
 
 pytestmark = pytest.mark.indices
 
-token_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.token_nll")
-linear_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.linear_nll")
-tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+token_nll_kernels = pytest.importorskip("dllm_kernels.backends.triton.token_nll")
+linear_nll_kernels = pytest.importorskip("dllm_kernels.backends.triton.linear_nll")
+tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
 
 INF, NAN = math.inf, math.nan
 TILE = 512  # of one warp: four 16-byte accesses per thread for float32, two for 16 bits

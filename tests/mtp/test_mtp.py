@@ -17,7 +17,7 @@ from dllm_kernels.mtp import (
     calculate_loss,
     calculate_mtp_loss,
 )
-from dllm_kernels.mtp.head import head_weight
+from dllm_kernels.mtp.depths import head_weight
 from tests.conftest import DEVICE
 from tests.support.parity import assert_parity
 

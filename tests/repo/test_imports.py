@@ -1,4 +1,4 @@
-"""Imports go in one direction: losses, mtp, corruption -> ops -> _core -> _backends -> triton.
+"""Imports go in one direction: losses, mtp, corruption -> ops -> rows -> backends -> triton.
 
 The oracle is separate.
 """
@@ -50,16 +50,16 @@ def all_files():
 
 
 def layer(path):
-    """Return the top-level folder or module of the file; each backend and module of the interface is separate."""
-    first, *others = path.relative_to(PACKAGE).parts
-    return f"{first}/{others[0]}".removesuffix(".py") if first == "_backends" else first.removesuffix(".py")
+    """Return the top-level folder or module of the file, or the entry of ``LAYERS`` for this file or folder in it."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "/".join(parts[:2]) if "/".join(parts[:2]) in SEPARATE else parts[0]
 
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("packages", "layers"),
     [
-        (("triton",), {"_backends/triton"}),
+        (("triton",), {"backends/triton"}),
         (("torch.distributed",), {"distributed", "integrations"}),
         (("nemo_automodel", "transformers", "dllm_kernels.integrations"), {"integrations"}),
     ],
@@ -93,25 +93,39 @@ def import_graph():
     return graph
 
 
+INTERFACE = (
+    "_transform",
+    "_dtypes",
+    "_truncation",
+    "_interface",
+    "_stats_interface",
+    "_divergence",
+    "_divergence_kinds",
+)
+NOISE = ("_philox", "_rules", "_noise", "_gumbel", "_seeds")
 # From the bottom up. A file imports from its own layer and from lower ones. CONTRIBUTING.md describes each layer.
 LAYERS = (
-    ("_utils",),
-    ("_random",),
-    tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_kinds", "_backend", "__init__")),
-    ("_backends/triton",),
-    ("_backends/torch",),
-    ("_backends/_chain_rule", "_backends/_primitives"),
-    ("_core", "_corruption"),
+    ("_graph",),
+    ("_checks",),
+    ("head/_module",),
+    tuple(f"corruption/{name}" for name in NOISE),
+    tuple(f"rows/{name}" for name in INTERFACE),
+    ("backends/triton",),
+    ("backends/torch",),
+    ("rows/_chain_rule", "rows/_primitives"),
+    ("rows", "backends", "corruption/_corrupt", "corruption/_topk"),
     ("distributed",),
+    ("head", "corruption/_gumbel_topk"),
     ("ops",),
     ("losses",),
     ("mtp", "corruption", "collate"),
     ("policy",),
-    ("fused",),
-    ("generate",),
+    ("deferred",),
+    ("fused", "generate"),
     ("__init__",),
     ("integrations", "report"),
 )
+SEPARATE = {name for names in LAYERS for name in names if "/" in name}
 
 
 def layer_index(path):
@@ -138,7 +152,7 @@ def test_no_import_cycles():
 def test_contributing_names_the_layers_in_their_order():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     layout = text[text.index("dllm_kernels/") : text.index("reference/")]
-    named = [name for names in reversed(LAYERS) for name in names if not name.startswith("_backends/_")]
+    named = [name for names in reversed(LAYERS) for name in names if "/" not in name]
     places = [layout.index(f"  {name}") for name in named]
     assert places == sorted(places)
 
@@ -155,51 +169,47 @@ def test_the_package_imports_no_folder_beside_it_and_benchmarks_no_tool(room):
     assert not [(str(path), m) for path in sources for m, _ in imports(path) if within(m, *above)]
 
 
-def test_row_ops_and_corruption_do_not_import_each_other():
-    row_ops = ("dllm_kernels._core", "dllm_kernels._backends.torch")
-    for path in files("_corruption"):
-        assert not [m for m, _ in imports(path) if within(m, *row_ops)], path
-    for path in (*files("_core"), *files("_backends", "torch")):
-        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._corruption")], path
-        random = [m for m, _ in imports(path) if within(m, "dllm_kernels._random")]
-        assert bool(random) == (path.name == "_sample.py"), path  # draws tokens
+def test_row_ops_and_corruption_share_only_random_numbers():
+    noise = [f"dllm_kernels.corruption.{name}" for name in NOISE]
+    for path in files("corruption"):
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.rows", "dllm_kernels.backends.torch")], path
+    for path in (*files("rows"), *files("backends", "torch")):
+        of_corruption = [m for m, _ in imports(path) if within(m, "dllm_kernels.corruption")]
+        assert all(m == "dllm_kernels.corruption" or within(m, *noise) for m in of_corruption), path
 
 
 def test_kernels_and_the_code_of_dtensors_are_imported_lazily():
-    folders = ("ops", "_core", "_corruption", "_backends", "_random", "_utils")
+    folders = ("ops", "rows", "corruption", "backends", "_graph", "_checks")
     for path in (path for folder in folders for path in files(folder)):
         for module, at_top in imports(path):
             assert not (at_top and within(module, "dllm_kernels.distributed")), (path, module)
-            if layer(path) != "_backends/triton":
-                assert not (at_top and within(module, "dllm_kernels._backends.triton")), (path, module)
+            if layer(path) != "backends/triton":
+                assert not (at_top and within(module, "dllm_kernels.backends.triton")), (path, module)
 
 
-def test_kernels_import_only_each_other_their_interface_random_numbers_and_the_dtype_of_sums():
-    of_interface = ("_backend", "_rows", "_row_stats", "_divergence", "_kinds")
-    modules = (
-        "_backends.triton",
-        *(f"_backends.{name}" for name in of_interface),
-        "_random",
-        "_utils._transform",
-        "_utils._dtypes",
-    )
-    allowed = [f"dllm_kernels.{module}" for module in modules]
-    for path in files("_backends", "triton"):
+def test_kernels_import_only_each_other_their_interface_and_random_numbers():
+    interface = (*(f"rows.{name}" for name in INTERFACE), *(f"corruption.{name}" for name in NOISE))
+    allowed = [f"dllm_kernels.{module}" for module in ("backends.triton", "_checks._backend", *interface)]
+    for path in files("backends", "triton"):
         for module, _ in imports(path):
-            assert not within(module, "dllm_kernels") or within(module, *allowed), (path, module)
+            assert (
+                not within(module, "dllm_kernels")
+                or module in ("dllm_kernels.corruption", "dllm_kernels.rows")
+                or (within(module, *allowed))
+            ), (path, module)
 
 
 def test_losses_and_similar_modules_import_nothing_below_ops():
     for path in all_files():
         if layer(path) in ("losses", "mtp", "corruption", "collate", "policy"):
             for module, at_top in imports(path):
-                assert not within(module, "dllm_kernels._backends.triton"), (path, module)
+                assert not within(module, "dllm_kernels.backends.triton"), (path, module)
                 if within(module, "dllm_kernels.distributed"):
                     assert not at_top, (path, module)
 
 
 def test_kernels_use_no_modules():
-    for path in files("_backends", "triton"):
+    for path in files("backends", "triton"):
         assert "nn.Module" not in path.read_text(), path
 
 

@@ -624,7 +624,7 @@ def test_a_candidate_that_did_not_fit_decides_nothing(tmp_path):
 WRONG = """
 import sys
 from benchmarks import verify
-from dllm_kernels._backends.triton import linear_nll
+from dllm_kernels.backends.triton import linear_nll
 
 right = linear_nll.nll_and_grad_
 

@@ -230,7 +230,7 @@ from unittest import mock
 from tests.support import pretended_gpu
 from triton.runtime import build
 from dllm_kernels import report
-from dllm_kernels._backends.triton import _launch
+from dllm_kernels.backends.triton import _launch
 
 def threads(num_warps):
     build._build("launcher", "main.c", ".", [], [], [], [])

@@ -26,11 +26,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, losses, ops
-from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._backends._kinds import KINDS, NAMES
-from dllm_kernels._backends.triton import _launch, divergence
-from dllm_kernels._core import _chunks
-from dllm_kernels._core._divergence_spec import checked_spec
+from dllm_kernels.backends.triton import _launch, divergence
+from dllm_kernels.rows import _chunks
+from dllm_kernels.rows._divergence import DivergenceRequest
+from dllm_kernels.rows._divergence_kinds import KINDS, NAMES
+from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
 from tests.ops.test_host_syncs import SYNCS, check_syncs

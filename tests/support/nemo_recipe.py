@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm_kernels import DLLMLossOutput, MDLMCrossEntropyLoss
-from dllm_kernels.fused._logits import DeferredLogits
+from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.integrations import nemo_automodel as integration
 from reference.dflash import dflash_loss
 from reference.scdd import scdd_loss

@@ -1,0 +1,218 @@
+"""How a call computes its logits: the LM head, and the settings that a custom op takes as typed arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_kernels._checks._backend import use_triton
+from dllm_kernels._graph import _changing
+from dllm_kernels._graph._plain import autocasts, check_no_tangent
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._primitives import row_primitives
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
+
+
+class Head(NamedTuple):
+    """LM head; the logits are ``hidden weight^T + bias + u U^T``.
+
+    Attributes:
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
+        u: rows of the low-rank part ``[..., r]``, or None.
+        U: ``[V, r]``, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    u: Tensor | None = None
+    U: Tensor | None = None
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor weight, Tensor? bias, Tensor? u, Tensor? U"
+
+    @property
+    def flat(self) -> Head:
+        """The head with the rows of its low-rank part as ``[N, r]``."""
+        return Head(self.weight, self.bias, flat_rows(self.u), self.U)
+
+    @property
+    def detached(self) -> Head:
+        """The head as constants."""
+        return Head(*[None if t is None else t.detach() for t in self])  # type: ignore[arg-type]
+
+
+def flat_rows(t: Any) -> Any:
+    """Reshape ``[..., C]`` to ``[N, C]``; None stays None."""
+    return None if t is None else t.reshape(-1, t.shape[-1])
+
+
+class NeedsGrad(NamedTuple):
+    """Flags of the inputs that require a gradient: the logits or hidden states, and the tensors of the head."""
+
+    x: bool = False
+    weight: bool = False
+    bias: bool = False
+    u: bool = False
+    U: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, head: Head | None) -> NeedsGrad:
+        """Evaluate before ``autograd.Function.apply``: inside its forward, requires_grad is True even under no_grad."""
+        if not torch.is_grad_enabled():
+            return NO_GRADIENTS
+        return cls(*[t is not None and t.requires_grad for t in (x, *(head or ()))])
+
+    @property
+    def frozen_head(self) -> bool:
+        """True if only rows need a gradient, so that each depends on the upstream gradient of its own row alone."""
+        return (self.x or self.u) and not (self.weight or self.bias or self.U)
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of :class:`NeedsGrad`; None for inputs that require none."""
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    u: Tensor | None = None
+    U: Tensor | None = None
+
+
+# Gradients with one row per row of the call. Those of the other inputs, the parameters of the head, are sums over rows.
+PER_ROW_GRADS = ("x", "u")
+NO_GRADIENTS = NeedsGrad()
+
+
+class Split(NamedTuple):
+    """The part of a call on DTensors that this rank computes; made by ``distributed/run.py``.
+
+    Attributes:
+        primitives: makes the row primitives for its columns from those of whole rows; None if it holds whole rows.
+        ranks: number of ranks that share each row.
+        vocabulary: number of columns of a whole row, rounded up to a multiple of ``ranks``.
+        all_reduce: sums a 0-d tensor over the ranks that hold the other rows.
+        shape: shape of all rows.
+        other_rows: True if other ranks hold other rows.
+    """
+
+    primitives: Callable[[RowPrimitives], RowPrimitives] | None
+    ranks: int
+    vocabulary: int
+    all_reduce: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+    other_rows: bool
+
+
+class Setup(NamedTuple):
+    """Settings of a call: all that the code below a public function needs beside tensors.
+
+    Attributes:
+        transform: transform of the logits.
+        triton: True for the Triton kernels, False for plain torch.
+        dtype: dtype of the matrix products, and of the gradient of the logits.
+        logits_dtype: dtype of the logits.
+        needs: inputs that require a gradient.
+        chunk_size: rows of logits that exist at a time; None: chosen.
+        num_active: upper bound on the number of active rows; None: counted.
+        with_lse: True if the logsumexp is a result.
+        with_correct: True if the argmax-match is a result.
+        with_ids: True if the argmax is a result.
+        split: this rank's part of a call on DTensors, or None.
+    """
+
+    transform: Transform = NO_TRANSFORM
+    triton: bool = False
+    dtype: torch.dtype = torch.float32
+    logits_dtype: torch.dtype = torch.float32
+    needs: NeedsGrad = NO_GRADIENTS
+    chunk_size: int | None = None
+    num_active: int | None = None
+    with_lse: bool = False
+    with_correct: bool = False
+    with_ids: bool = False
+    split: Split | None = None
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return (
+            "float softcap, float logit_scale, Tensor? changing, SymInt? skip_id, bool triton, ScalarType dtype, "
+            "ScalarType logits_dtype, bool[] needs, SymInt? chunk_size, SymInt? num_active, bool with_lse, "
+            "bool with_correct, bool with_ids"
+        )
+
+    @classmethod
+    def of(cls, x: Tensor, head: Head | None, options: Options, split: Split | None = None) -> Setup:
+        """Derive the settings of a call from its tensors and validated options.
+
+        Raises:
+            ValueError: ``options.logits_dtype`` does not fit the head, or the backend cannot run.
+            NotImplementedError: an input has a forward-mode tangent.
+        """
+        check_no_tangent(x, *(head or ()))
+        dtype = x.dtype if head is None else compute_dtype(x, head.weight)
+        wide, narrow = options.logits_dtype == torch.float32, dtype in (torch.float16, torch.bfloat16)
+        if options.logits_dtype not in (None, dtype) and not (wide and narrow):
+            allowed = f"torch.float32, {dtype}" if narrow else dtype
+            raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {options.logits_dtype}")
+        return cls(
+            options.transform, use_triton(options.backend, x), dtype, torch.float32 if wide and narrow else dtype,
+            NeedsGrad.of(x, head), options.chunk_size, options.num_active, options.with_lse, options.with_correct,
+            options.with_ids, split,
+        )  # fmt: skip
+
+    @property
+    def accum_dtype(self) -> torch.dtype:
+        """Dtype of sums and of all results per row."""
+        return accum_dtype(self.dtype)
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """True if the gradient of the logits is float16, whose smallest number is 6e-8, so that gradients underflow."""
+        return self.dtype == torch.float16
+
+    @property
+    def splits_rows(self) -> bool:
+        """True if this rank holds some columns of each row."""
+        return self.split is not None and self.split.primitives is not None
+
+    def primitives(self) -> RowPrimitives:
+        """Return the row primitives to call."""
+        whole = row_primitives(self.triton)
+        if self.split is None or self.split.primitives is None:
+            return whole
+        return self.split.primitives(whole)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`schema`."""
+        (softcap, scale), changing = _changing.packed(self.transform.factors)
+        return {
+            "softcap": softcap, "logit_scale": scale, "changing": changing, "skip_id": self.transform.skip_id,
+            "triton": self.triton, "dtype": self.dtype, "logits_dtype": self.logits_dtype, "needs": list(self.needs),
+            "chunk_size": self.chunk_size, "num_active": self.num_active, "with_lse": self.with_lse,
+            "with_correct": self.with_correct, "with_ids": self.with_ids,
+        }  # fmt: skip
+
+    @classmethod
+    def from_arguments(
+        cls, *, softcap: float, logit_scale: float, changing: Tensor | None, skip_id: int | None, needs: list[bool],
+        **others: Any,
+    ) -> Setup:  # fmt: skip
+        """Rebuild from :meth:`arguments`; the values in ``changing`` are 0 while a graph is traced."""
+        transform = Transform.of(_changing.unpacked((softcap, logit_scale), changing), skip_id)
+        return cls(transform, needs=NeedsGrad(*needs), **others)
+
+
+def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of the logits as ``F.linear`` would choose it, autocast included."""
+    if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype

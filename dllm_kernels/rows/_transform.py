@@ -1,0 +1,110 @@
+"""Transform of the logits before the softmax (soft cap, scale, skipped column), and its plain torch implementation.
+
+The Triton implementation is in ``backends/triton/_transform.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_kernels import _checks
+from dllm_kernels._graph import _changing
+
+
+class Transform(NamedTuple):
+    """Maps a logit z to ``scale * softcap * tanh(z / softcap)``, and to -inf in column ``skip_id``; None omits a step.
+
+    Attributes:
+        softcap: bound of the magnitude of the logits (Gemma 2), > 0.
+        scale: factor after the cap; a temperature T is a scale of 1 / T.
+        skip_id: column that is never predicted, such as that of MASK. Its gradient is 0; its NLL as a target is NaN.
+    """
+
+    softcap: float | None = None
+    scale: float | None = None
+    skip_id: int | None = None
+
+    @property
+    def pointwise(self) -> Transform:
+        """The transform without the skipped column."""
+        return self._replace(skip_id=None)
+
+    @property
+    def factors(self) -> list[float]:
+        """The cap and the scale, 0 for None.
+
+        Kept as floats, not bit patterns: a symbolic float has no bit pattern during tracing.
+        """
+        return [0.0 if f is None else f for f in self[:2]]
+
+    @classmethod
+    def of(cls, factors: Sequence[float], skip_id: int | None) -> Transform:
+        """Rebuild the transform from its :attr:`factors`."""
+        softcap, scale = (None if f == 0 else f for f in factors)
+        return cls(softcap, scale, skip_id)
+
+
+NO_TRANSFORM = Transform()
+
+
+def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: Any = None) -> Transform:
+    """Validate the transform of logits with V columns; a scale of 1 becomes None."""
+    if softcap is None and scale is None and skip_id is None:
+        return NO_TRANSFORM
+    _checks.check_transform(softcap, scale, skip_id)
+    if skip_id is not None and skip_id >= V:
+        raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
+    return Transform(
+        None if softcap is None else float(softcap),
+        None if scale is None or _changing.equals(float(scale), 1) else float(scale),
+        None if skip_id is None else int(skip_id),
+    )
+
+
+def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
+    """Transform logits z ``[..., V]``, in the accumulation dtype; returns z itself if the transform is the identity.
+
+    The result is written to ``out``, of the shape and dtype of z, which may be z.
+    """
+    cap, scale, _ = transform
+    if cap is not None:
+        z = torch.div(z, cap, out=out).tanh_().mul_(cap if scale is None else cap * scale)
+    elif scale is not None:
+        z = torch.mul(z, scale, out=out)
+    return _masked(z, transform, out)
+
+
+def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    """Return :func:`transformed` and its derivative: a float if it is constant, otherwise a tensor.
+
+    The tensor is written to ``slope``, of the shape and dtype of z, which must not share memory with ``out``. ``slope``
+    may be None without a soft cap, or if the derivative is not used.
+    """
+    scale = 1.0 if transform.scale is None else transform.scale
+    if transform.softcap is None or slope is None:
+        return transformed(z, transform, out), scale
+    slope = torch.div(z, transform.softcap, out=slope).tanh_()
+    x = torch.mul(slope, transform.softcap * scale, out=out)
+    return _masked(x, transform, out), slope.square_().mul_(-scale).add_(scale)
+
+
+def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:
+    if transform.skip_id is None:
+        return x
+    x = x if x is out else out.copy_(x)
+    x.select(-1, transform.skip_id).fill_(-math.inf)
+    return x
+
+
+def through_(grad: Tensor, slope: Tensor | float, transform: Transform) -> Tensor:
+    """Backpropagate ``grad [..., V]`` through the transform in place: times the slope, zero in column ``skip_id``."""
+    if isinstance(slope, Tensor) or slope != 1:
+        grad.mul_(slope)
+    if transform.skip_id is not None:
+        grad.select(-1, transform.skip_id).zero_()
+    return grad
