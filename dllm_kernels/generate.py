@@ -16,8 +16,8 @@ chunk at a time, and ``[B, L, V]`` logits never exist.
 the seed (``dllm_kernels.corruption._philox``) is the seed of its step s. The tokens of the step are rows under this
 seed, numbered from the first token of the block. Its position draws, numbered in the same way, are the uniforms of
 Gumbel noise of the positions (``position_temperature``). The position draws of child 0, one per new token, are the
-scores of random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it, and its
-child seed b is the seed of row b.
+scores of random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it,
+and its child seed b is the seed of row b.
 
 With ``infill``, the first block and the draws of child 0 begin at the first token of the row that is not padding. Rows
 with different padding share columns, so token j of the first block has its own seed, child j of the seed of the step.

@@ -33,24 +33,29 @@ class Names(NamedTuple):
     """Argument names of the public function, for the error messages of shared checks.
 
     Attributes:
-        rows: the logits ``[..., V]`` or, with an LM head, the hidden states ``[..., D]``.
+        rows: the logits ``[..., V]``.
         targets: the target ids ``[...]``.
-        weight: the LM head ``[V, D]``; "" if the function takes logits.
-        bias: the bias of the head ``[V]``; "" if the function takes logits.
+        weight: the weight of the LM head ``[V, D]``.
+        bias: the bias of the head ``[V]``.
+        hidden: the hidden states ``[..., D]``, in the place of logits.
     """
 
-    rows: str
-    targets: str
-    weight: str = ""
-    bias: str = ""
+    rows: str = "logits"
+    targets: str = "targets"
+    weight: str = "weight"
+    bias: str = "bias"
+    hidden: str = "hidden"
+
+    @property
+    def of_hidden(self) -> Names:
+        """The names for rows that are hidden states."""
+        return Names(self.hidden, *self[1:])
 
 
 INSIDE_FORWARD = (
     "it may be a local shard, as FullyShardedDataParallel leaves a parameter outside of its forward; compute the loss "
     "inside the model's forward, or shard by fully_shard, whose parameters are gathered here"
 )
-LOGITS = Names("logits", "targets")
-LINEAR = Names("hidden", "targets", "weight", "bias")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -339,11 +344,15 @@ def check_total(name: str, value: Any) -> None:
 
 
 def check_rows(
-    names: Names, rows: Tensor, targets: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    names: Names, rows: Tensor, targets: Tensor, head: tuple[Any, Any] | None = None, *, casts: bool = False
 ) -> int:
-    """Validate logits, or hidden states and head, and the dtype and device of the targets; return V."""
+    """Validate logits, or hidden states and head, and the dtype and device of the targets; return V.
+
+    ``head``: (weight, bias), or None for logits. ``casts``: their dtypes may differ.
+    """
     check_float(names.rows, rows)
-    if names.weight:
+    weight, bias = head or (None, None)
+    if head is not None:
         check_float(names.weight, weight)
     check_ids(names.targets, targets)
     _plain.check_no_transform()
@@ -365,7 +374,8 @@ def check_rows(
             check_gathered(**{names.bias: bias})
             check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
-        check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})
+        if not casts:
+            check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})
         return V
     if rows.dim() == 0 or rows.shape[-1] == 0:
         raise ValueError(f"{names.rows} must have shape [..., V] with V >= 1, got {tuple(rows.shape)}")
@@ -401,9 +411,12 @@ def checked_pair(name: str, value: Any, parts: str) -> tuple[Any, Any]:
 
 
 def checked_extra(
-    names: Names, hidden: Tensor, weight: Tensor, extra: Any, name: str = "extra"
+    names: Names, hidden: Tensor, weight: Tensor, extra: Any, name: str = "extra", *, casts: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given."""
+    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given.
+
+    ``casts``: see :func:`check_rows`.
+    """
     u, second = checked_pair(name, extra, "(u, U)")
     if u is None or second is None:
         return None, None
@@ -418,7 +431,8 @@ def checked_extra(
         )
     check_shape(f"{name}[0]", u, (*hidden.shape[:-1], r), f"the rows of {names.rows}, the columns of {name}[1]")
     check_same_device(names.rows, hidden, **{f"{name}[0]": u, f"{name}[1]": second})
-    check_dtypes(names.rows, hidden, {f"{name}[0]": u, f"{name}[1]": second, names.weight: weight})
+    if not casts:
+        check_dtypes(names.rows, hidden, {f"{name}[0]": u, f"{name}[1]": second, names.weight: weight})
     return u, second
 
 

@@ -14,6 +14,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 
+class Deferred:
+    """Base class of tensors that are computed when their values are read (of ``fused_head``)."""
+
+    def materialize(self, use: str = "materialize") -> Tensor:
+        """Compute the tensor, at the first call; ``use`` names the operation that needs it."""
+        raise NotImplementedError
+
+    def record(self) -> Any:
+        """Return the ``LinearLogits`` of which these logits are made, or None."""
+        return None
+
+
 def is_dtensor(t: Any) -> bool:
     """Return True for a DTensor, without importing torch.distributed.
 
@@ -29,7 +41,9 @@ def any_dtensor(*tensors: Any) -> bool:
 
 
 def plain(t: Any) -> Any:
-    """Gather a DTensor (without communication if it is replicated); return anything else unchanged."""
+    """Gather a DTensor (without communication if it is replicated), compute a deferred tensor; return others as is."""
+    if isinstance(t, Deferred):
+        return t.materialize("a tensor of each row")
     return t.full_tensor() if is_dtensor(t) else t
 
 

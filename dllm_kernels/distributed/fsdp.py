@@ -30,8 +30,8 @@ from dllm_kernels._checks import check_gathered, check_number, check_tensor, typ
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
 from dllm_kernels.head._module import LINEAR_FORWARDS, check_linear_head
+from dllm_kernels.rows._dtypes import dtype_of_products
 from dllm_kernels.rows._fused import refuse_second_order
-from dllm_kernels.rows._setup import compute_dtype
 
 Result = TypeVar("Result")
 # Module -> divisor of the gradients of its direct parameters. A parameter's attribute does not survive ``to_empty``,
@@ -175,7 +175,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     mesh, placements = weight.device_mesh, weight.placements
     splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
     of_tensor = (_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
-    given = weight, data, torch.Size(of_tensor), compute_dtype(hidden, weight)
+    given = weight, data, torch.Size(of_tensor), dtype_of_products(hidden, weight)
     full: torch.Tensor = _Gather.apply(*given)  # type: ignore[no-untyped-call]
     if not tensor:
         return full

@@ -14,7 +14,7 @@ part of the head may be plain too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,9 @@ from dllm_kernels.distributed._layout import (
 )
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
-from dllm_kernels.rows._setup import Head, Split
+from dllm_kernels.rows._call import Call
+from dllm_kernels.rows._logits import Head, LinearLogits
+from dllm_kernels.rows._setup import Split
 from dllm_kernels.rows._teacher import Teacher
 
 Tensor = torch.Tensor
@@ -44,7 +46,7 @@ WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 @_layout.outside_the_graph
 def on_this_rank(
-    op: Callable[..., Any], x: Tensor, head: Head | None, per_row: dict[str, Any], *, sums: tuple[str, ...] = (),
+    op: Callable[..., Any], call: Call, per_row: Mapping[str, Any] | None = None, *, sums: tuple[str, ...] = (),
     embedding: Tensor | None = None, teacher: Teacher | None = None, **keywords: Any,
 ) -> Any:  # fmt: skip
     """Run an op on the tensors of this rank; return plain tensors of the global shape, equal on ranks that share rows.
@@ -52,10 +54,9 @@ def on_this_rank(
     Differentiable results stay differentiable.
 
     Args:
-        op: called as ``op(x, head, **per_row, **keywords, split=...)`` on plain tensors, without the head for logits.
-        x: logits ``[..., V]`` or hidden states ``[..., D]``.
-        head: the LM head, or None for logits.
-        per_row: tensors, or tuples of tensors, with one entry per row of the global shape; plain, or None.
+        op: called as ``op(call, **per_row, **keywords, split=...)`` on plain tensors.
+        call: the validated call.
+        per_row: further tensors, or tuples of tensors, with one entry per row of the global shape; plain, or None.
         sums: fields of the result that are sums over rows.
         embedding: a further parameter ``[V, E]``, laid out like the head; passed on if given.
         teacher: the teacher of a divergence; passed on if given.
@@ -64,19 +65,24 @@ def on_this_rank(
     Raises:
         ValueError: a layout is not supported; the message names the fix.
     """
-    if head is None:
-        local_x, rows, shard = _local_logits(x)
-        arguments: tuple[Any, ...] = (local_x,)
-    else:
-        local_x, local_head, local_embedding, rows, shard = _local_hidden(x, head, embedding)
-        arguments = (local_x, local_head)
+    x, head, logits = call.x, call.head, call.logits
+    if isinstance(logits, LinearLogits) and head is not None:
+        hidden, (weight, bias, u, U), local_embedding, rows, shard = _local_hidden(x, head, embedding)
+        extra = None if u is None or U is None else (u, U)
+        logits = logits._replace(hidden=hidden, weight=weight, bias=bias, extra=extra)
         if embedding is not None:
             keywords["embedding"] = local_embedding
+    else:
+        logits, rows, shard = _local_logits(x)
     if teacher is not None:
         keywords["teacher"] = _local_teacher(teacher, x, head is not None, rows, shard)
-    for name, t in per_row.items():
-        keywords[name] = tuple(map(rows.local, t)) if isinstance(t, tuple) else None if t is None else rows.local(t)
-    out = op(*arguments, **keywords, split=_split(rows, shard))
+
+    def local(t: Any) -> Any:
+        return tuple(map(rows.local, t)) if isinstance(t, tuple) else None if t is None else rows.local(t)
+
+    of_rows = {name: local(getattr(call, name)) for name in ("ids", "active", "weights")}
+    keywords |= {name: local(t) for name, t in (per_row or {}).items()}
+    out = op(call._replace(logits=logits, **of_rows), **keywords, split=_split(rows, shard))
     if not rows.groups:
         return out
     summed = {name: sum_over(getattr(out, name), rows.groups) for name in sums}

@@ -15,9 +15,10 @@ from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offs
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
-from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked
+from dllm_kernels.ops.token_nll import token_nll_unchecked
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits
 from dllm_kernels.rows._options import Options
 
 
@@ -394,10 +395,9 @@ class DFlashDecayLoss(DraftLoss):
         hidden_chunk: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None, target_chunk: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return NLL and argmax match ``[chunk]`` of rows ``[chunk, D]``; the NLL is differentiable per row."""
-        names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
-        head = lm_head_weight, lm_head_bias, None
-        call = checked(names, hidden_chunk, target_chunk, Options(with_correct=True), head)
-        rows = linear_token_nll_unchecked(hidden_chunk, call.head, targets=call.ids, active=None, options=call.options)
+        names = _checks.Names("logits", "target_chunk", "lm_head_weight", "lm_head_bias", "hidden_chunk")
+        logits = LinearLogits(hidden_chunk, lm_head_weight, lm_head_bias)
+        rows = token_nll_unchecked(checked(names, logits, target_chunk, Options(with_correct=True)))
         assert rows.correct is not None
         return rows.nll, rows.correct
 

@@ -95,37 +95,15 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
-        """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
-
-        Args:
-            hidden: ``[B, L, D]``; or ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
-            lm_head_weight: ``[V, D]``.
-            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in
-                :meth:`forward`.
-            causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: the AR rows of ``hidden``, if any.
-            noisy_input_ids: not used.
-            lm_head_bias: ``[V]`` or None.
-            extra: {extra} With two branches pass both in ``hidden``, not one in ``causal_hidden``.
-            chunk_size: {chunk_size}
-            num_active: upper bound on the number of rows of nonzero weight in both branches together; None: read back
-                from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`.
-
-        Raises:
-            TypeError: an argument that should be a tensor is not.
-            ValueError: as in :meth:`forward`.
-        """
+        """Compute :meth:`DiffusionLoss.forward_fused`, with ``causal_hidden`` by position, as in the original."""
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
-            num_ar_tokens, causal_hidden=causal_hidden, noisy_input_ids=noisy_input_ids, lm_head_bias=lm_head_bias,
-            extra=extra, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
+            num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,
+            chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
         )  # fmt: skip
 
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: Tensor | None, noisy_input_ids: Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
     ) -> DLLMLossOutput:
         ids = batch.target_ids
         check_tensor(rows.names.rows, rows.x)
@@ -133,9 +111,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         concatenated = causal is None and _is_longer(rows.x, ids)
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
-        rows.check(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
-        causal_name = f"causal_{rows.names.rows}"
-        batch.check_unused(**{causal_name: causal, "noisy_input_ids": noisy_input_ids})
+        rows = rows.checked(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
+        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
@@ -145,14 +122,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
         if causal is None or batch.loss_mask_ar is None:
             return self._one_call(rows, batch, targets.long(), weights, divided)
-        if rows.extra is not None:
-            raise ValueError(
-                "extra must be None with causal_hidden, got both; pass both branches as one hidden [B, 2 L, D], with "
-                "one row of extra[0] per row"
-            )
-        other = rows.of(causal, causal_name)
-        other.check(ids)
-        return self._two_branches(rows, other, batch, targets.long(), weights, divided)
+        return self._two_branches(rows, causal.checked(ids), batch, targets.long(), weights, divided)
 
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""
@@ -199,19 +169,20 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     ) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head; see :meth:`_one_call`."""
         shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
+        both = rows.stack(other)
         if not self._returns_rows():
             weight_sum = weights.sum() + ar.sum()
-            if rows.weight is None:
+            if both is None:
                 diffusion = rows.weighted(targets, divided).loss
                 total = diffusion + other.weighted(shifted, divided_ar).loss
                 return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
-            out = rows.stack(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
+            out = both.weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
             return DLLMLossOutput(out.loss, logged_sum(out.nll[0], divided), weight_sum=weight_sum)
-        if rows.weight is not None:
-            both = rows.stack(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+        if both is None:
+            nlls = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
         else:
-            both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
-        nll, all_weights, all_divided = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
+            nlls = both.per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+        nll, all_weights, all_divided = (torch.cat(pair, 1) for pair in (nlls, (weights, ar), (divided, divided_ar)))
         return _per_row_output(nll, all_weights, all_divided, targets.shape[1])
 
 

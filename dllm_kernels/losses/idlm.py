@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._deferred import from_hidden_states
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, logged_sum, next_tokens, shift_left
-from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.rows._logits import LinearLogits, Logits
 
 CLEAN_MIN = 1e-6
 
@@ -64,10 +64,9 @@ class IDLMLoss(TransformedLoss):
         _checks.check_finite("clean_loss_weight", clean_loss_weight)
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
-    @from_hidden_states("forward_fused")
     def forward(
         self,
-        logits: torch.Tensor,
+        logits: Logits,
         target_ids: torch.Tensor,
         answer_mask: torch.Tensor,
         valid_mask: torch.Tensor,
@@ -97,60 +96,14 @@ class IDLMLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices do not match, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
-        rows = ModelOutput(LOGITS, self._options(), logits)
-        return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
-
-    def forward_fused(
-        self,
-        hidden: torch.Tensor,
-        lm_head_weight: torch.Tensor,
-        target_ids: torch.Tensor,
-        answer_mask: torch.Tensor,
-        valid_mask: torch.Tensor,
-        *,
-        seq_len: int,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-        lm_head_bias: torch.Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        chunk_size: int | None = None,
-        num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
-    ) -> DLLMLossOutput:
-        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
-
-        Args:
-            hidden: ``[B, 2 L, D]``: the masked copy, then the clean copy.
-            lm_head_weight: ``[V, D]``.
-            target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens: as in :meth:`forward`.
-            lm_head_bias: ``[V]`` or None.
-            extra: {extra}
-            chunk_size: {chunk_size}
-            num_active: upper bound on the number of scored rows in both copies together; None: read back from a GPU, a
-                host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`.
-
-        Raises:
-            TypeError: as in :meth:`forward`.
-            ValueError: as in :meth:`forward`.
-        """
-        options = self._options(chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype)
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
-
-    def _loss(
-        self, rows: ModelOutput, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, seq_len: int,
-        num_diffusion_tokens: Count,
-    ) -> DLLMLossOutput:  # fmt: skip
+        rows = ModelOutput.of(logits, self._options())
         _checks.checked_bool("auto_balance", self.auto_balance)  # the attributes may have been reassigned
         _checks.check_finite("clean_loss_weight", self.clean_loss_weight)
         if rows.packed(target_ids):
             rows = rows.as_batch()
             target_ids, answer_mask, valid_mask = map(_common.as_batch, (target_ids, answer_mask, valid_mask))
         _checks.check_tensor("target_ids", target_ids)
-        rows.check(target_ids, width=2 * target_ids.shape[1] if target_ids.dim() == 2 else None)
+        rows = rows.checked(target_ids, width=2 * target_ids.shape[1] if target_ids.dim() == 2 else None)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
         targets, L = next_tokens(target_ids), target_ids.shape[1]
         _checks.checked_int("seq_len", seq_len)
@@ -169,6 +122,22 @@ class IDLMLoss(TransformedLoss):
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
         weight_sum = (1 + self.clean_loss_weight) * count.to(rows.accum_dtype)
         return DLLMLossOutput(out.loss, logged_sum(out.nll[:, :L], weights), weight_sum=weight_sum)
+
+    def forward_fused(
+        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, *,
+        seq_len: int, num_diffusion_tokens: Count = None, lm_head_bias: Tensor | None = None,
+        extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
+        logits = LinearLogits(
+            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size,
+            num_active=num_active,
+        )  # fmt: skip
+        return IDLMLoss.forward(
+            self, logits, target_ids, answer_mask, valid_mask, seq_len=seq_len,
+            num_diffusion_tokens=num_diffusion_tokens,
+        )  # fmt: skip
 
     def _per_row_output(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
         """Compute the output from per-row NLLs of both halves ``[B, 2 L]``; ``weights`` is ``scored`` / count."""

@@ -179,14 +179,14 @@ class SCDDLoss(DiffusionLoss):
         self._check_settings()
 
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
         self._check_settings()
-        rows.check(batch.target_ids)
+        rows = rows.checked(batch.target_ids)
         if self.mask_token_id >= rows.vocabulary:
             raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
         rows = rows.transformed(skip_id=self.mask_token_id)
-        batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
+        batch.check_unused(causal=causal, noise_mask=batch.noise_mask)
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
         supervised, count = batch.supervised, batch.num_diffusion_tokens

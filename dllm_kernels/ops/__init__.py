@@ -11,10 +11,12 @@ from dllm_kernels.ops.soft_embedding import soft_embedding
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
 from dllm_kernels.ops.topk_divergence import linear_topk_divergence, topk_divergence
+from dllm_kernels.rows._logits import LinearLogits
 from dllm_kernels.rows._results import Divergence, LinearSample, RowObjective, RowStats, TokenNLL, WeightedNLL
 
 __all__ = [
     "Divergence",
+    "LinearLogits",
     "LinearSample",
     "RowObjective",
     "RowStats",

@@ -48,18 +48,10 @@ from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import IGNORE, as_blv
 from dllm_kernels.rows._kept_gradients import gradient_specs, keep_gradients, scale_gradients
+from dllm_kernels.rows._logits import Head, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import Divergence
-from dllm_kernels.rows._setup import (
-    NO_GRADIENTS,
-    Gradients,
-    Head,
-    NeedsGrad,
-    Setup,
-    Split,
-    compute_dtype,
-    flat_rows,
-)
+from dllm_kernels.rows._setup import NO_GRADIENTS, Gradients, NeedsGrad, Setup, Split, compute_dtype
 from dllm_kernels.rows._teacher import Teacher, gather, rows_at
 from dllm_kernels.rows._transform import Transform, checked_transform
 

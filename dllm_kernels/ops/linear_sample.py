@@ -22,42 +22,28 @@ from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import any_dtensor, plain
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.corruption._seeds import check_sources, resolve_seed
-from dllm_kernels.rows._call import checked, flat_index, row_marks
+from dllm_kernels.rows._call import Call, checked, flat_index, made_by_head, row_marks
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import Head, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import LinearSample
-from dllm_kernels.rows._setup import Head, Setup, Split, flat_rows
+from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._stats_interface import StatsRequest, StatsResult
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows._truncation import Truncation
 
-NAMES = _checks.Names("hidden", "active", "head", "bias")
+NAMES = _checks.Names("hidden", "active", "head")
 
 
 def linear_sample(
-    hidden: Tensor,
-    head: Tensor,
-    *,
-    temperature: float = 1.0,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    bias: Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    untruncated_log_probs: bool = False,
-    return_top: int | None = None,
-    active: Tensor | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    backend: str = "auto",
-) -> LinearSample:
+    hidden: Logits, head: Tensor | None = None, *, temperature: float = 1.0, seeds: Tensor | None = None,
+    generator: torch.Generator | None = None, bias: Tensor | None = None, extra: _checks.Extra | None = None,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    untruncated_log_probs: bool = False, return_top: int | None = None, active: Tensor | None = None,
+    chunk_size: int | None = None, num_active: int | None = None, logits_dtype: torch.dtype | None = None,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None, backend: str = "auto",
+) -> LinearSample:  # fmt: skip
     r"""Choose a token for each row of hidden states: the most likely one, or a sample at a temperature.
 
     .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \text{arg max}_v \; x_v - \ln(-\ln u_v)
@@ -88,7 +74,7 @@ def linear_sample(
         [1, 0, 0]
 
     Args:
-        hidden: {hidden}
+        hidden: {hidden} Or :class:`LinearLogits`, with ``head`` None.
         head: {weight}
         temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
             wins a tie; log-probabilities and entropy are then computed with T = 1.
@@ -132,26 +118,28 @@ def linear_sample(
     et al. 2018, arXiv 1805.04833 (top-k); Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv
     2407.01082 (min-p); the order of transformers' ``GenerationMixin._get_logits_processor``.
     """
-    _checks.check_float("hidden", hidden)
+    of_head = {"extra": extra, "logits_dtype": logits_dtype, "chunk_size": chunk_size, "num_active": num_active}
+    logits = made_by_head(hidden, head, bias=bias, **of_head)
+    x = logits.hidden
+    _checks.check_float("hidden", x)
     _checks.check_number("temperature", temperature)
     _checks.check_factor("scale", scale)
-    rows, seeds = hidden.shape[:-1], plain(seeds)
-    _check_sources(hidden, seeds, generator)
+    seeds = plain(seeds)
+    _check_sources(x, seeds, generator)
     noise: dict[str, Any] = {}
     if temperature != 0:
         scale = _checks.tempered_scale(scale, _checks.checked_temperature(temperature, "0, or positive"))
-        if seeds is None and generator is None and any_dtensor(hidden, head):
+        if seeds is None and generator is None and any_dtensor(x, logits.weight):
             raise ValueError("seeds or generator must be given where hidden or head is a DTensor, got neither")
-        noise = _seeds_and_numbers(hidden, seeds, generator)
+        noise = _seeds_and_numbers(x, seeds, generator)
     options = Options(
-        Transform(softcap, scale, skip_id), check_targets=False, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, return_top=return_top, top_k=top_k, top_p=top_p, min_p=min_p,
-        untruncated_log_probs=untruncated_log_probs,
+        Transform(softcap, scale, skip_id), check_targets=False, backend=backend, return_top=return_top, top_k=top_k,
+        top_p=top_p, min_p=min_p, untruncated_log_probs=untruncated_log_probs,
     )  # fmt: skip
-    rows_only = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # there are no targets
-    head_, _, active, _, options = checked(NAMES, hidden, rows_only, options, (head, bias, extra), active=active)
-    _checks.check_column_left(skip_id, head)
-    return linear_sample_unchecked(hidden.detach(), head_.detached, active=active, **noise, options=options)
+    rows_only = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.shape[:-1])  # there are no targets
+    call = checked(NAMES, logits, rows_only, options, active=active).detached
+    _checks.check_column_left(call.options.transform.skip_id, logits.weight)
+    return linear_sample_unchecked(call, **noise)
 
 
 def _check_sources(hidden: Tensor, seeds: Any, generator: Any) -> None:
@@ -176,20 +164,22 @@ def _seeds_and_numbers(hidden: Tensor, seeds: Tensor | None, generator: torch.Ge
 
 
 def linear_sample_unchecked(
-    hidden: Tensor, head: Head, *, active: Tensor | None, seeds: Tensor | None = None,
-    row_numbers: Tensor | None = None, options: Options, split: Split | None = None,
-) -> LinearSample:  # fmt: skip
+    call: Call, *, seeds: Tensor | None = None, row_numbers: Tensor | None = None, split: Split | None = None
+) -> LinearSample:
     """Compute :func:`linear_sample` of validated constants; ``seeds`` and ``row_numbers [...]`` are None at T = 0."""
-    if any_dtensor(hidden, *head):
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"active": active, "seeds": seeds, "row_numbers": row_numbers}
-        return on_this_rank(linear_sample_unchecked, hidden, head, per_row, options=options)  # type: ignore[no-any-return]
-    setup, x, rows = Setup.of(hidden, head, options, split), flat_rows(hidden), hidden.shape[:-1]
+        return on_this_rank(linear_sample_unchecked, call, {"seeds": seeds, "row_numbers": row_numbers})  # type: ignore[no-any-return]
+    options, rows, head = call.options, call.rows, call.head
+    assert head is not None
+    setup = Setup.of(call.logits, options, split)
     if setup.splits_rows and options.top_p is not None and options.top_k is None:  # the whole row would be sorted
         raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
     seeds, row_numbers = (None if t is None else flat_index(t) for t in (seeds, row_numbers))
-    ids, log_probs, entropy = _sample(x, head.flat, row_marks(active), seeds, row_numbers, Sampling.of(options), setup)
+    ids, log_probs, entropy = _sample(
+        flat_rows(call.x), head.flat, row_marks(call.active), seeds, row_numbers, Sampling.of(options), setup
+    )
     if options.return_top is None:
         return LinearSample(ids[:, 0].clone().view(rows), log_probs[:, 0].clone().view(rows), entropy.view(rows))
     top = (*rows, options.return_top)

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._deferred import from_hidden_states, of_computed
 from dllm_kernels._graph._own_graph import own_graph
-from dllm_kernels._graph._plain import all_plain, any_dtensor, has_values, plain
-from dllm_kernels.ops.row_stats import LINEAR, LOGITS, linear_row_stats_unchecked, row_stats
+from dllm_kernels._graph._plain import all_plain, has_values
+from dllm_kernels.ops.row_stats import NAMES, row_stats_unchecked
 from dllm_kernels.rows import _stats
-from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._call import Call, checked
 from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._kept_gradients import keep_gradients, scale_gradients
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import RestObjective, RowObjective, RowStats
-from dllm_kernels.rows._setup import Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels.rows._setup import Gradients, Setup, Split
 from dllm_kernels.rows._stats import Wanted
 from dllm_kernels.rows._stats_interface import StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
@@ -37,9 +37,8 @@ from dllm_kernels.rows._transform import Transform
 Fn = Callable[..., torch.Tensor]
 
 
-@from_hidden_states("linear_row_objective")
 def row_objective(
-    logits: torch.Tensor,
+    logits: Logits,
     ids: torch.Tensor,
     fn: Fn,
     *aux: torch.Tensor,
@@ -103,119 +102,41 @@ def row_objective(
 
     Source: policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
-    aux, active = _checked_aux(fn, logits, aux, LOGITS.rows), plain(active)
-    stats = row_stats(
-        logits, ids, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids, softcap=softcap,
-        scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
-    )  # fmt: skip
-    return _objective_of(fn, aux, stats, active)
-
-
-@of_computed
-def linear_row_objective(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    fn: Fn,
-    *aux: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    entropy: bool = False,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowObjective:
-    r"""Compute :func:`row_objective` from hidden states and the LM head; the logits are computed once, chunk by chunk.
-
-    The forward pass computes the gradient and backward only scales it in place, so backward can run only once. Under
-    ``torch.compile`` the graph contains :func:`linear_row_stats` followed by ``fn``, which takes one more matrix
-    product.
-
-    Examples:
-        >>> # the clipped policy ratio with a k3 penalty of GRPO
-        >>> def clipped(stats, old, ref, advantages):
-        ...     # bounded before the exponential, see the notes on fn
-        ...     log_ratio = stats.log_probs - old
-        ...     above = log_ratio.clamp(max=math.log(1.2))
-        ...     below = log_ratio.clamp(math.log(0.8), math.log(3))
-        ...     ratio = torch.where(advantages > 0, above, below).exp()
-        ...     away = (ref - stats.log_probs).clamp(-20, 20)
-        ...     return 0.04 * (away.exp() - away - 1) - ratio * advantages
-        >>> hidden, weight = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8)
-        >>> tokens = torch.tensor([[3, 1, 4]])
-        >>> old = torch.full((1, 3), -math.log(10))
-        >>> mask = torch.tensor([[1, 1, 0]])
-        >>> advantages = torch.ones(1, 3)
-        >>> out = linear_row_objective(
-        ...     hidden, weight, tokens, clipped, old, old, advantages, active=mask
-        ... )
-        >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, the penalty 0
-        -1.0
-        >>> out.loss.backward()
-
-    Args:
-        hidden: {hidden}
-        weight: {weight}
-        ids: {ids}
-        fn: called as ``fn(stats, *aux)`` once per chunk of R rows; see :func:`row_objective`.
-        aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
-        bias: ``[V]`` or None.
-        extra: {extra}
-        entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
-        active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum and not projected. None: all
-            rows.
-        with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax of the
-            logits rounded to the compute dtype; otherwise it is None.
-        with_ids: True to compute ``stats.ids`` for ``fn``, the argmax of the same logits; otherwise it is None.
-        chunk_size: {chunk_size}
-        num_active: {num_active}
-        logits_dtype: {logits_dtype}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        :class:`RowObjective`. ``loss`` is differentiable in hidden, weight, bias and extra; all other fields are
-        detached.
-
-    Raises:
-        TypeError: as in :func:`row_objective`.
-        ValueError: as in :func:`row_objective`, and ``chunk_size`` < 1.
-        IndexError: as in :func:`row_objective`.
-        RuntimeError: a second backward pass through the same loss.
-
-    Source: :func:`row_objective` of the projected hidden states.
-    """
-    aux = _checked_aux(fn, hidden, aux, LINEAR.rows)
-    options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, with_ids=with_ids,
-        entropy=entropy,
-    )  # fmt: skip
-    call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
-    per_row: dict[str, Any] = {"ids": call.ids, "active": call.active}
-    if torch.compiler.is_compiling() or not has_values(hidden):
-        stats = linear_row_stats_unchecked(hidden, call.head, **per_row, options=call.options)
-        return _objective_of(fn, aux, stats, call.active, call.options.num_active)
-    return linear_row_objective_unchecked(hidden, call.head, **per_row, aux=aux, fn=fn, options=call.options)  # type: ignore[no-any-return]
-
-
-def _checked_aux(fn: Any, x: Any, aux: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Validate ``fn`` and ``aux``; return ``aux`` with DTensors gathered."""
     if not callable(fn):
         raise TypeError(f"fn must be a function of the row statistics, got {_checks.type_name(fn)}")
+    options = Options(
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
+        with_correct=with_correct, with_ids=with_ids, entropy=entropy,
+    )  # fmt: skip
+    call = checked(NAMES, logits, ids, options, active=active, several=True)
+    aux = _checked_aux(call, aux)
+    if call.head is None or torch.compiler.is_compiling() or not has_values(call.x):
+        num_active = None if call.head is None else call.logits.num_active  # type: ignore[union-attr]
+        return _objective_of(fn, aux, row_stats_unchecked(call), call.active, num_active)
+    return row_objective_unchecked(call, aux, fn=fn)  # type: ignore[no-any-return]
+
+
+def linear_row_objective(
+    hidden: Tensor, weight: Tensor, ids: Tensor, fn: Fn, *aux: Tensor, bias: Tensor | None = None,
+    extra: _checks.Extra | None = None, entropy: bool = False, active: Tensor | None = None, with_correct: bool = False,
+    with_ids: bool = False, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> RowObjective:  # fmt: skip
+    """Compute :func:`row_objective` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
+    logits = LinearLogits(
+        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
+    )
+    return row_objective(
+        logits, ids, fn, *aux, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids,
+        softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
+    )  # fmt: skip
+
+
+def _checked_aux(call: Call, aux: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Validate ``aux``; return it with DTensors gathered."""
+    name, x = NAMES.rows if call.head is None else NAMES.hidden, call.x
     aux = all_plain(*aux)
-    _checks.check_tensor(name, x)
     rows = tuple(x.shape[:-1])
     for i, t in enumerate(aux):
         _checks.check_tensor(f"aux[{i}]", t)
@@ -245,26 +166,21 @@ def _objective_of(
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct, ids)  # type: ignore[arg-type]
 
 
-def linear_row_objective_unchecked(
-    hidden: Tensor, head: Head, *, ids: Tensor, active: Tensor | None, aux: tuple[Tensor, ...], fn: Fn,
-    options: Options, split: Split | None = None,
-) -> Any:  # fmt: skip
-    """Compute :func:`linear_row_objective` of validated arguments with values; see :class:`Objective` for ``fn``.
+def row_objective_unchecked(call: Call, aux: tuple[Tensor, ...], *, fn: Fn, split: Split | None = None) -> Any:
+    """Compute :func:`row_objective` of a validated call with a head and values; see :class:`Objective` for ``fn``.
 
     The result is a :class:`RestObjective` if ``options.rest``.
     """
-    if any_dtensor(hidden, *head):
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"ids": ids, "active": active, "aux": aux}
-        return on_this_rank(
-            linear_row_objective_unchecked, hidden, head, per_row, sums=("loss",), fn=fn, options=options
-        )
-    setup, rows = Setup.of(hidden, head, options, split), hidden.shape[:-1]
-    wanted = Wanted.of(hidden, ids, active, None, options, setup)
+        return on_this_rank(row_objective_unchecked, call, {"aux": aux}, sums=("loss",), fn=fn)
+    setup, rows, ids, head = Setup.of(call.logits, call.options, split), call.rows, call.ids, call.head
+    assert head is not None
+    wanted = Wanted.of(call, None, setup)
     flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
-    objective = Objective(fn, ids.dim() == hidden.dim(), flat_aux)
-    loss, *made = _LinearRowObjective.under(setup)(flat_rows(hidden), wanted, objective, setup, *head.flat)
+    objective = Objective(fn, ids.dim() == call.x.dim(), flat_aux)
+    loss, *made = _LinearRowObjective.under(setup)(flat_rows(call.x), wanted, objective, setup, *head.flat)
     given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct, setup.with_ids)
     value, log_probs, *others = _stats.with_nones(made, given)
     of_rows: list[Any] = [None if t is None else t.view(rows) for t in others]

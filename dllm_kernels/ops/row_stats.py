@@ -18,31 +18,29 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._deferred import from_hidden_states
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._opaque import Spec, opaque
-from dllm_kernels._graph._plain import all_plain, any_dtensor
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.rows import _stats
-from dllm_kernels.rows._call import as_marks, checked
+from dllm_kernels.rows._call import Call, as_marks, checked
 from dllm_kernels.rows._chunks import Chunks, no_autocast, unit_scale
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
 from dllm_kernels.rows._kept_gradients import gradient_specs
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import RestStats, RowStats
-from dllm_kernels.rows._setup import Gradients, Head, Setup, Split, flat_rows
+from dllm_kernels.rows._setup import Gradients, Setup, Split
 from dllm_kernels.rows._stats import Wanted
 from dllm_kernels.rows._stats_interface import StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
-LOGITS = _checks.Names("logits", "ids")
-LINEAR = _checks.Names("hidden", "ids", "weight", "bias")
+NAMES = _checks.Names(targets="ids")
 
 
-@from_hidden_states("linear_row_stats")
 def row_stats(
-    logits: torch.Tensor,
+    logits: Logits,
     ids: torch.Tensor,
     *,
     entropy: bool = False,
@@ -104,129 +102,57 @@ def row_stats(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, with_ids=with_ids, entropy=entropy,
     )  # fmt: skip
-    call, mix = checked(LOGITS, logits, ids, options, active=active, several=True), _checked_mix("logits", logits, mix)
-    out: RowStats = row_stats_unchecked(logits, ids=call.ids, active=call.active, mix=mix, options=call.options)
-    return out
+    call = checked(NAMES, logits, ids, options, active=active, several=True)
+    return row_stats_unchecked(call, _checked_mix(call, mix))  # type: ignore[no-any-return]
 
 
 def linear_row_stats(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    entropy: bool = False,
-    mix: Mix | None = None,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowStats:
-    r"""Statistics of ``softmax(weight @ hidden + bias)`` of each active row; the logits exist one chunk at a time.
-
-    See :func:`row_stats`. Backward recomputes the logits, so no tensor of vocabulary size is saved. Forward and
-    backward together take 3 matrix products with a frozen head and 4 with a trainable head. Forward alone takes 1.
-
-    Args:
-        hidden: {hidden}
-        weight: {weight}
-        ids: {ids}
-        bias: ``[V]`` or None.
-        extra: {extra}
-        entropy: also return the entropy.
-        mix: {mix}
-        active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
-        with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
-            compute dtype.
-        with_ids: {linear_ids}
-        chunk_size: {chunk_size}
-        num_active: {num_active}
-        logits_dtype: {logits_dtype}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        :class:`RowStats`, differentiable in hidden, weight, bias and extra.
-
-    Raises:
-        TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not match, ``chunk_size`` < 1, a number is out of range, or the backend
-            is unknown.
-        IndexError: an id is out of range and checked, see ``check_targets``.
-
-    Source: :func:`row_stats` of the projected hidden states.
-    """
-    _checks.checked_pair("mix", mix, "(a, b)")
-    options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, with_ids=with_ids,
-        entropy=entropy,
-    )  # fmt: skip
-    call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
-    mix = _checked_mix("hidden", hidden, mix)
-    out: RowStats = linear_row_stats_unchecked(
-        hidden, call.head, ids=call.ids, active=call.active, mix=mix, options=call.options
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, extra: _checks.Extra | None = None,
+    entropy: bool = False, mix: Mix | None = None, active: Tensor | None = None, with_correct: bool = False,
+    with_ids: bool = False, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> RowStats:  # fmt: skip
+    """Compute :func:`row_stats` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
+    logits = LinearLogits(
+        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
     )
-    return out
+    return row_stats(
+        logits, ids, entropy=entropy, mix=mix, active=active, with_correct=with_correct, with_ids=with_ids,
+        softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
+    )  # fmt: skip
 
 
-def _checked_mix(name: str, x: Tensor, mix: Mix | None) -> Any:
-    """Validate the tensors of a mixture; return them with DTensors gathered. ``name``: the caller's name of ``x``."""
+def _checked_mix(call: Call, mix: Mix | None) -> Any:
+    """Validate the tensors of a mixture; return them with DTensors gathered."""
     if mix is None:
         return None
+    name = NAMES.rows if call.head is None else NAMES.hidden
     mix = all_plain(*mix)
     for i, t in enumerate(mix):
         part = f"mix[{i}]"
         _checks.check_float(part, t)
-        _checks.check_shape(part, t, x.shape[:-1], f"that of {name} without its last dimension")
-        _checks.check_same_device(name, x, **{part: t})
+        _checks.check_shape(part, t, call.rows, f"that of {name} without its last dimension")
+        _checks.check_same_device(name, call.x, **{part: t})
         _checks.check_constant(part, t)
         _checks.check_none_negative(part, t)
     return mix
 
 
-def row_stats_unchecked(
-    logits: Tensor, *, ids: Tensor, active: Tensor | None, mix: Mix | None = None, options: Options,
-    split: Split | None = None,
-) -> Any:  # fmt: skip
-    """Compute :func:`row_stats` of validated arguments; :class:`RestStats` if ``options.rest``."""
-    if any_dtensor(logits):
+def row_stats_unchecked(call: Call, mix: Mix | None = None, split: Split | None = None) -> Any:
+    """Compute :func:`row_stats` of a validated call; :class:`RestStats` if ``options.rest``."""
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"ids": ids, "active": active, "mix": mix}
-        return on_this_rank(row_stats_unchecked, logits, None, per_row, options=options)
-    setup = Setup.of(logits, None, options, split)
-    wanted = Wanted.of(logits, ids, active, mix, options, setup)
-    wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
-    made = _RowStats.under(setup)(logits, wanted, setup)
-    return _in_rows(made, ids, logits.shape[:-1], wanted, setup)
-
-
-def linear_row_stats_unchecked(
-    hidden: Tensor, head: Head, *, ids: Tensor, active: Tensor | None, mix: Mix | None = None, options: Options,
-    split: Split | None = None,
-) -> Any:  # fmt: skip
-    """Compute :func:`linear_row_stats` of validated arguments; :class:`RestStats` if ``options.rest``."""
-    if any_dtensor(hidden, *head):
-        from dllm_kernels.distributed.run import on_this_rank
-
-        per_row = {"ids": ids, "active": active, "mix": mix}
-        return on_this_rank(linear_row_stats_unchecked, hidden, head, per_row, options=options)
-    setup = Setup.of(hidden, head, options, split)
-    wanted = Wanted.of(hidden, ids, active, mix, options, setup)
-    made = _LinearRowStats.under(setup)(flat_rows(hidden), wanted, setup, *head.flat)
-    return _in_rows(made, ids, hidden.shape[:-1], wanted, setup)
+        return on_this_rank(row_stats_unchecked, call, {"mix": mix})
+    setup = Setup.of(call.logits, call.options, split)
+    wanted = Wanted.of(call, mix, setup)
+    if call.head is None:
+        wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
+        made = _RowStats.under(setup)(call.logits, wanted, setup)
+    else:
+        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *call.head.flat)
+    return _in_rows(made, call.ids, call.rows, wanted, setup)
 
 
 def _in_rows(

@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._deferred import from_hidden_states
-from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels._graph._named import replaced
+from dllm_kernels.ops.row_stats import row_stats_unchecked
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._transform import Transform
+
+NAMES = _checks.Names("logits_or_hidden", "ids", hidden="logits_or_hidden")
 
 
 class TokenLogProbs(NamedTuple):
@@ -27,9 +30,8 @@ class TokenLogProbs(NamedTuple):
     entropy: torch.Tensor | None = None
 
 
-@from_hidden_states("token_log_probs")
 def token_log_probs(
-    logits_or_hidden: torch.Tensor,
+    logits_or_hidden: Logits,
     ids: torch.Tensor,
     *,
     weight: torch.Tensor | None = None,
@@ -95,22 +97,22 @@ def token_log_probs(
     Source: the definition, :func:`row_stats` and :func:`linear_row_stats` with ``scale=1 / temperature``.
     """
     _checks.check_flags(with_entropy=with_entropy)
-    of_head = {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}
-    for name, value in {**of_head, "logits_dtype": logits_dtype}.items():
-        if value is not None and weight is None:
-            raise ValueError(f"{name} requires weight, got weight=None")
+    logits, of_head = logits_or_hidden, (bias, extra, logits_dtype, chunk_size, num_active)
+    if weight is not None:
+        hidden: Any = logits_or_hidden
+        logits = LinearLogits(
+            hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
+        )
+    elif any(value is not None for value in of_head):
+        names = ("bias", "extra", "logits_dtype", "chunk_size", "num_active")
+        name = next(name for name, value in zip(names, of_head, strict=True) if value is not None)
+        raise ValueError(f"{name} requires weight, got weight=None")
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
-        backend=backend, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, entropy=with_entropy,
+        backend=backend, entropy=with_entropy,
     )  # fmt: skip
-    names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
-    head = None if weight is None else (weight, bias, extra)
-    call = checked(names, logits_or_hidden, ids, options, head, active=active)
+    call = checked(NAMES, logits, ids, options, active=active)
     there = call.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
     there = there if call.active is None else there & (call.active != 0)
-    arguments: dict[str, Any] = {"ids": call.ids, "active": there, "options": call.options}
-    if weight is None:
-        out = row_stats_unchecked(logits_or_hidden, **arguments)
-    else:
-        out = linear_row_stats_unchecked(logits_or_hidden, call.head, **arguments)
+    out = row_stats_unchecked(replaced(call, active=there))
     return TokenLogProbs(out.log_probs, out.entropy)

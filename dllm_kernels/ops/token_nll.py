@@ -13,26 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._checks import LOGITS, check_constant, check_inplace, check_tensor
-from dllm_kernels._graph._deferred import from_hidden_states
+from dllm_kernels._checks import Names, check_constant, check_inplace, check_tensor
 from dllm_kernels._graph._opaque import Spec, opaque
-from dllm_kernels._graph._plain import any_dtensor
-from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
-from dllm_kernels.rows._call import checked, flat_targets, flat_values
+from dllm_kernels.ops._linear_nll import LinearTokenNLL, WeightedLinearNLL
+from dllm_kernels.rows._call import Call, checked, flat_targets, flat_values
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
+from dllm_kernels.rows._logits import Logits, flat_rows
 from dllm_kernels.rows._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._transform import Transform
 
+NAMES = Names()
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"  # has a second derivative
 
 
-@from_hidden_states(linear_token_nll)
 def token_nll(
-    logits: Tensor,
+    logits: Logits,
     targets: Tensor,
     *,
     active: Tensor | None = None,
@@ -83,13 +82,11 @@ def token_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
         with_correct=with_correct, with_ids=with_ids, inplace_backward=inplace_backward,
     )  # fmt: skip
-    call = checked(LOGITS, logits, targets, options, active=active)
-    return token_nll_unchecked(logits, targets=call.ids, active=call.active, options=call.options)
+    return token_nll_unchecked(checked(NAMES, logits, targets, options, active=active))
 
 
-@from_hidden_states(weighted_linear_nll)
 def weighted_nll(
-    logits: Tensor,
+    logits: Logits,
     targets: Tensor,
     weights: Tensor,
     *,
@@ -147,48 +144,48 @@ def weighted_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
         with_correct=with_correct, with_ids=with_ids, round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
-    call = checked(LOGITS, logits, targets, options, active=active, weights=weights)
-    return weighted_nll_unchecked(
-        logits, targets=call.ids, weights=call.weights, active=call.active, options=call.options
-    )
+    return weighted_nll_unchecked(checked(NAMES, logits, targets, options, active=active, weights=weights))
 
 
-def token_nll_unchecked(
-    logits: Tensor, *, targets: Tensor, active: Tensor | None, options: Options, split: Split | None = None
-) -> TokenNLL:
-    """Compute :func:`token_nll` of validated arguments."""
-    if any_dtensor(logits):
+def token_nll_unchecked(call: Call, split: Split | None = None) -> TokenNLL:
+    """Compute :func:`token_nll` of a validated call."""
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"targets": targets, "active": active}
-        return on_this_rank(token_nll_unchecked, logits, None, per_row, options=options)  # type: ignore[no-any-return]
-    setup, y = _setup(logits, options, split), flat_targets(targets, active, options)
-    made = _TokenNLL.under(setup)(logits, y, options.inplace_backward, setup)
-    return TokenNLL(*in_rows(made, logits.shape[:-1], setup))
+        return on_this_rank(token_nll_unchecked, call)  # type: ignore[no-any-return]
+    setup, y = _setup(call, split), flat_targets(call.ids, call.active, call.options)
+    if call.head is None:
+        made = _TokenNLL.under(setup)(call.logits, y, call.options.inplace_backward, setup)
+    else:
+        made = LinearTokenNLL.under(setup)(flat_rows(call.x), y, setup, *call.head.flat)
+    return TokenNLL(*in_rows(made, call.rows, setup))
 
 
-def weighted_nll_unchecked(
-    logits: Tensor, *, targets: Tensor, weights: Tensor, active: Tensor | None, options: Options,
-    split: Split | None = None,
-) -> WeightedNLL:  # fmt: skip
-    """Compute :func:`weighted_nll` of validated arguments."""
-    if any_dtensor(logits):
+def weighted_nll_unchecked(call: Call, split: Split | None = None) -> WeightedNLL:
+    """Compute :func:`weighted_nll` of a validated call."""
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"targets": targets, "weights": weights, "active": active}
-        return on_this_rank(weighted_nll_unchecked, logits, None, per_row, sums=("loss",), options=options)  # type: ignore[no-any-return]
-    setup, y = _setup(logits, options, split), flat_targets(targets, active, options)
-    loss, *made = _WeightedNLL.under(setup)(
-        logits, y, flat_values(weights, setup.accum_dtype), active is not None, options.round_nll,
-        options.inplace_backward, setup,
-    )  # fmt: skip
-    return WeightedNLL(loss, *in_rows(made, logits.shape[:-1], setup))
+        return on_this_rank(weighted_nll_unchecked, call, sums=("loss",))  # type: ignore[no-any-return]
+    setup, options = _setup(call, split), call.options
+    weights, given = flat_values(call.weights, setup.accum_dtype), call.active is not None
+    if call.head is None:
+        y = flat_targets(call.ids, call.active, options)
+        loss, *made = _WeightedNLL.under(setup)(
+            call.logits, y, weights, given, options.round_nll, options.inplace_backward, setup
+        )
+    else:
+        y = flat_targets(call.ids, call.active if given else call.weights, options)
+        loss, *made = WeightedLinearNLL.under(setup)(
+            flat_rows(call.x), y, weights, given, options.round_nll, setup, *call.head.flat
+        )
+    return WeightedNLL(loss, *in_rows(made, call.rows, setup))
 
 
-def _setup(logits: Tensor, options: Options, split: Split | None) -> Setup:
-    if options.inplace_backward:
-        check_inplace(logits, as_blv(logits))
-    return Setup.of(logits, None, options, split)
+def _setup(call: Call, split: Split | None) -> Setup:
+    if call.options.inplace_backward and isinstance(call.logits, Tensor):
+        check_inplace(call.logits, as_blv(call.logits))
+    return Setup.of(call.logits, call.options, split)
 
 
 class _TokenNLL(Fused):

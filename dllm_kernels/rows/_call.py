@@ -8,43 +8,68 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._plain import all_plain
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, any_dtensor
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, composed, detached, opened, rows_of
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._setup import Head
 
 
-class Checked(NamedTuple):
+class Call(NamedTuple):
     """Validated arguments of a call, with plain tensors per row.
 
     Attributes:
-        head: the LM head, or None for logits.
+        logits: logits ``[..., V]``, or the record of those that a head makes, without a transform.
+        options: validated options, with the transform of the logits.
         ids: targets ``[...]`` or ids ``[..., K]``, integers.
         active: mask ``[...]`` or None.
         weights: ``[...]`` in the accumulation dtype, detached, or None.
-        options: validated options.
     """
 
-    head: Any
-    ids: Tensor
-    active: Tensor | None
-    weights: Any
+    logits: Logits
     options: Options
+    ids: Tensor
+    active: Tensor | None = None
+    weights: Any = None
+
+    @property
+    def x(self) -> Tensor:
+        """Logits or hidden states."""
+        return rows_of(self.logits)
+
+    @property
+    def rows(self) -> torch.Size:
+        """Shape of the rows."""
+        return self.x.shape[:-1]
+
+    @property
+    def head(self) -> Head | None:
+        """The LM head, or None for stored logits."""
+        return self.logits.head if isinstance(self.logits, LinearLogits) else None
+
+    @property
+    def detached(self) -> Call:
+        """The call with rows and head as constants."""
+        return replaced(self, logits=detached(self.logits))
+
+    @property
+    def on_ranks(self) -> bool:
+        """True if an input is a DTensor, so that each rank computes a part of the call."""
+        return any_dtensor(self.x, *(self.head or ()))
 
 
 def checked(
-    names: _checks.Names, x: Tensor, ids: Any, options: Options, head: tuple[Any, Any, Any] | None = None, *,
-    active: Any = None, weights: Any = None, several: bool = False,
-) -> Checked:  # fmt: skip
-    """Validate a call.
+    names: _checks.Names, logits: Any, ids: Any, options: Options, *, active: Any = None, weights: Any = None,
+    several: bool = False,
+) -> Call:  # fmt: skip
+    """Validate a call; deferred logits become the record of their head.
 
     Args:
         names: the caller's names of the arguments.
-        x: logits ``[..., V]`` or hidden states ``[..., D]``.
+        logits: logits ``[..., V]``, or their record.
         ids: targets or ids.
         options: options as the caller gave them.
-        head: (weight, bias, extra) of the LM head as the caller gave them; None for logits.
         active: mask of the rows, or None.
         weights: weights of the rows, or None.
         several: True if ids may be ``[..., K]``.
@@ -55,10 +80,9 @@ def checked(
         IndexError: a target is out of range, and the check for it is on.
     """
     ids, active, weights = all_plain(ids, active, weights)
-    weight, bias, extra = head or (None, None, None)
-    V, rows = _checks.check_rows(names, x, ids, weight, bias), x.shape[:-1]
-    u, U = (None, None) if weight is None or extra is None else _checks.checked_extra(names, x, weight, extra)
-    options = options.checked(V, rows.numel())
+    logits, options, V = checked_logits(names, opened(logits, options.transform), ids, options)
+    names, x = names.of_hidden if isinstance(logits, LinearLogits) else names, rows_of(logits)
+    rows = x.shape[:-1]
     if not several or ids.dim() != x.dim() or ids.shape[:-1] != rows or ids.shape[-1] < 1:
         _check_ids_shape(names, x, ids, several)
     if active is not None:
@@ -75,7 +99,47 @@ def checked(
         options.check_targets, names.targets, ids, V, options.ignore_index, counted=counted,
         skip_id=options.transform.skip_id,
     )  # fmt: skip
-    return Checked(None if weight is None else Head(weight, bias, u, U), ids, active, weights, options)
+    return Call(logits, options, ids, active, weights)
+
+
+def checked_logits(names: _checks.Names, logits: Logits, ids: Tensor, options: Options) -> tuple[Logits, Options, int]:
+    """Validate logits or their record, and the options; return both and V.
+
+    The record comes without its transform, which precedes that of the options.
+    """
+    if not isinstance(logits, LinearLogits):
+        V = _checks.check_rows(names, logits, ids)
+        return logits, options.checked(V), V
+    names, x, casts = names.of_hidden, logits.hidden, logits.compute_dtype is not None
+    V = _checks.check_rows(names, x, ids, (logits.weight, logits.bias), casts=casts)
+    extra: Any = logits.extra
+    if extra is not None:
+        extra = _checks.checked_extra(names, x, logits.weight, extra, casts=casts)
+    _checks.check_logits_dtype(logits.logits_dtype)
+    options = replaced(options, transform=composed(logits, options.transform)).checked(V)
+    logits = LinearLogits(
+        x, logits.weight, logits.bias, extra, logits_dtype=logits.logits_dtype,
+        chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
+        num_active=_checks.checked_num_active(logits.num_active, x.shape[:-1].numel()),
+        compute_dtype=logits.compute_dtype, source=logits.source,
+    )  # fmt: skip
+    return logits, options, V
+
+
+def made_by_head(hidden: Any, weight: Any, **of_head: Any) -> Any:
+    """Return the record of hidden states and head, for ops that take no stored logits.
+
+    Raises:
+        ValueError: ``hidden`` is a record already, and an argument of its head is given.
+    """
+    if weight is None:
+        hidden = opened(hidden)
+    if not isinstance(hidden, LinearLogits):
+        return LinearLogits(hidden, weight, **of_head)
+    for name, value in {"head": weight, **of_head}.items():
+        if value is not None:
+            raise ValueError(f"{name} must be None for hidden={type(hidden).__name__}(...), which has its own")
+    return hidden
 
 
 def _check_ids_shape(names: _checks.Names, x: Tensor, ids: Tensor, several: bool) -> None:

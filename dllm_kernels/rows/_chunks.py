@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, limits_of_chunks
 from dllm_kernels.rows._call import as_marks
 from dllm_kernels.rows._interface import IGNORE
-from dllm_kernels.rows._setup import NO_GRADIENTS, PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
+from dllm_kernels.rows._logits import Head
+from dllm_kernels.rows._setup import NO_GRADIENTS, PER_ROW_GRADS, Gradients, NeedsGrad, Setup
 
 # Columns of a low-precision chunk that are cast to float32 at a time, on devices whose matmul cannot add to a float32
 # output (CPU, ROCm).

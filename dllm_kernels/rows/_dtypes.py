@@ -24,3 +24,10 @@ def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:
 def dtype_of_logits(hidden: torch.Tensor, logits_dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype to keep the logits in; those of float64 operands are not narrowed."""
     return None if hidden.dtype == torch.float64 else logits_dtype
+
+
+def dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype that ``F.linear`` would compute in, autocast included."""
+    if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dllm_kernels.rows._setup import Head, NeedsGrad, Setup
+from dllm_kernels.rows._logits import Head
+from dllm_kernels.rows._setup import NeedsGrad, Setup
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from dllm_kernels._graph._opaque import Spec, traced
 from dllm_kernels.rows._call import times_upstream
 from dllm_kernels.rows._fused import Once, link_to
-from dllm_kernels.rows._setup import PER_ROW_GRADS, Gradients, Head, NeedsGrad, Setup
+from dllm_kernels.rows._logits import Head
+from dllm_kernels.rows._setup import PER_ROW_GRADS, Gradients, NeedsGrad, Setup
 
 
 def keep_gradients(

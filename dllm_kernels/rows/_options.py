@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
 from dllm_kernels import _checks
 from dllm_kernels._graph._named import replaced
 from dllm_kernels.rows._interface import IGNORE
@@ -21,9 +19,6 @@ class Options(NamedTuple):
         ignore_index: target that marks a row to skip.
         check_targets: True if an out-of-range target raises; None: see ``check_target_range``.
         backend: "auto", "triton" or "torch".
-        chunk_size: rows of logits that exist at a time; None: chosen from the sizes.
-        num_active: upper bound on the number of active rows; None: counted.
-        logits_dtype: float32 keeps the logits of 16-bit operands in float32; None: the dtype of the operands.
         with_lse: return the logsumexp.
         with_correct: return the argmax-match.
         with_ids: return the argmax.
@@ -42,9 +37,6 @@ class Options(NamedTuple):
     ignore_index: int = IGNORE
     check_targets: bool | None = None
     backend: str = "auto"
-    chunk_size: int | None = None
-    num_active: int | None = None
-    logits_dtype: torch.dtype | None = None
     with_lse: bool = False
     with_correct: bool = False
     with_ids: bool = False
@@ -58,15 +50,14 @@ class Options(NamedTuple):
     min_p: float | None = None
     untruncated_log_probs: bool = False
 
-    def checked(self, V: int, num_rows: int) -> Options:
-        """Validate the options for ``num_rows`` rows of V logits, and convert them to Python types.
+    def checked(self, V: int) -> Options:
+        """Validate the options for rows of V logits, and convert them to Python types.
 
         Raises:
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
         flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
-        _checks.check_logits_dtype(self.logits_dtype)
         sizes = {"return_top": self.return_top, "top_k": self.top_k}
         for (name, k), least in zip(sizes.items(), (1, 0), strict=True):
             if k is not None:
@@ -84,8 +75,6 @@ class Options(NamedTuple):
             top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
             min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
             transform=checked_transform(V, *self.transform),
-            chunk_size=_checks.checked_size("chunk_size", self.chunk_size),
-            num_active=_checks.checked_num_active(self.num_active, num_rows),
         )
 
     @property

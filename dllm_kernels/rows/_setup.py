@@ -10,48 +10,13 @@ from torch import Tensor
 
 from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph import _changing
-from dllm_kernels._graph._plain import autocasts, check_no_tangent
-from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels._graph._plain import check_no_tangent
+from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_products
 from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import row_primitives
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
-
-
-class Head(NamedTuple):
-    """LM head; the logits are ``hidden weight^T + bias + u U^T``.
-
-    Attributes:
-        weight: ``[V, D]``.
-        bias: ``[V]`` or None.
-        u: rows of the low-rank part ``[..., r]``, or None.
-        U: ``[V, r]``, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
-    u: Tensor | None = None
-    U: Tensor | None = None
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "Tensor weight, Tensor? bias, Tensor? u, Tensor? U"
-
-    @property
-    def flat(self) -> Head:
-        """The head with the rows of its low-rank part as ``[N, r]``."""
-        return Head(self.weight, self.bias, flat_rows(self.u), self.U)
-
-    @property
-    def detached(self) -> Head:
-        """The head as constants."""
-        return Head(*[None if t is None else t.detach() for t in self])  # type: ignore[arg-type]
-
-
-def flat_rows(t: Any) -> Any:
-    """Reshape ``[..., C]`` to ``[N, C]``; None stays None."""
-    return None if t is None else t.reshape(-1, t.shape[-1])
 
 
 class NeedsGrad(NamedTuple):
@@ -150,23 +115,24 @@ class Setup(NamedTuple):
         )
 
     @classmethod
-    def of(cls, x: Tensor, head: Head | None, options: Options, split: Split | None = None) -> Setup:
-        """Derive the settings of a call from its tensors and validated options.
+    def of(cls, logits: Logits, options: Options, split: Split | None = None) -> Setup:
+        """Derive the settings of a call from validated logits and options.
 
         Raises:
-            ValueError: ``options.logits_dtype`` does not fit the head, or the backend cannot run.
+            ValueError: the ``logits_dtype`` of a record does not fit the head, or the backend cannot run.
             NotImplementedError: an input has a forward-mode tangent.
         """
-        check_no_tangent(x, *(head or ()))
-        dtype = x.dtype if head is None else compute_dtype(x, head.weight)
-        wide, narrow = options.logits_dtype == torch.float32, dtype in (torch.float16, torch.bfloat16)
-        if options.logits_dtype not in (None, dtype) and not (wide and narrow):
-            allowed = f"torch.float32, {dtype}" if narrow else dtype
-            raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {options.logits_dtype}")
+        if not isinstance(logits, LinearLogits):
+            check_no_tangent(logits)
+            x, head, dtype, logits_dtype, sizes = logits, None, logits.dtype, logits.dtype, (None, None)
+        else:
+            x, head = logits.hidden, logits.head
+            check_no_tangent(x, *head)
+            dtype, sizes = compute_dtype(logits), (logits.chunk_size, logits.num_active)
+            logits_dtype = dtype_of_chunks(logits, dtype)
         return cls(
-            options.transform, use_triton(options.backend, x), dtype, torch.float32 if wide and narrow else dtype,
-            NeedsGrad.of(x, head), options.chunk_size, options.num_active, options.with_lse, options.with_correct,
-            options.with_ids, split,
+            options.transform, use_triton(options.backend, x), dtype, logits_dtype, NeedsGrad.of(x, head), *sizes,
+            options.with_lse, options.with_correct, options.with_ids, split,
         )  # fmt: skip
 
     @property
@@ -211,8 +177,17 @@ class Setup(NamedTuple):
         return cls(transform, needs=NeedsGrad(*needs), **others)
 
 
-def compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of the logits as ``F.linear`` would choose it, autocast included."""
-    if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(hidden.device.type)
-    return hidden.dtype
+def compute_dtype(logits: LinearLogits) -> torch.dtype:
+    """Return the dtype of the matrix products as ``F.linear`` would choose it, autocast included."""
+    if logits.compute_dtype is not None:
+        return logits.compute_dtype
+    return dtype_of_products(logits.hidden, logits.weight)
+
+
+def dtype_of_chunks(logits: LinearLogits, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the chunks of logits, for products in ``dtype``."""
+    wide, narrow = logits.logits_dtype == torch.float32, dtype in (torch.float16, torch.bfloat16)
+    if logits.logits_dtype not in (None, dtype) and not (wide and narrow):
+        allowed = f"torch.float32, {dtype}" if narrow else dtype
+        raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {logits.logits_dtype}")
+    return torch.float32 if wide and narrow else dtype

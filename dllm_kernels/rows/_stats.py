@@ -11,9 +11,8 @@ from torch import Tensor
 from dllm_kernels._graph._opaque import Spec
 from dllm_kernels.rows import _chain_rule
 from dllm_kernels.rows._active_rows import ActiveRows
-from dllm_kernels.rows._call import as_marks, flat_ids, flat_values, row_marks
+from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_marks
 from dllm_kernels.rows._interface import RowPrimitives
-from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._rest import rest_backward, with_rest
 from dllm_kernels.rows._results import RestStats, RowStats
 from dllm_kernels.rows._setup import Setup
@@ -45,13 +44,11 @@ class Wanted(NamedTuple):
         return "Tensor ids, Tensor? marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
 
     @classmethod
-    def of(
-        cls, x: Tensor, ids: Tensor, active: Tensor | None, mix: Sequence[Tensor] | None, options: Options, setup: Setup
-    ) -> Wanted:
-        """Flatten the validated tensors of a call with rows ``x [..., C]``."""
-        ids = flat_ids(ids, x.shape[:-1], setup.transform.skip_id)
+    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> Wanted:
+        """Flatten the validated tensors of a call."""
+        ids = flat_ids(call.ids, call.rows, setup.transform.skip_id)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
-        return cls(ids, row_marks(active), a, b, options.entropy, options.rest)
+        return cls(ids, row_marks(call.active), a, b, call.options.entropy, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""

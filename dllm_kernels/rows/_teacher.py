@@ -12,7 +12,8 @@ from torch import Tensor
 from dllm_kernels.rows._call import flat_index
 from dllm_kernels.rows._chunks import Chunks, aligned_rows, head_product
 from dllm_kernels.rows._divergence import Whole
-from dllm_kernels.rows._setup import Setup, flat_rows
+from dllm_kernels.rows._logits import flat_rows
+from dllm_kernels.rows._setup import Setup
 from dllm_kernels.rows._transform import Transform
 
 # The teacher's logits of a chunk of the student's rows, and its whole rows if the logits are a part of them.

@@ -1,0 +1,174 @@
+"""Logits that an LM head makes: the record that ops and losses take in the place of stored logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_kernels import _checks
+from dllm_kernels._checks import Extra
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import Deferred
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
+
+
+class Head(NamedTuple):
+    """LM head as custom ops take it; the logits are ``hidden weight^T + bias + u U^T``.
+
+    Attributes:
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
+        u: rows of the low-rank part ``[..., r]``, or None.
+        U: ``[V, r]``, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    u: Tensor | None = None
+    U: Tensor | None = None
+
+    @staticmethod
+    def schema() -> str:
+        """Return the arguments of a custom op that make up the record."""
+        return "Tensor weight, Tensor? bias, Tensor? u, Tensor? U"
+
+    @property
+    def flat(self) -> Head:
+        """The head with the rows of its low-rank part as ``[N, r]``."""
+        return Head(self.weight, self.bias, flat_rows(self.u), self.U)
+
+    @property
+    def shared(self) -> tuple[Tensor | None, ...]:
+        """The tensors that all rows share."""
+        return self.weight, self.bias, self.U
+
+
+def flat_rows(t: Any) -> Any:
+    """Reshape ``[..., C]`` to ``[N, C]``; None stays None."""
+    return None if t is None else t.reshape(-1, t.shape[-1])
+
+
+class LinearLogits(NamedTuple):
+    r"""Logits of an LM head that are computed one chunk of rows at a time, and never stored whole.
+
+    .. math:: z = s \, c \tanh\!\left(\frac{W h + b + U u}{c}\right), \qquad z_{\text{skip\_id}} = -\infty
+
+    Every op and every loss takes it in the place of logits ``[..., V]``. It is differentiable in ``hidden``,
+    ``weight``, ``bias`` and ``extra``. Nothing is computed or checked before an op reads it.
+
+    Examples:
+        >>> from dllm_kernels.ops import token_nll
+        >>> hidden, weight = torch.zeros(2, 8, requires_grad=True), torch.zeros(10, 8)
+        >>> out = token_nll(LinearLogits(hidden, weight), torch.tensor([3, 4]))
+        >>> [round(x, 4) for x in out.nll.tolist()]
+        [2.3026, 2.3026]
+
+    Attributes:
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
+        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
+        bias: ``[V]`` or None.
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None.
+        softcap: cap c, before the one of the op; None: no cap.
+        scale: factor s after the cap; None: 1.
+        skip_id: column that is never predicted; None: every column can be predicted.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and argmax ids are -100.
+        compute_dtype: dtype of the matrix products; None: that of the operands, or of ``torch.autocast``.
+        source: identity of the head, of records whose tensors are aliases of its parameters; None: the tensors.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    extra: Extra | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    skip_id: int | None = None
+    logits_dtype: torch.dtype | None = None
+    chunk_size: int | None = None
+    num_active: int | None = None
+    compute_dtype: torch.dtype | None = None
+    source: Any = None
+
+    @property
+    def transform(self) -> Transform:
+        """Transform of the output of the head."""
+        return Transform(self.softcap, self.scale, self.skip_id)
+
+    @property
+    def head(self) -> Head:
+        """The tensors of the head; ``extra`` must be valid."""
+        return Head(self.weight, self.bias, *(self.extra or (None, None)))
+
+    def same_head(self, other: LinearLogits) -> bool:
+        """Return True if one call may take the rows of both records."""
+        if (self.transform, self.compute_dtype) != (other.transform, other.compute_dtype):
+            return False
+        if self.source is not None or other.source is not None:
+            return bool(self.source == other.source)
+        return all(a is b for a, b in zip(self.head.shared, other.head.shared, strict=True))
+
+
+Logits = Tensor | LinearLogits
+
+
+def rows_of(logits: Logits) -> Tensor:
+    """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are made of."""
+    return logits.hidden if isinstance(logits, LinearLogits) else logits
+
+
+def map_rows(logits: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the rows: the logits, or the hidden states and those of the low-rank part of the head."""
+    if not isinstance(logits, LinearLogits):
+        return function(logits)
+    extra: Any = logits.extra
+    if isinstance(extra, (tuple, list)) and len(extra) == 2:
+        extra = function(extra[0]), extra[1]
+    return replaced(logits, hidden=function(logits.hidden), extra=extra)
+
+
+def detached(logits: Logits) -> Logits:
+    """Return logits, or their record, as constants."""
+    if not isinstance(logits, LinearLogits):
+        return logits.detach()
+    weight, bias, u, U = (None if t is None else t.detach() for t in logits.head)
+    extra = None if u is None or U is None else (u, U)
+    return replaced(logits, hidden=logits.hidden.detach(), weight=weight, bias=bias, extra=extra)
+
+
+def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
+    """Ask deferred logits for their record, or for their values if no record with this further transform exists."""
+    if type(logits) is Tensor or not isinstance(logits, Deferred):
+        return logits
+    record = logits.record()
+    composes = record is not None and (record.softcap is None or transform.softcap is None)
+    return record if composes else logits.materialize("an op of dllm_kernels")
+
+
+def composed(logits: LinearLogits, transform: Transform) -> Transform:
+    """Return the transform of a record followed by another one.
+
+    Raises:
+        ValueError: both have a soft cap, or different columns are skipped.
+    """
+    first, (cap, scale, skip_id) = logits.transform, transform
+    if first == NO_TRANSFORM:
+        return transform
+    _checks.check_transform(*first)
+    _checks.check_transform(*transform)
+    if first.softcap is not None and cap is not None:
+        raise ValueError(f"softcap must be None for logits that have one, {first.softcap}, got {cap}")
+    if None not in (first.skip_id, skip_id) and first.skip_id != skip_id:
+        raise ValueError(f"skip_id must be that of the logits, {first.skip_id}, or None, got {skip_id}")
+    if first.scale is not None:
+        cap = None if cap is None else cap / first.scale
+        scale = first.scale if scale is None else first.scale * scale
+    cap = first.softcap if cap is None else cap
+    return Transform(cap, scale, first.skip_id if skip_id is None else skip_id)
