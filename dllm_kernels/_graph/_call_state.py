@@ -27,6 +27,11 @@ class CallState(NamedTuple):
         """Capture the state at a head call with ``hidden``."""
         return cls(torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else None)
 
+    def dtype_of_products(self, hidden: Tensor, weight: Tensor) -> torch.dtype:
+        """Return the dtype that ``F.linear`` computed in."""
+        narrow = self.autocast is not None and torch.float64 not in (hidden.dtype, weight.dtype)
+        return self.autocast if narrow else hidden.dtype  # type: ignore[return-value]
+
     @contextlib.contextmanager
     def restored(self, hidden: Tensor) -> Iterator[None]:
         """Restore the captured state within the context, outside of inference mode, which records no gradients."""

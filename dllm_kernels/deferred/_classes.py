@@ -135,7 +135,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
     if not value < LOW or x.skip is not None:
         return False
     with torch.no_grad(), x.restored():
-        hidden, weight, bias, extra, cap, scale = x.rows()
+        hidden, weight, bias, extra, cap, scale, *_ = x.rows()
         if is_dtensor(weight) or is_dtensor(hidden) or not hidden.numel():
             return False
         both = torch.tensor([k, int(k == 0)], device=hidden.device)

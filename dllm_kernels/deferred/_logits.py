@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from dllm_kernels import ops
 from dllm_kernels._checks import FACTOR_RANGE, FLOAT_DTYPES, check_target_range
 from dllm_kernels._graph._call_state import CallState, Versions
-from dllm_kernels._graph._deferred import DeferredRows, HeadRows
-from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
+from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
@@ -27,6 +26,7 @@ from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import Asked, DeferredStat
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits
 
 Tensor = torch.Tensor
 ONE = Fraction(1)
@@ -114,13 +114,22 @@ class Rows:
         """Restore the autocast state of the head call."""
         return self.state.restored(self.hidden)
 
-    def rows_of(self, parts: Any) -> HeadRows:
-        """Take the head apart, for parts whose last dimension is that of the classes."""
+    def rows_of(self, parts: Any) -> LinearLogits:
+        """Return the record of parts whose last dimension is that of the classes."""
         self.check_unchanged()
-        weight, bias, extra = self.head.weights(self.split_head, parts)
+        with self.restored():
+            weight, bias, extra = self.head.weights(self.split_head, parts)
         bias = bias if bias is None or self.bias_factor == ONE else bias * float(self.bias_factor)
         scale = None if self.scale == ONE else float(self.scale)
-        return HeadRows(parts[0], weight, bias, extra, self.softcap, scale)
+        return LinearLogits(
+            parts[0], weight, bias, extra, self.softcap, scale, self.skip, self.logits_dtype,
+            compute_dtype=self.state.dtype_of_products(parts[0], weight), source=self.identity,
+        )  # fmt: skip
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Head with its active adapters, the classes, and the factor of the bias."""
+        return self.split_head.identity, self.columns, self.bias_factor
 
     def check_unchanged(self, gathered: Sequence[Tensor | None] | None = None) -> None:
         """Raise RuntimeError if hidden states or head, or parts gathered again, changed since the head call."""
@@ -151,7 +160,7 @@ KEPT = (
 )  # fmt: skip
 
 
-class DeferredLogits(Rows, DeferredTensor, DeferredRows):
+class DeferredLogits(Rows, DeferredTensor):
     """Logits of an LM head, or rows of them, that have not been computed.
 
     Attributes:
@@ -190,8 +199,7 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
     @property
     def source(self) -> tuple[Any, ...]:
         """Head with its active adapters, soft cap and scale."""
-        identity = self.split_head.identity, self.columns, self.bias_factor
-        return identity, self.softcap, None if self.scale == ONE else float(self.scale)
+        return self.identity, self.softcap, None if self.scale == ONE else float(self.scale)
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts; those of another deferred tensor have their values."""
@@ -202,9 +210,13 @@ class DeferredLogits(Rows, DeferredTensor, DeferredRows):
         self.check_unchanged()
         self.head.report(use, self.shape)
 
-    def rows(self) -> HeadRows:
-        """Take the head apart, with the classes as the last dimension."""
+    def rows(self) -> LinearLogits:
+        """Return the record, with the classes as the last dimension."""
         return self.rows_of(self.classes_last())
+
+    def record(self) -> LinearLogits | None:
+        """Return the record that an op takes, or None if it needs the logits."""
+        return self.rows() if self.usable else None
 
     def classes_last(self) -> tuple[Tensor | None, ...]:
         """Return the parts, in the graph, with the classes as the last dimension."""
@@ -504,9 +516,6 @@ def _argmax(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
     if not on_classes(x, given.get("dim")) or x.overwritten is not None:
         return NotImplemented
-    with torch.no_grad(), x.restored():
-        hidden, weight, bias, extra, softcap, _ = x.rows()
-        plain = weight.detach() if not is_dtensor(weight) else weight
-        options: dict[str, Any] = {"softcap": softcap, "logits_dtype": x.logits_dtype, "skip_id": x.skip}
-        ids = ops.linear_sample(hidden, plain, temperature=0, bias=bias, extra=extra, **options).ids
+    with torch.no_grad():
+        ids = ops.linear_sample(x.rows()._replace(scale=None), temperature=0).ids
     return ids.unsqueeze(x.axis) if given.get("keepdim") else ids

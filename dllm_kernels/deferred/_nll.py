@@ -115,9 +115,8 @@ class DeferredNLL(Pending):
         weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
         weights = weights if self.finite is None else weights * self.finite
         if computed is None:
-            with self.logits.restored():
-                given = _arguments(self.tapped(), self.logits, self.target, self.ignore_index)
-                out = ops.weighted_linear_nll(**given, weights=weights)
+            given = _arguments(self.target, self.ignore_index)
+            out = ops.weighted_nll(self.logits.rows_of(self.tapped()), self.target, weights, **given)
             loss = out.loss if self.offset is None else out.loss + self.offset.sum() / divisor
             if self.finite is not None and not (out.nll * weights).isfinite().all():
                 computed = self.materialize("nan_to_num")
@@ -213,18 +212,16 @@ AFFINE = "row_weights", "factor", "offset", "finite", "summed"
 PER_ROW = "target", "row_weights", "finite"
 
 
-def _arguments(parts: Any, logits: Any, target: Tensor, ignore_index: int) -> dict[str, Any]:
-    hidden, weight, bias, extra, softcap, scale = logits.rows_of(parts)
+def _arguments(target: Tensor, ignore_index: int) -> dict[str, Any]:
     return {
-        "hidden": hidden, "weight": weight, "targets": target, "bias": bias, "extra": extra,
-        "ignore_index": ignore_index, "softcap": softcap, "scale": scale, "logits_dtype": logits.logits_dtype,
-        "skip_id": logits.skip, "check_targets": readable_without_sync(target) or None,  # as torch checks them
-    }  # fmt: skip
+        "ignore_index": ignore_index,
+        "check_targets": readable_without_sync(target) or None,
+    }  # as torch checks them
 
 
 def _values(parts: Any, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, **affine: Any) -> Tensor:
     active = _active(**affine)
-    nll = ops.linear_token_nll(**_arguments(parts, logits, target, ignore_index), active=active).nll
+    nll = ops.token_nll(logits.rows_of(parts), target, active=active, **_arguments(target, ignore_index)).nll
     return _affine(nll, dtype, **affine)
 
 

@@ -41,14 +41,11 @@ class Asked(NamedTuple):
 
 def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool) -> Any:
     """Compute statistics of rows ``parts``, with the classes as the last dimension."""
-    hidden, weight, bias, extra, softcap, scale = logits.rows_of(parts)
+    record = logits.rows_of(parts)
     if ids is None:
-        ids = torch.full(hidden.shape[:-1], -100, device=hidden.device)
-    return ops.linear_row_stats(
-        hidden, weight, ids, bias=bias, extra=extra, entropy=entropy, softcap=softcap, scale=scale,
-        skip_id=logits.skip, logits_dtype=logits.logits_dtype,
-        check_targets=readable_without_sync(ids) or None,  # as torch checks them
-    )  # fmt: skip
+        ids = torch.full(record.hidden.shape[:-1], -100, device=record.hidden.device)
+    checks = readable_without_sync(ids) or None  # as torch checks them
+    return ops.row_stats(record, ids, entropy=entropy, check_targets=checks)
 
 
 class Pending(DeferredTensor):

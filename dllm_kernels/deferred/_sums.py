@@ -125,7 +125,7 @@ def _over_classes(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
     with x.restored(), torch.autocast(x.device.type, enabled=False):
-        hidden, weight, bias, extra, _, scale = x.rows()
+        hidden, weight, bias, extra, _, scale, *_ = x.rows()
         if is_dtensor(hidden) or is_dtensor(weight):
             return NotImplemented
         acc, rows = accum_dtype(hidden.dtype), hidden.shape[:-1].numel()

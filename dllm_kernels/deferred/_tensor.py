@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from dllm_kernels._graph._deferred import Deferred
 from dllm_kernels._graph._own_graph import own_graph
-from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._plain import Deferred, is_dtensor
 from dllm_kernels.deferred import _graph
 from dllm_kernels.deferred._moves import Call
 

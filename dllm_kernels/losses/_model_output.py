@@ -139,10 +139,10 @@ class ModelOutput(NamedTuple):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 
-    def checked(self, target_ids: torch.Tensor, *, width: int | None = None) -> ModelOutput:
+    def checked(self, target_ids: torch.Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
         names = self.names
-        logits, options, _ = checked_logits(names, self.logits, target_ids, self.options)
+        logits, options, _ = checked_logits(names, self.logits, target_ids, self.options, branches)
         x = rows_of(logits)
         _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.stored else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")

@@ -111,7 +111,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         concatenated = causal is None and _is_longer(rows.x, ids)
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
-        rows = rows.checked(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
+        width = 2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None
+        rows = rows.checked(ids, width=width, branches=1 if causal is None else 2)
         batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
         self._check_alpha()
         check_constant("alpha", self.alpha)
@@ -122,7 +123,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
         if causal is None or batch.loss_mask_ar is None:
             return self._one_call(rows, batch, targets.long(), weights, divided)
-        return self._two_branches(rows, causal.checked(ids), batch, targets.long(), weights, divided)
+        return self._two_branches(rows, causal.checked(ids, branches=2), batch, targets.long(), weights, divided)
 
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""

@@ -102,10 +102,13 @@ def checked(
     return Call(logits, options, ids, active, weights)
 
 
-def checked_logits(names: _checks.Names, logits: Logits, ids: Tensor, options: Options) -> tuple[Logits, Options, int]:
+def checked_logits(
+    names: _checks.Names, logits: Logits, ids: Tensor, options: Options, branches: int = 1
+) -> tuple[Logits, Options, int]:
     """Validate logits or their record, and the options; return both and V.
 
-    The record comes without its transform, which precedes that of the options.
+    The record comes without its transform, which precedes that of the options. ``branches``: number of tensors of such
+    rows that one call takes.
     """
     if not isinstance(logits, LinearLogits):
         V = _checks.check_rows(names, logits, ids)
@@ -120,7 +123,7 @@ def checked_logits(names: _checks.Names, logits: Logits, ids: Tensor, options: O
     logits = LinearLogits(
         x, logits.weight, logits.bias, extra, logits_dtype=logits.logits_dtype,
         chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
-        num_active=_checks.checked_num_active(logits.num_active, x.shape[:-1].numel()),
+        num_active=_checks.checked_num_active(logits.num_active, branches * x.shape[:-1].numel()),
         compute_dtype=logits.compute_dtype, source=logits.source,
     )  # fmt: skip
     return logits, options, V
