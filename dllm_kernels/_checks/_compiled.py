@@ -4,13 +4,13 @@ Imported only while a graph is traced, because registration is slow.
 """
 
 import torch
-from torch._library.effects import EffectType
 
 from dllm_kernels._checks._target_range import raise_bad_target
+from dllm_kernels._graph._private import ordered_effect
 
 # Unsafe in a CUDA graph, because it reads the targets back to the host.
 target_range = torch.library.custom_op(
     "dllm_kernels::check_target_range", raise_bad_target, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
 target_range.register_fake(lambda *_: None)
-target_range.register_effect(EffectType.ORDERED)
+ordered_effect(target_range)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm_kernels._graph._private import saved_tensors_hooks_enabled
+
 
 def own_graph() -> contextlib.AbstractContextManager[Any]:
     """Hide the graph that is built inside from the caller's hooks of saved tensors.
@@ -16,8 +18,7 @@ def own_graph() -> contextlib.AbstractContextManager[Any]:
     function. A graph that is differentiated inside that function would therefore run it once more for each call, and
     ``save_on_cpu`` would copy each tensor to the host and back.
     """
-    autograd: Any = torch._C._autograd
-    if torch.compiler.is_compiling() or not autograd._saved_tensors_hooks_is_enabled():
+    if torch.compiler.is_compiling() or not saved_tensors_hooks_enabled():
         return contextlib.nullcontext()  # there are no hooks, and setting any would raise
     return torch.autograd.graph.saved_tensors_hooks(_with_version, _unchanged)
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+
+from dllm_kernels._graph._private import FakeTensor, transforms_active
 
 
 class Deferred:
@@ -81,7 +82,7 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
 
 def check_no_transform() -> None:
     """Raise inside a transform of ``torch.func``, whose wrappers of tensors no kernel can read."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and transforms_active():
         raise NotImplementedError(
             "dllm_kernels does not support the transforms of torch.func (grad, vjp, jvp, vmap, jacrev, hessian): use "
             "backward or torch.autograd.grad; the leading dimensions of an op are rows, so a batch is one call"
@@ -92,4 +93,4 @@ def readable_without_sync(t: Tensor | None) -> bool:
     """Return True if values can be read without a sync: on CPU, with data, and neither traced nor transformed."""
     if t is None or not t.is_cpu or not has_values(t) or torch.compiler.is_compiling():
         return False
-    return not torch._C._are_functorch_transforms_active()
+    return not transforms_active()

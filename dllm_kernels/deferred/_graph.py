@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from dllm_kernels._graph._own_graph import ModifiedError, own_graph
+from dllm_kernels._graph._private import plainly, preserve_version, wrapper
 
 aten = torch.ops.aten
 Parts = Sequence[Tensor | None]
@@ -105,7 +106,7 @@ class PartsGradient(Tensor):
     @classmethod
     def of(cls, like: tuple[Any, ...], parts: Iterable[Tensor | None], dense: Tensor | None = None) -> Any:
         """Return a gradient of a tensor with a shape, a dtype and a device."""
-        made = Tensor._make_wrapper_subclass(cls, like[0], dtype=like[1], device=like[2])
+        made = wrapper(cls, like[0], dtype=like[1], device=like[2])
         made.parts, made.dense = list(parts), dense
         return made
 
@@ -120,7 +121,7 @@ class PartsGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -168,7 +169,7 @@ class _Stand(torch.autograd.Function):
         ctx.recipe, ctx.sources = recipe, sources
         if not sources:
             ctx.save_for_backward(*tensors)
-        return Tensor._make_wrapper_subclass(cls, form.shape, form.stride(), dtype=form.dtype, device=device)
+        return wrapper(cls, form.shape, form.stride(), dtype=form.dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -244,8 +245,7 @@ def in_graph(x: Any, dense: Tensor) -> Tensor:
 
 def become(x: Any, values: Tensor) -> None:
     """Make ``x`` the tensor ``values`` in the graph."""
-    preserve = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    kept = contextlib.nullcontext() if x.is_inference() else preserve(x)
+    kept = contextlib.nullcontext() if x.is_inference() else preserve_version(x)
     with torch.enable_grad(), kept:
         _Become.apply(x, values)  # type: ignore[no-untyped-call]
 

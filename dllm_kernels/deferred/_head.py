@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from dllm_kernels import _checks
 from dllm_kernels._graph._call_state import CallState
 from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, transforms_active
 from dllm_kernels.deferred import _classes, _entropy, _sums  # noqa: F401  rules
 from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.head import _lora
@@ -78,7 +79,7 @@ class FusedHead:
                 self._note_compiled()
             return plain()
         dual = forward_ad.unpack_dual(input).tangent is not None  # type: ignore[no-untyped-call]
-        if dual or torch._C._are_functorch_transforms_active():
+        if dual or transforms_active():
             self.report("a transform of torch.func or forward-mode autograd", self._shape(input))
             return plain()
         if freed_after_forward(self.unit):
@@ -111,12 +112,11 @@ class FusedHead:
     # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
     # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler
     # that do this import torch._dynamo, which takes seconds.
+    @constant_while_traced
     def _note_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
 
-    _note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def _refuse_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
 

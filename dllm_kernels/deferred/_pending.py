@@ -18,9 +18,10 @@ from dllm_kernels import ops
 from dllm_kernels._checks import is_freed
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels._graph._private import plainly
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._tensor import DeferredTensor, form_after, plainly
+from dllm_kernels.deferred._tensor import DeferredTensor, form_after
 
 Tensor = torch.Tensor
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree
 
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import Deferred, is_dtensor
+from dllm_kernels._graph._private import disable_dynamo, has_saved_tensors_hooks, in_backward, plainly, same_storage
 from dllm_kernels.deferred import _graph
 from dllm_kernels.deferred._moves import Call
 
@@ -47,7 +48,6 @@ WHOLE = (
 )  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
-plainly = torch._C.DisableTorchFunctionSubclass
 # Attributes of one tensor, which those made from it do not inherit.
 STATE = {
     "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
@@ -93,7 +93,7 @@ class DeferredTensor(Tensor, Deferred):
         """Return a tensor like ``form``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        of_normal = any(_views(form, source.form) and not source.is_inference() for source in sources)
+        of_normal = any(same_storage(form, source.form) and not source.is_inference() for source in sources)
         normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
         with plainly(), normal:
             made = _graph.stand(cls, form, device, recipe, sources, parts)
@@ -162,7 +162,7 @@ class DeferredTensor(Tensor, Deferred):
     @property
     def _recomputed(self) -> bool:
         """True in a backward that recomputes a checkpointed function, which had seen the tensor without its values."""
-        return self._checkpointed and torch._C._current_graph_task_id() != -1
+        return self._checkpointed and in_backward()
 
     def before_values(self, use: str) -> None:
         """Check and report that the values of the output of a head are computed."""
@@ -237,7 +237,7 @@ class DeferredTensor(Tensor, Deferred):
         family = self.family()
         for x in family:
             x.materialize(use)
-            x._checkpointed &= not _views(x.form, self.form)
+            x._checkpointed &= not same_storage(x.form, self.form)
         if torch.is_grad_enabled() and self.requires_grad:
             for x in family:
                 x.linked_value()
@@ -262,7 +262,7 @@ class DeferredTensor(Tensor, Deferred):
     @property
     def of_source(self) -> bool:
         """True for a view of another deferred tensor."""
-        return bool(self.sources) and _views(self.form, self.sources[0].form) and not self._leaf_view
+        return bool(self.sources) and same_storage(self.form, self.sources[0].form) and not self._leaf_view
 
     def sharing(self, result: Any, several: bool) -> Any:
         """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
@@ -324,7 +324,7 @@ class DeferredTensor(Tensor, Deferred):
             return self._value is not None and getattr(self._value.grad_fn, "of", None) is not self.grad_fn
 
     @classmethod
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -352,7 +352,7 @@ class DeferredTensor(Tensor, Deferred):
             with contextlib.suppress(UnknownArgumentError):
                 result = _by_rule(rule, name, func, args, kwargs)
                 if result is not NotImplemented:
-                    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+                    hooked = has_saved_tensors_hooks()
                     while hooked and objects:
                         objects[0]._checkpointed = True
                         objects += objects.pop(0).sources
@@ -438,7 +438,7 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
 def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
     if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
         return False
-    return source.requires_grad and _views(x.form, source.form)
+    return source.requires_grad and same_storage(x.form, source.form)
 
 
 def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], objects: list[DeferredTensor]) -> Any:
@@ -496,11 +496,7 @@ def _plain(x: Any, use: str) -> Any:
 def _shares(result: Any, values: Any) -> bool:
     if type(result) is not Tensor or result.layout is not torch.strided or result.dtype != values.dtype:
         return False
-    return bool(result.untyped_storage()._cdata == values.untyped_storage()._cdata)
-
-
-def _views(form: Tensor, other: Tensor) -> bool:
-    return bool(form.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return same_storage(result, values)
 
 
 @contextlib.contextmanager
@@ -532,9 +528,7 @@ def form_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | No
             out = step(*given)
     except Exception:
         return None
-    return out, isinstance(out, Tensor) and any(
-        out.untyped_storage()._cdata == t.untyped_storage()._cdata for t in given
-    )
+    return out, isinstance(out, Tensor) and any(same_storage(out, t) for t in given)
 
 
 def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:

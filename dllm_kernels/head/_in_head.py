@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from dllm_kernels._checks import type_name
+from dllm_kernels._graph._private import plainly
 from dllm_kernels.head._lora import check_head, of_rows, replaced_forward
 from dllm_kernels.head._module import head_module
 
@@ -139,7 +140,7 @@ def result_of_head(computed: list[Tensor], outputs: Any, output: type[HeadOutput
     if len(computed) != 1 or not isinstance(found, output):
         got = "another tensor" if len(computed) == 1 else f"{len(computed)} calls of the head"
         refuse_output(got, output.advice)
-    with torch._C.DisableTorchFunctionSubclass():
+    with plainly():
         found = found.as_subclass(Tensor)
     result: Tensor = _Unrounded.apply(computed[0] if found.requires_grad else computed[0].detach(), found)  # type: ignore[no-untyped-call]
     return result

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dllm_kernels._checks import is_freed, type_name
 from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._private import is_traceable_wrapper_subclass
 from dllm_kernels.head._module import check_hooks, check_linear_head, own_forward, token_layer, token_rows
 from dllm_kernels.head._parameters import gathered_once
 

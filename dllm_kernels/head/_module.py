@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from dllm_kernels._checks import type_name
+from dllm_kernels._graph._private import is_kept_root
 
 LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # classes of this package that compute the same add their forward
 # Hooks from these packages gather, free and lay out the parameters, and compute nothing.
@@ -48,7 +49,7 @@ def freed_after_forward(unit: Any) -> bool:
 
     All units but the root are freed, unless their strategy keeps the parameters until backward.
     """
-    return unit is not None and not unit._is_root and unit.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
+    return unit is not None and not is_kept_root(unit)
 
 
 def _head_of(model: nn.Module | None) -> nn.Module | None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from dllm_kernels._graph._private import is_in_torch_dispatch_mode
 from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, limits_of_chunks
 from dllm_kernels.rows._call import as_marks
 from dllm_kernels.rows._interface import IGNORE

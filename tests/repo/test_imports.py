@@ -5,6 +5,7 @@ The oracle is separate.
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -295,3 +296,15 @@ def test_the_import_is_lazy_and_fast(tmp_path):
     assert distributed == "False"
     assert min(map(float, shares)) < 0.05
     assert len(shares) == 16
+
+
+PRIVATE_OF_TORCH = re.compile(r"(?<![.\w])torch(\.\w+)*\.(_[a-z]\w*|_C)\b|Tensor\._make|\._cdata\b")
+
+
+def test_one_file_reads_private_names_of_torch():
+    """A framework's recompilation (``torch._dynamo`` in ``sys.modules``) is looked up by name, not imported."""
+    for path in all_files():
+        if path != PACKAGE / "_graph" / "_private.py":
+            code = [line.split("#")[0] for line in ast.unparse(ast.parse(path.read_text())).splitlines()]
+            found = [line for line in code if PRIVATE_OF_TORCH.search(line.replace("torch._dynamo", ""))]
+            assert not found, path

@@ -17,6 +17,8 @@ from typing import TypeVar
 
 import torch
 
+from dllm_kernels._graph._private import HAS_OPENMP
+
 # More threads would contend for the GIL, which each operation on a block holds for a few microseconds.
 MAX_THREADS = 16
 
@@ -72,7 +74,7 @@ _pool = _Pool()
 def num_threads() -> int:
     """Return the number of worker threads for CPU work; 1: the calling thread, on all cores that torch uses."""
     cores = torch.get_num_threads()
-    if not torch._C.has_openmp:  # without OpenMP all threads share one setting of the number of cores
+    if not HAS_OPENMP:
         return 1
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < cores:
         return 1  # the thread is bound to a core, as by OMP_PROC_BIND, and new threads would inherit the binding
