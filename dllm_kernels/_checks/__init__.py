@@ -153,12 +153,6 @@ def check_none_negative(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} must not be negative, got {tensor.min().item()}")
 
 
-def check_column_left(skip_id: int | None, head: Tensor) -> None:
-    """Raise a ValueError if a head has no column beside ``skip_id``, so that its rows have no distribution."""
-    if skip_id is not None and head.shape[0] == 1:
-        raise ValueError(f"skip_id must leave a column to choose, got {skip_id} and a head of one column")
-
-
 def check_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
     """Raise a ValueError unless every given tensor is on the device of the first."""
     for name, tensor in others.items():
@@ -610,13 +604,3 @@ def tempered_scale(scale: Any, temperature: float, name: str = "scale") -> Any:
             f"temperature={_changing.printable(temperature)}"
         )
     return quotient
-
-
-def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
-    """Raise unless each is None or a valid field of a transform. ``checked_transform`` compares skip_id with V."""
-    check_factor("softcap", softcap)
-    check_factor("scale", scale)
-    if skip_id is not None and not is_int(skip_id):
-        raise TypeError(f"skip_id must be an int or None, got {type_name(skip_id)}")
-    if skip_id is not None and skip_id < 0:
-        raise ValueError(f"skip_id must not be negative, got {skip_id}")

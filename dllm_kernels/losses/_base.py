@@ -37,7 +37,7 @@ class TransformedLoss(nn.Module):
         self, softcap: float | None, scale: float | None, skip_id: int | None, reduction: str, backend: str
     ) -> None:
         super().__init__()
-        _checks.check_transform(softcap, scale, skip_id)
+        Transform(softcap, scale, skip_id).check()
         self.softcap = softcap
         self.scale = scale
         self.skip_id = skip_id

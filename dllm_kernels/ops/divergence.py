@@ -431,7 +431,7 @@ def divergence_unchecked(
         )  # fmt: skip
     setup, rows = Setup.of(x, head, options, split), x.shape[:-1]
     teacher = teacher.flat(from_hidden=head is not None)
-    y = flat_ids(ids, rows, setup.transform.skip_id).squeeze(1) if comparison.spec.wants_targets else None
+    y = flat_ids(ids, rows, setup.transform).squeeze(1) if comparison.spec.wants_targets else None
     constants = teacher, y, flat_values(weights, setup.accum_dtype), comparison, setup
     if head is None:
         made = _Divergence.under(setup)(x, *constants)

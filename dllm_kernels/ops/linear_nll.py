@@ -19,12 +19,10 @@ def linear_token_nll(
     skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> TokenNLL:  # fmt: skip
     """Compute :func:`token_nll` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(
-        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
-    )
+    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
     return token_nll(
         logits, targets, active=active, ignore_index=ignore_index, with_lse=with_lse, with_correct=with_correct,
-        with_ids=with_ids, softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
+        with_ids=with_ids, check_targets=check_targets, backend=backend,
     )  # fmt: skip
 
 
@@ -36,11 +34,8 @@ def weighted_linear_nll(
     scale: float | None = None, skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> WeightedNLL:  # fmt: skip
     """Compute :func:`weighted_nll` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(
-        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
-    )
+    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
     return weighted_nll(
         logits, targets, weights, active=active, ignore_index=ignore_index, with_lse=with_lse,
-        with_correct=with_correct, with_ids=with_ids, round_nll=round_nll, softcap=softcap, scale=scale,
-        skip_id=skip_id, check_targets=check_targets, backend=backend,
+        with_correct=with_correct, with_ids=with_ids, round_nll=round_nll, check_targets=check_targets, backend=backend,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def linear_sample(
     )  # fmt: skip
     rows_only = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.shape[:-1])  # there are no targets
     call = checked(NAMES, logits, rows_only, options, active=active).detached
-    _checks.check_column_left(call.options.transform.skip_id, logits.weight)
+    call.options.transform.check_leaves_a_column(logits.weight.shape[0])
     return linear_sample_unchecked(call, **noise)
 
 

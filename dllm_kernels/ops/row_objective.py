@@ -124,12 +124,10 @@ def linear_row_objective(
     skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> RowObjective:  # fmt: skip
     """Compute :func:`row_objective` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(
-        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
-    )
+    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
     return row_objective(
         logits, ids, fn, *aux, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids,
-        softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
+        check_targets=check_targets, backend=backend,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def soft_embedding(
     options = Options(Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend)
     call = checked(NAMES, logits, bump_ids, options, active=active).detached
     _check_embedding(x, weight, embedding)
-    _checks.check_column_left(call.options.transform.skip_id, weight)
+    call.options.transform.check_leaves_a_column(weight.shape[0])
     assert call.head is not None
     table = call.head.weight if embedding is weight else embedding.detach()  # tied
     return soft_embedding_unchecked(call, _checked_bump(x, bump), embedding=table)
@@ -159,7 +159,7 @@ def soft_embedding_unchecked(
             "that is plain or split by vocabulary"
         )
     setup = Setup.of(call.logits, call.options, split)
-    columns = flat_ids(call.ids, rows, setup.transform.skip_id)
+    columns = flat_ids(call.ids, rows, setup.transform)
     values = None if bump is None else flat_values(bump, setup.accum_dtype)
     table = None if embedding is head.weight else embedding
     (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(call.active), columns, values, setup)

@@ -14,6 +14,7 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, composed, detached, opened, rows_of
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 
 class Call(NamedTuple):
@@ -164,16 +165,14 @@ def flat_targets(targets: Tensor, active: Tensor | None, options: Options) -> Te
         ignored = y == options.ignore_index
         y = y.masked_fill(y == IGNORE, -1)  # -100 is an out-of-range target like any other here
         inactive = ignored if inactive is None else inactive | ignored
-    if options.transform.skip_id is not None:
-        y = y.masked_fill(y == options.transform.skip_id, -1)
+    y = options.transform.possible(y)
     return y.contiguous() if inactive is None else y.masked_fill(inactive, IGNORE)
 
 
-def flat_ids(ids: Tensor, rows: torch.Size, skip_id: int | None) -> Tensor:
+def flat_ids(ids: Tensor, rows: torch.Size, transform: Transform) -> Tensor:
     """Flatten ids ``[...]`` or ``[..., K]`` to int64 ``[N, K]``, with -1 for the skipped column."""
     flat = ids.detach().reshape(rows.numel(), ids.shape[-1] if ids.dim() > len(rows) else 1)
-    flat = flat.to(torch.int64).contiguous()
-    return flat if skip_id is None else flat.masked_fill(flat == skip_id, -1)
+    return transform.possible(flat.to(torch.int64).contiguous())
 
 
 def row_marks(active: Tensor | None) -> Tensor | None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels import _checks
 from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import Deferred
@@ -159,10 +158,10 @@ def composed(logits: LinearLogits, transform: Transform) -> Transform:
         ValueError: both have a soft cap, or different columns are skipped.
     """
     first, (cap, scale, skip_id) = logits.transform, transform
-    if first == NO_TRANSFORM:
+    if first.is_identity:
         return transform
-    _checks.check_transform(*first)
-    _checks.check_transform(*transform)
+    first.check()
+    transform.check()
     if first.softcap is not None and cap is not None:
         raise ValueError(f"softcap must be None for logits that have one, {first.softcap}, got {cap}")
     if None not in (first.skip_id, skip_id) and first.skip_id != skip_id:

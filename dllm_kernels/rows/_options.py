@@ -7,7 +7,7 @@ from typing import NamedTuple
 from dllm_kernels import _checks
 from dllm_kernels._graph._named import replaced
 from dllm_kernels.rows._interface import IGNORE
-from dllm_kernels.rows._transform import NO_TRANSFORM, Transform, checked_transform
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows._truncation import Truncation
 
 
@@ -74,7 +74,7 @@ class Options(NamedTuple):
             top_k=sizes["top_k"] or None,
             top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
             min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
-            transform=checked_transform(V, *self.transform),
+            transform=self.transform.checked(V),
         )
 
     @property

@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
     @classmethod
     def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> Wanted:
         """Flatten the validated tensors of a call."""
-        ids = flat_ids(call.ids, call.rows, setup.transform.skip_id)
+        ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
         return cls(ids, row_marks(call.active), a, b, call.options.entropy, call.options.rest)
 

@@ -42,6 +42,44 @@ class Transform(NamedTuple):
         """
         return [0.0 if f is None else f for f in self[:2]]
 
+    @property
+    def is_identity(self) -> bool:
+        """True without any step; comparing a symbolic number would specialise a graph."""
+        return all(field is None for field in self)
+
+    def check(self) -> None:
+        """Raise unless each field is None or valid; :meth:`checked` compares ``skip_id`` with V."""
+        _checks.check_factor("softcap", self.softcap)
+        _checks.check_factor("scale", self.scale)
+        column: Any = self.skip_id
+        if column is not None and not _checks.is_int(column):
+            raise TypeError(f"skip_id must be an int or None, got {_checks.type_name(column)}")
+        if column is not None and column < 0:
+            raise ValueError(f"skip_id must not be negative, got {column}")
+
+    def checked(self, V: int) -> Transform:
+        """Validate the transform of logits with V columns, and convert to Python types; a scale of 1 becomes None."""
+        if self.is_identity:
+            return NO_TRANSFORM
+        self.check()
+        cap, scale, column = self
+        if column is not None and column >= V:
+            raise ValueError(f"skip_id must lie in [0, {V}), got {column}")
+        return Transform(
+            None if cap is None else float(cap),
+            None if scale is None or _changing.equals(float(scale), 1) else float(scale),
+            None if column is None else int(column),
+        )
+
+    def check_leaves_a_column(self, V: int) -> None:
+        """Raise a ValueError if rows have no other column, so that they have no distribution."""
+        if self.skip_id is not None and V == 1:
+            raise ValueError(f"skip_id must leave a column to choose, got {self.skip_id} and a head of one column")
+
+    def possible(self, ids: Tensor) -> Tensor:
+        """Replace ids of the skipped column by -1, which no column has."""
+        return ids if self.skip_id is None else ids.masked_fill(ids == self.skip_id, -1)
+
     @classmethod
     def of(cls, factors: Sequence[float], skip_id: int | None) -> Transform:
         """Rebuild the transform from its :attr:`factors`."""
@@ -52,18 +90,8 @@ class Transform(NamedTuple):
 NO_TRANSFORM = Transform()
 
 
-def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: Any = None) -> Transform:
-    """Validate the transform of logits with V columns; a scale of 1 becomes None."""
-    if softcap is None and scale is None and skip_id is None:
-        return NO_TRANSFORM
-    _checks.check_transform(softcap, scale, skip_id)
-    if skip_id is not None and skip_id >= V:
-        raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
-    return Transform(
-        None if softcap is None else float(softcap),
-        None if scale is None or _changing.equals(float(scale), 1) else float(scale),
-        None if skip_id is None else int(skip_id),
-    )
+def checked_transform(V, *fields, **named):
+    return Transform(*fields, **named).checked(V)
 
 
 def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
