@@ -136,34 +136,6 @@ def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
         assert_as_good_as_plain([ours], [plain], 0.0, mode, sizes_of_sums(options))
 
 
-class WithLogits(torch.nn.Module):
-    """A model with these logits."""
-
-    def __init__(self, logits_of, V):
-        super().__init__()
-        self.logits_of, self.lm_head = logits_of, torch.nn.Linear(V, V, bias=False)
-        torch.nn.init.eye_(self.lm_head.weight)
-
-    def forward(self, ids):
-        return self.lm_head(self.logits_of(ids))
-
-
-def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
-    V, mask = 5, 4
-
-    def logits_of(ids):  # position i predicts token i % 4, with more confidence the later it is in its block
-        i = torch.arange(ids.shape[1])
-        sure = 1.0 + (i % 3).float()
-        return (torch.nn.functional.one_hot(i % 4, V) * sure[:, None])[None]
-
-    trace = sampler.denoise(WithLogits(logits_of, V), torch.tensor([0, 1, 2]), 6, mask, block_size=3, steps=3)
-    assert trace[0] == [0, 1, 2, 4, 4, 4, 4, 4, 4]
-    assert trace[1] == [0, 1, 2, 4, 4, 1, 4, 4, 4]
-    assert trace[2] == [0, 1, 2, 4, 0, 1, 4, 4, 4]
-    assert trace[3] == [0, 1, 2, 3, 0, 1, 4, 4, 4]
-    assert trace[-1] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
-
-
 def test_speculation_writes_the_tokens_of_the_target():
     def target_of(ids):  # predicts (last + 1) % 7
         return torch.nn.functional.one_hot((ids + 1) % 7, 7).float()
