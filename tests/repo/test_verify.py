@@ -147,22 +147,13 @@ def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
     assert [(f.check.split()[0], f.error) for f in failed_quantities] == [("blockwise", 1), ("blockwise", 1)]
 
 
-def variant_options(*words):
-    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot", *words]
-    return measure.parse(measure.arguments("variants"), argv)
-
-
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("kernel", variants.CANDIDATES)
 def test_a_candidate_of_a_kernel_computes_the_same(kernel):
-    results = variants.of_kernel(kernel, TOY_LOGITS, variant_options())
+    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot"]
+    options = measure.parse(measure.arguments("variants"), argv)
+    results = variants.of_kernel(kernel, TOY_LOGITS, options)
     assert [r.name for r in results] == [*variants.CANDIDATES[kernel]]
     assert results[0].error == 0
     assert all(r.error < 1e-6 for r in results)
     assert all(r.timing is not None for r in results)
-
-
-def test_a_product_of_few_rows_in_parts_is_the_product():
-    results = variants.few_rows(TOY_LOGITS, 5, variant_options())
-    assert [r.name for r in results] == ["ours", *(f"{parts} parts" for parts in variants.PARTS)]
-    assert all(r.error < 1e-6 for r in results)
