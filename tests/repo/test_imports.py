@@ -221,6 +221,16 @@ def test_the_oracle_imports_nothing_of_the_package():
             assert module.split(".")[0] in allowed, (path, module)
 
 
+PRIVATE = re.compile(r"dllm_kernels(\.\w+)*\.(_[a-z]\w*|(backends|deferred|head|rows)\b)(\.\w+)*")
+
+
+def test_only_tests_of_kernels_and_internals_import_private_modules():
+    """The other tests hold for any implementation of the public functions."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.relative_to(ROOT / "tests").parts[0] not in ("kernels", "internals", "support"):
+            assert not [module for module, _ in imports(path) if PRIVATE.fullmatch(module)], path
+
+
 FORKED = """
 import gc, os, sys, time
 start = time.process_time()
