@@ -370,7 +370,7 @@ def check_rows(
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
         if not casts:
             check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})
-        return V
+        return V  # type: ignore[no-any-return]
     if rows.dim() == 0 or rows.shape[-1] == 0:
         raise ValueError(f"{names.rows} must have shape [..., V] with V >= 1, got {tuple(rows.shape)}")
     check_same_device(names.rows, rows, **{names.targets: targets})

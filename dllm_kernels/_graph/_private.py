@@ -5,7 +5,8 @@ No other file of the package reads one, except ``_version`` of a tensor, which a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,17 +17,23 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = ["FakeTensor", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass"]
+Function = TypeVar("Function", bound=Callable[..., Any])
 _C: Any = torch._C
 # Methods of a subclass run on the subclass itself; public is only ``torch.overrides``, which enters a mode per call.
 plainly = _C.DisableTorchFunctionSubclass
 # A tensor of given shape, strides and dtype without memory: what ``torch.Tensor._make_wrapper_subclass`` is for.
 wrapper = Tensor._make_wrapper_subclass
 # ``torch.compiler.disable`` imports torch._dynamo, which takes seconds.
-disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+_disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
 # A change of the graph of a tensor that does not change its values.
 preserve_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
 # Without OpenMP all threads share one setting of the number of cores.
 HAS_OPENMP: bool = _C.has_openmp
+
+
+def disable_dynamo(function: Function) -> Function:
+    """Keep Dynamo out of a function."""
+    return _disable_dynamo(function)  # type: ignore[no-any-return]
 
 
 def transforms_active() -> bool:
@@ -54,9 +61,9 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
-def constant_while_traced(function: Any) -> Any:
+def constant_while_traced(function: Function) -> Function:
     """Mark a function to call while a graph is traced, once for each graph; ``torch.compiler`` imports Dynamo."""
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

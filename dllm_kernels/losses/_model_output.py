@@ -12,7 +12,7 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops import divergence
+from dllm_kernels.ops.divergence import divergence
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits
@@ -128,7 +128,7 @@ class ModelOutput(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Vocabulary size V."""
-        return self.x.shape[-1] if self.stored else self.logits.weight.shape[0]  # type: ignore[no-any-return, union-attr]
+        return self.x.shape[-1] if self.stored else self.logits.weight.shape[0]  # type: ignore[union-attr]
 
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.

@@ -182,7 +182,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         if both is None:
             nlls = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
         else:
-            nlls = both.per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+            nlls = (*both.per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll,)
         nll, all_weights, all_divided = (torch.cat(pair, 1) for pair in (nlls, (weights, ar), (divided, divided_ar)))
         return _per_row_output(nll, all_weights, all_divided, targets.shape[1])
 

@@ -122,13 +122,14 @@ class Setup(NamedTuple):
             ValueError: the ``logits_dtype`` of a record does not fit the head, or the backend cannot run.
             NotImplementedError: an input has a forward-mode tangent.
         """
+        sizes: tuple[int | None, int | None] = None, None
         if not isinstance(logits, LinearLogits):
             check_no_tangent(logits)
-            x, head, dtype, logits_dtype, sizes = logits, None, logits.dtype, logits.dtype, (None, None)
+            x, head, dtype, logits_dtype = logits, None, logits.dtype, logits.dtype
         else:
-            x, head = logits.hidden, logits.head
+            x, head, dtype = logits.hidden, logits.head, compute_dtype(logits)
             check_no_tangent(x, *head)
-            dtype, sizes = compute_dtype(logits), (logits.chunk_size, logits.num_active)
+            sizes = logits.chunk_size, logits.num_active
             logits_dtype = dtype_of_chunks(logits, dtype)
         return cls(
             options.transform, use_triton(options.backend, x), dtype, logits_dtype, NeedsGrad.of(x, head), *sizes,

@@ -283,9 +283,7 @@ def test_the_command_line_names_its_subjects_and_what_fails(monkeypatch, capsys)
 
 def test_a_missing_requirement_is_named_before_anything_runs(monkeypatch, capsys):
     there = importlib.util.find_spec("torch")
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *_: None if name in ("tqdm", "tokenizers") else there
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in ("tqdm", "tokenizers") else there)
     monkeypatch.setattr(command, "run", lambda *_: pytest.fail("it ran"))
     assert command.main(["train"]) == 2
     assert "train needs tokenizers, tqdm, not installed; run: pip install '.[demo]'" in capsys.readouterr().err
