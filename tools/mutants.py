@@ -61,19 +61,18 @@ JUDGES = (
     (
         "backends/triton/*corruption*",
         "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " -k 'triton or kernel or count or long or product'",
+        " tests/corruption/test_corruption_levels.py -k 'triton or kernel or count or long or product'",
     ),
-    ("backends/triton/gumbel_topk.py", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py -k triton"),
+    ("backends/triton/gumbel_topk.py", "tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py -k triton"),
     (
         "backends/triton/_select.py",
-        "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption.py"
-        " tests/internals/test_corruption.py -k 'triton'",
+        "tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/corruption/test_corruption.py -k"
+        " 'triton'",
     ),
     (
         "backends/triton/_philox.py",
-        "tests/internals/test_philox.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py -k 'triton or kernel or bits'",
+        "tests/internals/test_corruption.py tests/corruption/test_corruption.py tests/ops/test_linear_sample.py"
+        " tests/internals/test_linear_sample.py -k 'triton or kernel or bits'",
     ),
     ("policy/views.py", "tests/policy/test_views.py -k 'not triton'"),
     ("policy/objective.py", "tests/policy/test_objective.py tests/policy/test_loss.py"),
@@ -146,29 +145,22 @@ JUDGES = (
         "tests/ops/test_flags.py tests/mtp/test_mtp.py tests/internals/test_mtp.py tests/ops/test_errors.py"
         " tests/internals/test_errors.py",
     ),
-    ("*gumbel*", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/internals/test_philox.py"),
-    (
-        "*philox*",
-        "tests/internals/test_philox.py tests/ops/test_default_device.py tests/ops/test_gumbel_topk.py"
-        " tests/internals/test_gumbel_topk.py",
-    ),
+    ("*gumbel*", "tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py"),
+    ("*philox*", "tests/internals/test_corruption.py tests/ops/test_default_device.py tests/ops/test_gumbel_topk.py"),
     (
         "corruption/_topk.py",
-        "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption_levels.py"
-        " tests/internals/test_corruption_levels.py",
+        "tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py",
     ),
     (
         "*corrupt*",
         "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"
         " tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py"
-        " tests/internals/test_corruption_levels.py tests/corruption/test_corruption_statistics.py"
-        " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py",
+        " tests/corruption/test_corruption_statistics.py tests/ops/test_gumbel_topk.py",
     ),
     (
         "corruption/_rules.py",
         "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " tests/corruption/test_corruption_compile.py",
+        " tests/corruption/test_corruption_levels.py tests/corruption/test_corruption_compile.py",
     ),
     (
         "losses/draft_distillation.py",
@@ -189,7 +181,7 @@ JUDGES = (
         "tests/internals/test_custom_ops.py tests/internals/test_compile.py"
         " tests/corruption/test_corruption_compile.py",
     ),
-    ("corruption/_seeds.py", "tests/internals/test_philox.py tests/ops/test_default_device.py"),
+    ("corruption/_seeds.py", "tests/internals/test_corruption.py tests/ops/test_default_device.py"),
     (
         "_checks/_target_range.py",
         "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
@@ -250,7 +242,7 @@ JUDGES = (
         "_checks/_arguments.py",
         "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
         " tests/internals/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
-        " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
+        " tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py"
         " tests/ops/test_transform.py tests/internals/test_transform.py tests/losses/test_losses.py"
         " tests/internals/test_losses.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
         " -k 'not triton'",

@@ -1,6 +1,5 @@
-"""Samples: their memory, and the bits of a uniform on every code path."""
+"""Samples: their memory, and their scores on every code path."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,22 +10,8 @@ from dllm_kernels.corruption import _noise
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.rows._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
-from tests.support.uniforms import uniforms
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-SEEDS, ROWS = torch.tensor([3, -5, 2**62]), torch.tensor([0, 7, 1 << 20])
-
-
-@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 70), (16, 54), (21, 33), (69, 1)])
-def test_the_bits_of_a_uniform(first, count):
-    """NumPy and torch's integer products give equal bits, for a row and for any part of it."""
-    noise = Noise(SEEDS, ROWS, first)
-    expected = uniforms(SEEDS, ROWS, 70)[:, first : first + count]
-    high, low = _noise.high(noise, count), _noise.low(noise, count)
-    assert torch.equal(high, torch.from_numpy(_noise.high_on_host(noise, count).astype(np.int64)))
-    found = _noise.low_of_on_host(noise, *np.ones((3, count)).nonzero())
-    assert torch.equal(torch.from_numpy(found).view(3, count), low)
-    assert torch.equal(((high << 32) + low + torch.tensor(0.5, dtype=torch.float64)) * 2.0**-48, expected)
 
 
 def test_columns_excluded_by_bounds_on_a_cpu_do_not_win():

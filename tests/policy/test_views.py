@@ -13,11 +13,12 @@ from dllm_kernels import PolicyViews, eubo, nll_weights, policy_views, sample_le
 from tests.conftest import usually
 from tests.support.defaults import default_dtype
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error
+from tests.support.uniforms import draws
 
 MASK = 99
 SCHEMES = ("full", "coupled", "elbo", "count", "quadrature", "trace")
 DRAWN = SCHEMES[:-1]
-CHILDREN, ZERO = 1, 1 << 32
+CHILDREN = 1
 
 
 def batch(L=19, device="cpu"):
@@ -44,15 +45,9 @@ def words(seed, num, L):
 
     They are its level in (0, 1), and the uniforms for coins and exact counts.
     """
-    level, coin, fine = torch.empty(num), torch.empty(num, L), torch.empty(num, L, dtype=torch.float64)
-    children = np.random.Philox(key=(seed % 2**64) + (CHILDREN << 64)).random_raw(num)
-    for n, child in enumerate(children.tolist()):
-        raw = np.random.Philox(key=child, counter=ZERO - 2).random_raw(4 * (1 + -(-L // 8)))
-        draws = raw.view(np.uint32).astype(np.int64)
-        level[n] = (2 * (draws[7] >> 9) + 1) * 2.0**-24
-        coin[n] = torch.from_numpy((2 * (draws[8 : 8 + L] >> 9) + 1) * 2.0**-24)
-        fine[n] = torch.from_numpy((2 * draws[8 : 8 + L] + 1) * 2.0**-33)
-    return level, coin, fine
+    children = np.random.Philox(key=(seed % 2**64) + (CHILDREN << 64)).random_raw(num).view(np.int64)
+    drawn = draws(torch.from_numpy(children), num, 1, L)
+    return drawn.levels[:, 0], drawn.coins, drawn.fine
 
 
 @pytest.mark.everyday(10)
