@@ -40,24 +40,24 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
 EVERY_ROW_OP = (
-    "tests/ops/test_errors.py tests/internals/test_errors.py tests/internals/test_calls.py tests/ops/test_token_nll.py"
-    " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-    " tests/ops/test_extra.py tests/internals/test_custom_ops.py tests/ops/test_transform.py"
-    " tests/internals/test_transform.py tests/ops/test_logits_dtype.py tests/ops/test_row_stats.py"
-    " tests/internals/test_row_stats.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
-    " tests/internals/test_soft_embedding.py"
-    " tests/ops/test_divergence.py tests/internals/test_divergence.py tests/ops/test_second_order.py"
-    " tests/internals/test_compile.py -k 'not triton'"
+    "tests/ops/test_errors.py tests/internals/test_losses.py tests/internals/test_backends.py tests/ops/test_token_nll.py"
+    " tests/internals/test_backends.py tests/ops/test_linear_nll.py tests/internals/test_rows.py"
+    " tests/ops/test_extra.py tests/internals/test_graph.py tests/ops/test_transform.py"
+    " tests/internals/test_rows.py tests/ops/test_logits_dtype.py tests/ops/test_row_stats.py"
+    " tests/internals/test_backends.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
+    " tests/internals/test_backends.py"
+    " tests/ops/test_divergence.py tests/internals/test_rows.py tests/ops/test_second_order.py"
+    " tests/ops/test_compile.py -k 'not triton'"
 )
 # Path within the package -> arguments of pytest, with fast tests first. The first matching entry is used. If no entry
 # matches, the tests with the same stem are used.
 JUDGES = (
     (
         "*sample.py",
-        "tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py tests/distributed/test_distributed.py"
+        "tests/ops/test_linear_sample.py tests/internals/test_backends.py tests/distributed/test_distributed.py"
         " -k 'sample'",
     ),
-    ("*_noise.py", "tests/internals/test_linear_sample.py tests/ops/test_linear_sample.py"),
+    ("*_noise.py", "tests/internals/test_backends.py tests/ops/test_linear_sample.py"),
     (
         "backends/triton/*corruption*",
         "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
@@ -72,16 +72,16 @@ JUDGES = (
     (
         "backends/triton/_philox.py",
         "tests/internals/test_corruption.py tests/corruption/test_corruption.py tests/ops/test_linear_sample.py"
-        " tests/internals/test_linear_sample.py -k 'triton or kernel or bits'",
+        " tests/internals/test_backends.py -k 'triton or kernel or bits'",
     ),
     ("policy/views.py", "tests/policy/test_views.py -k 'not triton'"),
     ("policy/objective.py", "tests/policy/test_objective.py tests/policy/test_loss.py"),
     ("policy/loss.py", "tests/policy/test_loss.py"),
     ("policy/*", "tests/policy"),
-    ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
+    ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_rows.py"),
     (
         "backends/triton/linear_nll*",
-        "tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+        "tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py tests/internals/test_rows.py"
         " -k 'row or triton'",
     ),
     ("backends/triton/divergence.py", "tests/kernels/test_divergence_kernel.py"),
@@ -92,30 +92,28 @@ JUDGES = (
     ),
     (
         "ops/topk_divergence.py",
-        "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py tests/ops/test_num_active.py"
+        "tests/ops/test_topk_divergence.py tests/internals/test_rows.py tests/ops/test_num_active.py"
         " -k 'topk and not triton'",
     ),
     (
         "rows/_rest.py",
-        "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py -k 'not triton'",
+        "tests/ops/test_topk_divergence.py tests/internals/test_rows.py -k 'not triton'",
     ),
-    ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_divergence.py"),
+    ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_rows.py"),
     (
         "backends/triton/row_weights.py",
         "tests/kernels/test_row_weights.py tests/losses/test_losses.py -k 'triton or kernel'",
     ),
     (
         "backends/triton/row_stats.py",
-        "tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
-        " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
-        " -k 'triton'",
+        "tests/ops/test_row_stats.py tests/internals/test_backends.py tests/ops/test_row_objective.py"
+        " tests/ops/test_soft_embedding.py -k 'triton'",
     ),
     (
         "backends/triton/*",
-        "tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
-        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " tests/ops/test_row_stats.py tests/internals/test_row_stats.py tests/ops/test_transform.py"
-        " tests/internals/test_transform.py -k 'kernel or triton'",
+        "tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py tests/internals/test_backends.py"
+        " tests/ops/test_linear_nll.py tests/internals/test_rows.py tests/ops/test_row_stats.py"
+        " tests/ops/test_transform.py -k 'kernel or triton'",
     ),
     (
         "head/_lora.py",
@@ -126,7 +124,7 @@ JUDGES = (
     (
         "fused/*",
         "tests/integrations/test_fused_head.py tests/integrations/test_fused_head_programs.py"
-        " tests/internals/test_deferred_logits.py",
+        " tests/internals/test_deferred.py",
     ),
     ("integrations/names.py", "tests/integrations/test_names.py"),
     ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
@@ -140,11 +138,7 @@ JUDGES = (
     ("integrations/_attention.py", "tests/integrations/test_transformers.py -k 'causal or trace or mixes'"),
     ("integrations/transformers*", "tests/integrations/test_transformers.py"),
     ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),
-    (
-        "mtp*",
-        "tests/ops/test_flags.py tests/mtp/test_mtp.py tests/internals/test_mtp.py tests/ops/test_errors.py"
-        " tests/internals/test_errors.py",
-    ),
+    ("mtp*", "tests/ops/test_flags.py tests/mtp/test_mtp.py tests/internals/test_losses.py tests/ops/test_errors.py"),
     ("*gumbel*", "tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py"),
     ("*philox*", "tests/internals/test_corruption.py tests/ops/test_default_device.py tests/ops/test_gumbel_topk.py"),
     (
@@ -169,105 +163,99 @@ JUDGES = (
     ),
     (
         "losses/*",
-        "tests/ops/test_flags.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
-        " tests/losses/test_target_range.py tests/ops/test_errors.py tests/internals/test_errors.py"
-        " tests/repo/test_api.py tests/losses/test_reduction.py tests/internals/test_options_arrive.py"
-        " tests/losses/test_draft_distillation.py tests/losses/test_draft_blocks.py tests/losses/test_losses.py"
-        " tests/losses/test_laws.py tests/losses/test_packed.py tests/internals/test_losses.py",
+        "tests/ops/test_flags.py tests/losses/test_mask_values.py tests/internals/test_graph.py"
+        " tests/losses/test_target_range.py tests/ops/test_errors.py tests/internals/test_losses.py"
+        " tests/repo/test_api.py tests/losses/test_reduction.py tests/losses/test_draft_distillation.py"
+        " tests/losses/test_draft_blocks.py tests/losses/test_losses.py tests/losses/test_laws.py"
+        " tests/losses/test_packed.py",
     ),
-    ("_graph/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
+    ("_graph/_changing.py", "tests/ops/test_compile.py tests/corruption/test_corruption_compile.py"),
     (
         "_graph/_custom_ops.py",
-        "tests/internals/test_custom_ops.py tests/internals/test_compile.py"
-        " tests/corruption/test_corruption_compile.py",
+        "tests/internals/test_graph.py tests/ops/test_compile.py tests/corruption/test_corruption_compile.py",
     ),
     ("corruption/_seeds.py", "tests/internals/test_corruption.py tests/ops/test_default_device.py"),
     (
         "_checks/_target_range.py",
-        "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
-        " tests/ops/test_errors.py tests/internals/test_errors.py",
+        "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_graph.py"
+        " tests/ops/test_errors.py tests/internals/test_losses.py",
     ),
-    ("_checks/_compiled.py", "tests/internals/test_compile.py -k 'check'"),
+    ("_checks/_compiled.py", "tests/ops/test_compile.py -k 'check'"),
     (
         "_graph/_plain.py",
         "tests/ops/test_without_values.py tests/ops/test_torch_func.py tests/losses/test_mask_values.py"
-        " tests/internals/test_mask_values.py tests/internals/test_compile.py",
+        " tests/internals/test_graph.py tests/ops/test_compile.py",
     ),
     ("head/_module.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
-    ("backends/torch/_workers.py", "tests/internals/test_workers.py"),
+    ("backends/torch/_workers.py", "tests/internals/test_backends.py"),
     (
         "ops/token_log_probs.py",
-        "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_log_probs.py",
+        "tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_token_log_probs.py",
     ),
     (
         "backends/torch/_nll.py",
-        "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py tests/internals/test_workers.py -k 'not triton'",
+        "tests/ops/test_token_nll.py tests/internals/test_backends.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_rows.py -k 'not triton'",
     ),
     (
         "backends/torch/_blocks.py",
-        "tests/internals/test_workers.py tests/losses/test_losses.py tests/internals/test_losses.py"
-        " tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
-        " tests/internals/test_row_stats.py -k 'not triton'",
+        "tests/internals/test_backends.py tests/losses/test_losses.py tests/internals/test_losses.py"
+        " tests/ops/test_token_nll.py tests/ops/test_row_stats.py -k 'not triton'",
     ),
     (
         "rows/_chain_rule.py",
-        "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
-        " tests/internals/test_row_stats.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
-        " -k 'not triton'",
+        "tests/ops/test_token_nll.py tests/internals/test_backends.py tests/ops/test_row_stats.py"
+        " tests/ops/test_soft_embedding.py -k 'not triton'",
     ),
     (
         "*_stats.py",
-        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_row_stats.py"
-        " tests/internals/test_row_stats.py tests/ops/test_token_log_probs.py tests/ops/test_row_objective.py"
-        " tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py -k 'not triton'",
+        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_row_stats.py"
+        " tests/internals/test_backends.py tests/ops/test_token_log_probs.py tests/ops/test_row_objective.py"
+        " tests/ops/test_soft_embedding.py -k 'not triton'",
     ),
     (
         "rows/_fused.py",
         "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py -k 'not triton'",
+        " tests/internals/test_rows.py tests/internals/test_graph.py -k 'not triton'",
     ),
     (
         "rows/_kept_gradients.py",
         "tests/ops/test_second_order.py tests/ops/test_linear_nll.py tests/ops/test_row_objective.py"
-        " tests/ops/test_divergence.py tests/internals/test_compile.py -k 'not triton'",
+        " tests/ops/test_divergence.py tests/ops/test_compile.py -k 'not triton'",
     ),
     (
         "_graph/_opaque.py",
-        "tests/ops/test_without_values.py tests/internals/test_custom_ops.py tests/ops/test_token_nll.py"
-        " -k 'not triton'",
+        "tests/ops/test_without_values.py tests/internals/test_graph.py tests/ops/test_token_nll.py -k 'not triton'",
     ),
-    ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
+    ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_rows.py -k 'not triton'"),
     (
         "_checks/_arguments.py",
         "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
-        " tests/internals/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
-        " tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py"
-        " tests/ops/test_transform.py tests/internals/test_transform.py tests/losses/test_losses.py"
-        " tests/internals/test_losses.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " -k 'not triton'",
+        " tests/internals/test_losses.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
+        " tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/ops/test_transform.py"
+        " tests/internals/test_rows.py tests/losses/test_losses.py tests/ops/test_linear_nll.py -k 'not triton'",
     ),
     (
         "rows/_chunks.py",
-        "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
-        " tests/internals/test_compile.py -k 'not triton'",
+        "tests/ops/test_linear_nll.py tests/internals/test_rows.py tests/ops/test_extra.py"
+        " tests/ops/test_compile.py -k 'not triton'",
     ),
     ("ops/dpace_weights.py", "tests/ops/test_dpace_weights.py"),
     (
         "*soft_embedding.py",
-        "tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py tests/distributed/test_distributed.py"
+        "tests/ops/test_soft_embedding.py tests/internals/test_backends.py tests/distributed/test_distributed.py"
         " tests/internals/test_distributed.py -k 'soft_embedding and not triton'",
     ),
     (
         "*objective.py",
-        "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_row_objective.py -k 'not triton'",
+        "tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_row_objective.py -k 'not triton'",
     ),
     (
         "ops/*",
-        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_nll.py"
-        " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " tests/ops/test_extra.py tests/internals/test_custom_ops.py tests/ops/test_transform.py"
-        " tests/internals/test_transform.py tests/internals/test_compile.py -k 'not triton'",
+        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_token_nll.py"
+        " tests/internals/test_backends.py tests/ops/test_linear_nll.py tests/internals/test_rows.py"
+        " tests/ops/test_extra.py tests/internals/test_graph.py tests/ops/test_transform.py"
+        " tests/ops/test_compile.py -k 'not triton'",
     ),
     ("_utils/*", EVERY_ROW_OP),
     ("rows/*", EVERY_ROW_OP),
