@@ -120,7 +120,7 @@ JUDGES = (
         "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
         " tests/integrations/test_fused_head_programs.py -k 'nemo_lora or head or adapter or copy'",
     ),
-    ("head/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
+    ("head/_in_head.py", "tests/generate tests/integrations/test_trl.py -k 'not trainers'"),
     (
         "fused/*",
         "tests/integrations/test_fused_head.py tests/integrations/test_fused_head_programs.py"

@@ -17,15 +17,9 @@ from dllm_kernels import DiffusionGeneration, policy_views
 from dllm_kernels.generate import _Tokens, schedule
 from tests.conftest import DEVICE, every_time
 from tests.support.generation import (
-    CHOICES,
-    EOS,
     MASK,
-    OTHERS,
-    PLANS,
     PROMPTS,
     SEEDS,
-    TEMPERATURES,
-    TRUNCATIONS,
     D,
     Encoder,
     N,
@@ -37,44 +31,6 @@ from tests.support.generation import (
     model_of,
     padded,
 )
-
-
-def steps_of_blocks(step_map, P, options):
-    """Count the steps of each block: each row with a masked token in the block decodes at least one per step."""
-    for start, stop, _ in schedule(N, options.get("block_size") or N, options["steps"], infill=True):
-        block = step_map[:, P + start if start else 0 : P + stop]
-        yield max(len(set(row) - {-1}) for row in block.tolist())
-
-
-@pytest.mark.everyday(9)
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: "+".join(other))
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("shift", [False, True])
-@torch.no_grad()
-def test_parity(shift, plan, truncation, temperature, other, choice, backend):
-    """Each row of a batch with left padding has the tokens, log-probabilities and steps of the row alone."""
-    prompts = ([1, MASK, 3, MASK], [4], [5, MASK]) if "infill" in other else PROMPTS
-    model, (ids, on) = model_of(), padded(prompts, before=1)
-    options = {"temperature": temperature, **truncation, **plan, **choice, **other}
-    if "threshold" in choice and plan["steps"] == 6:
-        options["steps"] = None
-    plain, model.shift = copy.deepcopy(model), int(shift)
-    delayed = {"eos_token_id": EOS, "pad_token_id": 0} if "delay_eos" in other else {}
-    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options, **delayed)
-    P = ids.shape[1]
-    assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
-    assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
-    assert_rows_as_expected(out, plain, prompts, **options, **({"eos_token_ids": EOS} if delayed else {}))
-    assert {len(seen) for seen, _ in model.seen} == {len(prompts) * (1 + ("cfg_scale" in other))}
-    ends_early = delayed and "block_size" in plan
-    if not ends_early and not {"threshold", "infill"} & {*choice, *other}:
-        assert len(model.seen) == options["steps"]
-    if not delayed:  # no decoded token is cut off
-        assert len(model.seen) == sum(steps_of_blocks(out.step_map, P, options))
 
 
 @pytest.mark.exhaustive
@@ -121,13 +77,6 @@ def test_steps_are_in_proportion_to_the_tokens(length, size):
             assert 1 <= own <= stop - start
             assert abs(own - steps * (stop - start) / length) < 1
     assert [stop - start for start, stop, _ in plan] == [own for *_, own in plan]
-
-
-def test_one_token_per_step_in_a_short_last_block():
-    model, (ids, on) = model_of(), padded()
-    out = generate(model, ids, on, block_size=4, steps=N)
-    assert len(model.seen) == N
-    assert torch.equal(out.step_map[:, -N:].sort(1).values, torch.arange(N, device=DEVICE).expand(3, -1))
 
 
 @pytest.mark.many_draws

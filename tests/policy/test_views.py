@@ -287,43 +287,6 @@ def test_a_given_level_is_used(scheme):
 # Seeds and generators
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("num", [1, 3])
-def test_a_row_depends_only_on_its_seed(scheme, num):
-    ids, loss_mask, steps = batch()
-    whole = policy_views(ids, loss_mask, MASK, scheme, num=num, seeds=SEEDS, **options(scheme, steps))
-    order = torch.tensor([2, 0, 3, 1])
-    more = options(scheme, steps[order])
-    moved = policy_views(ids[order], loss_mask[order], MASK, scheme, num=num, seeds=SEEDS[order], **more)
-    assert all(torch.equal(a[:, order], b) for a, b in zip(whole, moved, strict=True))
-    for b in range(4):
-        at = slice(b, b + 1)
-        alone = policy_views(
-            ids[at], loss_mask[at], MASK, scheme, num=num, seeds=SEEDS[at], **options(scheme, steps[at])
-        )
-        K = len(alone.noisy)  # a trace has one view per step of the row, followed by empty views
-        assert all(torch.equal(a[:K, at], x) for a, x in zip(whole, alone, strict=True))
-        assert not whole.scored[K:, b].any()
-        assert torch.equal(whole.noisy[K:, b], ids[at].expand(len(whole.noisy) - K, -1))
-
-
-@pytest.mark.parametrize(("scheme", "views"), [("full", 1), ("coupled", 3)])
-def test_the_first_views_do_not_depend_on_the_number_of_views(scheme, views):
-    ids, loss_mask, _ = batch()
-    more = {"seeds": SEEDS, **({"prompt_prob": 0.5} if scheme == "full" else {})}
-    few, many = (policy_views(ids, loss_mask, MASK, scheme, num=num, **more) for num in (2, 5))
-    assert torch.equal(few.noisy, many.noisy[: 2 * views])
-    assert not torch.equal(many.noisy[: 2 * views], many.noisy[2 * views : 4 * views])
-
-
-def test_the_draws_of_a_row_equal_sample_level_under_its_child_seeds():
-    child = np.random.Philox(key=[5, CHILDREN]).random_raw(2).view(np.int64)
-    t = sample_level(2, low=0.2, high=0.8, seeds=torch.from_numpy(child))
-    ids = torch.zeros(1, 50, dtype=torch.int64)
-    views = policy_views(ids, torch.ones_like(ids), 1, "coupled", num=2, seeds=torch.tensor([5]))
-    torch.testing.assert_close(views.weights[[1, 4], 0].amax(-1), 0.25 / t)
-
-
 @pytest.mark.parametrize("scheme", DRAWN)
 def test_a_generator_draws_one_seed_per_call(scheme):
     ids, loss_mask, _ = batch()
@@ -484,14 +447,6 @@ def test_scores_equal_the_oracle_for_any_values_in_unscored_positions(scheme):
     assert torch.equal(leaf.grad, views.weights.double())
     assert scores[3] == views.sequence_scores(bad, mean=True)[3] == 0
     assert torch.equal(views.noisy[:, 3], ids[3].expand(len(views.noisy), -1))
-
-
-def test_scores_of_sixteen_bits_are_float32():
-    ids, loss_mask, _ = batch()
-    views = policy_views(ids, loss_mask, MASK, "elbo", num=2, seeds=SEEDS)
-    log_probs = drawn_log_probs(views)[0].bfloat16()
-    assert views.token_scores(log_probs).dtype == views.sequence_scores(log_probs).dtype == torch.float32
-    assert eubo(log_probs, views).dtype == torch.float32
 
 
 def test_views_made_by_hand_count_their_scored_tokens():
