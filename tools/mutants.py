@@ -40,14 +40,11 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
 EVERY_ROW_OP = (
-    "tests/ops/test_errors.py tests/internals/test_losses.py tests/internals/test_backends.py tests/ops/test_token_nll.py"
-    " tests/internals/test_backends.py tests/ops/test_linear_nll.py tests/internals/test_rows.py"
-    " tests/ops/test_extra.py tests/internals/test_graph.py tests/ops/test_transform.py"
-    " tests/internals/test_rows.py tests/ops/test_logits_dtype.py tests/ops/test_row_stats.py"
-    " tests/internals/test_backends.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
-    " tests/internals/test_backends.py"
-    " tests/ops/test_divergence.py tests/internals/test_rows.py tests/ops/test_second_order.py"
-    " tests/ops/test_compile.py -k 'not triton'"
+    "tests/ops/test_errors.py tests/internals/test_backends.py tests/ops/test_token_nll.py"
+    " tests/ops/test_linear_nll.py tests/internals/test_rows.py tests/ops/test_extra.py"
+    " tests/internals/test_graph.py tests/ops/test_transform.py tests/ops/test_logits_dtype.py"
+    " tests/ops/test_row_stats.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
+    " tests/ops/test_divergence.py tests/ops/test_second_order.py tests/ops/test_compile.py -k 'not triton'"
 )
 # Path within the package -> arguments of pytest, with fast tests first. The first matching entry is used. If no entry
 # matches, the tests with the same stem are used.
@@ -147,7 +144,7 @@ JUDGES = (
     ),
     (
         "*corrupt*",
-        "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"
+        "tests/ops/test_flags.py tests/corruption/test_corruption.py"
         " tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py"
         " tests/corruption/test_corruption_statistics.py tests/ops/test_gumbel_topk.py",
     ),
@@ -164,7 +161,7 @@ JUDGES = (
     (
         "losses/*",
         "tests/ops/test_flags.py tests/losses/test_mask_values.py tests/internals/test_graph.py"
-        " tests/losses/test_target_range.py tests/ops/test_errors.py tests/internals/test_losses.py"
+        " tests/losses/test_target_range.py tests/ops/test_errors.py"
         " tests/repo/test_api.py tests/losses/test_reduction.py tests/losses/test_draft_distillation.py"
         " tests/losses/test_draft_blocks.py tests/losses/test_losses.py tests/losses/test_laws.py"
         " tests/losses/test_packed.py",
@@ -178,7 +175,7 @@ JUDGES = (
     (
         "_checks/_target_range.py",
         "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_graph.py"
-        " tests/ops/test_errors.py tests/internals/test_losses.py",
+        " tests/ops/test_errors.py",
     ),
     ("_checks/_compiled.py", "tests/ops/test_compile.py -k 'check'"),
     (
@@ -190,7 +187,7 @@ JUDGES = (
     ("backends/torch/_workers.py", "tests/internals/test_backends.py"),
     (
         "ops/token_log_probs.py",
-        "tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_token_log_probs.py",
+        "tests/ops/test_errors.py tests/ops/test_token_log_probs.py",
     ),
     (
         "backends/torch/_nll.py",
@@ -209,7 +206,7 @@ JUDGES = (
     ),
     (
         "*_stats.py",
-        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_row_stats.py"
+        "tests/ops/test_flags.py tests/ops/test_errors.py tests/ops/test_row_stats.py"
         " tests/internals/test_backends.py tests/ops/test_token_log_probs.py tests/ops/test_row_objective.py"
         " tests/ops/test_soft_embedding.py -k 'not triton'",
     ),
@@ -230,8 +227,7 @@ JUDGES = (
     ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_rows.py -k 'not triton'"),
     (
         "_checks/_arguments.py",
-        "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
-        " tests/internals/test_losses.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
+        "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
         " tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/ops/test_transform.py"
         " tests/internals/test_rows.py tests/losses/test_losses.py tests/ops/test_linear_nll.py -k 'not triton'",
     ),
@@ -248,11 +244,11 @@ JUDGES = (
     ),
     (
         "*objective.py",
-        "tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_row_objective.py -k 'not triton'",
+        "tests/ops/test_errors.py tests/ops/test_row_objective.py -k 'not triton'",
     ),
     (
         "ops/*",
-        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_losses.py tests/ops/test_token_nll.py"
+        "tests/ops/test_flags.py tests/ops/test_errors.py tests/ops/test_token_nll.py"
         " tests/internals/test_backends.py tests/ops/test_linear_nll.py tests/internals/test_rows.py"
         " tests/ops/test_extra.py tests/internals/test_graph.py tests/ops/test_transform.py"
         " tests/ops/test_compile.py -k 'not triton'",

@@ -176,7 +176,7 @@ GOOD = {
     "blocks": lambda **kw: corrupt_blockwise(IDS, LOSS, MASK, 3, **kw),
     "random": lambda **kw: corruption.corrupt_uniform_random(IDS, LOSS, V, 3, **kw),
     "mix": lambda **kw: corrupt_mix(
-        IDS, LOSS, MASK, **({"vocab_size": V, "mask_prob": HALF, "uniform_prob": HALF} | kw)
+        IDS, LOSS, **({"mask_token_id": MASK, "vocab_size": V, "mask_prob": HALF, "uniform_prob": HALF} | kw)
     ),
     "sample": lambda **kw: sample_level(**({"B": 3} | kw)),
 }
@@ -213,6 +213,19 @@ META = torch.zeros(2, device="meta")
         ),
         ("mix", {"mask_prob": META}, ValueError, "mask_prob must be on cpu like input_ids, got meta"),
         ("mix", {"check": 1}, TypeError, "check must be a bool, got int"),
+        *(
+            ("mix", {name: torch.tensor(values)}, ValueError, rf"^{name} must lie in \[0, 1\], got values from {got}")
+            for name, values, got in (
+                ("mask_prob", (0.5, -0.5), "-0.5 to 0.5"), ("uniform_prob", (0.5, -0.25), "-0.25 to 0.5"),
+                ("mask_prob", (0.5, 1.5), "0.5 to 1.5"), ("uniform_prob", (0.5, float("nan")), "nan"),
+            )
+        ),
+        ("mix", {"mask_prob": HALF * 1.5}, ValueError, r"^mask_prob \+ uniform_prob must be at most 1, got up to 1.25"),
+        *(
+            ("mix", {"mask_token_id": n, "vocab_size": 7}, ValueError,
+             rf"^mask_token_id must lie in \[0, vocab_size\) = \[0, 7\), MASK being one of .* tokens, got {n}")
+            for n in (7, 100)
+        ),
         ("sample", {"B": 0}, ValueError, "B must be at least 1, got 0"),
         ("sample", {"B": 2.0}, TypeError, "B must be an int, got float"),
         (

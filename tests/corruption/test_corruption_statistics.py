@@ -171,35 +171,3 @@ def test_mix_splits_at_its_rates_and_other_tokens_are_uniform(vocab_size):
     assert counts[clean] == counts[mask_token] == 0
     others = torch.tensor([v for v in range(vocab_size) if v not in (clean, mask_token)])
     assert chi_square_p(counts[others], torch.full((len(others),), float(moved.sum()) / len(others)).double()) > P
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])
-def test_each_sampled_level_is_uniform(method):
-    """A single row has the uniform distribution, whatever couples the rows of a batch."""
-    seeds = range(1000)
-    batches = [corruption.sample_level(4, method=method, seeds=torch.full((4,), seed)) for seed in seeds]
-    if method == "uniform":  # four equal seeds would give four equal levels
-        batches = [corruption.sample_level(4, seeds=4 * seed + torch.arange(4)) for seed in seeds]
-    for row in torch.stack(batches).double().unbind(1):
-        counts = torch.histc(row, 20, 0, 1)
-        assert chi_square_p(counts, torch.full_like(counts, len(row) / 20)) > P
-
-
-def test_stratified_levels_have_a_mean_that_hardly_varies():
-    """The mean of B uniform levels has variance 1 / (12 B).
-
-    For stratified levels it is 1 / (12 B^2), because u is the only draw.
-    """
-    B = 8
-
-    def variance(method):
-        means = [
-            corruption.sample_level(B, method=method, generator=torch.Generator().manual_seed(seed)).double().mean()
-            for seed in range(2000)
-        ]
-        return float(torch.stack(means).var())
-
-    # The relative standard deviation of a variance of 2,000 means is at most 0.04 here; 6.5 of them are 0.26.
-    assert abs(variance("uniform") * 12 * B - 1) < 0.26
-    assert abs(variance("stratified") * 12 * B**2 - 1) < 0.26

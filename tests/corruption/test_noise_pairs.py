@@ -95,7 +95,8 @@ def options_of(case, ids):
     if case["parts"] == "blocks":
         options["block_size"] = BLOCK
     if case["parts"] == "segments":
-        options["segment_ids"] = torch.randint(-1, 3, (B, L)).sort(1).values
+        dtype = (torch.int64, torch.int32, torch.int16, torch.int8)[torch.randint(4, ())]
+        options["segment_ids"] = torch.randint(-1, 3, (B, L), dtype=dtype)
     if case["routine"] == "mix":
         options |= {"mask_prob": torch.rand(B) / 2, "uniform_prob": torch.rand(B) / 2}
     if case["level"]:

@@ -5,7 +5,7 @@ import torch
 
 from dllm_kernels import corruption
 from dllm_kernels.corruption import corrupt_uniform
-from tests.corruption.test_corruption import MASK, batch, same
+from tests.corruption.test_corruption import MASK
 
 pytestmark = pytest.mark.indices
 
@@ -13,21 +13,6 @@ pytestmark = pytest.mark.indices
 def documents(B, L, device="cpu", seed=0):
     """Draw segment ids: runs, ids that occur again later, and positions in no segment."""
     return torch.randint(-1, 4, (B, L), generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-@pytest.mark.everyday(1)
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8])
-def test_backends_agree_on_segments(dtype, device):
-    ids, loss_mask, seeds = batch(3, 70, device)
-    segment_ids = documents(3, 70, device).to(dtype)
-    turned = segment_ids.t().contiguous().t()
-    for source in (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)}):
-        for level in (None, torch.rand(3, device=device), torch.rand(3, 70, device=device)):
-            by_kernel, by_torch = (
-                corrupt_uniform(ids, loss_mask, MASK, level=level, segment_ids=t, backend=b, **source())
-                for t, b in ((turned, "triton"), (segment_ids, "torch"))
-            )
-            assert same(by_kernel, by_torch)
 
 
 def test_given_levels_belong_to_segments_in_their_order(backend, device):

@@ -202,6 +202,7 @@ def test_pairs_of_features(number):
         out = call(chosen, model, ids.to(chosen["ids"]), on, **ours, **drawn)
     assert [m.training for m in model.modules()] == modes
     assert not any(t.requires_grad for t in out)
+    assert type(out.ids) is torch.Tensor
     P = ids.shape[1]
     assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
     assert torch.equal(out.generated, out.step_map >= 0)

@@ -80,28 +80,6 @@ def test_steps_are_in_proportion_to_the_tokens(length, size):
 
 
 @pytest.mark.many_draws
-@pytest.mark.parametrize(
-    "options",
-    [{"remasking": "random"}, {"threshold": 0.2, "steps": None}, {"infill": True, "steps": 9},
-     {"infill": True, "remasking": "random"}, {"infill": True, "position_temperature": 0.1}],
-    ids=str,
-)  # fmt: skip
-def test_a_row_depends_only_on_its_seed_and_prompt(options):
-    """Rows of a batch have other padding, other holes and other numbers of steps than alone."""
-    prompts = ([1, MASK, 3], [4], [5, MASK]) if "infill" in options else PROMPTS
-    model, (ids, on) = model_of(), padded(prompts)
-    options = {"temperature": 0.9, "block_size": 4, **options}
-    whole = generate(model, ids, on, seeds=SEEDS, **options)
-    for row, prompt in enumerate(prompts):
-        alone = generate(model, torch.tensor([prompt], device=DEVICE), seeds=SEEDS[row, None], **options)
-        assert torch.equal(alone.ids[0], whole.ids[row, -alone.ids.shape[1] :])
-        assert torch.equal(alone.step_map[0], whole.step_map[row, -alone.ids.shape[1] :])
-    other = generate(model, ids, on, seeds=SEEDS + 1, **options)
-    assert not torch.equal(other.ids, whole.ids)
-    assert not torch.equal(other.step_map, whole.step_map)
-
-
-@pytest.mark.many_draws
 def test_the_generator_decides_without_seeds():
     """Row b has child b of one drawn seed. If nothing is drawn, the generator stays as it is."""
     model, (ids, on) = model_of(), padded()
@@ -248,22 +226,6 @@ class Flat(nn.Module):
 
     def forward(self, ids):
         return self.lm_head(self.embedding(ids).flatten(0, 1))
-
-
-OUTPUTS = {
-    "attribute": lambda z: SimpleNamespace(logits=z),
-    "mapping": lambda z: {"loss": None, "logits": z.float()},
-    "tuple": lambda z: (z.contiguous(), None),
-}
-
-
-@pytest.mark.parametrize("change", OUTPUTS.values(), ids=OUTPUTS)
-def test_models_with_other_outputs(change):
-    ids, on = padded()
-    expected = generate(model_of(), ids, on)
-    found = generate(Returning(model_of(), change), ids, on)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert type(found.ids) is torch.Tensor
 
 
 class Careless(Encoder):
@@ -449,22 +411,6 @@ def test_guidance_takes_the_memory_of_one_forward_pass_and_a_chunk(dtype):
     assert guided < plain + 2 * N * vocabulary * dtype.itemsize / 20
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_a_lora_head():
-    peft = pytest.importorskip("peft")
-    model, (ids, on) = model_of().float(), padded()
-    config = peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
-    adapted = peft.inject_adapter_in_model(config, copy.deepcopy(model))
-    merged, layer = copy.deepcopy(model), adapted.lm_head
-    merged.lm_head.weight += layer.get_delta_weight("default")
-    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3, "cfg_scale": 0.7, "suppress_ids": [2]}
-    found, same, plain = (generate(m, ids, on, **options) for m in (adapted, merged, model))
-    assert torch.equal(found.ids, same.ids)
-    assert not torch.equal(found.ids, plain.ids)
-    torch.testing.assert_close(found.log_probs, same.log_probs)
-
-
 @torch.no_grad()
 def test_float32_logits_of_16_bit_operands():
     model, (ids, on) = model_of().bfloat16(), padded()
@@ -495,13 +441,6 @@ def test_no_prompt_no_row_and_masks_of_other_dtypes():
         assert model.seen[-1][1].dtype == dtype
     given = {"attention_mask": torch.cat([on, on.new_ones(3, N)], 1)}
     assert torch.equal(generate(model, ids, model_kwargs=given).ids, expected.ids)
-
-
-def test_mask_tokens_of_the_prompt_stay():
-    model, ids = model_of(), torch.tensor([[1, MASK, 2]], device=DEVICE)
-    out = generate(model, ids, temperature=1.0, seeds=SEEDS[:1])
-    assert out.ids[0, :3].tolist() == [1, MASK, 2]
-    assert (out.ids[0, 3:] != MASK).all()
 
 
 @pytest.mark.exhaustive

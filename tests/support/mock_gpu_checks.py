@@ -347,13 +347,6 @@ def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
 
 
 @check
-@on_each("sm_90", "gfx942")
-def capture_of_divergences_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, lambda: launches.divergence((4, 512, 32000), torch.bfloat16, kind="l1"))
-    needs_nothing_new(gpu, lambda: launches.divergence_from_hidden((4, 512, 32000), torch.bfloat16, kind="kl"))
-
-
-@check
 @on_each("sm_90")
 def every_kind_can_be_looked_at(gpu):
     """Only ``ce`` has targets, not other kinds whose name contains these two letters."""
