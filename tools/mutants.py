@@ -227,7 +227,8 @@ JUDGES = (
     ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_rows.py -k 'not triton'"),
     (
         "_checks/_arguments.py",
-        "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
+        "tests/ops/test_flags.py tests/losses/test_target_range.py"
+        " tests/ops/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
         " tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/ops/test_transform.py"
         " tests/internals/test_rows.py tests/losses/test_losses.py tests/ops/test_linear_nll.py -k 'not triton'",
     ),
