@@ -119,10 +119,13 @@ JUDGES = (
     ),
     ("head/_in_head.py", "tests/generate tests/integrations/test_trl.py -k 'not trainers'"),
     (
-        "fused/*",
+        "deferred/*",
         "tests/integrations/test_fused_head.py tests/integrations/test_fused_head_programs.py"
         " tests/internals/test_deferred.py",
     ),
+    ("fused.py", "tests/integrations/test_fused_head.py"),
+    ("generate.py", "tests/generate"),
+    ("_checks/_backend.py", "tests/internals/test_checks.py"),
     ("integrations/names.py", "tests/integrations/test_names.py"),
     ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
     ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
@@ -143,15 +146,16 @@ JUDGES = (
         "tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py",
     ),
     (
+        "corruption/_rules.py",
+        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        " tests/corruption/test_corruption_levels.py tests/corruption/test_corruption_compile.py",
+    ),
+    ("corruption/_seeds.py", "tests/internals/test_corruption.py tests/ops/test_default_device.py"),
+    (
         "*corrupt*",
         "tests/ops/test_flags.py tests/corruption/test_corruption.py"
         " tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py"
         " tests/corruption/test_corruption_statistics.py tests/ops/test_gumbel_topk.py",
-    ),
-    (
-        "corruption/_rules.py",
-        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/corruption/test_corruption_compile.py",
     ),
     (
         "losses/draft_distillation.py",
@@ -171,7 +175,6 @@ JUDGES = (
         "_graph/_custom_ops.py",
         "tests/internals/test_graph.py tests/ops/test_compile.py tests/corruption/test_corruption_compile.py",
     ),
-    ("corruption/_seeds.py", "tests/internals/test_corruption.py tests/ops/test_default_device.py"),
     (
         "_checks/_target_range.py",
         "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_graph.py"
@@ -226,7 +229,7 @@ JUDGES = (
     ),
     ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_rows.py -k 'not triton'"),
     (
-        "_checks/_arguments.py",
+        "rows/_call.py",
         "tests/ops/test_flags.py tests/losses/test_target_range.py"
         " tests/ops/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
         " tests/ops/test_gumbel_topk.py tests/internals/test_corruption.py tests/ops/test_transform.py"
@@ -254,7 +257,9 @@ JUDGES = (
         " tests/ops/test_extra.py tests/internals/test_graph.py tests/ops/test_transform.py"
         " tests/ops/test_compile.py -k 'not triton'",
     ),
-    ("_utils/*", EVERY_ROW_OP),
+    ("_graph/*", EVERY_ROW_OP),
+    ("_checks/*", EVERY_ROW_OP),
+    ("head/*", EVERY_ROW_OP),
     ("rows/*", EVERY_ROW_OP),
     ("backends/*", EVERY_ROW_OP),
 )
