@@ -583,7 +583,9 @@ def test_idlm_settings():
     loss = IDLMLoss(np.float32(0.5), np.bool_(True))
     assert loss.auto_balance is True
     raises(TypeError, "clean_loss_weight must be a number, got fractions.Fraction", IDLMLoss, Fraction(1, 2))
-    loss.clean_loss_weight = float("inf")
+    loss.auto_balance = "no"
+    raises(TypeError, "auto_balance must be a bool, got str", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
+    loss.clean_loss_weight, loss.auto_balance = float("inf"), True
     raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
 
 

@@ -335,13 +335,6 @@ def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
     assert len(gpu.specimens) == len(specs) + 1
 
 
-@check
-@on_each("sm_90", "gfx942")
-def capture_of_divergences_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, lambda: launches.divergence((4, 512, 32000), torch.bfloat16, kind="l1"))
-    needs_nothing_new(gpu, lambda: launches.divergence_from_hidden((4, 512, 32000), torch.bfloat16, kind="kl"))
-
-
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
 STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_coefficients", "row_stats_bwd"}

@@ -1,12 +1,14 @@
-"""Custom ops of compiled graphs: torch's checks of each one, and typed arguments by name."""
+"""Graphs: torch's checks of each custom op, typed arguments by name, and tensors without readable values."""
 
 import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import corruption
-from dllm_kernels._graph import _custom_ops
+from dllm_kernels._checks import _compiled
+from dllm_kernels._graph import _custom_ops, _plain
 from dllm_kernels.corruption import _philox
 from dllm_kernels.losses import sample_anchors, sample_prefix
 from dllm_kernels.ops import (
@@ -188,3 +190,16 @@ def test_arguments_are_typed_and_have_the_names_of_the_function():
         assert {"softcap": "float", "skip_id": "Optional[int]", "triton": "bool"}.items() <= arguments.items(), name
         own = [p for p in inspect.signature(op.function).parameters if p in arguments]
         assert own, name
+
+
+def test_opcheck_of_the_check_of_targets():
+    targets = torch.tensor([0, 3, -100], device=DEVICE)
+    torch.library.opcheck(_compiled.target_range, (targets, "targets", V, -100, 0))
+
+
+def test_tensors_without_readable_values():
+    assert _plain.readable_without_sync(ACTIVE)
+    assert not _plain.readable_without_sync(None)
+    assert not _plain.readable_without_sync(ACTIVE.to("meta"))
+    with FakeTensorMode() as mode:
+        assert not _plain.readable_without_sync(mode.from_tensor(ACTIVE))
