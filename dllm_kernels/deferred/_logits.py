@@ -117,10 +117,10 @@ class Rows:
     def rows_of(self, parts: Any) -> HeadRows:
         """Take the head apart, for parts whose last dimension is that of the classes."""
         self.check_unchanged()
-        weight, bias, extra = self.head.weights(self.split_head, parts)
-        bias = bias if bias is None or self.bias_factor == ONE else bias * float(self.bias_factor)
+        head = self.head.weights(self.split_head, parts)
+        bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
         scale = None if self.scale == ONE else float(self.scale)
-        return HeadRows(parts[0], weight, bias, extra, self.softcap, scale)
+        return HeadRows(parts[0], head.weight, bias, head.extra, self.softcap, scale)
 
     def check_unchanged(self, gathered: Sequence[Tensor | None] | None = None) -> None:
         """Raise RuntimeError if hidden states or head, or parts gathered again, changed since the head call."""

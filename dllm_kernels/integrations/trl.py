@@ -44,16 +44,17 @@ from torch import Tensor, nn
 from dllm_kernels import _checks, ops
 from dllm_kernels._graph import _plain
 from dllm_kernels._graph._call_state import CallState
+from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.head._in_head import HeadOutput, run_in_head
+from dllm_kernels.head._in_head import HeadOutput, OfLogits, run_in_head
 from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 from dllm_kernels.rows._call import times_upstream
-from dllm_kernels.rows._dtypes import dtype_of_logits, in_dtype_of
+from dllm_kernels.rows._logits import LinearLogits, with_head_in_dtype_of_rows
 
 HOST = "trl"
 HOME, NAME = "kernels", "ChunkedLogProbFunction"  # trl.trainer.utils holds it as _ChunkedLogProbFunction
@@ -177,13 +178,13 @@ class ChunkedLogProbs:
             return self.original.apply(hidden, weight, bias, targets, *asked)  # type: ignore[no-any-return]
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
+        logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, logits_dtype=self.logits_dtype)
         log_probs, entropy, is_top1 = _log_probs(
-            hidden, weight, bias, targets.masked_fill(outside, -100), outside,
-            entropy="entropy" in outputs, with_correct="is_top1" in outputs, scale=scale, softcap=softcap,
-            logits_dtype=self.logits_dtype,
+            logits, targets.masked_fill(outside, -100), outside, entropy="entropy" in outputs,
+            with_correct="is_top1" in outputs,
         )  # fmt: skip
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
-            is_top1 = is_top1 | _outside_is_top1(hidden, weight, bias, targets, outside)
+            is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
         return log_probs, entropy, None, mean, is_top1
 
@@ -197,13 +198,15 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: flo
 
 
 @torch.no_grad()
-def _outside_is_top1(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, outside: Tensor) -> Tensor:
+def _outside_is_top1(logits: LinearLogits, targets: Tensor, outside: Tensor) -> Tensor:
     """Return True for targets outside the vocabulary whose logit of 0 is the first maximum of the row.
 
-    A negative target is before all columns, any other behind them. Cap and scale keep the sign of the largest logit.
+    A negative target is before all columns, any other behind them. Cap and scale, which the record does not have, would
+    keep the sign of the largest logit.
     """
-    head = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-    best = ops.linear_sample(hidden, head[0], bias=head[1], temperature=0, active=outside).ids.clamp(min=0)
+    hidden, weight, bias = logits[:3]
+    cast = with_head_in_dtype_of_rows(logits)
+    best = ops.linear_sample(cast, temperature=0, active=outside).ids.clamp(min=0)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     largest = (hidden.to(dtype) * weight[best].to(dtype)).sum(-1)
     largest = largest if bias is None else largest + bias[best].to(dtype)
@@ -214,16 +217,7 @@ def _outside_is_top1(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
 
 
 def _log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    outside: Tensor | None = None,
-    *,
-    extra: _checks.Extra | None = None,
-    entropy: bool = False,
-    logits_dtype: torch.dtype | None = None,
-    **options: Any,
+    logits: LinearLogits, targets: Tensor, outside: Tensor | None = None, *, entropy: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log p of each target, the entropy, and the argmax match.
 
@@ -231,24 +225,17 @@ def _log_probs(
     the entropy only if the entropy receives an upstream gradient (2 more products).
 
     Args:
-        hidden: ``[..., D]``.
-        weight: ``[V, D]``, cast to the dtype of ``hidden`` unless autocast is on.
-        bias: ``[V]`` or None.
+        logits: of hidden states ``[..., D]``. The head is cast to their dtype unless autocast is on.
         targets: ``[...]``, in ``[0, V)`` or -100.
         outside: ``[...]``, bool, True for targets that are treated as a logit of 0; or None.
-        extra: the low-rank part of the head, or None.
         entropy: True to compute the entropy.
-        logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; ignored for float64 operands.
-        options: other options of the linear ops, such as ``with_correct`` for the argmax match.
+        options: other options of the ops, such as ``with_correct`` for the argmax match.
     """
-    options["logits_dtype"] = dtype_of_logits(hidden, logits_dtype)
-    weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-    trained = any(t is not None and t.requires_grad for t in (weight, bias, *(extra or ())))
-    if torch.is_grad_enabled() and hidden.requires_grad and not trained and not torch.compiler.is_compiling():
-        asked = {"extra": extra, **options}
-        return _FrozenHead.apply(hidden, weight, bias, targets, outside, entropy, asked)  # type: ignore[no-untyped-call,no-any-return]
-    asked = {"bias": bias, "extra": extra, "entropy": entropy, **options}
-    out = ops.linear_row_stats(hidden, weight, targets, **asked)
+    logits = with_head_in_dtype_of_rows(logits)
+    trained = any(t is not None and t.requires_grad for t in logits.head)
+    if torch.is_grad_enabled() and logits.hidden.requires_grad and not trained and not torch.compiler.is_compiling():
+        return _FrozenHead.apply(logits.hidden, logits, targets, outside, entropy, options)  # type: ignore[no-untyped-call,no-any-return]
+    out = ops.row_stats(logits, targets, entropy=entropy, **options)
     return _or_outside(out, outside), out.entropy, out.correct
 
 
@@ -265,21 +252,22 @@ class _FrozenHead(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        logits: LinearLogits,
         targets: Tensor,
         outside: Tensor | None,
         entropy: bool,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.call_state = {"bias": bias, **options}, CallState.now(hidden)
+        ctx.options, ctx.call_state = options, CallState.now(hidden)
         known = () if outside is None else (outside,)
         with own_graph(), torch.enable_grad():
             h = hidden.detach().requires_grad_()
-            out = ops.linear_row_objective(h, weight, targets, _or_outside, *known, entropy=entropy, **ctx.options)
+            logits = replaced(logits, hidden=h)
+            out = ops.row_objective(logits, targets, _or_outside, *known, entropy=entropy, **options)
             (grad,) = torch.autograd.grad(out.loss, h)
-        ctx.save_for_backward(hidden, weight, targets, outside, grad)
+        ctx.save_for_backward(hidden, logits.weight, targets, outside, grad)
+        ctx.logits = replaced(logits, hidden=None, weight=None)  # the saved tensors
         if out.correct is not None:
             ctx.mark_non_differentiable(out.correct)
         return out.value, out.entropy, out.correct
@@ -301,9 +289,10 @@ class _FrozenHead(torch.autograd.Function):
             with ctx.call_state.restored(hidden), own_graph(), torch.enable_grad():
                 h = hidden.detach().requires_grad_()
                 given = upstream.contiguous(), of_entropy.contiguous(), *known
-                out = ops.linear_row_objective(h, weight, targets, both, *given, **options)
+                logits = replaced(ctx.logits, hidden=h, weight=weight)
+                out = ops.row_objective(logits, targets, both, *given, **options)
                 (found,) = torch.autograd.grad(out.loss, h)
-        return found, *(None,) * 6
+        return found, *(None,) * 5
 
 
 # Diffusion policies ---------------------------------------------------------------------------------------------------
@@ -345,8 +334,8 @@ class _HeadRows(HeadOutput):
     advice = FROM_LOGITS
 
 
-def _run(model: Any, unwrapped: nn.Module, rows: Callable[..., Tensor], **inputs: Any) -> tuple[Tensor, Any]:
-    """Call the model with a head that computes ``rows(hidden, weight, bias, extra=)``; return rows and output."""
+def _run(model: Any, unwrapped: nn.Module, rows: OfLogits, **inputs: Any) -> tuple[Tensor, Any]:
+    """Call the model with a head that computes ``rows(logits)``, of a record; return rows and output."""
     return run_in_head(lambda: model(**inputs), head_module(unwrapped), rows, _HeadRows)
 
 
@@ -492,15 +481,16 @@ class DiffusionPolicyMixin:
         arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
-        def rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
-            kind = hidden.device.type
+        def rows(logits: LinearLogits) -> Tensor:
+            kind = logits.hidden.device.type
+            logits = replaced(
+                logits, scale=1 / self.temperature, skip_id=self._mask_token_id, logits_dtype=self._logits_dtype
+            )
+            if in_float32:
+                extra = logits.extra and tuple(t.float() for t in logits.extra)
+                logits = replaced(logits, hidden=logits.hidden.float(), extra=extra)
             with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not in_float32):
-                found = _log_probs(
-                    hidden.float() if in_float32 else hidden, weight, bias, targets, active=active,
-                    extra=extra if extra is None or not in_float32 else (extra[0].float(), extra[1].float()),
-                    entropy=entropy, scale=1 / self.temperature, skip_id=self._mask_token_id,
-                    logits_dtype=self._logits_dtype,
-                )  # fmt: skip
+                found = _log_probs(logits, targets, active=active, entropy=entropy)
             parts = [t for t in found if t is not None]
             if torch.compiler.is_compiling():
                 return torch.stack(parts, -1)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dllm_kernels.integrations.trl import _log_probs
+from dllm_kernels.ops import LinearLogits
 
 N, D, V = 6, 5, 37
 TARGETS = torch.tensor([1, -100, 3, 4, 5, 6])
@@ -23,7 +24,7 @@ def test_any_upstream_gradient_stays_out_of_rows_without_a_gradient(trained, ent
     found = []
     for upstream in (HARMFUL, HARMFUL.index_fill(0, torch.tensor(WITHOUT), 0.0)):
         leaf = hidden.clone().requires_grad_()
-        log_probs, of_rows, _ = _log_probs(leaf, weight, None, TARGETS, active=ON, entropy=entropy)
+        log_probs, of_rows, _ = _log_probs(LinearLogits(leaf, weight), TARGETS, active=ON, entropy=entropy)
         outputs = [log_probs, *([of_rows] if entropy else [])]
         found.append(torch.autograd.grad(outputs, leaf, [upstream, torch.zeros(N)][: len(outputs)])[0])
     assert torch.equal(*found)
