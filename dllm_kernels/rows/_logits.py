@@ -144,7 +144,7 @@ def detached(logits: Logits) -> Logits:
     """Return logits, or their record, as constants."""
     if not isinstance(logits, LinearLogits):
         return logits.detach()
-    head = Head._make(None if t is None else t.detach() for t in logits.head)
+    head = Head(*[None if t is None else t.detach() for t in logits.head])  # type: ignore[arg-type]
     return replaced(logits, hidden=logits.hidden.detach(), weight=head.weight, bias=head.bias, extra=head.extra)
 
 
