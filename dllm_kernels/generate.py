@@ -108,36 +108,16 @@ def schedule(length: int, block_size: int, steps: int | None, *, infill: bool = 
 
 
 def diffusion_generate(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    *,
-    mask_token_id: int,
-    max_new_tokens: int,
-    steps: int | None = None,
-    block_size: int | None = None,
-    remasking: str = "confidence",
-    position_temperature: float = 0.0,
-    threshold: float | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    cfg_scale: float = 0.0,
-    suppress_ids: int | Collection[int] | Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    eos_token_id: int | Collection[int] | Tensor | None = None,
-    delay_eos: bool = False,
-    pad_token_id: int | None = None,
-    infill: bool = False,
-    shift: bool = False,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    head: nn.Module | None = None,
-    model_kwargs: Mapping[str, Any] | None = None,
-    logits_dtype: torch.dtype | None = None,
-    chunk_size: int | None = None,
-    backend: str = "auto",
-) -> DiffusionGeneration:
+    model: nn.Module, prompt_ids: Tensor, *, mask_token_id: int, max_new_tokens: int, steps: int | None = None,
+    block_size: int | None = None, remasking: str = "confidence", position_temperature: float = 0.0,
+    threshold: float | None = None, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+    min_p: float | None = None, cfg_scale: float = 0.0, suppress_ids: int | Collection[int] | Tensor | None = None,
+    attention_mask: Tensor | None = None, eos_token_id: int | Collection[int] | Tensor | None = None,
+    delay_eos: bool = False, pad_token_id: int | None = None, infill: bool = False, shift: bool = False,
+    seeds: Tensor | None = None, generator: torch.Generator | None = None, head: nn.Module | None = None,
+    model_kwargs: Mapping[str, Any] | None = None, logits_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None, backend: str = "auto",
+) -> DiffusionGeneration:  # fmt: skip
     """Continue prompts with a masked diffusion language model, without a tensor of logits.
 
     The model is called as ``model(ids)``, or ``model(ids, attention_mask=...)`` if a mask is given, in evaluation mode
@@ -327,12 +307,12 @@ class _Sampling(NamedTuple):
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        mask, logits_dtype, _ = self.of_logits.values()
+        mask = self.of_logits["skip_id"]
         if mask >= V:
             raise ValueError(f"mask_token_id must lie in [0, {V}), got {mask}")
         if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
-        _checks.check_wide_logits(logits_dtype)
+        _checks.check_wide_logits(self.of_logits["logits_dtype"])
         hidden, head = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (0, V))
         seed = torch.zeros((), dtype=torch.int64, device=device)
         logits = LinearLogits(hidden, head, **self.of_logits)

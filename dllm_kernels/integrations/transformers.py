@@ -756,15 +756,9 @@ class MaskedDiffusionTrainerMixin:
         check_before_host(MaskedDiffusionTrainerMixin, cls, "compute_loss")
 
     def __init__(
-        self,
-        *args: Any,
-        loss: Loss | None = None,
-        logits_dtype: torch.dtype | None = None,
-        shift: bool = False,
-        allow_causal: bool = False,
-        seed_evaluation: bool = True,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, loss: Loss | None = None, logits_dtype: torch.dtype | None = None, shift: bool = False,
+        allow_causal: bool = False, seed_evaluation: bool = True, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self._loss = _checked_loss(loss)
         _checks.check_logits_dtype(logits_dtype)
         self._logits_dtype = logits_dtype

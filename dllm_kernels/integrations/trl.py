@@ -93,8 +93,8 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
         ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
     _checks.check_wide_logits(logits_dtype)
-    strict = _checks.checked_bool("strict", strict)
-    if (earlier := _host.earlier(strict, logits_dtype=logits_dtype)) is not None:
+    strict, asked = _checks.checked_bool("strict", strict), {"logits_dtype": logits_dtype}
+    if (earlier := _host.earlier(strict, **asked)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
@@ -106,7 +106,6 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
     else:
         found = [f"{module.__name__} has no {NAME}.forward"]
     pairs, problems = ([], {NAME: found}) if found else ([(original, ours)], {})
-    asked = {"logits_dtype": logits_dtype}
     return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, asked)
 
 
@@ -132,17 +131,9 @@ class ChunkedLogProbs:
         self.original, self.logits_dtype = original, logits_dtype
 
     def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = OUTPUTS,
-    ) -> Outputs:
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        final_logit_softcapping: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = OUTPUTS,
+    ) -> Outputs:  # fmt: skip
         r"""Compute log-probabilities and the requested ``outputs`` of ``cap(s z) / T`` with ``z = W h + b``.
 
         ``cap(s z) / T`` is a soft cap ``c / s`` of z, times ``s / T``. Without a cap, the mean of the logits is the
@@ -250,14 +241,9 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        logits: LinearLogits,
-        targets: Tensor,
-        outside: Tensor | None,
-        entropy: bool,
+        ctx: Any, hidden: Tensor, logits: LinearLogits, targets: Tensor, outside: Tensor | None, entropy: bool,
         options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.options, ctx.call_state = options, CallState.now(hidden)
         known = () if outside is None else (outside,)
@@ -397,25 +383,20 @@ class DiffusionPolicyMixin:
     _step: int
 
     def __init__(
-        self,
-        *args: Any,
-        mask_token_id: int,
-        scheme: str = "full",
-        num: int = 1,
-        prompt_prob: float = 0.0,
+        self, *args: Any, mask_token_id: int, scheme: str = "full", num: int = 1, prompt_prob: float = 0.0,
         iteration: SupportsIndex | Callable[[Any], SupportsIndex] | None = None,
-        logits_dtype: torch.dtype | None = None,
-        shift: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        logits_dtype: torch.dtype | None = None, shift: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         _checks.check_wide_logits(logits_dtype)
-        views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-        views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
+        options: dict[str, Any] = {"scheme": scheme, "num": num, "prompt_prob": prompt_prob}
+        policy_views(one, one, mask_token_id, seeds=one[0], **options)  # validates the arguments
+        mask = checked_mask_id(mask_token_id, one)
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
-        self._views, self._mask_token_id, self._iteration = views, checked_mask_id(mask_token_id, one), iteration
-        self._logits_dtype, self._shift = logits_dtype, _checks.checked_bool("shift", shift)
+        self._views = functools.partial(policy_views, mask_token_id=mask, **options)
+        self._iteration, self._shift = iteration, _checks.checked_bool("shift", shift)
+        self._of_logits: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -429,16 +410,9 @@ class DiffusionPolicyMixin:
         return super()._generate_single_turn(prompt_ids, *others, **options)  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
+        compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Return scores and entropies ``[B, logits_to_keep]``, and the auxiliary loss of the model, if any."""
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
@@ -473,7 +447,7 @@ class DiffusionPolicyMixin:
         if self._shift:  # no row predicts the first token
             supervised = supervised & (attention_mask.cumsum(-1) > 1)
         start = (attention_mask.cumsum(-1) == 0).sum(-1)  # the masks of a row do not depend on its left padding
-        views = self._views(ids, supervised, self._mask_token_id, seeds=seeds, start=start)
+        views = self._views(ids, supervised, seeds=seeds, start=start)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
         if self._shift:
@@ -483,9 +457,7 @@ class DiffusionPolicyMixin:
 
         def rows(logits: LinearLogits) -> Tensor:
             kind = logits.hidden.device.type
-            logits = replaced(
-                logits, scale=1 / self.temperature, skip_id=self._mask_token_id, logits_dtype=self._logits_dtype
-            )
+            logits = replaced(logits, scale=1 / self.temperature, **self._of_logits)
             if in_float32:
                 extra = logits.extra and tuple(t.float() for t in logits.extra)
                 logits = replaced(logits, hidden=logits.hidden.float(), extra=extra)
@@ -572,23 +544,12 @@ def _wrapped(x: int) -> int:
 
 
 def diffusion_rollout(
-    mask_token_id: int,
-    *,
-    steps: int | None = None,
-    length: int | None = None,
-    block_size: int | None = None,
-    temperature: float | None = None,
-    remasking: str = "confidence",
-    position_temperature: float = 0.0,
-    threshold: float | None = None,
-    cfg_scale: float = 0.0,
-    suppress_ids: int | Collection[int] | Tensor | None = None,
-    delay_eos: bool = False,
-    infill: bool = False,
-    with_logprobs: bool = False,
-    logits_dtype: torch.dtype | None = None,
+    mask_token_id: int, *, steps: int | None = None, length: int | None = None, block_size: int | None = None,
+    temperature: float | None = None, remasking: str = "confidence", position_temperature: float = 0.0,
+    threshold: float | None = None, cfg_scale: float = 0.0, suppress_ids: int | Collection[int] | Tensor | None = None,
+    delay_eos: bool = False, infill: bool = False, with_logprobs: bool = False, logits_dtype: torch.dtype | None = None,
     shift: bool = False,
-) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+) -> Callable[[Sequence[Any], Any], dict[str, Any]]:  # fmt: skip
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
     It calls :func:`dllm_kernels.diffusion_generate` with the ``top_k``, ``top_p`` and ``min_p`` of the trainer. The
