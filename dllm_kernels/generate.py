@@ -42,15 +42,15 @@ from dllm_kernels._graph._plain import has_values, is_dtensor, readable_without_
 from dllm_kernels.corruption import _gumbel, _philox, _rules, _seeds, checked_mask_id
 from dllm_kernels.distributed import calls
 from dllm_kernels.head import _lora
-from dllm_kernels.head._in_head import HeadOutput, OfLogits, head_of, running_in_head
+from dllm_kernels.head._in_head import HeadFunction, HeadOutput, head_of, running_in_head
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._logits import LinearLogits, map_rows, with_head_in_dtype_of_rows
+from dllm_kernels.rows._logits import LinearLogits, cast_head, map_rows
 
 __all__ = ["DiffusionGeneration", "diffusion_generate"]
 
 REMASKING = "confidence", "margin", "entropy", "random"
 OF_PROBABILITIES = "confidence", "margin"  # whose scores are compared with a threshold
-Predict = Callable[[OfLogits], Tensor]  # returns what a function of the logits computes in a call of the model
+Predict = Callable[[HeadFunction], Tensor]  # returns what a function of the logits computes in a call of the model
 
 
 class DiffusionGeneration(NamedTuple):
@@ -291,7 +291,7 @@ class _Sampling(NamedTuple):
 
     Attributes:
         samples: temperature and truncation.
-        of_logits: fields of the record of the logits.
+        logits_fields: fields of the record of the logits.
         backend: as in :func:`diffusion_generate`.
         remasking: as in :func:`diffusion_generate`.
         cfg_scale: as in :func:`diffusion_generate`.
@@ -299,7 +299,7 @@ class _Sampling(NamedTuple):
     """
 
     samples: dict[str, Any]
-    of_logits: dict[str, Any]
+    logits_fields: dict[str, Any]
     backend: str
     remasking: str
     cfg_scale: float
@@ -307,15 +307,15 @@ class _Sampling(NamedTuple):
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        mask = self.of_logits["skip_id"]
+        mask = self.logits_fields["skip_id"]
         if mask >= V:
             raise ValueError(f"mask_token_id must lie in [0, {V}), got {mask}")
         if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
-        _checks.check_wide_logits(self.of_logits["logits_dtype"])
+        _checks.check_wide_logits(self.logits_fields["logits_dtype"])
         hidden, head = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (0, V))
         seed = torch.zeros((), dtype=torch.int64, device=device)
-        logits = LinearLogits(hidden, head, **self.of_logits)
+        logits = LinearLogits(hidden, head, **self.logits_fields)
         ops.linear_sample(logits, seeds=seed, backend=self.backend, **self.samples)
 
     @property
@@ -330,7 +330,7 @@ class _Sampling(NamedTuple):
         With guidance, hidden states and the rows of ``extra`` are ``[2B, W, ...]``. Returns ids, log-probabilities and
         scores ``[B, W, 3]``, float64, which represents every id exactly.
         """
-        logits = with_head_in_dtype_of_rows(replaced(map_rows(logits, self._guided), **self.of_logits))
+        logits = cast_head(replaced(map_rows(logits, self._guided), **self.logits_fields))
         logits = replaced(logits, bias=self._without_suppressed(logits.weight, logits.bias))
         options: dict[str, Any] = {"active": active, "backend": self.backend}
         first_two = 2 if self.remasking == "margin" else None

@@ -21,8 +21,8 @@ _CLAIM = threading.Lock()  # held from the check of a head to its replacement, s
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
 
 
-OfLogits = Callable[[LinearLogits], Tensor]
-Run = Callable[[Callable[[], Any], OfLogits], tuple[Tensor, Any]]
+HeadFunction = Callable[[LinearLogits], Tensor]
+Run = Callable[[Callable[[], Any], HeadFunction], tuple[Tensor, Any]]
 
 
 class HeadOutput(Tensor):
@@ -68,7 +68,7 @@ def refuse_output(got: str, advice: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def computed_in_head(head: Any, compute: OfLogits, advice: str) -> Iterator[None]:
+def computed_in_head(head: Any, compute: HeadFunction, advice: str) -> Iterator[None]:
     """Make the LM head return ``compute(logits)``, of the record of its logits, within the context.
 
     The caller checks that the model returns the output of its head unchanged.
@@ -92,7 +92,7 @@ def computed_in_head(head: Any, compute: OfLogits, advice: str) -> Iterator[None
         yield
 
 
-def run_in_head(call: Callable[[], Any], head: Any, rows: OfLogits, output: type[HeadOutput]) -> tuple[Tensor, Any]:
+def run_in_head(call: Callable[[], Any], head: Any, rows: HeadFunction, output: type[HeadOutput]) -> tuple[Tensor, Any]:
     """Call a model once, see :func:`running_in_head`."""
     with running_in_head(head, output) as run:
         return run(call, rows)
@@ -106,13 +106,13 @@ def running_in_head(head: Any, output: type[HeadOutput]) -> Iterator[Run]:
     the rows pass through the model. Within the context, also between two calls, the head belongs to this context:
     another one of the same head raises.
     """
-    computed, current = list[Tensor](), list[OfLogits]()
+    computed, current = list[Tensor](), list[HeadFunction]()
 
     def in_head(logits: LinearLogits) -> Tensor:
         computed.append(current[-1](logits))
         return computed[-1].as_subclass(output)
 
-    def run(call: Callable[[], Any], rows: OfLogits) -> tuple[Tensor, Any]:
+    def run(call: Callable[[], Any], rows: HeadFunction) -> tuple[Tensor, Any]:
         computed.clear()
         current[:] = [rows]
         outputs = call()

@@ -301,18 +301,10 @@ class MaskedDiffusionCollator:
     """
 
     def __init__(
-        self,
-        mask_token_id: int,
-        collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
-        corrupt: Corruption = corrupt_uniform,
-        *,
-        seed_field: str | None = None,
-        rank: int | None = None,
-        level: Callable[..., Tensor] | None = None,
-        attend_supervised: bool = True,
-        shift: bool = False,
-        **options: Any,
-    ) -> None:
+        self, mask_token_id: int, collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
+        corrupt: Corruption = corrupt_uniform, *, seed_field: str | None = None, rank: int | None = None,
+        level: Callable[..., Tensor] | None = None, attend_supervised: bool = True, shift: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         _check_corrupt(corrupt)
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
@@ -582,7 +574,7 @@ def mdlm_loss_func(
             gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
     shift = _checks.checked_bool("shift", shift)
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).of_logits(logits_of(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(logits_of(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -614,7 +606,7 @@ class _LossCall(NamedTuple):
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
         return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, **others)
 
-    def of_logits(self, logits: Logits) -> Tensor:
+    def compute(self, logits: Logits) -> Tensor:
         """Compute the loss of logits ``[B, L, V]``, stored or made by a head."""
         if isinstance(logits, LinearLogits):
             logits = replaced(logits, num_active=self._num_active(), logits_dtype=self.logits_dtype)
@@ -689,11 +681,11 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
             hooks.
     """
 
-    def of_logits(logits: LinearLogits) -> Tensor:
+    def compute(logits: LinearLogits) -> Tensor:
         extra = {} if logits.extra is None else {"extra": logits.extra}
         return loss(logits.hidden, logits.weight, logits.bias, **extra)
 
-    with computed_in_head(head_module(model), of_logits, advice):
+    with computed_in_head(head_module(model), compute, advice):
         yield
 
 
@@ -854,7 +846,7 @@ class MaskedDiffusionTrainerMixin:
         made = list[Tensor]()
 
         def loss(logits: LinearLogits) -> Tensor:
-            made.append(loss_call.of_logits(logits))
+            made.append(loss_call.compute(logits))
             return made[-1].as_subclass(_LossOutput)
 
         head = head_module(self.accelerator.unwrap_model(model))
@@ -889,7 +881,7 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._loss_call(labels, num_items_in_batch).of_logits(logits_of(outputs))
+            return self._loss_call(labels, num_items_in_batch).compute(logits_of(outputs))
         return result_of_head(self._in_head, outputs, _LossOutput)
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:

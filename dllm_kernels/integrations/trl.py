@@ -48,13 +48,13 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.head._in_head import HeadOutput, OfLogits, run_in_head
+from dllm_kernels.head._in_head import HeadFunction, HeadOutput, run_in_head
 from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
 from dllm_kernels.rows._call import times_upstream
-from dllm_kernels.rows._logits import LinearLogits, with_head_in_dtype_of_rows
+from dllm_kernels.rows._logits import LinearLogits, cast_head
 
 HOST = "trl"
 HOME, NAME = "kernels", "ChunkedLogProbFunction"  # trl.trainer.utils holds it as _ChunkedLogProbFunction
@@ -196,7 +196,7 @@ def _outside_is_top1(logits: LinearLogits, targets: Tensor, outside: Tensor) -> 
     keep the sign of the largest logit.
     """
     hidden, weight, bias = logits[:3]
-    cast = with_head_in_dtype_of_rows(logits)
+    cast = cast_head(logits)
     best = ops.linear_sample(cast, temperature=0, active=outside).ids.clamp(min=0)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     largest = (hidden.to(dtype) * weight[best].to(dtype)).sum(-1)
@@ -222,7 +222,7 @@ def _log_probs(
         entropy: True to compute the entropy.
         options: other options of the ops, such as ``with_correct`` for the argmax match.
     """
-    logits = with_head_in_dtype_of_rows(logits)
+    logits = cast_head(logits)
     trained = any(t is not None and t.requires_grad for t in logits.head)
     if torch.is_grad_enabled() and logits.hidden.requires_grad and not trained and not torch.compiler.is_compiling():
         return _FrozenHead.apply(logits.hidden, logits, targets, outside, entropy, options)  # type: ignore[no-untyped-call,no-any-return]
@@ -320,7 +320,7 @@ class _HeadRows(HeadOutput):
     advice = FROM_LOGITS
 
 
-def _run(model: Any, unwrapped: nn.Module, rows: OfLogits, **inputs: Any) -> tuple[Tensor, Any]:
+def _run(model: Any, unwrapped: nn.Module, rows: HeadFunction, **inputs: Any) -> tuple[Tensor, Any]:
     """Call the model with a head that computes ``rows(logits)``, of a record; return rows and output."""
     return run_in_head(lambda: model(**inputs), head_module(unwrapped), rows, _HeadRows)
 
@@ -394,9 +394,9 @@ class DiffusionPolicyMixin:
         mask = checked_mask_id(mask_token_id, one)
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
-        self._views = functools.partial(policy_views, mask_token_id=mask, **options)
+        self._views: Callable[..., Any] = functools.partial(policy_views, mask_token_id=mask, **options)
         self._iteration, self._shift = iteration, _checks.checked_bool("shift", shift)
-        self._of_logits: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
+        self._logits_fields: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
         start: Any = super().__init__
         self._rollout = (
             None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
@@ -457,7 +457,7 @@ class DiffusionPolicyMixin:
 
         def rows(logits: LinearLogits) -> Tensor:
             kind = logits.hidden.device.type
-            logits = replaced(logits, scale=1 / self.temperature, **self._of_logits)
+            logits = replaced(logits, scale=1 / self.temperature, **self._logits_fields)
             if in_float32:
                 extra = logits.extra and tuple(t.float() for t in logits.extra)
                 logits = replaced(logits, hidden=logits.hidden.float(), extra=extra)

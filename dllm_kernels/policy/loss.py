@@ -198,17 +198,18 @@ class PolicyLoss(nn.Module):
         rows = ModelOutput.of(logits, Options(transform, check_targets=False, backend=backend), NAMES)
         ids, old, advantages, ref = all_plain(ids, old, advantages, ref)
         rows = _checked_rows(rows, ids, views, int(self.shift))
-        given = old, advantages, ref
-        self._check_constants(ids, *given)
+        self._check_constants(ids, old, advantages, ref)
         self._check_num_tokens(num_tokens)
         # In a graph, row_objective would recompute the logits.
         eager = not torch.compiler.is_compiling() and has_values(rows.x)
         by_row = eager and self.level == "token" and not rows.stored and scored_once(views)
         if self.shift:  # everything per token moves to the row that predicts it
             ids, views = next_tokens(ids), of_next_tokens(views)
-            given = tuple(shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given)  # type: ignore[assignment]
+            old, advantages, ref = (
+                shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in (old, advantages, ref)
+            )
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
-        c = self._constants(views, scored, given, num_tokens, rows.accum_dtype)
+        c = self._constants(views, scored, (old, advantages, ref), num_tokens, rows.accum_dtype)
         if by_row:
             loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
@@ -245,20 +246,19 @@ class PolicyLoss(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
         objective = self.objective
-        given = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
+        constants = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
 
-        def value(stats: RowStats, weights: Tensor, *constants: Tensor) -> Tensor:
-            of_rows = _Constants(**dict(zip(given, constants, strict=True)))
-            scores = weights * stats.log_probs
-            return of_rows.factors * objective(scores, of_rows.old, of_rows.advantages, of_rows.ref)
+        def value(stats: RowStats, weights: Tensor, *values: Tensor) -> Tensor:
+            chunk = _Constants(**dict(zip(constants, values, strict=True)))
+            return chunk.factors * objective(weights * stats.log_probs, chunk.old, chunk.advantages, chunk.ref)
 
         options = replaced(rows.options, with_lse=True, entropy=with_entropy)
         call = Call(rows.logits, options, ids.expand(scored.shape), scored)
-        out = row_objective_unchecked(call, (views.weights, *given.values()), fn=value)
+        out = row_objective_unchecked(call, (views.weights, *constants.values()), fn=value)
         return out.loss, out.log_probs, out.entropy
 
     def _constants(
-        self, views: PolicyViews, scored: Tensor, given: tuple[Tensor | None, ...], num_tokens: Count,
+        self, views: PolicyViews, scored: Tensor, constants: tuple[Tensor | None, ...], num_tokens: Count,
         dtype: torch.dtype,
     ) -> _Constants:  # fmt: skip
         n = supervised_tokens(views)
@@ -270,7 +270,7 @@ class PolicyLoss(nn.Module):
             t = t[:, None] if t.dim() < counted.dim() else t
             return torch.where(counted, t.detach().to(dtype), 0.0)
 
-        old, advantages, ref = map(clean, given)
+        old, advantages, ref = map(clean, constants)
         assert advantages is not None
         return _Constants(counted, self._factors(counted, n, num_tokens, dtype), advantages, old, ref)
 

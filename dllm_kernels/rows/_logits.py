@@ -148,8 +148,8 @@ def detached(logits: Logits) -> Logits:
     return replaced(logits, hidden=logits.hidden.detach(), weight=head.weight, bias=head.bias, extra=head.extra)
 
 
-def with_head_in_dtype_of_rows(logits: LinearLogits) -> LinearLogits:
-    """Cast weight and bias from their storage dtype to the dtype of the rows, whose float64 logits are not narrowed."""
+def cast_head(logits: LinearLogits) -> LinearLogits:
+    """Cast weight and bias to the dtype of the rows, unless autocast does; float64 logits stay float64."""
     weight, bias = (in_dtype_of(logits.hidden, t) for t in (logits.weight, logits.bias))
     logits_dtype = dtype_of_logits(logits.hidden, logits.logits_dtype)
     return replaced(logits, weight=weight, bias=bias, logits_dtype=logits_dtype)
