@@ -73,17 +73,10 @@ class DLLMCollator:
     """
 
     def __init__(
-        self,
-        pad_token_id: int = 0,
-        eos_token_id: int | None = None,
-        block_size: int | None = None,
-        pad_seq_len_divisible: int | None = None,
-        max_seq_len: int | None = None,
-        supervise_padding: bool = False,
-        response_window: bool = False,
-        *,
-        pin_memory: bool = False,
-    ) -> None:
+        self, pad_token_id: int = 0, eos_token_id: int | None = None, block_size: int | None = None,
+        pad_seq_len_divisible: int | None = None, max_seq_len: int | None = None, supervise_padding: bool = False,
+        response_window: bool = False, *, pin_memory: bool = False,
+    ) -> None:  # fmt: skip
         self.pad_token_id = checked_int64("pad_token_id", pad_token_id)
         self.eos_token_id = None if eos_token_id is None else checked_int64("eos_token_id", eos_token_id)
         self.block_size = None if block_size is None else checked_int("block_size", block_size, 1, MOST_SIZE)

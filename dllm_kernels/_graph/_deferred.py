@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from dllm_kernels._graph._plain import Deferred
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Arguments that may be deferred logits -> the argument of the form from hidden states that takes their rows.
 ROWS = {
@@ -43,14 +45,6 @@ class HeadRows(NamedTuple):
     extra: tuple[torch.Tensor, torch.Tensor] | None
     softcap: float | None
     scale: float | None
-
-
-class Deferred:
-    """Base class of objects that stand for a tensor that has not been computed."""
-
-    def materialize(self, use: str = "materialize") -> torch.Tensor:
-        """Compute the tensor, at the first call; ``use`` names the operation that needs it."""
-        raise NotImplementedError
 
 
 class DeferredRows(Deferred):

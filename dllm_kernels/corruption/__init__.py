@@ -37,7 +37,6 @@ import torch
 from dllm_kernels import _checks
 from dllm_kernels._checks import INT_DTYPES, type_name
 from dllm_kernels._checks._target_range import first_fraction
-from dllm_kernels._graph._deferred import of_computed
 from dllm_kernels._graph._named import replaced
 from dllm_kernels.corruption import _seeds
 from dllm_kernels.corruption._corrupt import METHODS, Mix, Routine, complement, corrupt, mix_tokens
@@ -60,7 +59,6 @@ __all__ = [
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
 
 
-@of_computed
 def gumbel_topk(
     log_w: torch.Tensor,
     k: int | torch.Tensor,
@@ -101,7 +99,6 @@ def gumbel_topk(
     return gumbel_topk_mask(log_w[None], k, uniform=uniform, generator=generator, backend=backend)[0]
 
 
-@of_computed
 def batched_gumbel_topk(
     log_w: torch.Tensor,
     k: torch.Tensor,

@@ -7,14 +7,12 @@ import operator
 import torch
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._deferred import of_computed
 from dllm_kernels._graph._opaque import traced
-from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels._graph._plain import all_plain, readable_without_sync
 from dllm_kernels.corruption import _seeds
 from dllm_kernels.corruption._topk import choose, counts
 
 
-@of_computed
 def gumbel_topk_mask(
     log_w: torch.Tensor,
     k: torch.Tensor | int,
@@ -63,6 +61,7 @@ def gumbel_topk_mask(
     _checks.check_float("log_w", log_w)
     for name, value in (("log_w", log_w), ("k", k), ("uniform", uniform)):
         _checks.check_whole_tensor(name, value)
+    log_w, k, uniform = all_plain(log_w, k, uniform)
     _checks.check_ndim("log_w", log_w, 2, "[N, D]")
     check_k(k, log_w)
     if uniform is not None:

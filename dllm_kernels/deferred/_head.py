@@ -28,6 +28,7 @@ from dllm_kernels.head._in_head import _CLAIM, head_of
 from dllm_kernels.head._module import freed_after_forward, fsdp1_unit, head_module
 from dllm_kernels.head._parameters import gathered_once
 from dllm_kernels.rows._dtypes import in_dtype_of
+from dllm_kernels.rows._logits import Head
 
 ON_LOGITS = "warn", "raise", "allow"
 ADVICE = "leave the head as it is, and compute the loss from logits"
@@ -95,19 +96,19 @@ class FusedHead:
     def _shape(self, input: torch.Tensor) -> torch.Size:
         return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))
 
-    def weights(self, split: _lora.SplitHead, parts: Sequence[Any]) -> _lora.Head:
+    def weights(self, split: _lora.SplitHead, parts: Sequence[Any]) -> Head:
         """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
         hidden, u, *parameters = parts
-        weight, bias, extra = _lora.weights(split, hidden, u, parameters)
+        weight, bias, *low_rank = _lora.weights(split, hidden, u, parameters)
         weight = weight if is_dtensor(weight) else in_dtype_of(hidden, weight)
         bias = bias if bias is None or is_dtensor(bias) else in_dtype_of(hidden, bias)
-        return _lora.Head(weight, bias, extra)
+        return Head(weight, bias, *low_rank)
 
     def logits(self, split: _lora.SplitHead, parts: Sequence[Any]) -> torch.Tensor:
         """Compute the logits."""
-        weight, bias, extra = self.weights(split, parts)
+        weight, bias, u, U = self.weights(split, parts)
         z = F.linear(parts[0], weight, bias)
-        return z if extra is None else z + F.linear(*extra)
+        return z if u is None or U is None else z + F.linear(u, U)
 
     # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
     # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler

@@ -118,12 +118,12 @@ class Rows:
         """Return the record of parts whose last dimension is that of the classes."""
         self.check_unchanged()
         with self.restored():
-            weight, bias, extra = self.head.weights(self.split_head, parts)
-        bias = bias if bias is None or self.bias_factor == ONE else bias * float(self.bias_factor)
+            head = self.head.weights(self.split_head, parts)
+        bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
         scale = None if self.scale == ONE else float(self.scale)
         return LinearLogits(
-            parts[0], weight, bias, extra, self.softcap, scale, self.skip, self.logits_dtype,
-            compute_dtype=self.state.dtype_of_products(parts[0], weight), source=self.identity,
+            parts[0], head.weight, bias, head.extra, self.softcap, scale, self.skip, self.logits_dtype,
+            compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
         )  # fmt: skip
 
     @property

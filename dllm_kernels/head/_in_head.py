@@ -15,13 +15,15 @@ from dllm_kernels._checks import type_name
 from dllm_kernels._graph._private import plainly
 from dllm_kernels.head._lora import check_head, of_rows, replaced_forward
 from dllm_kernels.head._module import head_module
+from dllm_kernels.rows._logits import LinearLogits
 
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
 _CLAIM = threading.Lock()  # held from the check of a head to its replacement, so that one of two threads raises
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
 
 
-Run = Callable[[Callable[[], Any], Callable[..., Tensor]], tuple[Tensor, Any]]
+HeadFunction = Callable[[LinearLogits], Tensor]
+Run = Callable[[Callable[[], Any], HeadFunction], tuple[Tensor, Any]]
 
 
 class HeadOutput(Tensor):
@@ -67,15 +69,14 @@ def refuse_output(got: str, advice: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def computed_in_head(head: Any, compute: Callable[..., Tensor], advice: str) -> Iterator[None]:
-    """Make the LM head return ``compute(hidden, weight, bias)`` in place of logits within the context.
+def computed_in_head(head: Any, compute: HeadFunction, advice: str) -> Iterator[None]:
+    """Make the LM head return ``compute(logits)``, of the record of its logits, within the context.
 
     The caller checks that the model returns the output of its head unchanged.
 
     Args:
         head: the LM head, or None if the model has none, an error.
-        compute: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None. It also takes
-            ``extra=(u, U)``, the low-rank part of the head, if LoRA adapters are active on it.
+        compute: returns the output of the head.
         advice: end of the error message.
 
     Raises:
@@ -83,8 +84,7 @@ def computed_in_head(head: Any, compute: Callable[..., Tensor], advice: str) -> 
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        weight, bias, extra = of_rows(head, hidden)
-        return compute(hidden, weight, bias) if extra is None else compute(hidden, weight, bias, extra=extra)
+        return compute(of_rows(head, hidden))
 
     with contextlib.ExitStack() as stack:
         with _CLAIM:
@@ -93,9 +93,7 @@ def computed_in_head(head: Any, compute: Callable[..., Tensor], advice: str) -> 
         yield
 
 
-def run_in_head(
-    call: Callable[[], Any], head: Any, rows: Callable[..., Tensor], output: type[HeadOutput]
-) -> tuple[Tensor, Any]:
+def run_in_head(call: Callable[[], Any], head: Any, rows: HeadFunction, output: type[HeadOutput]) -> tuple[Tensor, Any]:
     """Call a model once, see :func:`running_in_head`."""
     with running_in_head(head, output) as run:
         return run(call, rows)
@@ -103,19 +101,19 @@ def run_in_head(
 
 @contextlib.contextmanager
 def running_in_head(head: Any, output: type[HeadOutput]) -> Iterator[Run]:
-    """Yield ``run(call, rows)``, which calls a model whose head computes ``rows(hidden, weight, bias, extra=)``.
+    """Yield ``run(call, rows)``, which calls a model whose head computes ``rows(logits)``, of a record.
 
     ``run`` returns the rows, see :func:`result_of_head`, and the output of the model. ``output`` is the class in which
     the rows pass through the model. Within the context, also between two calls, the head belongs to this context:
     another one of the same head raises.
     """
-    computed, current = list[Tensor](), list[Callable[..., Tensor]]()
+    computed, current = list[Tensor](), list[HeadFunction]()
 
-    def in_head(*args: Any, **extra: Any) -> Tensor:
-        computed.append(current[-1](*args, **extra))
+    def in_head(logits: LinearLogits) -> Tensor:
+        computed.append(current[-1](logits))
         return computed[-1].as_subclass(output)
 
-    def run(call: Callable[[], Any], rows: Callable[..., Tensor]) -> tuple[Tensor, Any]:
+    def run(call: Callable[[], Any], rows: HeadFunction) -> tuple[Tensor, Any]:
         computed.clear()
         current[:] = [rows]
         outputs = call()

@@ -1,4 +1,4 @@
-r"""Split an LM head with LoRA adapters into weight, bias and low-rank part, the arguments of the losses.
+r"""Split an LM head with LoRA adapters into weight, bias and low-rank part, the fields of ``LinearLogits``.
 
 A LoRA adapter of PEFT or NeMo AutoModel adds :math:`s B A h` to the logits. It is passed as the low-rank part of the
 head, ``extra=(s A h, B)``. Several active PEFT adapters are concatenated into one adapter with the sum of their ranks.
@@ -23,14 +23,7 @@ from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels._graph._private import is_traceable_wrapper_subclass
 from dllm_kernels.head._module import check_hooks, check_linear_head, own_forward, token_layer, token_rows
 from dllm_kernels.head._parameters import gathered_once
-
-
-class Head(NamedTuple):
-    """Head in the form of loss arguments: weight ``[V, D]``, bias ``[V]`` or None, low-rank part or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    extra: tuple[torch.Tensor, torch.Tensor] | None = None
+from dllm_kernels.rows._logits import Head, LinearLogits
 
 
 class Adapter(NamedTuple):
@@ -131,10 +124,16 @@ def split(head: nn.Module) -> SplitHead:
     return SplitHead(base, _adapters(module), base.weight, base.bias, merges, merges())
 
 
-def low_rank_rows(head: SplitHead, hidden: torch.Tensor) -> torch.Tensor | None:
-    """Compute ``s A h`` of all adapters, including dropout, so that A receives its gradient by autograd."""
+def low_rank_rows(head: SplitHead, hidden: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Compute ``s A h`` of all adapters, including dropout, so that A receives its gradient by autograd.
+
+    For several hidden states of equal shape, it is computed one after another, as in calls of the head, and stacked in
+    a new first dimension.
+    """
     if not head.adapters:
         return None
+    if not isinstance(hidden, torch.Tensor):
+        return torch.stack([low_rank_rows(head, h) for h in hidden])  # type: ignore[misc]
     # Cast, because PEFT keeps the adapters of a 16-bit head in float32, and the head is computed in the dtype of the
     # rows.
     return torch.cat([_low_rank(hidden, adapter).to(hidden.dtype) for adapter in head.adapters], -1)
@@ -152,7 +151,7 @@ def weights(
         if b is not None:
             own = gathered_once(b, like) * adapter.scale
             bias = own if bias is None else gathered_once(bias, like) + own
-    return Head(weight, None if bias is None else bias.to(like.dtype), (u, columns))  # type: ignore[arg-type]
+    return Head(weight, None if bias is None else bias.to(like.dtype), u, columns)  # type: ignore[arg-type]
 
 
 class Replacement:
@@ -184,25 +183,18 @@ def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[N
         vars(head).update(before)
 
 
-def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> Head:
-    """Split a head that :func:`check_head` accepts, for hidden states ``[..., D]``.
+def of_rows(head: nn.Module, hidden: torch.Tensor) -> LinearLogits:
+    """Return the record of the logits of hidden states ``[..., D]``, for a head that :func:`check_head` accepts.
 
     ``A h`` is computed here. The gradient of B is computed by the loss. Sharded adapter parameters are gathered, except
     in the forward pass of the head, where they are already gathered.
-
-    Args:
-        head: the LM head.
-        hidden: hidden states, or several hidden states of equal shape. For several, ``A h`` is computed one after
-            another, as in calls of the head, and stacked in a new first dimension.
 
     Raises:
         ValueError: tensor parallelism splits an adapter, and ``hidden`` is not a DTensor.
     """
     parts = split(head)
-    several = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
-    rows = [u for h in several if (u := low_rank_rows(parts, h)) is not None]
-    one = isinstance(hidden, torch.Tensor)
-    return weights(parts, several[0], (rows[0] if one else torch.stack(rows)) if rows else None)
+    taken = weights(parts, hidden, low_rank_rows(parts, hidden))
+    return LinearLogits(hidden, taken.weight, taken.bias, taken.extra)
 
 
 def _adapters(head: Any) -> list[Adapter]:

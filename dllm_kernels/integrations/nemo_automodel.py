@@ -43,7 +43,7 @@ import dllm_kernels
 from dllm_kernels import mtp
 from dllm_kernels._checks import Extra, check_wide_logits, checked_bool
 from dllm_kernels.deferred._head import deferred_logits
-from dllm_kernels.head._lora import check_head, is_adapted, of_rows
+from dllm_kernels.head._lora import check_head, is_adapted, low_rank_rows, split, weights
 from dllm_kernels.head._module import head_module, token_layer, unwrapped
 from dllm_kernels.head._parameters import FROM_LOGITS
 from dllm_kernels.integrations import _recipe
@@ -375,10 +375,12 @@ def _head_of_host(
         lm_weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=grad_reduce_group)
     if head is None or not adapted:
         return {"lm_weight": lm_weight}
-    weight, bias, extra = of_rows(head, hidden)
+    parts = split(head)
+    first = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
+    taken = weights(parts, first, low_rank_rows(parts, hidden))
     if token_layer(head) is not None:
-        lm_weight = weight
-    return {"lm_weight": lm_weight, "lm_bias": bias, "extra": extra}
+        lm_weight = taken.weight
+    return {"lm_weight": lm_weight, "lm_bias": taken.bias, "extra": taken.extra}
 
 
 class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):

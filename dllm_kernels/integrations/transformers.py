@@ -62,6 +62,7 @@ from torch.nn import functional as F
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
 from dllm_kernels._graph import _plain
+from dllm_kernels._graph._named import replaced
 from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.corruption._philox import child_seeds
@@ -72,8 +73,9 @@ from dllm_kernels.integrations._hosts import check_before_host
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
-from dllm_kernels.ops import weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import weighted_nll
 from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits, Logits
 
 IGNORED = -100
 BIDIRECTIONAL_SINCE = "5.2"  # first version of transformers in which config.is_causal = False has an effect
@@ -299,18 +301,10 @@ class MaskedDiffusionCollator:
     """
 
     def __init__(
-        self,
-        mask_token_id: int,
-        collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
-        corrupt: Corruption = corrupt_uniform,
-        *,
-        seed_field: str | None = None,
-        rank: int | None = None,
-        level: Callable[..., Tensor] | None = None,
-        attend_supervised: bool = True,
-        shift: bool = False,
-        **options: Any,
-    ) -> None:
+        self, mask_token_id: int, collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
+        corrupt: Corruption = corrupt_uniform, *, seed_field: str | None = None, rank: int | None = None,
+        level: Callable[..., Tensor] | None = None, attend_supervised: bool = True, shift: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         _check_corrupt(corrupt)
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
@@ -580,7 +574,7 @@ def mdlm_loss_func(
             gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
     shift = _checks.checked_bool("shift", shift)
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).from_logits(logits_of(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(logits_of(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -612,22 +606,15 @@ class _LossCall(NamedTuple):
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
         return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, **others)
 
-    def from_logits(self, logits: Tensor) -> Tensor:
-        """Compute the loss from logits ``[B, L, V]``."""
+    def compute(self, logits: Logits) -> Tensor:
+        """Compute the loss of logits ``[B, L, V]``, stored or made by a head."""
+        if isinstance(logits, LinearLogits):
+            logits = replaced(logits, num_active=self._num_active(), logits_dtype=self.logits_dtype)
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
-        loss: Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
+        options: dict[str, Any] = {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
+        loss: Tensor = self.loss(logits, *self.masks, **options).total_loss
         return loss
-
-    def from_hidden(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None
-    ) -> Tensor:
-        """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
-        options: dict[str, Any] = {"extra": extra, "num_active": self._num_active(), "logits_dtype": self.logits_dtype}
-        if not isinstance(self.loss, DiffusionLoss):
-            return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias, **options).loss
-        options |= {**self._options(), "lm_head_bias": bias}
-        return self.loss.forward_fused(hidden, weight, *self.masks, **options).total_loss
 
     def _num_active(self) -> int | None:
         """Return an upper bound on the number of rows of nonzero weight, or None.
@@ -641,9 +628,6 @@ class _LossCall(NamedTuple):
             return self.counts.masked
         of_supervised = type(self.loss) in (BlockDiffusionCrossEntropyLoss, SCDDLoss)
         return self.counts.supervised if of_supervised or not isinstance(self.loss, DiffusionLoss) else None
-
-    def _options(self) -> dict[str, Any]:
-        return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
 
     def _weights(self) -> Tensor:
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
@@ -696,7 +680,12 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
             of one; has another ``forward``, such as the forward of another adapter; or has hooks other than sharding
             hooks.
     """
-    with computed_in_head(head_module(model), loss, advice):
+
+    def compute(logits: LinearLogits) -> Tensor:
+        extra = {} if logits.extra is None else {"extra": logits.extra}
+        return loss(logits.hidden, logits.weight, logits.bias, **extra)
+
+    with computed_in_head(head_module(model), compute, advice):
         yield
 
 
@@ -759,15 +748,9 @@ class MaskedDiffusionTrainerMixin:
         check_before_host(MaskedDiffusionTrainerMixin, cls, "compute_loss")
 
     def __init__(
-        self,
-        *args: Any,
-        loss: Loss | None = None,
-        logits_dtype: torch.dtype | None = None,
-        shift: bool = False,
-        allow_causal: bool = False,
-        seed_evaluation: bool = True,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, loss: Loss | None = None, logits_dtype: torch.dtype | None = None, shift: bool = False,
+        allow_causal: bool = False, seed_evaluation: bool = True, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self._loss = _checked_loss(loss)
         _checks.check_logits_dtype(logits_dtype)
         self._logits_dtype = logits_dtype
@@ -862,14 +845,14 @@ class MaskedDiffusionTrainerMixin:
         loss_call = self._loss_call(inputs["labels"], num_items_in_batch)
         made = list[Tensor]()
 
-        def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
-            made.append(loss_call.from_hidden(hidden, *head, **extra))  # type: ignore[arg-type]
+        def loss(logits: LinearLogits) -> Tensor:
+            made.append(loss_call.compute(logits))
             return made[-1].as_subclass(_LossOutput)
 
-        unwrapped = self.accelerator.unwrap_model(model)
+        head = head_module(self.accelerator.unwrap_model(model))
         self._in_head = made
         try:
-            with loss_in_head(unwrapped, loss):
+            with computed_in_head(head, loss, FROM_LOGITS):
                 return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
             self._in_head = None
@@ -898,7 +881,7 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._loss_call(labels, num_items_in_batch).from_logits(logits_of(outputs))
+            return self._loss_call(labels, num_items_in_batch).compute(logits_of(outputs))
         return result_of_head(self._in_head, outputs, _LossOutput)
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
@@ -941,11 +924,11 @@ class MaskedDiffusionTrainerMixin:
         """Return the input of the LM head in a call of the model; None if it does not call the head once."""
         hidden = list[Tensor]()
 
-        def keep(given: Tensor, *_: Any, **__: Any) -> Tensor:
-            hidden.append(given)
-            return torch.zeros((), dtype=given.dtype, device=given.device).as_subclass(_LossOutput)
+        def keep(logits: LinearLogits) -> Tensor:
+            hidden.append(logits.hidden)
+            return logits.hidden.new_zeros(()).as_subclass(_LossOutput)
 
-        with loss_in_head(self.accelerator.unwrap_model(model), keep):
+        with computed_in_head(head_module(self.accelerator.unwrap_model(model)), keep, FROM_LOGITS):
             model(**inputs)
         return hidden[0] if len(hidden) == 1 else None
 

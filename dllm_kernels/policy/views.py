@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._backend import use_triton
-from dllm_kernels._graph._deferred import of_computed
 from dllm_kernels._graph._plain import is_dtensor, plain, readable_without_sync
 from dllm_kernels.corruption import _philox, _seeds, checked_mask_id, checked_start, corrupt_uniform, sample_level
 from dllm_kernels.corruption._topk import check_start_range
@@ -84,7 +83,6 @@ class PolicyViews:
         """Yield noisy, scored and weights."""
         return iter((self.noisy, self.scored, self.weights))
 
-    @of_computed
     def token_scores(self, log_probs: Tensor) -> Tensor:
         r"""Score each token: :math:`\sum_k w_{kbi} \, l_{kbi}`.
 
@@ -102,7 +100,6 @@ class PolicyViews:
         log_probs = torch.where(self.scored, _checked_log_probs(log_probs, self), 0.0)
         return (self.weights.to(log_probs.dtype) * log_probs).sum(0)
 
-    @of_computed
     def sequence_scores(self, log_probs: Tensor, *, mean: bool = False) -> Tensor:
         r"""Score each sequence: :math:`S_b = \sum_k \sum_i w_{kbi} \, l_{kbi}`.
 
@@ -277,7 +274,6 @@ def policy_views(
     return views
 
 
-@of_computed
 def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     r"""Compute an upper bound on the evidence of each sequence, for completions with negative advantage.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import Deferred
+from dllm_kernels.rows._dtypes import dtype_of_logits, in_dtype_of
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
 
@@ -38,6 +39,11 @@ class Head(NamedTuple):
     def flat(self) -> Head:
         """The head with the rows of its low-rank part as ``[N, r]``."""
         return Head(self.weight, self.bias, flat_rows(self.u), self.U)
+
+    @property
+    def extra(self) -> Extra | None:
+        """The low-rank part as a record of logits holds it."""
+        return None if self.u is None or self.U is None else (self.u, self.U)
 
     @property
     def shared(self) -> tuple[Tensor | None, ...]:
@@ -137,9 +143,15 @@ def detached(logits: Logits) -> Logits:
     """Return logits, or their record, as constants."""
     if not isinstance(logits, LinearLogits):
         return logits.detach()
-    weight, bias, u, U = (None if t is None else t.detach() for t in logits.head)
-    extra = None if u is None or U is None else (u, U)
-    return replaced(logits, hidden=logits.hidden.detach(), weight=weight, bias=bias, extra=extra)
+    head = Head(*[None if t is None else t.detach() for t in logits.head])  # type: ignore[arg-type]
+    return replaced(logits, hidden=logits.hidden.detach(), weight=head.weight, bias=head.bias, extra=head.extra)
+
+
+def cast_head(logits: LinearLogits) -> LinearLogits:
+    """Cast weight and bias to the dtype of the rows, unless autocast does; float64 logits stay float64."""
+    weight, bias = (in_dtype_of(logits.hidden, t) for t in (logits.weight, logits.bias))
+    logits_dtype = dtype_of_logits(logits.hidden, logits.logits_dtype)
+    return replaced(logits, weight=weight, bias=bias, logits_dtype=logits_dtype)
 
 
 def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:

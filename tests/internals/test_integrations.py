@@ -9,6 +9,7 @@ import dllm_kernels
 from dllm_kernels._graph import _plain
 from dllm_kernels.integrations.transformers import mdlm_loss_func, unpack_labels
 from dllm_kernels.integrations.trl import _log_probs
+from dllm_kernels.ops import LinearLogits
 
 
 @pytest.mark.parametrize("loss", [None, dllm_kernels.BlockDiffusionCrossEntropyLoss(), lambda *masks: masks[3]])
@@ -39,7 +40,7 @@ def test_any_upstream_gradient_stays_out_of_rows_without_a_gradient(trained, ent
     found = []
     for upstream in (HARMFUL, HARMFUL.index_fill(0, torch.tensor(WITHOUT), 0.0)):
         leaf = hidden.clone().requires_grad_()
-        log_probs, of_rows, _ = _log_probs(leaf, weight, None, TARGETS, active=ON, entropy=entropy)
+        log_probs, of_rows, _ = _log_probs(LinearLogits(leaf, weight), TARGETS, active=ON, entropy=entropy)
         outputs = [log_probs, *([of_rows] if entropy else [])]
         found.append(torch.autograd.grad(outputs, leaf, [upstream, torch.zeros(N)][: len(outputs)])[0])
     assert torch.equal(*found)
