@@ -61,7 +61,7 @@ class ModelOutput(NamedTuple):
         """True for logits, False for a record."""
         return not isinstance(self.logits, LinearLogits)
 
-    def in_chunks_of(self, size: int) -> ModelOutput:
+    def in_chunks_of(self, size: int | None) -> ModelOutput:
         """Return this output with the size of its chunks of logits, if its record has none."""
         logits = self.logits
         if not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
