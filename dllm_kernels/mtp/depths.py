@@ -201,7 +201,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     factor = factor / len(outputs)
     from_hidden, are_logits = base.takes_hidden_states(loss_fn), name == "mtp_per_depth_logits"
     counts: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
-    if base.is_plain(loss_fn) and loss_fn.reduction != "none" and (from_hidden or are_logits):
+    if base.is_plain(loss_fn) and loss_fn.reduction != "none" and (from_hidden or (are_logits and extra is None)):
         if isinstance(loss_fn, FusedLinearCrossEntropy):
             weight = head_weight(model) if lm_weight is None else lm_weight
             bias = head_bias(model) if lm_bias is None else lm_bias
@@ -339,7 +339,7 @@ def _stacked(
         loss_fn.check_range(target.name, y, vocabulary(records[0]), on, target.shift)
     divided = torch.stack([normalized(on, loss_fn.reduction, counts["num_label_tokens"]) for on in weights])
     stacked = rows[0].stack(*rows[1:])
-    assert stacked is not None  # the caller compared the heads
+    assert stacked is not None and isinstance(stacked.logits, LinearLogits)  # the caller compared the heads
     bounds = [record.num_active for record in records]
     bound = None if None in bounds else sum(bounds)
     stacked = replaced(stacked, logits=replaced(stacked.logits, num_active=bound))
