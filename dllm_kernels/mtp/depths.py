@@ -339,11 +339,11 @@ def _stacked(
         loss_fn.check_range(target.name, y, vocabulary(records[0]), on, target.shift)
     divided = torch.stack([normalized(on, loss_fn.reduction, counts["num_label_tokens"]) for on in weights])
     stacked = rows[0].stack(*rows[1:])
-    assert stacked is not None and isinstance(stacked.logits, LinearLogits)  # the caller compared the heads
-    bounds = [record.num_active for record in records]
-    bound = None if None in bounds else sum(bounds)
-    stacked = replaced(stacked, logits=replaced(stacked.logits, num_active=bound))
-    return stacked, torch.stack(ids), torch.stack(weights), divided
+    assert stacked is not None  # the caller compared the heads
+    bounds = [each.num_active for each in records]
+    record: Any = stacked.logits
+    record = replaced(record, num_active=None if None in bounds else sum(bounds))
+    return replaced(stacked, logits=record), torch.stack(ids), torch.stack(weights), divided
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
