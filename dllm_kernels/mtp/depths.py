@@ -326,9 +326,9 @@ def _stacked(
 ) -> tuple[ModelOutput, Tensor, Tensor, Tensor]:
     """Validate all depths; return their rows, targets and weights, before and over the denominator, stacked."""
     rows, ids = [], []
-    for k, (record, target) in enumerate(zip(records, targets, strict=True)):
+    for k, (logits, target) in enumerate(zip(records, targets, strict=True)):
         names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
-        output, y = loss_fn.checked(names, record, target.ids)
+        output, y = loss_fn.checked(names, logits, target.ids)
         rows.append(output)
         ids.append(y)
     base.check_sum_only(loss_fn.reduction, **counts)

@@ -15,7 +15,7 @@ def test_no_value_is_read_on_another_device(case, monkeypatch):
     call = Call(case, "logits")
     on = {name: t.to(META) for name, t in (call.arguments | all_on(call)).items()}
     call(**(on | {"p_mask": on["p_mask"] * 2}))
-    assert seen[0].keywords["weights"].device == META
+    assert seen[0].call.weights.device == META
     message = "p_mask must hold probabilities, got bool"
     raises(ValueError, message, call, **(on | {"p_mask": on["p_mask"].bool()}))
 

@@ -28,7 +28,7 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
-    assert seen[0].x is x
+    assert seen[0].call.x is x
 
 
 BOUNDED = (
@@ -126,6 +126,6 @@ def test_the_chunks_of_scdd(monkeypatch):
         SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=in_call).total_loss
         for own, in_call in ((1024, None), (1024, 3), (None, None))
     )
-    assert [run.keywords["options"].chunk_size for run in seen] == [1024, 3, None]
+    assert [run.call.logits.chunk_size for run in seen] == [1024, 3, None]
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(a, c)

@@ -17,6 +17,6 @@ def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
         model=Model(),
         return_per_depth=return_per_depth,
     )
-    assert [(run.op, run.x.shape) for run in calls] == [
-        ("linear_token_nll" if return_per_depth else "weighted_linear_nll", (D, B, S, H))
+    assert [(run.op, run.call.x.shape) for run in calls] == [
+        ("token_nll" if return_per_depth else "weighted_nll", (D, B, S, H))
     ]
