@@ -209,8 +209,9 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             outputs = [loss_fn.record(rows_of(h), weight, bias, pair, logits_dtype) for h, pair in pairs]
         else:
             outputs = [opened(z, Transform(loss_fn.softcap, loss_fn.scale, loss_fn.skip_id)) for z in outputs]
-        if isinstance(outputs[0], LinearLogits) and all(_of_one_head(z, outputs[0]) for z in outputs):
-            rows, ids, weights, divided = _stacked(loss_fn, name, outputs, targets, counts)
+        records = [z for z in outputs if isinstance(z, LinearLogits)]
+        if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
+            rows, ids, weights, divided = _stacked(loss_fn, name, records, targets, counts)
             if not return_per_depth:
                 return rows.weighted(ids, divided * factor).loss
             parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
@@ -317,18 +318,14 @@ def _given_targets(
     return [_Target(target, f"mtp_per_depth_targets[{k}]") for k, target in enumerate(each)]
 
 
-def _of_one_head(logits: Logits, first: LinearLogits) -> bool:
-    return isinstance(logits, LinearLogits) and logits.same_head(first)
-
-
 def _stacked(
-    loss_fn: CrossEntropy, name: str, records: list[Any], targets: list[_Target], counts: dict[str, Any]
+    loss_fn: CrossEntropy, name: str, records: list[LinearLogits], targets: list[_Target], counts: dict[str, Any]
 ) -> tuple[ModelOutput, Tensor, Tensor, Tensor]:
     """Validate all depths; return their rows, targets and weights, before and over the denominator, stacked."""
     rows, ids = [], []
-    for k, (logits, target) in enumerate(zip(records, targets, strict=True)):
+    for k, (record, target) in enumerate(zip(records, targets, strict=True)):
         names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
-        output, y = loss_fn.checked(names, logits, target.ids)
+        output, y = loss_fn.checked(names, record, target.ids)
         rows.append(output)
         ids.append(y)
     base.check_sum_only(loss_fn.reduction, **counts)
@@ -340,10 +337,10 @@ def _stacked(
     divided = torch.stack([normalized(on, loss_fn.reduction, counts["num_label_tokens"]) for on in weights])
     stacked = rows[0].stack(*rows[1:])
     assert stacked is not None  # the caller compared the heads
-    bounds = [each.num_active for each in records]
-    record: Any = stacked.logits
-    record = replaced(record, num_active=None if None in bounds else sum(bounds))
-    return replaced(stacked, logits=record), torch.stack(ids), torch.stack(weights), divided
+    bounds: list[Any] = [record.num_active for record in records]
+    logits: Any = stacked.logits
+    logits = replaced(logits, num_active=None if None in bounds else sum(bounds))
+    return replaced(stacked, logits=logits), torch.stack(ids), torch.stack(weights), divided
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
