@@ -89,7 +89,7 @@ LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds a
 SAME_DEFAULTS = {"ignore_index": (None, -100), "chunk_size": (1024, None), "loss_type": ("dflash", None)}
 HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
-Deferred = Callable[[torch.nn.Module], AbstractContextManager[bool]]
+DeferLogits = Callable[[torch.nn.Module], AbstractContextManager[bool]]
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
@@ -170,7 +170,7 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _steps(deferred: Deferred) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
+def _steps(deferred: DeferLogits) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
     found, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
@@ -196,7 +196,7 @@ def _replace_loop(recipe: ModuleType) -> None:
         _host.replace_method(owner, _recipe.LOOP, loop)
 
 
-def _in_context(deferred: Deferred, original: Any, recipe_at: int) -> Any:
+def _in_context(deferred: DeferLogits, original: Any, recipe_at: int) -> Any:
     """Wrap a training step so that its model passes deferred logits to the loss."""
 
     @functools.wraps(original)

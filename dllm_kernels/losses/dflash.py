@@ -205,17 +205,10 @@ class DFlashDecayLoss(DraftLoss):
         )  # fmt: skip
 
     def forward_with_token_nll(
-        self,
-        logits: Logits,
-        target_ids: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, block_mask: Tensor, num_tokens: Count = None,
+        block_size: int | None = None, *, num_blocks: Count = None, num_sequences: Count = None,
         prefix: Tensor | None = None,
-    ) -> tuple[DLLMLossOutput, Tensor]:
+    ) -> tuple[DLLMLossOutput, Tensor]:  # fmt: skip
         """Compute the loss as :meth:`forward`, and the NLL of each row.
 
         NeMo AutoModel has announced a method of this name, and not released it. Its results may differ.
@@ -303,17 +296,10 @@ class DFlashDecayLoss(DraftLoss):
         return counts_per_offset(correct, block_mask, None if block_size is None else block_size - 1)
 
     def _reduce(
-        self,
-        token_nll: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None,
-        block_size: int | None,
-        draft_correct_per_pos: Tensor | None = None,
-        draft_count_per_pos: Tensor | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, token_nll: Tensor, block_mask: Tensor, num_tokens: Count, block_size: int | None,
+        draft_correct_per_pos: Tensor | None = None, draft_count_per_pos: Tensor | None = None, *,
+        num_blocks: Count = None, num_sequences: Count = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Weight, mask, sum and normalize a per-token NLL ``[B, T]`` that was computed elsewhere.
 
         This method and ``_chunk_nll`` exist for external callers. :meth:`forward` and :meth:`forward_fused` pass the

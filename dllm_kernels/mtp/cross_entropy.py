@@ -51,12 +51,6 @@ class CrossEntropy(TransformedLoss):
         """
         _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, skip_id=self.skip_id)
 
-    def reduced(self, rows: ModelOutput, targets: Tensor, weights: Tensor, num_label_tokens: Count) -> Tensor:
-        """Compute the loss from the weights of the positions."""
-        if self._returns_rows():
-            return rows.per_row(targets, weights).nll.flatten()
-        return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
-
     def _loss(
         self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count,
         loss_weights: Tensor | None,
@@ -66,7 +60,10 @@ class CrossEntropy(TransformedLoss):
         shape = _shape_of_rows(rows, labels)
         weights = position_weights(rows.x, labels, self.ignore_index, mask, loss_weights)
         self.check_range("labels", targets, rows.vocabulary, weights)
-        return self.reduced(rows, targets.reshape(shape), weights.reshape(shape), num_label_tokens)
+        targets, weights = targets.reshape(shape), weights.reshape(shape)
+        if self._returns_rows():
+            return rows.per_row(targets, weights).nll.flatten()
+        return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
 
 
 class MaskedCrossEntropy(CrossEntropy):
@@ -206,18 +203,10 @@ class FusedLinearCrossEntropy(CrossEntropy):
         )  # fmt: skip
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor,
-        lm_weight: Tensor,
-        num_label_tokens: Count = None,
-        grad_reduce_group: Any = None,
-        loss_weights: Tensor | None = None,
-        *,
-        lm_bias: Tensor | None = None,
-        logits_dtype: torch.dtype | None = None,
-        extra: _checks.Extra | None = None,
-    ) -> Tensor:
+        self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,
+        grad_reduce_group: Any = None, loss_weights: Tensor | None = None, *, lm_bias: Tensor | None = None,
+        logits_dtype: torch.dtype | None = None, extra: _checks.Extra | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute the loss.
 
         Args:

@@ -322,25 +322,20 @@ def _stacked(
     loss_fn: CrossEntropy, name: str, records: list[LinearLogits], targets: list[_Target], counts: dict[str, Any]
 ) -> tuple[ModelOutput, Tensor, Tensor, Tensor]:
     """Validate all depths; return their rows, targets and weights, before and over the denominator, stacked."""
-    rows, ids = [], []
+    base.check_sum_only(loss_fn.reduction, **counts)
+    parts = []
     for k, (record, target) in enumerate(zip(records, targets, strict=True)):
         names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
-        output, y = loss_fn.checked(names, record, target.ids)
-        rows.append(output)
-        ids.append(y)
-    base.check_sum_only(loss_fn.reduction, **counts)
-    weights = [
-        position_weights(records[0].hidden, t.ids, loss_fn.ignore_index, None, counts["loss_weights"]) for t in targets
-    ]
-    for y, on, target in zip(ids, weights, targets, strict=True):
-        loss_fn.check_range(target.name, y, vocabulary(records[0]), on, target.shift)
-    divided = torch.stack([normalized(on, loss_fn.reduction, counts["num_label_tokens"]) for on in weights])
-    stacked = rows[0].stack(*rows[1:])
+        rows, ids = loss_fn.checked(names, record, target.ids)
+        weights = position_weights(rows.x, target.ids, loss_fn.ignore_index, None, counts["loss_weights"])
+        loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
+        parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
+    (first, *others), *tensors = zip(*parts, strict=True)
+    stacked = first.stack(*others)
     assert stacked is not None  # the caller compared the heads
     bounds: list[Any] = [record.num_active for record in records]
-    logits: Any = stacked.logits
-    logits = replaced(logits, num_active=None if None in bounds else sum(bounds))
-    return replaced(stacked, logits=logits), torch.stack(ids), torch.stack(weights), divided
+    logits = replaced(stacked.logits, num_active=None if None in bounds else sum(bounds))
+    return replaced(stacked, logits=logits), *map(torch.stack, tensors)
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
