@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from dllm_kernels import _checks, ops
 from dllm_kernels._checks._target_range import first_true
-from dllm_kernels._graph._deferred import Deferred, computed
 from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
+from dllm_kernels.ops import LinearLogits
+from dllm_kernels.rows._logits import Logits, rows_of
 
 __all__ = [
     "FusedLinearDiffusionCrossEntropyLoss",
@@ -81,7 +82,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match; on a CPU, a probability outside [0, 1].
         """
-        _check_linear(_checks.Names("x", "target", "weight", "bias"), x, target, weight, bias, self.ignore_index)
+        names, logits = _checks.Names("x", "target"), LinearLogits(x, weight, bias)
+        _check_linear(names, logits, target, self.ignore_index)
         counted = target.long() != self.ignore_index  # int64, because -100 equals 156 in uint8
         weights = counted.float()
         if p_mask is not None:
@@ -99,8 +101,7 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
         if self.reduction == "mean":
             weights = weights / counted.sum().clamp(min=1)
         scale = None if self.logit_scale == 1 else self.logit_scale
-        options: dict[str, Any] = {"bias": bias, "ignore_index": self.ignore_index, "scale": scale}
-        return ops.weighted_linear_nll(x, weight, target, weights, **options).loss
+        return ops.weighted_nll(logits, target, weights, ignore_index=self.ignore_index, scale=scale).loss
 
 
 def linear_cross_entropy(
@@ -136,8 +137,9 @@ def linear_cross_entropy(
     if dist_process_group is not None:
         got = _checks.type_name(dist_process_group)
         raise ValueError(f"dist_process_group must be None, got {got}; pass DTensors, split by vocabulary")
-    _check_linear(_checks.Names("hidden", "labels", "weight"), hidden, labels, weight)
-    out = ops.token_log_probs(hidden, labels, weight=weight, temperature=temperature, with_entropy=True)
+    logits = LinearLogits(hidden, weight)
+    _check_linear(_checks.Names("hidden", "labels"), logits, labels)
+    out = ops.token_log_probs(logits, labels, temperature=temperature, with_entropy=True)
     log_probs, entropy = out.log_probs.flatten(), _given(out.entropy).flatten()
     return (log_probs if reduction == "none" else getattr(log_probs, reduction)()), entropy
 
@@ -179,23 +181,18 @@ class FusedLinearForPPO(nn.Module):
             TypeError: an argument that should be a tensor or a number is not.
             ValueError: shapes, dtypes or devices do not match, or ``temperature`` is not positive.
         """
-        _check_linear(
-            _checks.Names("hidden_states", "input_ids", "vocab_weights"), hidden_states, input_ids, vocab_weights
-        )
-        out = ops.token_log_probs(
-            hidden_states, input_ids, weight=vocab_weights, temperature=temperature, with_entropy=True,
-            chunk_size=self.chunk_size,
-        )  # fmt: skip
+        logits = LinearLogits(hidden_states, vocab_weights, chunk_size=self.chunk_size)
+        _check_linear(_checks.Names("hidden_states", "input_ids", "vocab_weights"), logits, input_ids)
+        out = ops.token_log_probs(logits, input_ids, temperature=temperature, with_entropy=True)
         return out.log_probs, _given(out.entropy).to(hidden_states.dtype)
 
 
-def _check_linear(
-    names: _checks.Names, hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None, ignored: int = -100
-) -> None:
-    """Validate hidden states, ids and LM head under the names that the caller knows; without a head it is an error."""
-    _checks.check_tensor(names.weight, weight)
-    V = _checks.check_rows(names, hidden, ids, weight, bias)
-    _checks.check_shape(names.targets, ids, hidden.shape[:-1], f"that of {names.rows} without its last dimension")
+def _check_linear(names: _checks.Names, logits: LinearLogits, ids: Tensor, ignored: int = -100) -> None:
+    """Validate hidden states, LM head and ids under the names that the caller knows."""
+    V = _checks.check_rows(names, logits.hidden, ids, (logits.weight, logits.bias))
+    _checks.check_shape(
+        names.targets, ids, logits.hidden.shape[:-1], f"that of {names.rows} without its last dimension"
+    )
     if not is_dtensor(ids):  # the op gathers it for this check
         _checks.check_target_range(None, names.targets, ids, V, ignored)
 
@@ -205,7 +202,7 @@ def _given(entropy: Tensor | None) -> Tensor:
     return entropy
 
 
-def token_entropy(logits: Tensor) -> Tensor:
+def token_entropy(logits: Logits) -> Tensor:
     """Compute the entropy of ``softmax(logits)`` of each row, in nats, differentiable.
 
     Args:
@@ -218,9 +215,9 @@ def token_entropy(logits: Tensor) -> Tensor:
         TypeError: ``logits`` is not a tensor.
         ValueError: ``logits`` has the wrong dtype or no dimension.
     """
-    if not isinstance(logits, Deferred):  # row_stats takes the logits of fused_head as they are
-        _checks.check_float("logits", logits)
-    ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    rows = rows_of(logits)
+    _checks.check_float("logits", rows)
+    ids = torch.zeros(rows.shape[:-1], dtype=torch.int64, device=rows.device)
     return _given(ops.row_stats(logits, ids, entropy=True).entropy)
 
 
@@ -243,7 +240,6 @@ def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mas
         ValueError: shapes, dtypes or devices do not match, ``target_probs`` requires a gradient, or on a CPU one in a
             valid position is negative.
     """
-    logits = computed(logits, "masked_soft_cross_entropy")  # no op takes probabilities beside hidden states
     _checks.check_float("logits", logits)
     _checks.check_float("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, logits.shape, "that of logits")

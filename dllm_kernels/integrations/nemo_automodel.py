@@ -34,6 +34,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -41,15 +42,17 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import mtp
-from dllm_kernels._checks import Extra, check_wide_logits, checked_bool
+from dllm_kernels._checks import check_wide_logits, checked_bool
 from dllm_kernels.deferred._head import deferred_logits
 from dllm_kernels.head._lora import check_head, is_adapted, low_rank_rows, split, weights
 from dllm_kernels.head._module import head_module, token_layer, unwrapped
 from dllm_kernels.head._parameters import FROM_LOGITS
 from dllm_kernels.integrations import _recipe
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, is_defined_in, loaded
+from dllm_kernels.losses._common import Count
 from dllm_kernels.mtp.cross_entropy import required
 from dllm_kernels.rows._dtypes import in_dtype_of
+from dllm_kernels.rows._logits import Logits, rows_of
 
 HOST = "nemo_automodel"
 HOMES = {
@@ -86,6 +89,7 @@ LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds a
 SAME_DEFAULTS = {"ignore_index": (None, -100), "chunk_size": (1024, None), "loss_type": ("dflash", None)}
 HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
+DeferLogits = Callable[[torch.nn.Module], AbstractContextManager[bool]]
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
@@ -133,14 +137,14 @@ def patch(
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
     def ours_for(home: str, name: str, original: Any) -> Any:
+        ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
         if name == "FusedLinearCrossEntropy":
-            return _fused_linear_cross_entropy(original, logits_dtype)
-        if name in ADAPTERS:
-            return ADAPTERS[name](original)
-        return getattr(dllm_kernels, name)
+            ours.logits_dtype = logits_dtype
+        return ours
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
-    steps, missing = _steps(logits_dtype) if fuse_head else ([], {})
+    deferred = functools.partial(deferred_logits, logits_dtype=logits_dtype)
+    steps, missing = _steps(deferred) if fuse_head else ([], {})
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
@@ -166,13 +170,13 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _steps(logits_dtype: torch.dtype | None) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
+def _steps(deferred: DeferLogits) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
     found, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
         owner = getattr(_host.module(home), name, None)
         if inspect.isclass(owner) and method in vars(owner):
-            found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at, logits_dtype)))
+            found.append((owner, method, _in_context(deferred, vars(owner)[method], recipe_at)))
         else:
             missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
     return found, missing
@@ -192,13 +196,13 @@ def _replace_loop(recipe: ModuleType) -> None:
         _host.replace_method(owner, _recipe.LOOP, loop)
 
 
-def _from_hidden_states(original: Any, recipe_at: int, logits_dtype: torch.dtype | None) -> Any:
+def _in_context(deferred: DeferLogits, original: Any, recipe_at: int) -> Any:
     """Wrap a training step so that its model passes deferred logits to the loss."""
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         recipe = args[recipe_at] if len(args) > recipe_at else kwargs["recipe"]
-        with deferred_logits(recipe.model_parts[0], logits_dtype):
+        with deferred(recipe.model_parts[0]):
             return original(*args, **kwargs)
 
     return step
@@ -239,23 +243,19 @@ class _MaskedCrossEntropy(mtp.MaskedCrossEntropy):
     """Cross-entropy that accepts every label layout of the host."""
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        num_label_tokens: int | torch.Tensor | None = None,
+        self, logits: Logits, labels: torch.Tensor, mask: torch.Tensor | None = None, num_label_tokens: Count = None,
         loss_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        labels, mask, loss_weights = (_per_row(logits, t) for t in (labels, mask, loss_weights))
+    ) -> torch.Tensor:  # fmt: skip
+        labels, mask, loss_weights = (_per_row(rows_of(logits), t) for t in (labels, mask, loss_weights))
         return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
 
 
-def _per_row(logits: torch.Tensor, entries: Any) -> Any:
-    """Reshape entries to one per row of logits, on their device: packed labels are flat, offloaded labels on CPU."""
+def _per_row(x: torch.Tensor, entries: Any) -> Any:
+    """Reshape entries to one per row, on the device of the rows: packed labels are flat, offloaded labels on CPU."""
     if entries is None:
         return None
-    entries = entries.to(logits.device)
-    rows = logits.shape[:-1]
+    entries = entries.to(x.device)
+    rows = x.shape[:-1]
     return entries.reshape(rows) if entries.numel() == rows.numel() else entries
 
 
@@ -265,34 +265,22 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     logits_dtype: torch.dtype | None = None  # of :func:`patch`
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        lm_weight: torch.Tensor,
-        num_label_tokens: int | torch.Tensor | None = None,
-        grad_reduce_group: Any = None,
-        loss_weights: torch.Tensor | None = None,
-        *,
-        lm_bias: torch.Tensor | None = None,
-        logits_dtype: torch.dtype | None = None,
-        extra: Extra | None = None,
-    ) -> torch.Tensor:
+        self, hidden_states: torch.Tensor, labels: torch.Tensor, lm_weight: torch.Tensor,
+        num_label_tokens: Count = None, grad_reduce_group: Any = None, loss_weights: torch.Tensor | None = None, *,
+        lm_bias: torch.Tensor | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": self.logits_dtype or logits_dtype, "extra": extra}
-        return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
+        if self.logits_dtype is not None:
+            options["logits_dtype"] = self.logits_dtype
+        return super().forward(
+            hidden_states, labels, weight, num_label_tokens, loss_weights=loss_weights, lm_bias=bias, **options
+        )
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self
         gathered: torch.Tensor = host.materialize_lm_weight(weight, grad_reduce_group=group)
         return in_dtype_of(hidden, gathered)
-
-
-def _fused_linear_cross_entropy(original: type, logits_dtype: torch.dtype | None) -> type:
-    """Return the replacement of the host's class, an instance of which recipes request hidden states for."""
-    ours = _derived(_FusedLinearCrossEntropy, of_host=True)(original)
-    ours.logits_dtype = logits_dtype  # type: ignore[attr-defined]
-    return ours
 
 
 def _calculate_loss(original: Any) -> Any:
@@ -406,6 +394,7 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     # Also derived from the host's class, because the host checks isinstance and recipes then request hidden states.
     "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, of_host=True),
+    "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, of_host=True),
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
     "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, of_host=False),

@@ -32,7 +32,6 @@ import torch.nn.functional as F
 
 from dllm_kernels import _checks, ops
 from dllm_kernels._checks._target_range import first_fraction
-from dllm_kernels._graph._deferred import Deferred
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, origin
 from dllm_kernels.losses._block_weights import BlockWeights
 from dllm_kernels.losses._common import sum_of_rows
@@ -114,8 +113,7 @@ def _of_table(home: str, name: str, original: Loss) -> Loss:
 def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
     for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
-        if not isinstance(value, Deferred):
-            _checks.check_tensor(name, value)
+        _checks.check_tensor(name, value)
     _checks.check_shape("targets", targets, logits.shape, "that of logits")
     _checks.check_same_device("logits", logits, targets=targets)
     dtype = torch.promote_types(logits.dtype, targets.dtype)

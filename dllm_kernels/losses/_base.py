@@ -261,11 +261,9 @@ class DiffusionLoss(TransformedLoss):
         tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
         batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
         options = self._options(round_nll=self._rounds())
-        rows, causal = ModelOutput.of(logits, options), None
+        rows, causal = ModelOutput.of(logits, options).in_chunks_of(self.chunk_size), None
         if causal_logits is not None:
             causal = ModelOutput.of(causal_logits, options, CAUSAL)
-        if self.chunk_size is not None:
-            rows = rows.in_chunks_of(self.chunk_size)
         if rows.packed(batch.target_ids):
             batch, rows = batch.as_batch(), rows.as_batch()
             causal, noisy_input_ids = causal and causal.as_batch(), _common.as_batch(noisy_input_ids)

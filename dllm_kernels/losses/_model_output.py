@@ -18,7 +18,7 @@ from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_uncheck
 from dllm_kernels.rows._call import Call, checked_logits
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import RowPrimitives
-from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import row_primitives
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
@@ -61,7 +61,7 @@ class ModelOutput(NamedTuple):
         """True for logits, False for a record."""
         return not isinstance(self.logits, LinearLogits)
 
-    def in_chunks_of(self, size: int) -> ModelOutput:
+    def in_chunks_of(self, size: int | None) -> ModelOutput:
         """Return this output with the size of its chunks of logits, if its record has none."""
         logits = self.logits
         if not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
@@ -104,16 +104,20 @@ class ModelOutput(NamedTuple):
 
         return replaced(self, logits=map_rows(self.logits, as_sequences))
 
-    def stack(self, other: ModelOutput) -> ModelOutput | None:
-        """Stack with other rows of the same head in a new dimension, or return None for those of another one.
+    def stack(self, *others: ModelOutput) -> ModelOutput | None:
+        """Stack with other rows of the same head in a new dimension, or return None if the heads differ.
 
         cat along a sharded sequence dimension would gather DTensors.
         """
-        a, b = self.logits, other.logits
-        if not isinstance(a, LinearLogits) or not isinstance(b, LinearLogits) or not a.same_head(b):
+        first, records = self.logits, [self.logits, *(other.logits for other in others)]
+        transform = self.options.transform
+        if not isinstance(first, LinearLogits) or any(o.options.transform != transform for o in others):
             return None
-        extra = None if a.extra is None or b.extra is None else (torch.stack([a.extra[0], b.extra[0]]), a.extra[1])
-        return replaced(self, logits=replaced(a, hidden=torch.stack([a.hidden, b.hidden]), extra=extra))
+        if not all(isinstance(z, LinearLogits) and z.same_head(first) for z in records):
+            return None
+        extra = first.extra and (torch.stack([z.extra[0] for z in records]), first.extra[1])  # type: ignore[union-attr,index]
+        hidden = torch.stack([rows_of(z) for z in records])
+        return replaced(self, logits=replaced(first, hidden=hidden, extra=extra))
 
     def transformed(self, **fields: Any) -> ModelOutput:
         """Return this output with other fields of the transform of its logits."""
@@ -128,7 +132,7 @@ class ModelOutput(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Vocabulary size V."""
-        return self.x.shape[-1] if self.stored else self.logits.weight.shape[0]  # type: ignore[union-attr]
+        return vocabulary(self.logits)
 
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.
@@ -139,11 +143,15 @@ class ModelOutput(NamedTuple):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 
+    def of_any_shape(self, target_ids: torch.Tensor, branches: int = 1) -> ModelOutput:
+        """Validate options, rows ``[..., V or D]``, the dtype and device of the targets, and the LM head, if any."""
+        logits, options, _ = checked_logits(self.names, self.logits, target_ids, self.options, branches)
+        return ModelOutput(self.names, options, logits)
+
     def checked(self, target_ids: torch.Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
-        names = self.names
-        logits, options, _ = checked_logits(names, self.logits, target_ids, self.options, branches)
-        x = rows_of(logits)
+        names, checked = self.names, self.of_any_shape(target_ids, branches)
+        x = checked.x
         _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.stored else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
         B, L = target_ids.shape
@@ -153,7 +161,7 @@ class ModelOutput(NamedTuple):
                 f"{names.rows} must have shape {(*expected, x.shape[2])} to go with {names.targets} of shape {(B, L)}, "
                 f"got {tuple(x.shape)}"
             )
-        return ModelOutput(names, options, logits)
+        return checked
 
     def check_targets(self, target_ids: torch.Tensor, counted: torch.Tensor, *, shift: int = 0) -> None:
         """Check the range of the plain ``target_ids [B, L]`` from column ``shift`` on, the first that is predicted.

@@ -114,7 +114,8 @@ class LinearLogits(NamedTuple):
 
     def same_head(self, other: LinearLogits) -> bool:
         """Return True if one call may take the rows of both records."""
-        if (self.transform, self.compute_dtype) != (other.transform, other.compute_dtype):
+        dtypes = self.compute_dtype, self.logits_dtype
+        if self.transform != other.transform or dtypes != (other.compute_dtype, other.logits_dtype):
             return False
         if self.source is not None or other.source is not None:
             return bool(self.source == other.source)
@@ -127,6 +128,11 @@ Logits = Tensor | LinearLogits
 def rows_of(logits: Logits) -> Tensor:
     """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are made of."""
     return logits.hidden if isinstance(logits, LinearLogits) else logits
+
+
+def vocabulary(logits: Logits) -> int:
+    """Return V of validated logits."""
+    return logits.weight.shape[0] if isinstance(logits, LinearLogits) else logits.shape[-1]
 
 
 def map_rows(logits: Any, function: Callable[[Any], Any]) -> Any:

@@ -36,7 +36,7 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
-    assert seen[0].x is x
+    assert seen[0].call.x is x
 
 
 BOUNDED = (
@@ -134,7 +134,7 @@ def test_the_chunks_of_scdd(monkeypatch):
         SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=in_call).total_loss
         for own, in_call in ((1024, None), (1024, 3), (None, None))
     )
-    assert [run.keywords["options"].chunk_size for run in seen] == [1024, 3, None]
+    assert [run.call.logits.chunk_size for run in seen] == [1024, 3, None]
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(a, c)
 
@@ -149,8 +149,8 @@ def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
         model=Model(),
         return_per_depth=return_per_depth,
     )
-    assert [(run.op, run.x.shape) for run in calls] == [
-        ("linear_token_nll" if return_per_depth else "weighted_linear_nll", (DEPTHS, BATCH, LENGTH, H))
+    assert [(run.op, run.call.x.shape) for run in calls] == [
+        ("token_nll" if return_per_depth else "weighted_nll", (DEPTHS, BATCH, LENGTH, H))
     ]
 
 
@@ -161,7 +161,7 @@ def test_no_value_is_read_on_another_device(case, monkeypatch):
     call = Call(case, "logits")
     on = {name: t.to(META) for name, t in (call.arguments | all_on(call)).items()}
     call(**(on | {"p_mask": on["p_mask"] * 2}))
-    assert seen[0].keywords["weights"].device == META
+    assert seen[0].call.weights.device == META
     message = "p_mask must hold probabilities, got bool"
     raises(ValueError, message, call, **(on | {"p_mask": on["p_mask"].bool()}))
 

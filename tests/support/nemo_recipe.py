@@ -235,7 +235,7 @@ def counted():
     replace(DeferredLogits, "materialize", counted_made)
     runs = record_ops(replace)
     yield calls
-    calls.update(f"{run.op} of {'hidden states' if 'linear' in run.op else 'logits'}" for run in runs)
+    calls.update(f"{run.op} of {'logits' if run.call.head is None else 'hidden states'}" for run in runs)
     for owner, name, value in replaced:
         setattr(owner, name, value)
 
