@@ -12,10 +12,11 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops import divergence
+from dllm_kernels.ops.divergence import GivenTeacher, compared, divergence_unchecked
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits
+from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of
@@ -186,11 +187,13 @@ class ModelOutput(NamedTuple):
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
         return row_stats_unchecked(self._call(overrides, ids, active), mix and all_plain(*mix))  # type: ignore[no-any-return]
 
-    def divergence(self, teacher: Logits, weights: torch.Tensor, /, **overrides: Any) -> Divergence:
-        """Compute the divergence to the teacher's logits; the op checks the teacher."""
-        o = self.options
-        options = {**o.transform._asdict(), "check_targets": o.check_targets, "backend": o.backend} | overrides
-        return divergence(self.logits, teacher, weights.detach(), **options)
+    def divergence(
+        self, teacher: GivenTeacher, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,
+        temperature: float, reduction: str = "sum",
+    ) -> Divergence:  # fmt: skip
+        """Compute the divergence to a teacher, which is checked here."""
+        call = self._call({}, targets, None, weights.detach())
+        return divergence_unchecked(*compared(self.names, call, teacher, spec, temperature, reduction))
 
     def _call(self, overrides: dict[str, Any], ids: torch.Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options
