@@ -19,7 +19,7 @@ from dllm_kernels.rows._call import Call, checked_logits
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import RowPrimitives
-from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import row_primitives
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
@@ -129,7 +129,7 @@ class ModelOutput(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Vocabulary size V."""
-        return self.x.shape[-1] if self.stored else self.logits.weight.shape[0]  # type: ignore[no-any-return, union-attr]
+        return vocabulary_of(self.logits)
 
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.

@@ -34,20 +34,32 @@ from dllm_kernels import _checks
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import all_plain, any_dtensor, readable_without_sync
-from dllm_kernels.rows._call import Call, checked, checked_logits, flat_ids, flat_values, row_marks, times_upstream
-from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
-from dllm_kernels.rows._divergence import (
-    KEPT_STATS,
-    DivergenceRequest,
-    DivergenceSpec,
-    Kept,
-    Whole,
+from dllm_kernels.rows._call import (
+    Call,
+    checked,
+    checked_logits,
+    flat_ids,
+    flat_values,
+    name_of_rows,
+    row_marks,
+    times_upstream,
 )
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceSpec, Kept, Whole
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import IGNORE, as_blv
 from dllm_kernels.rows._kept_gradients import gradient_specs, keep_gradients, scale_gradients
-from dllm_kernels.rows._logits import Head, LinearLogits, Logits, both_opened, detached, flat_rows, rows_of
+from dllm_kernels.rows._logits import (
+    Head,
+    LinearLogits,
+    Logits,
+    both_opened,
+    detached,
+    flat_rows,
+    rows_of,
+    vocabulary_of,
+)
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import Divergence
 from dllm_kernels.rows._setup import NO_GRADIENTS, Gradients, NeedsGrad, Setup, Split, compute_dtype, stored
@@ -265,7 +277,7 @@ class GivenTeacher(NamedTuple):
 def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> Any:
     """Return the targets, by default all -100, and check that they and the weights fit the kinds."""
     x = rows_of(logits)
-    _checks.check_float(NAMES.hidden if isinstance(logits, LinearLogits) else NAMES.rows, x)
+    _checks.check_float(name_of_rows(NAMES, logits), x)
     _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
     if targets is not None and not spec.wants_targets:
         raise ValueError("targets only apply to kind='ce', which alone reads them")
@@ -306,31 +318,27 @@ def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> t
 
     If one of the two models has stored logits, the other one's are stored, too.
     """
-    head, x, shared = call.head, rows_of(given.logits), False
-    name, own_names = names.rows if head is None else names.hidden, TEACHER
-    own_name = own_names.rows
-    if isinstance(given.logits, LinearLogits):
-        own_name = own_names.hidden
-        shared = isinstance(call.logits, LinearLogits) and call.logits.shares_weight(given.logits)
-        if shared:
-            own_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
-        if given.logits.skip_id is not None and given.columns is not None:
-            raise ValueError(
-                f"skip_id of teacher_logits must be None with draft_to_target, got {given.logits.skip_id}; pass the "
-                'column of the student, teacher_transform={"skip_id": ...}'
-            )
+    student, logits, own_names = call.logits, given.logits, TEACHER
+    name, own_name, x = name_of_rows(names, student), name_of_rows(TEACHER, logits), rows_of(logits)
+    shared = isinstance(student, LinearLogits) and student.shares_weight(logits)
+    if shared:
+        own_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
+    if isinstance(logits, LinearLogits) and logits.skip_id is not None and given.columns is not None:
+        raise ValueError(
+            f"skip_id of teacher_logits must be None with draft_to_target, got {logits.skip_id}; pass the student's "
+            'column, teacher_transform={"skip_id": ...}'
+        )
     _checks.check_float(own_name, x)
     _checks.check_same_device(name, call.x, **{own_name: x})
-    V = call.x.shape[-1] if head is None else len(head.weight)
-    transform = checked_transform(V, *given.transform)
-    logits, options, own_V = checked_logits(own_names, given.logits, call.ids, Options(transform))
+    V = vocabulary_of(student)
+    own_options = Options(checked_transform(V, *given.transform))
+    logits, own_options, own_V = checked_logits(own_names, logits, call.ids, own_options)
     call, logits = _of_one_kind(call, logits)
-    if isinstance(logits, LinearLogits):
-        assert isinstance(call.logits, LinearLogits)
+    if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
         if compute_dtype(logits) != compute_dtype(call.logits):
             raise ValueError(f"{own_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
     else:
-        _checks.check_dtype(own_name, logits, (call.x.dtype,))
+        _checks.check_dtype(own_name, rows_of(logits), (call.x.dtype,))
     rows, columns = given.rows, given.columns
     _check_rows(name, call.x, own_name, x, rows)
     _check_columns(name, call.x, V, own_name, own_V, columns)
@@ -348,7 +356,7 @@ def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> t
     if shared:
         weight = bias = None
     teacher = Teacher(rows_of(logits), weight, bias, u, U, rows, columns, inverse)
-    return call, teacher, options.transform
+    return call, teacher, own_options.transform
 
 
 def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:

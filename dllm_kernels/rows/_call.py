@@ -126,6 +126,11 @@ def checked_logits(names: _checks.Names, logits: Logits, ids: Tensor, options: O
     return logits, options, V
 
 
+def name_of_rows(names: _checks.Names, logits: Logits) -> str:
+    """Return the caller's name of logits, or of the hidden states of a record."""
+    return names.hidden if isinstance(logits, LinearLogits) else names.rows
+
+
 def made_by_head(hidden: Any, weight: Any, **of_head: Any) -> Any:
     """Return the record of hidden states and head, for ops that take no stored logits.
 

@@ -118,8 +118,10 @@ class LinearLogits(NamedTuple):
             return False
         return self.shares_weight(other) and (self.source is not None or self.head.U is other.head.U)
 
-    def shares_weight(self, other: LinearLogits) -> bool:
-        """Return True if both records have the same weight and bias."""
+    def shares_weight(self, other: Any) -> bool:
+        """Return True if the other logits are a record of the same weight and bias."""
+        if not isinstance(other, LinearLogits):
+            return False
         if self.source is not None or other.source is not None:
             return bool(self.source == other.source)
         return self.weight is other.weight and self.bias is other.bias
@@ -131,6 +133,11 @@ Logits = Tensor | LinearLogits
 def rows_of(logits: Logits) -> Tensor:
     """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are made of."""
     return logits.hidden if isinstance(logits, LinearLogits) else logits
+
+
+def vocabulary_of(logits: Logits) -> int:
+    """Return the number of columns V of validated logits."""
+    return logits.weight.shape[0] if isinstance(logits, LinearLogits) else logits.shape[-1]
 
 
 def map_rows(logits: Any, function: Callable[[Any], Any]) -> Any:
@@ -163,9 +170,10 @@ def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
 
 def both_opened(logits: Any, teacher: Any, transform: Transform, teacher_transform: Transform) -> tuple[Any, Any]:
     """Open the logits of two models that one op compares; deferred ones are records if both are."""
-    records = opened(logits, transform), opened(teacher, teacher_transform)
-    if teacher is None or all(isinstance(z, LinearLogits) for z in records):
-        return records
+    if all(isinstance(z, Deferred | LinearLogits | None) for z in (logits, teacher)):
+        records = opened(logits, transform), opened(teacher, teacher_transform)
+        if all(isinstance(z, LinearLogits | None) for z in records):
+            return records
     both = [z.materialize("an op of dllm_kernels") if isinstance(z, Deferred) else z for z in (logits, teacher)]
     return both[0], both[1]
 
