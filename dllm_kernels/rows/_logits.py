@@ -170,10 +170,9 @@ def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
 
 def both_opened(logits: Any, teacher: Any, transform: Transform, teacher_transform: Transform) -> tuple[Any, Any]:
     """Open the logits of two models that one op compares; deferred ones are records if both are."""
-    if all(isinstance(z, Deferred | LinearLogits | None) for z in (logits, teacher)):
-        records = opened(logits, transform), opened(teacher, teacher_transform)
-        if all(isinstance(z, LinearLogits | None) for z in records):
-            return records
+    records = opened(logits, transform), opened(teacher, teacher_transform)
+    if teacher is None or all(isinstance(z, LinearLogits) for z in records):
+        return records
     both = [z.materialize("an op of dllm_kernels") if isinstance(z, Deferred) else z for z in (logits, teacher)]
     return both[0], both[1]
 
