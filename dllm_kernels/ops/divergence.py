@@ -37,7 +37,7 @@ from dllm_kernels._graph._plain import all_plain, any_dtensor, readable_without_
 from dllm_kernels.rows._call import (
     Call,
     checked,
-    checked_logits,
+    checked_rows,
     flat_ids,
     flat_values,
     name_of_rows,
@@ -150,26 +150,29 @@ def divergence(
         logits: {logits} The student's logits. A row is active, for ``num_active`` of a record, if its weight is not 0.
         teacher_logits: ``[..., V]`` or their record, of the dtype of ``logits``. The leading dimensions must be the
             leading dimensions of ``logits`` unless ``teacher_rows`` is given. A record with the weight and the bias of
-            the student's shares their conversion. Its transform precedes the one of the call. Its ``logits_dtype``,
-            ``chunk_size`` and ``num_active`` are not read, because the chunks are those of ``logits``.
+            the student's shares their conversion. Its transform precedes the one of the call; its ``skip_id`` must be
+            None with ``draft_to_target``. Its ``logits_dtype``, ``chunk_size`` and ``num_active`` are not read, because
+            the chunks are those of ``logits``.
         weights: {weights} None: ones.
         kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass.
             A kind with coefficient 0 is omitted.
-        targets: {divergence_targets}
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value raises an
+            IndexError on a CPU and gives NaN in that row on a GPU.
         teacher_rows: ``[...]`` integers: for each student row, the index of its teacher row. The index runs over the
             flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
             NaN in that row. The rows of a record are copied one chunk at a time. None: student and teacher have the
             same layout.
         draft_to_target: {draft_to_target} None: both have the same vocabulary.
         teacher: {teacher}
-        temperature: {divergence_temperature}
+        temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
         reduction: {divergence_reduction}
         beta: {jsd_beta}
-        floor: {nla_floor}
-        eta: {lk_eta}
-        kl_scale: {lk_kl_scale}
-        alpha: {lk_alpha}
-        base: {lk_base}
+        floor: option of ``nla``; None: 1e-5.
+        eta: option of ``lk``, any number; None: 3.
+        kl_scale: option of ``lk``, in [0, 1]; None: 1.
+        alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
+            mean of a over the call, which takes one more pass over the logits. None: "row".
+        base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
         softcap: {softcap}
         scale: {scale} The division by ``temperature`` follows.
         skip_id: {skip_id} It is a column of the student.
@@ -331,8 +334,9 @@ def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> t
     _checks.check_float(own_name, x)
     _checks.check_same_device(name, call.x, **{own_name: x})
     V = vocabulary_of(student)
-    own_options = Options(checked_transform(V, *given.transform))
-    logits, own_options, own_V = checked_logits(own_names, logits, call.ids, own_options)
+    transform = checked_transform(V, *given.transform)
+    logits, transform, own_V = checked_rows(own_names, logits, call.ids, transform)
+    transform = checked_transform(own_V, *transform)
     call, logits = _of_one_kind(call, logits)
     if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
         if compute_dtype(logits) != compute_dtype(call.logits):
@@ -356,7 +360,7 @@ def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> t
     if shared:
         weight = bias = None
     teacher = Teacher(rows_of(logits), weight, bias, u, U, rows, columns, inverse)
-    return call, teacher, own_options.transform
+    return call, teacher, transform
 
 
 def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:

@@ -14,6 +14,7 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, composed, detached, opened, rows_of
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 
 class Call(NamedTuple):
@@ -107,23 +108,30 @@ def checked_logits(names: _checks.Names, logits: Logits, ids: Tensor, options: O
 
     The record comes without its transform, which precedes that of the options.
     """
+    logits, transform, V = checked_rows(names, logits, ids, options.transform)
+    return logits, replaced(options, transform=transform).checked(V), V
+
+
+def checked_rows(
+    names: _checks.Names, logits: Logits, ids: Tensor, transform: Transform
+) -> tuple[Logits, Transform, int]:
+    """Validate logits or their record; return them, both transforms composed but not validated, and V."""
     if not isinstance(logits, LinearLogits):
-        V = _checks.check_rows(names, logits, ids)
-        return logits, options.checked(V), V
+        return logits, transform, _checks.check_rows(names, logits, ids)
     names, x, casts = names.of_hidden, logits.hidden, logits.compute_dtype is not None
     V = _checks.check_rows(names, x, ids, (logits.weight, logits.bias), casts=casts)
     extra: Any = logits.extra
     if extra is not None:
         extra = _checks.checked_extra(names, x, logits.weight, extra, casts=casts)
     _checks.check_logits_dtype(logits.logits_dtype)
-    options = replaced(options, transform=composed(logits, options.transform)).checked(V)
+    transform = composed(logits, transform)
     logits = LinearLogits(
         x, logits.weight, logits.bias, extra, logits_dtype=logits.logits_dtype,
         chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
         num_active=_checks.checked_num_active(logits.num_active, x.shape[:-1].numel()),
         compute_dtype=logits.compute_dtype, source=logits.source,
     )  # fmt: skip
-    return logits, options, V
+    return logits, transform, V
 
 
 def name_of_rows(names: _checks.Names, logits: Logits) -> str:
