@@ -38,6 +38,7 @@ class Names(NamedTuple):
         weight: the weight of the LM head ``[V, D]``.
         bias: the bias of the head ``[V]``.
         hidden: the hidden states ``[..., D]``, in the place of logits.
+        extra: the low-rank part of the head.
     """
 
     rows: str = "logits"
@@ -45,6 +46,7 @@ class Names(NamedTuple):
     weight: str = "weight"
     bias: str = "bias"
     hidden: str = "hidden"
+    extra: str = "extra"
 
     @property
     def of_hidden(self) -> Names:
@@ -405,12 +407,13 @@ def checked_pair(name: str, value: Any, parts: str) -> tuple[Any, Any]:
 
 
 def checked_extra(
-    names: Names, hidden: Tensor, weight: Tensor, extra: Any, name: str = "extra", *, casts: bool = False
+    names: Names, hidden: Tensor, weight: Tensor, extra: Any, *, casts: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given.
 
     ``casts``: see :func:`check_rows`.
     """
+    name = names.extra
     u, second = checked_pair(name, extra, "(u, U)")
     if u is None or second is None:
         return None, None

@@ -66,13 +66,6 @@ SHARED = {
         "(a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are "
         "legal; F is -inf if one of its logarithms is."
     ),
-    "divergence_targets": (
-        "``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value raises an "
-        "IndexError on a CPU and gives NaN in that row on a GPU."
-    ),
-    "divergence_temperature": (
-        "T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared."
-    ),
     "divergence_reduction": (
         '"sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary upstream '
         "gradient per row."
@@ -96,14 +89,6 @@ SHARED = {
         "``top_log_probs`` must be those of the teacher's logits divided by T."
     ),
     "jsd_beta": "option of ``jsd``, in [0, 1]; None: 0.5.",
-    "nla_floor": "option of ``nla``; None: 1e-5.",
-    "lk_eta": "option of ``lk``, any number; None: 3.",
-    "lk_kl_scale": "option of ``lk``, in [0, 1]; None: 1.",
-    "lk_alpha": (
-        'option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted mean '
-        'of a over the call, which takes one more pass over the logits. None: "row".'
-    ),
-    "lk_base": 'option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".',
     "draft_to_target": (
         "``[V]`` integers, for a student with a smaller vocabulary: for each student token the teacher's column, all "
         "distinct. Offsets such as d2t of EAGLE-3 are converted by ``torch.arange(len(d2t)) + d2t``. The acceptance "

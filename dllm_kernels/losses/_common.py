@@ -120,13 +120,6 @@ def as_batch(t: Any, dims: int = 1) -> Any:
     return t.unsqueeze(0) if isinstance(t, torch.Tensor) and t.dim() == dims else t
 
 
-def extra_as_batch(extra: Any) -> Any:
-    """Add a batch dimension of 1 to the rows of a low-rank second part of a head."""
-    if isinstance(extra, (tuple, list)) and len(extra) == 2:
-        return as_batch(extra[0], 2), extra[1]
-    return extra
-
-
 def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:
     """Return ``t[..., i + by]`` at position i of the last dimension, and ``fill`` at the last ``by`` positions.
 

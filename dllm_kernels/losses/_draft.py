@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._deferred import of_computed
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _common
@@ -121,7 +120,6 @@ class DraftLoss(TransformedLoss):
         return BlockWeights(self._weighting, gamma, self.dpace_alpha, self.normalize, self.anchor_row, decay_from)
 
     @_WeightingSetting
-    @of_computed
     def position_weights(
         self, block_mask: Tensor, block_size: int | None = None, token_nll: Tensor | None = None, *,
         prefix: Tensor | None = None,
@@ -227,7 +225,7 @@ class DraftCall:
     weighting: BlockWeights
     returns_rows: bool
     rows: ModelOutput
-    target_ids: Tensor | None
+    target_ids: Tensor
     block_mask: Tensor
     block_size: int | None
     counts: Counts
@@ -238,7 +236,6 @@ class DraftCall:
 
         It is computed per row if rows are requested, or if the weights depend on the target probabilities.
         """
-        assert self.target_ids is not None
         if not (per_row or self.returns_rows) and self.weighting.decays:
             weights, divided = self.weights()
             scaled = divided if coefficient == 1 else coefficient * divided

@@ -12,13 +12,14 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import divergence
+from dllm_kernels.ops.divergence import GivenTeacher, compared, divergence_unchecked
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits
+from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import RowPrimitives
-from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import row_primitives
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
@@ -26,8 +27,6 @@ from dllm_kernels.rows._setup import compute_dtype
 
 NAMES = _checks.Names("logits", "target_ids", "lm_head_weight", "lm_head_bias")
 CAUSAL = _checks.Names("causal_logits", "target_ids", "lm_head_weight", "lm_head_bias", "causal_hidden")
-
-HIDDEN = LOGITS = NAMES  # until every loss takes records
 
 
 class ModelOutput(NamedTuple):
@@ -132,7 +131,7 @@ class ModelOutput(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Vocabulary size V."""
-        return vocabulary(self.logits)
+        return vocabulary_of(self.logits)
 
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.
@@ -194,11 +193,13 @@ class ModelOutput(NamedTuple):
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
         return row_stats_unchecked(self._call(overrides, ids, active), mix and all_plain(*mix))  # type: ignore[no-any-return]
 
-    def divergence(self, teacher: Logits, weights: torch.Tensor, /, **overrides: Any) -> Divergence:
-        """Compute the divergence to the teacher's logits; the op checks the teacher."""
-        o = self.options
-        options = {**o.transform._asdict(), "check_targets": o.check_targets, "backend": o.backend} | overrides
-        return divergence(self.logits, teacher, weights.detach(), **options)
+    def divergence(
+        self, teacher: GivenTeacher, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,
+        temperature: float, reduction: str = "sum",
+    ) -> Divergence:  # fmt: skip
+        """Compute the divergence to a teacher, which is checked here."""
+        call = self._call({}, targets, None, weights.detach())
+        return divergence_unchecked(*compared(self.names, call, teacher, spec, temperature, reduction))
 
     def _call(self, overrides: dict[str, Any], ids: torch.Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options

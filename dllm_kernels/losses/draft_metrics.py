@@ -8,7 +8,6 @@ import torch
 
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
-from dllm_kernels._graph._deferred import of_computed
 from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses._block_weights import checked_prefix, given_rows, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
@@ -46,7 +45,6 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
     return {"draft_acc": overall, **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)}}
 
 
-@of_computed
 def acceptance_length(
     output: DLLMLossOutput | torch.Tensor,
     mask: torch.Tensor,
@@ -104,7 +102,6 @@ def acceptance_length(
     return total / count.clamp(min=1)
 
 
-@of_computed
 def acceptance_stats(
     output: DLLMLossOutput | torch.Tensor,
     mask: torch.Tensor,

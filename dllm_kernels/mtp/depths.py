@@ -18,7 +18,7 @@ from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.mtp import cross_entropy as base
 from dllm_kernels.mtp.cross_entropy import CrossEntropy, FusedLinearCrossEntropy, normalized, position_weights, to_int64
 from dllm_kernels.rows._interface import IGNORE
-from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._transform import Transform
 
 
@@ -345,7 +345,7 @@ def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits:
     else:
         weight, bias = common.pop("lm_weight", None), common.pop("lm_bias")
         logits = output if are_logits else logits_of(rows_of(output), common["model"], weight, bias)
-        rows, V = {"logits": logits}, vocabulary(logits)
+        rows, V = {"logits": logits}, vocabulary_of(logits)
     if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
         counted = plain(common["loss_weights"])
         if counted is not None:

@@ -22,7 +22,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.rows import _stats
-from dllm_kernels.rows._call import Call, as_marks, checked
+from dllm_kernels.rows._call import Call, as_marks, checked, name_of_rows
 from dllm_kernels.rows._chunks import Chunks, no_autocast, unit_scale
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
@@ -125,7 +125,7 @@ def _checked_mix(call: Call, mix: Mix | None) -> Any:
     """Validate the tensors of a mixture; return them with DTensors gathered."""
     if mix is None:
         return None
-    name = NAMES.rows if call.head is None else NAMES.hidden
+    name = name_of_rows(NAMES, call.logits)
     mix = all_plain(*mix)
     for i, t in enumerate(mix):
         part = f"mix[{i}]"

@@ -24,7 +24,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values, readable_without_sync
 from dllm_kernels.ops.row_objective import row_objective_unchecked
 from dllm_kernels.ops.row_stats import row_stats_unchecked
-from dllm_kernels.rows._call import Call, checked
+from dllm_kernels.rows._call import Call, checked, name_of_rows
 from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
@@ -243,7 +243,7 @@ def _checked(logits: Any, top_ids: Any, options: Options, top_log_probs: Any, we
     """Validate all tensors; return the call with each row's most likely id in front, and the teacher."""
     logits = opened(logits, options.transform)
     tail, x = options.rest, rows_of(logits)
-    name = NAMES.hidden if isinstance(logits, LinearLogits) else NAMES.rows
+    name = name_of_rows(NAMES, logits)
     _checks.check_float(name, x)
     ids, log_q, weights = all_plain(top_ids, top_log_probs, weights)
     _checks.check_ids("top_ids", ids)

@@ -111,23 +111,35 @@ def checked_logits(
     The record comes without its transform, which precedes that of the options. ``branches``: number of tensors of such
     rows that one call takes.
     """
+    logits, transform, V = checked_rows(names, logits, ids, options.transform, branches)
+    return logits, replaced(options, transform=transform).checked(V), V
+
+
+def checked_rows(
+    names: _checks.Names, logits: Logits, ids: Tensor, transform: Transform, branches: int = 1
+) -> tuple[Logits, Transform, int]:
+    """Validate logits or their record; return them, both transforms composed but not validated, and V."""
     if not isinstance(logits, LinearLogits):
-        V = _checks.check_rows(names, logits, ids)
-        return logits, options.checked(V), V
+        return logits, transform, _checks.check_rows(names, logits, ids)
     names, x, casts = names.of_hidden, logits.hidden, logits.compute_dtype is not None
     V = _checks.check_rows(names, x, ids, (logits.weight, logits.bias), casts=casts)
     extra: Any = logits.extra
     if extra is not None:
         extra = _checks.checked_extra(names, x, logits.weight, extra, casts=casts)
     _checks.check_logits_dtype(logits.logits_dtype)
-    options = replaced(options, transform=composed(logits, options.transform)).checked(V)
+    transform = composed(logits, transform)
     logits = LinearLogits(
         x, logits.weight, logits.bias, extra, logits_dtype=logits.logits_dtype,
         chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
         num_active=_checks.checked_num_active(logits.num_active, branches * x.shape[:-1].numel()),
         compute_dtype=logits.compute_dtype, source=logits.source,
     )  # fmt: skip
-    return logits, options, V
+    return logits, transform, V
+
+
+def name_of_rows(names: _checks.Names, logits: Logits) -> str:
+    """Return the caller's name of logits, or of the hidden states of a record."""
+    return names.hidden if isinstance(logits, LinearLogits) else names.rows
 
 
 def made_by_head(hidden: Any, weight: Any, **of_head: Any) -> Any:

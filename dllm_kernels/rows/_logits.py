@@ -50,6 +50,11 @@ class Head(NamedTuple):
         """The tensors that all rows share."""
         return self.weight, self.bias, self.U
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Head:
+        """Apply a function to the tensors that all rows share."""
+        weight, bias, U = (None if t is None else function(t) for t in self.shared)
+        return Head(weight, bias, self.u, U)  # type: ignore[arg-type]
+
 
 def flat_rows(t: Any) -> Any:
     """Reshape ``[..., C]`` to ``[N, C]``; None stays None."""
@@ -117,9 +122,15 @@ class LinearLogits(NamedTuple):
         dtypes = self.compute_dtype, self.logits_dtype
         if self.transform != other.transform or dtypes != (other.compute_dtype, other.logits_dtype):
             return False
+        return self.shares_weight(other) and (self.source is not None or self.head.U is other.head.U)
+
+    def shares_weight(self, other: Any) -> bool:
+        """Return True if the other logits are a record of the same weight and bias."""
+        if not isinstance(other, LinearLogits):
+            return False
         if self.source is not None or other.source is not None:
             return bool(self.source == other.source)
-        return all(a is b for a, b in zip(self.head.shared, other.head.shared, strict=True))
+        return self.weight is other.weight and self.bias is other.bias
 
 
 Logits = Tensor | LinearLogits
@@ -130,8 +141,8 @@ def rows_of(logits: Logits) -> Tensor:
     return logits.hidden if isinstance(logits, LinearLogits) else logits
 
 
-def vocabulary(logits: Logits) -> int:
-    """Return V of validated logits."""
+def vocabulary_of(logits: Logits) -> int:
+    """Return the number of columns V of validated logits."""
     return logits.weight.shape[0] if isinstance(logits, LinearLogits) else logits.shape[-1]
 
 
@@ -167,6 +178,15 @@ def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
     record = logits.record()
     composes = record is not None and (record.softcap is None or transform.softcap is None)
     return record if composes else logits.materialize("an op of dllm_kernels")
+
+
+def both_opened(logits: Any, teacher: Any, transform: Transform, teacher_transform: Transform) -> tuple[Any, Any]:
+    """Open the logits of two models that one op compares; deferred ones are records if both are."""
+    records = opened(logits, transform), opened(teacher, teacher_transform)
+    if teacher is None or all(isinstance(z, LinearLogits) for z in records):
+        return records
+    both = [z.materialize("an op of dllm_kernels") if isinstance(z, Deferred) else z for z in (logits, teacher)]
+    return both[0], both[1]
 
 
 def composed(logits: LinearLogits, transform: Transform) -> Transform:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._checks._backend import use_triton
@@ -183,6 +184,17 @@ def compute_dtype(logits: LinearLogits) -> torch.dtype:
     if logits.compute_dtype is not None:
         return logits.compute_dtype
     return dtype_of_products(logits.hidden, logits.weight)
+
+
+def stored(logits: LinearLogits) -> Tensor:
+    """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones."""
+    dtype = compute_dtype(logits)
+    wide = dtype_of_chunks(logits, dtype)
+    hidden, *head = [None if t is None else t.to(dtype).to(wide) for t in (logits.hidden, *logits.head)]
+    weight, bias, u, U = head
+    with torch.autocast(logits.hidden.device.type, enabled=False):
+        z = F.linear(hidden, weight, bias)  # type: ignore[arg-type]
+        return z if u is None or U is None else z + F.linear(u, U)
 
 
 def dtype_of_chunks(logits: LinearLogits, dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_kernels.rows._call import flat_index
 from dllm_kernels.rows._chunks import Chunks, aligned_rows, head_product
 from dllm_kernels.rows._divergence import Whole
-from dllm_kernels.rows._logits import flat_rows
+from dllm_kernels.rows._logits import Head, flat_rows
 from dllm_kernels.rows._setup import Setup
 from dllm_kernels.rows._transform import Transform
 
@@ -60,10 +60,11 @@ class Teacher(NamedTuple):
 
     def converted(self, setup: Setup, *, with_whole: bool) -> Teacher:
         """Cast its own part of the head, or only the compared columns, before :class:`Chunks` syncs."""
-        head, columns = _Head(self.weight, self.bias, self.U), self.columns
+        columns = self.columns
+        head = Head(self.weight, self.bias, None, self.U)  # type: ignore[arg-type]
         if self.weight is not None and not with_whole:
-            head, columns = head.picked(columns), None
-        weight, bias, U = (None if t is None else t.to(setup.dtype) for t in head)
+            head, columns = _picked(head, columns), None
+        weight, bias, U = head.mapped(lambda t: t.to(setup.dtype)).shared
         return self._replace(weight=weight, bias=bias, U=U, columns=columns)
 
     def logits_of(self, chunks: Chunks, transform: Transform, *, with_whole: bool) -> TeacherLogits:
@@ -74,7 +75,7 @@ class Teacher(NamedTuple):
         """
         rows, setup = chunks.rows, chunks.setup
         weight, bias = (chunks.weight, chunks.bias) if self.weight is None else (self.weight, self.bias)
-        head = _Head(weight, bias, self.U)
+        head = Head(weight, bias, None, self.U)
 
         def take(t: Tensor | None, chunk: slice) -> Any:
             if t is None:
@@ -82,7 +83,7 @@ class Teacher(NamedTuple):
             taken = rows.take(t, chunk) if self.rows is None else gather(t, rows.take(self.rows, chunk))
             return taken.to(setup.dtype)
 
-        def product(chunk: slice, head: _Head, out: Tensor) -> Tensor:
+        def product(chunk: slice, head: Head, out: Tensor) -> Tensor:
             h, u = (take(t, chunk) for t in (self.x, self.u))
             head_product(h, head.weight, head.bias, u, head.U, out := out[: len(h)])
             return out
@@ -92,13 +93,13 @@ class Teacher(NamedTuple):
 
         columns, V = self.columns, len(head.weight)
         if columns is None or not with_whole:
-            compared = head.picked(columns)
+            compared = _picked(head, columns)
             out = buffer(len(compared.weight))
             return lambda chunk: (product(chunk, compared, out), None)
         norms_of = self.norms_function(setup, transform)
         if chunks.primitives.part_of is not None:  # this rank computes its columns, and a part of the whole rows
             start, size = chunks.primitives.part_of(V)
-            compared, part = head.picked(columns), head.part(start, size)
+            compared, part = _picked(head, columns), head.mapped(lambda t: t[start : start + size])
             out, rest = buffer(len(columns)), buffer(size)
             return lambda chunk: (product(chunk, compared, out), norms_of(product(chunk, part, rest), start))
         out, rest = buffer(len(columns)), buffer(V + 1)
@@ -127,20 +128,9 @@ class Teacher(NamedTuple):
         return norms_of
 
 
-class _Head(NamedTuple):
-    """LM head of the teacher."""
-
-    weight: Any
-    bias: Tensor | None
-    U: Tensor | None
-
-    def picked(self, columns: Tensor | None) -> _Head:
-        """Copy the rows for these columns of the logits; all rows if None."""
-        return self if columns is None else _Head(*(None if t is None else gather(t.detach(), columns) for t in self))
-
-    def part(self, start: int, size: int) -> _Head:
-        """View the rows for a range of columns of the logits."""
-        return _Head(*(None if t is None else t[start : start + size] for t in self))
+def _picked(head: Head, columns: Tensor | None) -> Head:
+    """Copy the parts of the head for these columns of the logits; all if None."""
+    return head if columns is None else head.mapped(lambda t: gather(t.detach(), columns))
 
 
 def gather(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:

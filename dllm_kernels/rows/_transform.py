@@ -90,10 +90,6 @@ class Transform(NamedTuple):
 NO_TRANSFORM = Transform()
 
 
-def checked_transform(V, *fields, **named):
-    return Transform(*fields, **named).checked(V)
-
-
 def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
     """Transform logits z ``[..., V]``, in the accumulation dtype; returns z itself if the transform is the identity.
 

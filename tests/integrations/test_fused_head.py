@@ -320,6 +320,9 @@ TWO = {
     ).total_loss,
     "divergence": lambda y, z, x: dllm_kernels.divergence(y, z, x.p).loss,
     "divergence, tempered": lambda y, z, x: dllm_kernels.divergence(y / 2, z / 2, kind="rkl", softcap=3.0).loss,
+    "divergence, a transform each": lambda y, z, x: dllm_kernels.divergence(
+        y / 2, z * 3, kind="tv", teacher_transform={"scale": 0.5}
+    ).loss,
     "distillation": lambda y, z, x: dllm_kernels.DraftDistillationLoss("kl")(y, z, x.ids, x.masked).total_loss,
     "log-probs": lambda y, z, x: (
         dllm_kernels.token_log_probs(y / 0.5, x.ids, temperature=2.0).log_probs.sum() + z[0, 0].logsumexp(-1)

@@ -12,7 +12,7 @@ from dllm_kernels import ops
 from dllm_kernels.ops import linear_topk_divergence, token_nll, topk_divergence, weighted_linear_nll
 from dllm_kernels.rows import _active_rows, _chunks, _rest, _setup
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
-from dllm_kernels.rows._transform import NO_TRANSFORM, Transform, checked_transform
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 from tests.conftest import DEVICE
 from tests.ops.test_divergence import MANY
 from tests.ops.test_linear_nll import NAN, inputs, oracle
@@ -175,12 +175,12 @@ def test_the_environment_chooses_the_backend(monkeypatch):
 
 
 def test_a_scale_of_one_is_omitted():
-    assert checked_transform(53, scale=1) == NO_TRANSFORM
-    assert checked_transform(53, 3, 1.0, 0) == Transform(3.0, None, 0)
+    assert Transform(scale=1).checked(53) == NO_TRANSFORM
+    assert Transform(3, 1.0, 0).checked(53) == Transform(3.0, None, 0)
 
 
 def test_the_smallest_and_the_largest_factor_are_accepted():
-    assert checked_transform(53, 1e-18, 1e18) == Transform(1e-18, 1e18, None)
+    assert Transform(1e-18, 1e18).checked(53) == Transform(1e-18, 1e18, None)
 
 
 # Divergences
