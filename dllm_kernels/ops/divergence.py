@@ -394,10 +394,9 @@ def _checked_columns(name: str, call: Call, teacher_name: str, teacher_V: int, c
     _checks.check_ids("draft_to_target", columns)
     _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
     _checks.check_same_device(name, call.x, draft_to_target=columns)
-    known = readable_without_sync(columns)  # other checks cost a sync
-    _checks.check_target_range(
-        True if known else call.options.check_targets, "draft_to_target", columns, teacher_V, None
-    )
+    known = readable_without_sync(columns)  # on a GPU it costs a sync
+    check = True if known else call.options.check_targets
+    _checks.check_target_range(check, "draft_to_target", columns, teacher_V, None)
     inverse = _inverse(columns, teacher_V)
     if known and int((inverse != IGNORE).sum()) != len(columns):
         raise ValueError(
