@@ -12,7 +12,7 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import GivenTeacher, compared, divergence_unchecked
+from dllm_kernels.ops.divergence import TeacherInput, compared, divergence_unchecked
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits
@@ -194,7 +194,7 @@ class ModelOutput(NamedTuple):
         return row_stats_unchecked(self._call(overrides, ids, active), mix and all_plain(*mix))  # type: ignore[no-any-return]
 
     def divergence(
-        self, teacher: GivenTeacher, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,
+        self, teacher: TeacherInput, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,
         temperature: float, reduction: str = "sum",
     ) -> Divergence:  # fmt: skip
         """Compute the divergence to a teacher, which is checked here."""

@@ -17,7 +17,7 @@ from dllm_kernels.losses._block_weights import Counts
 from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, sum_of_rows
 from dllm_kernels.losses._draft import DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops.divergence import GivenTeacher, head_of_teacher
+from dllm_kernels.ops.divergence import TeacherInput, head_of_teacher
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._interface import IGNORE
@@ -111,33 +111,15 @@ class DraftDistillationLoss(DraftLoss):
     """
 
     def __init__(
-        self,
-        kind: str | Mapping[str, float] = "kl",
-        loss_gamma: float | str | None = 7.0,
-        *,
-        normalize: str = "tokens",
-        position_weights: str = "decay",
-        dpace_alpha: float = 0.5,
-        confidence: str = "target",
-        anchor_row: bool = False,
-        decay_from: int = 0,
-        confidence_weight: float = 1.0,
-        temperature: float = 1.0,
-        teacher: str = "draft",
-        beta: float | None = None,
-        floor: float | None = None,
-        eta: float | None = None,
-        kl_scale: float | None = None,
-        alpha: str | None = None,
-        base: str | None = None,
-        chunk_size: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        teacher_transform: Mapping[str, Any] | None = None,
-        reduction: str = "total",
+        self, kind: str | Mapping[str, float] = "kl", loss_gamma: float | str | None = 7.0, *,
+        normalize: str = "tokens", position_weights: str = "decay", dpace_alpha: float = 0.5,
+        confidence: str = "target", anchor_row: bool = False, decay_from: int = 0, confidence_weight: float = 1.0,
+        temperature: float = 1.0, teacher: str = "draft", beta: float | None = None, floor: float | None = None,
+        eta: float | None = None, kl_scale: float | None = None, alpha: str | None = None, base: str | None = None,
+        chunk_size: int | None = None, softcap: float | None = None, scale: float | None = None,
+        skip_id: int | None = None, teacher_transform: Mapping[str, Any] | None = None, reduction: str = "total",
         backend: str = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(
             loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row, decay_from,
@@ -260,7 +242,7 @@ class DraftDistillationLoss(DraftLoss):
                 targets are needed and None.
         """
         weighting, spec, options = self._checked_weighting(), self._checked_spec(), self._options()
-        logits, teacher = GivenTeacher.opened(
+        logits, teacher = TeacherInput.opened(
             logits, options.transform, teacher_logits, teacher_rows, draft_to_target, self.teacher_transform
         )
         if teacher_logits is None:
@@ -329,7 +311,7 @@ class DraftDistillationLoss(DraftLoss):
         return spec
 
     def _check_required(
-        self, rows: ModelOutput, teacher: GivenTeacher, spec: DivergenceSpec, target_ids: Tensor | None,
+        self, rows: ModelOutput, teacher: TeacherInput, spec: DivergenceSpec, target_ids: Tensor | None,
         confidence_logits: Tensor | None,
     ) -> None:  # fmt: skip
         """Raise ValueError if targets or a teacher are required by the settings and not given."""
@@ -355,7 +337,7 @@ def _check_none_given(teacher: str, **others: Any) -> None:
         raise ValueError(f"{teacher} must be given with {', '.join(names)}, got None")
 
 
-def _as_batch(teacher: GivenTeacher) -> GivenTeacher:
+def _as_batch(teacher: TeacherInput) -> TeacherInput:
     """Return the teacher of packed rows with a batch dimension."""
     logits = map_rows(teacher.logits, lambda t: as_batch(t, 2))
     return replaced(teacher, logits=logits, rows=as_batch(teacher.rows))
@@ -384,7 +366,7 @@ class _Call(DraftCall):
     """One call with a teacher."""
 
     loss: DraftDistillationLoss
-    teacher: GivenTeacher
+    teacher: TeacherInput
     spec: DivergenceSpec
 
     @property

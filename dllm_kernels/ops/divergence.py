@@ -197,7 +197,7 @@ def divergence(
         kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
     )
     options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
-    logits, given = GivenTeacher.opened(
+    logits, given = TeacherInput.opened(
         logits, options.transform, teacher_logits, teacher_rows, draft_to_target, teacher_transform
     )
     call = checked(NAMES, logits, _targets(logits, targets, weights, spec), options, weights=weights)
@@ -241,7 +241,7 @@ def head_of_teacher(student: LinearLogits, hidden: Any, weight: Any, bias: Any, 
     return LinearLogits(hidden, weight, bias, extra)
 
 
-class GivenTeacher(NamedTuple):
+class TeacherInput(NamedTuple):
     """Teacher as the caller gave it.
 
     Attributes:
@@ -261,7 +261,7 @@ class GivenTeacher(NamedTuple):
     @classmethod
     def opened(
         cls, logits: Any, transform: Transform, teacher_logits: Any, rows: Any, columns: Any, own: Any
-    ) -> tuple[Any, GivenTeacher]:
+    ) -> tuple[Any, TeacherInput]:
         """Open the logits of both models; return the student's, and the teacher with ``teacher_transform=own``."""
         of_teacher, scale = transform, "scale"
         if own is not None:
@@ -290,7 +290,7 @@ def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> A
 
 
 def compared(
-    names: _checks.Names, call: Call, given: GivenTeacher, spec: DivergenceSpec, temperature: Any, reduction: Any
+    names: _checks.Names, call: Call, given: TeacherInput, spec: DivergenceSpec, temperature: Any, reduction: Any
 ) -> tuple[Call, Teacher, Comparison]:
     """Validate the teacher and the options of a comparison; return the arguments of :func:`divergence_unchecked`.
 
@@ -316,7 +316,7 @@ def _tempered(transform: Transform, T: float, name: str) -> Transform:
     return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))
 
 
-def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> tuple[Call, Teacher, Transform]:
+def _checked_teacher(names: _checks.Names, call: Call, given: TeacherInput) -> tuple[Call, Teacher, Transform]:
     """Validate the teacher; return the call, the teacher and the transform of its logits.
 
     If one of the two models has stored logits, the other one's are stored, too.
@@ -333,8 +333,12 @@ def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> t
         )
     _checks.check_float(own_name, x)
     _checks.check_same_device(name, call.x, **{own_name: x})
+<<<<<<< HEAD
     V = vocabulary_of(student)
     transform = given.transform.checked(V)
+=======
+    transform = checked_transform(vocabulary_of(student), *given.transform)
+>>>>>>> d05b2c6aeb508ccedb2ee7d831bbd169712a4baa
     logits, transform, own_V = checked_rows(own_names, logits, call.ids, transform)
     transform = transform.checked(own_V)
     call, logits = _of_one_kind(call, logits)
@@ -343,24 +347,13 @@ def _checked_teacher(names: _checks.Names, call: Call, given: GivenTeacher) -> t
             raise ValueError(f"{own_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
     else:
         _checks.check_dtype(own_name, rows_of(logits), (call.x.dtype,))
-    rows, columns = given.rows, given.columns
-    _check_rows(name, call.x, own_name, x, rows)
-    _check_columns(name, call.x, V, own_name, own_V, columns)
-    if rows is not None:
-        count, check = x.shape[:-1].numel(), call.options.check_targets
-        _checks.check_target_range(check, "teacher_rows", rows, count, None, counted=call.weights)
-    inverse = None
-    if columns is not None:
-        always = True if readable_without_sync(columns) else call.options.check_targets  # a sync on a GPU
-        _checks.check_target_range(always, "draft_to_target", columns, own_V, None)
-        inverse = _inverse(columns, own_V)
-        _check_distinct(columns, inverse)
+    _check_rows(name, call, own_name, x, given.rows)
+    inverse = _checked_columns(name, call, own_name, own_V, given.columns)
     logits = detached(logits)
     weight, bias, u, U = logits.head if isinstance(logits, LinearLogits) else (None, None, None, None)
     if shared:
         weight = bias = None
-    teacher = Teacher(rows_of(logits), weight, bias, u, U, rows, columns, inverse)
-    return call, teacher, transform
+    return call, Teacher(rows_of(logits), weight, bias, u, U, given.rows, given.columns, inverse), transform
 
 
 def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:
@@ -375,43 +368,47 @@ def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:
     return replaced(call, logits=both[0]), both[1]
 
 
-def _check_rows(name: str, x: Tensor, teacher_name: str, teacher: Tensor, index: Tensor | None) -> None:
-    rows, teacher_rows = tuple(x.shape[:-1]), tuple(teacher.shape[:-1])
-    if index is not None:
-        _checks.check_ids("teacher_rows", index)
-        _checks.check_shape("teacher_rows", index, rows, f"that of {name} without its last dimension")
-        _checks.check_same_device(name, x, teacher_rows=index)
-        if math.prod(rows) and not math.prod(teacher_rows):
-            raise ValueError(f"{teacher_name} must have at least one row, got shape {tuple(teacher.shape)}")
-    elif teacher_rows != rows:
-        raise ValueError(
-            f"{teacher_name} must have shape {(*rows, '*')}, the rows of {name}, unless teacher_rows is given, "
-            f"got {tuple(teacher.shape)}"
-        )
-
-
-def _check_columns(
-    name: str, x: Tensor, V: int, teacher_name: str, teacher_vocab_size: int, columns: Tensor | None
-) -> None:
-    if columns is not None:
-        _checks.check_ids("draft_to_target", columns)
-        _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
-        _checks.check_same_device(name, x, draft_to_target=columns)
-    elif teacher_vocab_size != V:
-        raise ValueError(
-            f"{teacher_name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
-            f"got {teacher_vocab_size}"
-        )
-
-
-def _check_distinct(columns: Tensor, inverse: Tensor) -> None:
-    """Raise ValueError if a teacher column is repeated. Skipped on GPU, because it would cost a sync."""
-    if not readable_without_sync(columns) or int((inverse != IGNORE).sum()) == len(columns):
+def _check_rows(name: str, call: Call, teacher_name: str, teacher: Tensor, index: Tensor | None) -> None:
+    rows, teacher_rows = tuple(call.rows), teacher.shape[:-1]
+    if index is None:
+        if tuple(teacher_rows) != rows:
+            raise ValueError(
+                f"{teacher_name} must have shape {(*rows, '*')}, the rows of {name}, unless teacher_rows is given, "
+                f"got {tuple(teacher.shape)}"
+            )
         return
-    raise ValueError(
-        "draft_to_target must hold the distinct ids of the teacher's vocabulary, got repeated entries, which look like "
-        "the offsets d2t of EAGLE-3; pass torch.arange(n) + d2t, with n the size of the draft's vocabulary"
-    )
+    _checks.check_ids("teacher_rows", index)
+    _checks.check_shape("teacher_rows", index, rows, f"that of {name} without its last dimension")
+    _checks.check_same_device(name, call.x, teacher_rows=index)
+    count, check = teacher_rows.numel(), call.options.check_targets
+    if math.prod(rows) and not count:
+        raise ValueError(f"{teacher_name} must have at least one row, got shape {tuple(teacher.shape)}")
+    _checks.check_target_range(check, "teacher_rows", index, count, None, counted=call.weights)
+
+
+def _checked_columns(name: str, call: Call, teacher_name: str, teacher_V: int, columns: Tensor | None) -> Tensor | None:
+    """Validate the teacher's columns; return the student's column of each, or None if both have the same vocabulary."""
+    V = vocabulary_of(call.logits)
+    if columns is None:
+        if teacher_V != V:
+            raise ValueError(
+                f"{teacher_name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
+                f"got {teacher_V}"
+            )
+        return None
+    _checks.check_ids("draft_to_target", columns)
+    _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
+    _checks.check_same_device(name, call.x, draft_to_target=columns)
+    known = readable_without_sync(columns)  # on a GPU it costs a sync
+    check = True if known else call.options.check_targets
+    _checks.check_target_range(check, "draft_to_target", columns, teacher_V, None)
+    inverse = _inverse(columns, teacher_V)
+    if known and int((inverse != IGNORE).sum()) != len(columns):
+        raise ValueError(
+            "draft_to_target must hold the distinct ids of the teacher's vocabulary, got repeated entries, which look "
+            "like the offsets d2t of EAGLE-3; pass torch.arange(n) + d2t, with n the size of the draft's vocabulary"
+        )
+    return inverse
 
 
 def _inverse(columns: Tensor, teacher_vocab_size: int) -> Tensor:

@@ -21,7 +21,7 @@ from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.ops.row_stats import NAMES, row_stats_unchecked
 from dllm_kernels.rows import _stats
-from dllm_kernels.rows._call import Call, checked
+from dllm_kernels.rows._call import Call, checked, name_of_rows
 from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import IGNORE
@@ -133,7 +133,7 @@ def linear_row_objective(
 
 def _checked_aux(call: Call, aux: tuple[Any, ...]) -> tuple[Any, ...]:
     """Validate ``aux``; return it with DTensors gathered."""
-    name, x = NAMES.rows if call.head is None else NAMES.hidden, call.x
+    name, x = name_of_rows(NAMES, call.logits), call.x
     aux = all_plain(*aux)
     rows = tuple(x.shape[:-1])
     for i, t in enumerate(aux):

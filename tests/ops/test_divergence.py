@@ -212,6 +212,7 @@ HEADS = {  # the teacher's weight, columns compared, and transform; None: the st
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("stored", ["", "student", "teacher"])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("options", OPTIONS_OF_RECORDS)
