@@ -333,12 +333,7 @@ def _checked_teacher(names: _checks.Names, call: Call, given: TeacherInput) -> t
         )
     _checks.check_float(own_name, x)
     _checks.check_same_device(name, call.x, **{own_name: x})
-<<<<<<< HEAD
-    V = vocabulary_of(student)
-    transform = given.transform.checked(V)
-=======
-    transform = checked_transform(vocabulary_of(student), *given.transform)
->>>>>>> d05b2c6aeb508ccedb2ee7d831bbd169712a4baa
+    transform = given.transform.checked(vocabulary_of(student))
     logits, transform, own_V = checked_rows(own_names, logits, call.ids, transform)
     transform = transform.checked(own_V)
     call, logits = _of_one_kind(call, logits)
