@@ -283,8 +283,8 @@ class DraftDistillationLoss(DraftLoss):
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of two ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
 
-        Without ``teacher_weight [V, D']`` the teacher shares ``lm_head_weight`` and ``lm_head_bias``, but not
-        ``extra``.
+        The teacher's are ``teacher_hidden``, ``teacher_weight``, ``teacher_bias`` and ``teacher_extra``. Without
+        ``teacher_weight`` it shares ``lm_head_weight`` and ``lm_head_bias``, but not ``extra``.
         """
         logits = LinearLogits(
             hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, num_active=num_active

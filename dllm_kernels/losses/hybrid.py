@@ -95,7 +95,11 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
-        """Compute :meth:`DiffusionLoss.forward_fused`, with ``causal_hidden`` by position, as in the original."""
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
+
+        ``causal_hidden [B, L, D]`` are the hidden states of ``causal_logits``, of the same head without ``extra``. As
+        in the original, it precedes ``noisy_input_ids``.
+        """
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
             num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,

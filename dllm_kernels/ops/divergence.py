@@ -218,7 +218,8 @@ def linear_divergence(
 ) -> Divergence:  # fmt: skip
     """Compute :func:`divergence` of two ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes.
 
-    Without ``teacher_weight`` the teacher shares ``weight`` and ``bias``, but not ``extra``.
+    The teacher's are ``teacher_hidden``, ``teacher_weight``, ``teacher_bias`` and ``teacher_extra``. Without
+    ``teacher_weight`` it shares ``weight`` and ``bias``, but not ``extra``.
     """
     logits = LinearLogits(
         hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active

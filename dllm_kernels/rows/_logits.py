@@ -183,7 +183,8 @@ def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
 def both_opened(logits: Any, teacher: Any, transform: Transform, teacher_transform: Transform) -> tuple[Any, Any]:
     """Open the logits of two models that one op compares; deferred ones are records if both are."""
     records = opened(logits, transform), opened(teacher, teacher_transform)
-    if teacher is None or all(isinstance(z, LinearLogits) for z in records):
+    made = [getattr(z.hidden, "dtype", None) for z in records if isinstance(z, LinearLogits)]
+    if teacher is None or (len(made) == 2 and made[0] == made[1]):
         return records
     both = [z.materialize("an op of dllm_kernels") if isinstance(z, Deferred) else z for z in (logits, teacher)]
     return both[0], both[1]

@@ -191,7 +191,7 @@ def test_num_threads_threads(monkeypatch):
     for cores in (1, 3, 40):
         torch.set_num_threads(cores)
         assert _workers.num_threads() == min(cores, _workers.MAX_THREADS)
-    monkeypatch.setattr(torch._C, "has_openmp", False)
+    monkeypatch.setattr(_workers, "HAS_OPENMP", False)
     assert _workers.num_threads() == 1
 
 
