@@ -20,15 +20,15 @@ from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, Stats
 
 
 class Wanted(NamedTuple):
-    """Statistics that a call wants of N rows, and its constants per row.
+    """Statistics requested for N rows, and constants per row.
 
     Attributes:
         ids: int64 ``[N, K]``, -1 for an id without a column.
         marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
         mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
         mix_b: b of the mixture, ``[N]``, or None.
-        with_entropy: True if the entropy is wanted.
-        with_rest: True if the log-probability of all columns but the ids is wanted.
+        with_entropy: True if the entropy is requested.
+        with_rest: True if the log-probability of all columns except the ids is requested.
     """
 
     ids: Tensor
