@@ -19,7 +19,7 @@ from dllm_kernels.rows._setup import Setup
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
 
 
-class Wanted(NamedTuple):
+class RequestedStats(NamedTuple):
     """Statistics requested for N rows, and constants per row.
 
     Attributes:
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
         return "Tensor ids, Tensor? marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
 
     @classmethod
-    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> Wanted:
+    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> RequestedStats:
         """Flatten the validated tensors of a call."""
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
