@@ -23,7 +23,7 @@ from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.rows import _stats
 from dllm_kernels.rows._call import Call, as_marks, checked, name_of_rows
-from dllm_kernels.rows._chunks import Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._chunks import Chunks, float16_scaling, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
 from dllm_kernels.rows._kept_gradients import gradient_specs
@@ -280,7 +280,7 @@ def _linear_row_stats_grad(
         c, size, with_gradient = _stats.coefficients(setup.primitives(), request, result, upstream)
         if setup.needs_loss_scaling:
             c = _stats.divided(c, size)
-        size, factors, loss_scale = unit_scale(size, setup)
+        size, factors, loss_scale = float16_scaling(size, setup)
         result = result._replace(entropy=None, mix_weight=None)  # not read by what follows
         chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows
