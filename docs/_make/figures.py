@@ -13,7 +13,7 @@ CALLS = (
     ("I train an autoregressive model in TRL", "integrations.trl.patch()"),
     ("I train a diffusion LM in TRL", "DiffusionPolicyMixin"),
     ("I use the Hugging Face Trainer", "MaskedDiffusionTrainerMixin"),
-    ("I train with a published loss (MDLM, SCDD, DFlash, ...)", "LossClass()(LinearLogits(...), ...)"),
+    ("I train with a published loss (MDLM, SCDD, DFlash, ...)", "LossClass()(LinearLogits(...))"),
     ("My loss has one weight per row, known before", "weighted_nll"),
     ("My loss uses the NLL of each row", "token_nll"),
     ("My loss is a function of log p or entropy of each row", "row_objective"),
