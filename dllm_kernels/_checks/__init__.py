@@ -22,7 +22,8 @@ MOST_SIZE = 2**31 - 1
 FACTOR_RANGE = (1e-18, 1e18)
 # Case-insensitive values of an environment variable.
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-# Values that no mask holds: the label that Hugging Face ignores, and the largest bias of additive attention masks.
+# Values that show that a tensor is not a mask: the label that Hugging Face ignores, and a bound that the entries of
+# additive attention masks lie below.
 IGNORED_LABEL, ADDITIVE = -100, -1000
 Extra = tuple[Tensor, Tensor]  # (u, U), the low-rank part of a head
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

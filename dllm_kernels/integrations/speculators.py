@@ -412,7 +412,7 @@ class _Metrics:
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of each term: from a, as the remainder of the sum (one term), or by a separate pass."""
         free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
-        if self.truncated:  # a of the loss is another one
+        if self.truncated:  # the acceptance rate of the result is over all columns, that of the loss over the draft's
             free = {}
         values = {name: free[name] for name in self.terms if name in free}
         # A term that is a small part of the sum would lose most digits in the subtraction.

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._graph._opaque import Spec, opaque
-from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, float16_scaling, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, link_to, outputs
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._kept_gradients import gradient_specs, keep_gradients, scale_gradients
@@ -118,7 +118,7 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
     """Return (nll, row_max, log_sum, correct, ids) of N rows, five gradients, loss scale, row sizes, from one pass.
 
     None for those that are not needed. ``scale [N]`` is the factor of each row's gradient; None: no gradients. If the
-    loss is a sum (``summed``), float16 gradients are those of a scaled loss, see ``unit_scale``. Otherwise the row
+    loss is a sum (``summed``), float16 gradients are those of a scaled loss, see ``float16_scaling``. Otherwise the row
     sizes are 1, and 0 in inactive rows.
     """
     with no_autocast(hidden):
@@ -126,7 +126,7 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
         if scale is not None and (setup.needs_loss_scaling or not summed):
             scale = row_size = scale.masked_fill(y == IGNORE, 0)
         if scale is not None and summed:
-            scale, factors, loss_scale = unit_scale(scale, setup)
+            scale, factors, loss_scale = float16_scaling(scale, setup)
             factors = Factors(None, factors.head)  # those of the rows are applied in backward
         needs = NO_GRADIENTS if scale is None else setup.needs
         chunks = Chunks(hidden, head, y, setup, needs, factors)
@@ -156,7 +156,7 @@ def _nll_grad(
 ) -> Gradients:
     """Recompute the logits chunk by chunk and return the gradients, for upstream gradients ``scale [N]``."""
     with no_autocast(hidden):
-        scale, factors, loss_scale = unit_scale(scale.masked_fill(y == IGNORE, 0), setup)
+        scale, factors, loss_scale = float16_scaling(scale.masked_fill(y == IGNORE, 0), setup)
         listed = y.masked_fill(scale == 0, IGNORE)  # rows without an upstream gradient are not recomputed
         chunks = Chunks(hidden, head, y, setup, setup.needs, factors, listed=listed)
         for chunk, h, targets, logits in chunks:

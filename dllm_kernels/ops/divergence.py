@@ -44,7 +44,7 @@ from dllm_kernels.rows._call import (
     row_marks,
     times_upstream,
 )
-from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, float16_scaling, no_autocast
 from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceSpec, Kept, Whole
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
 from dllm_kernels.rows._fused import Fused, first_order, outputs
@@ -719,7 +719,7 @@ def _of_hidden(
         if comparison.per_row:
             scale = (weights != 0).to(weights.dtype)
         elif computes:
-            scale, factors, loss_scale = unit_scale(scale, setup)
+            scale, factors, loss_scale = float16_scaling(scale, setup)
             factors = factors._replace(hidden=None)  # applied in backward
         teacher, marks = teacher.converted(setup, with_whole=True), row_marks(weights) if comparison.weighted else None
         chunks = _chunks(hidden, head, teacher, marks, setup, needs, factors)
@@ -789,7 +789,7 @@ def _grad_of_hidden(
     """Recompute the logits chunk by chunk; return the gradients of hidden states and head."""
     full = comparison.spec.full
     with no_autocast(hidden):
-        scale, factors, loss_scale = unit_scale(_upstream(weights, grad_loss, comparison), setup)
+        scale, factors, loss_scale = float16_scaling(_upstream(weights, grad_loss, comparison), setup)
         marks = row_marks(weights)
         teacher = teacher.converted(setup, with_whole=full)
         listed = row_marks(scale)  # rows without an upstream gradient are not recomputed

@@ -30,7 +30,7 @@ from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import RestObjective, RowObjective, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
-from dllm_kernels.rows._stats import Wanted
+from dllm_kernels.rows._stats import RequestedStats
 from dllm_kernels.rows._stats_interface import StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
@@ -175,7 +175,7 @@ def row_objective_unchecked(call: Call, aux: tuple[Tensor, ...], *, fn: Fn, spli
         return on_this_rank(row_objective_unchecked, call, {"aux": aux}, sums=("loss",), fn=fn)
     setup, rows, ids, head = Setup.of(call.logits, call.options, split), call.rows, call.ids, call.head
     assert head is not None
-    wanted = Wanted.of(call, None, setup)
+    wanted = RequestedStats.of(call, None, setup)
     flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
     objective = Objective(fn, ids.dim() == call.x.dim(), flat_aux)
     loss, *made = _LinearRowObjective.under(setup)(flat_rows(call.x), wanted, objective, setup, *head.flat)
@@ -193,7 +193,7 @@ class _LinearRowObjective(Fused):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, wanted: Wanted, objective: Objective, setup: Setup, *head: Any
+        ctx: Any, hidden: Tensor, wanted: RequestedStats, objective: Objective, setup: Setup, *head: Any
     ) -> tuple[Tensor, ...]:
         loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
         link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
@@ -209,7 +209,7 @@ class _LinearRowObjective(Fused):
 
 
 def _objective(
-    hidden: Tensor, head: Head, wanted: Wanted, objective: Objective, setup: Setup
+    hidden: Tensor, head: Head, wanted: RequestedStats, objective: Objective, setup: Setup
 ) -> tuple[Tensor, Tensor, StatsResult, tuple[Gradients, Tensor | None, Tensor | None]]:
     """Compute the loss, the value and the statistics of each row, and what ``keep_gradients`` saves.
 

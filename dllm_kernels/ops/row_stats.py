@@ -23,7 +23,7 @@ from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.rows import _stats
 from dllm_kernels.rows._call import Call, as_marks, checked, name_of_rows
-from dllm_kernels.rows._chunks import Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._chunks import Chunks, float16_scaling, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
 from dllm_kernels.rows._kept_gradients import gradient_specs
@@ -31,7 +31,7 @@ from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import RestStats, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
-from dllm_kernels.rows._stats import Wanted
+from dllm_kernels.rows._stats import RequestedStats
 from dllm_kernels.rows._stats_interface import StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
@@ -144,7 +144,7 @@ def row_stats_unchecked(call: Call, mix: Mix | None = None, split: Split | None 
 
         return on_this_rank(row_stats_unchecked, call, {"mix": mix})
     setup = Setup.of(call.logits, call.options, split)
-    wanted = Wanted.of(call, mix, setup)
+    wanted = RequestedStats.of(call, mix, setup)
     if call.head is None:
         wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
         made = _RowStats.under(setup)(call.logits, wanted, setup)
@@ -154,7 +154,7 @@ def row_stats_unchecked(call: Call, mix: Mix | None = None, split: Split | None 
 
 
 def _in_rows(
-    made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: Wanted, setup: Setup
+    made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: RequestedStats, setup: Setup
 ) -> RowStats | RestStats:
     """Return the outputs of a Function in the shape of the caller's rows."""
     stats = _stats.with_nones(made, (*_differentiable(wanted, setup), setup.with_correct, setup.with_ids))
@@ -162,7 +162,7 @@ def _in_rows(
     return _stats.named(log_probs.view(ids.shape), *[None if t is None else t.view(rows) for t in others])
 
 
-def _differentiable(wanted: Wanted, setup: Setup) -> tuple[bool, ...]:
+def _differentiable(wanted: RequestedStats, setup: Setup) -> tuple[bool, ...]:
     """Return which of log-probabilities, logsumexp, entropy, mixture and log r are results."""
     return True, setup.with_lse, wanted.with_entropy, wanted.mix_a is not None, wanted.with_rest
 
@@ -171,7 +171,7 @@ class _RowStats(Fused):
     """Statistics of rows of logits; backward computes the softmax again."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Wanted, setup: Setup) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, wanted: RequestedStats, setup: Setup) -> tuple[Tensor, ...]:
         return _saved(ctx, [logits], StatsResult(*_row_stats(logits, wanted, setup)), wanted, setup)
 
     @staticmethod
@@ -186,7 +186,7 @@ class _LinearRowStats(Fused):
     """Statistics of rows of hidden states; backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, wanted: Wanted, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, wanted: RequestedStats, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
         result = StatsResult(*_linear_row_stats(hidden, Head(*head), wanted, setup))
         return _saved(ctx, [hidden, *head], result, wanted, setup)
 
@@ -199,7 +199,7 @@ class _LinearRowStats(Fused):
 
 
 def _saved(
-    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: Wanted, setup: Setup
+    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: RequestedStats, setup: Setup
 ) -> tuple[Tensor, ...]:
     """Save what :func:`_restored` returns; return the outputs of a Function.
 
@@ -215,29 +215,29 @@ def _saved(
     return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct, result.best])
 
 
-def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], Wanted, StatsResult, Upstream]:
+def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], RequestedStats, StatsResult, Upstream]:
     """Return the inputs, the constants per row, the statistics and the upstream gradients."""
     ids, marks, a, b, *others = ctx.saved_tensors
     kept, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
-    wanted = Wanted(ids, marks, a, b, *ctx.wanted)
+    wanted = RequestedStats(ids, marks, a, b, *ctx.wanted)
     upstream = _stats.with_nones(grads, _differentiable(wanted, ctx.setup))  # type: ignore[arg-type]
     upstream = [None if g is None else g.contiguous() for g in upstream]
     return inputs, wanted, StatsResult(*kept), Upstream(*upstream)
 
 
-def _keeps_normalizer(wanted: Wanted, setup: Setup) -> bool:
+def _keeps_normalizer(wanted: RequestedStats, setup: Setup) -> bool:
     """Return True if (row_max, log_sum) of logits is a result, or read by a backward pass."""
     if setup.with_lse or setup.triton or setup.splits_rows or wanted.mix_a is not None:
         return True
     return wanted.with_entropy and any(setup.needs)
 
 
-def _specs(_logits: Tensor, wanted: Wanted, setup: Setup) -> list[Spec]:
+def _specs(_logits: Tensor, wanted: RequestedStats, setup: Setup) -> list[Spec]:
     return wanted.specs(setup, lse=_keeps_normalizer(wanted, setup))
 
 
 @opaque("row_stats", _specs)
-def _row_stats(logits: Tensor, wanted: Wanted, setup: Setup) -> StatsResult:
+def _row_stats(logits: Tensor, wanted: RequestedStats, setup: Setup) -> StatsResult:
     """Compute the statistics of logits."""
     request = wanted.request(setup, lse=_keeps_normalizer(wanted, setup))
     return _stats.statistics(setup.primitives(), as_blv(logits), request, rest=wanted.with_rest)
@@ -245,7 +245,7 @@ def _row_stats(logits: Tensor, wanted: Wanted, setup: Setup) -> StatsResult:
 
 @opaque("row_stats_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
 def _row_stats_grad(
-    logits: Tensor, wanted: Wanted, result: StatsResult, upstream: Upstream, setup: Setup
+    logits: Tensor, wanted: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
 ) -> tuple[Tensor]:
     """Compute the gradient with respect to the logits."""
     request, primitives = wanted.request(setup), setup.primitives()
@@ -257,7 +257,7 @@ def _row_stats_grad(
 
 
 @opaque("linear_row_stats", lambda _hidden, _head, wanted, setup: wanted.specs(setup))
-def _linear_row_stats(hidden: Tensor, head: Head, wanted: Wanted, setup: Setup) -> StatsResult:
+def _linear_row_stats(hidden: Tensor, head: Head, wanted: RequestedStats, setup: Setup) -> StatsResult:
     """Compute the statistics of hidden states ``[N, D]`` with one matrix product per chunk."""
     with no_autocast(hidden):
         chunks = Chunks(hidden, head, wanted.marks, setup)
@@ -272,7 +272,7 @@ def _linear_row_stats(hidden: Tensor, head: Head, wanted: Wanted, setup: Setup) 
 
 @opaque("linear_row_stats_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
 def _linear_row_stats_grad(
-    hidden: Tensor, head: Head, wanted: Wanted, result: StatsResult, upstream: Upstream, setup: Setup
+    hidden: Tensor, head: Head, wanted: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
 ) -> Gradients:
     """Recompute the logits chunk by chunk, and compute the gradients."""
     with no_autocast(hidden):
@@ -280,7 +280,7 @@ def _linear_row_stats_grad(
         c, size, with_gradient = _stats.coefficients(setup.primitives(), request, result, upstream)
         if setup.needs_loss_scaling:
             c = _stats.divided(c, size)
-        size, factors, loss_scale = unit_scale(size, setup)
+        size, factors, loss_scale = float16_scaling(size, setup)
         result = result._replace(entropy=None, mix_weight=None)  # not read by what follows
         chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows

@@ -173,8 +173,8 @@ def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tupl
         return -(-tiles // sms)
 
     fixed = 2000 + (V * D // 6000 if trains_head else 0)  # 2000: launches and the tail of a product
-    highs = range(most // ROW_MULTIPLE + 1)
-    of_tiles = (waves(high * -(-V // 256)) * D + waves(high * -(-D // 256)) * V + fixed for high in highs)
+    row_tiles = range(most // ROW_MULTIPLE + 1)  # tiles of 128 rows in a chunk
+    of_tiles = (waves(tiles * -(-V // 256)) * D + waves(tiles * -(-D // 256)) * V + fixed for tiles in row_tiles)
     return tuple(of_tiles), waves(-(-V // 128) * -(-D // 256)) if trains_head else 0
 
 

@@ -35,7 +35,7 @@ NO_FACTORS = Factors()
 Columns = tuple[int, torch.dtype]  # number of columns, and dtype, of a buffer of a chunk
 
 
-def unit_scale(scale: Tensor, setup: Setup) -> tuple[Tensor, Factors, Tensor | None]:
+def float16_scaling(scale: Tensor, setup: Setup) -> tuple[Tensor, Factors, Tensor | None]:
     """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
 
     Per-row loss scaling is for float16 only. There w / N times a probability would underflow, so the gradient of the

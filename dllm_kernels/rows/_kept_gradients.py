@@ -25,8 +25,8 @@ def keep_gradients(
         hidden: ``[N, D]``.
         head: the LM head.
         made: the gradients; the loss scale, by which the gradients of the head must be multiplied, or None; and the
-            sizes of the rows ``[N]``, by which those of the rows must be, or None. See ``_chunks.unit_scale``. The size
-            of a row without a gradient is 0.
+            sizes of the rows ``[N]``, by which the gradients of the rows must be multiplied, or None
+            (``_chunks.float16_scaling``). The size of a row without a gradient is 0.
         setup: settings of the call.
         once: name of the op, and what can be differentiated more than once, if the gradients are scaled in place. A
             traced backward scales copies, and can run again.
@@ -45,7 +45,7 @@ def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
     Rows without a gradient keep the gradient 0, even if the upstream gradient is infinite or NaN.
     """
     if ctx.once is not None:
-        ctx.once()  # before saved_tensors, whose error for a second backward is torch's
+        ctx.once()  # before saved_tensors, because torch's error for a second backward names no op
     *kept, loss_scale, row_size, _link = ctx.saved_tensors
     grads = Gradients(*kept)
     if ctx.once is not None and loss_scale is None:

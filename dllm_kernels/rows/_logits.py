@@ -82,7 +82,7 @@ class LinearLogits(NamedTuple):
         bias: ``[V]`` or None.
         extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
             ``[V, r]``), or None.
-        softcap: cap c, before the one of the op; None: no cap.
+        softcap: cap c, which the op must then not have, too; None: no cap.
         scale: factor s after the cap; None: 1.
         skip_id: column that is never predicted; None: every column can be predicted.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.

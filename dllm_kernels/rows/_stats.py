@@ -19,16 +19,16 @@ from dllm_kernels.rows._setup import Setup
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
 
 
-class Wanted(NamedTuple):
-    """Statistics that a call wants of N rows, and its constants per row.
+class RequestedStats(NamedTuple):
+    """Statistics requested for N rows, and constants per row.
 
     Attributes:
         ids: int64 ``[N, K]``, -1 for an id without a column.
         marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
         mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
         mix_b: b of the mixture, ``[N]``, or None.
-        with_entropy: True if the entropy is wanted.
-        with_rest: True if the log-probability of all columns but the ids is wanted.
+        with_entropy: True if the entropy is requested.
+        with_rest: True if the log-probability of all columns except the ids is requested.
     """
 
     ids: Tensor
@@ -44,7 +44,7 @@ class Wanted(NamedTuple):
         return "Tensor ids, Tensor? marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
 
     @classmethod
-    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> Wanted:
+    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> RequestedStats:
         """Flatten the validated tensors of a call."""
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)

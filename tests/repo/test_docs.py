@@ -705,6 +705,7 @@ def asserts_by_itself(n):
 
 for name in ("bd3lm", "cut-cross-entropy", "d1", "dllm", "dream", "llada", "torch"):
     page(f"migrate/{name}.md")(asserts_by_itself)
+page("ops/index.md")(asserts_by_itself)
 
 
 @page("any-loop.md")

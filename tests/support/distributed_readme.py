@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dllm_kernels import MDLMCrossEntropyLoss, corrupt_uniform
+from dllm_kernels import LinearLogits, MDLMCrossEntropyLoss, corrupt_uniform
 from dllm_kernels.distributed import global_token_count, summed_over
 from tests.support.cases import BY_NAME
 from tests.support.defaults import default_dtype
@@ -111,7 +111,8 @@ def hugging_face(code):
     loss.backward()
     m = HuggingFaceModel()
     m.lm_head.bias = None
-    found = names(None, my_rows()) | {"m": m, "fully_shard": fully_shard, "loss_fn": MDLMCrossEntropyLoss()}
+    found = names(None, my_rows()) | {"m": m, "loss_fn": MDLMCrossEntropyLoss()}
+    found |= {"fully_shard": fully_shard, "LinearLogits": LinearLogits}
     found["inputs"] = tuple(found[name] for name in ("ids", "noise_mask", "p_mask", "loss_mask"))
     found["count"] = global_token_count(found["loss_mask"])
     run(code, found)

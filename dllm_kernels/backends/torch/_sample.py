@@ -32,7 +32,7 @@ from dllm_kernels.rows._truncation import Truncation, only_near, only_prefix
 
 # Ratio of the bytes of a row's draws and scores to the bytes of its logits, on devices other than a CPU.
 _BYTES_OF_DRAWS = 16
-# Expected number of columns per row whose n is small enough for a closer look.
+# Expected number of columns per row whose n is among the smallest, so that their scores bound the largest one.
 _RARE_COLUMNS = 32
 ScoreAndColumn = tuple[Tensor, Tensor]
 

@@ -63,13 +63,13 @@ def _linear_nll_rows(
         )  # fmt: skip
         token_nll.finish_row(n, y, row_max, row_sum, target_logit, best, skip_id, out, WITH_CORRECT, WITH_IDS)
         log_sum = tl.log(row_sum)
-        weightless = scale == 0  # the gradient is 0 even if the row has NaN
+        zero_scale = scale == 0  # the gradient is 0 even if the row has NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         at, first, wide = _math.wide_columns(row, 0, V, WIDE)
         v, there = _math.ragged_columns(0, V, first, wide, WIDE)
         x = tl.load(logits_ptr + row + v, mask=there)
         tl.debug_barrier()  # all threads must load the target's logit and the ragged columns before a store
-        if weightless:
+        if zero_scale:
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
             hot = _math.column_of(y, V)
