@@ -203,7 +203,7 @@ def diffusion_generate(
             ``cfg_scale``, tensors whose first dimension is B are repeated for the other half of the rows.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands.
-        chunk_size: {chunk_size}
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -75,7 +75,8 @@ def gumbel_topk(
         log_w: log-weights ``[D]``, floating; positions with log-weight -inf or NaN are never chosen.
         k: number of positions to choose, an int or a 0-d tensor. If it exceeds the number of positions that can be
             chosen, all of them are chosen.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         uniform: uniform numbers u ``[D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
         backend: "auto", "triton" or "torch".
 
@@ -117,7 +118,8 @@ def batched_gumbel_topk(
         log_w: log-weights ``[N, D]``, floating; positions with log-weight -inf or NaN are never chosen.
         k: number of positions to choose per row, an integer tensor ``[N]``, or an int for all rows; 0 gives a row of
             False.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
         uniform: uniform numbers u ``[N, D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
         start: int64 ``[N]``, the first column of each row that is not padding: draw i belongs to column
@@ -175,21 +177,27 @@ def corrupt_uniform(
         (torch.Size([3]), False)
 
     Args:
-        input_ids: {input_ids}
-        loss_mask: {loss_mask}
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         mask_token_id: id of the MASK token.
         eps: smallest probability, in [0, 1]; 1 masks every supervised position.
-        generator: {generator}
-        level: {level} Here p, of shape ``[B]`` or ``[B, 1]``, with blocks also ``[B, num_blocks]``, with segments also
-            ``[B, L]``, where column j belongs to the j-th segment of a row.
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
+        level: levels to use instead of drawn ones, unchanged, without ``eps``; floating, in [0, 1]. A level outside [0,
+            1] raises ValueError on CPU. On a GPU it corrupts nothing or everything, because a check would cost a host
+            sync. Here p, of shape ``[B]`` or ``[B, 1]``, with blocks also ``[B, num_blocks]``, with segments also ``[B,
+            L]``, where column j belongs to the j-th segment of a row.
         exact: True to mask a fixed number of positions instead of drawing each position independently. Not with
             ``block_size`` or ``segment_ids``.
         block_size: positions per block; the last may be short. The noise of block diffusion (BD3-LM). None: no blocks.
         segment_ids: integers ``[B, L]``. Positions of a row with equal ids are one segment, such as a document in a
             packed row. Segments are numbered in the order in which they begin, so that other ids for the same segments
             change nothing. Positions with a negative id are in no segment and never masked. None: no segments.
-        seeds: {seeds}
-        start: {start}
+        seeds: int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, L and
+            the options, in any batch and on any device.
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -253,16 +261,23 @@ def corrupt_blockwise(
         (True, torch.Size([1, 12]))
 
     Args:
-        input_ids: {input_ids}
-        loss_mask: {loss_mask} None: all positions.
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1. None: all
+            positions.
         mask_token_id: id of the MASK token.
         block_size: positions per block; None: the full sequence is one block.
         eps: smallest fraction of masked tokens, in [0, 1].
         half_life_ratio: distance over which a weight doubles in the limit m = 0, as a fraction of ``size``; above 0.
-        generator: {generator}
-        level: {level} Here m, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
-        seeds: {seeds}
-        start: {start}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
+        level: levels to use instead of drawn ones, unchanged, without ``eps``; floating, in [0, 1]. A level outside [0,
+            1] raises ValueError on CPU. On a GPU it corrupts nothing or everything, because a check would cost a host
+            sync. Here m, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, L and
+            the options, in any batch and on any device.
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -304,15 +319,21 @@ def corrupt_uniform_random(
     possibly the clean token.
 
     Args:
-        input_ids: {input_ids}
-        loss_mask: {loss_mask}
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         vocab_size: number of tokens to draw from, at most 2^31.
         block_size: positions per block; None: the full sequence is one block.
         eps: smallest probability, in [0, 1].
-        generator: {generator}
-        level: {level} Here t, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
-        seeds: {seeds}
-        start: {start}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
+        level: levels to use instead of drawn ones, unchanged, without ``eps``; floating, in [0, 1]. A level outside [0,
+            1] raises ValueError on CPU. On a GPU it corrupts nothing or everything, because a check would cost a host
+            sync. Here t, of shape ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, L and
+            the options, in any batch and on any device.
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -345,12 +366,14 @@ def corrupt_all_masked(
     """Mask every supervised position: ``noise = supervised``, ``p = 1``. Deterministic.
 
     Args:
-        input_ids: {input_ids}
-        loss_mask: {loss_mask}
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         mask_token_id: id of the MASK token.
         generator: not used; accepted, and checked, so that all routines take the same arguments.
         seeds: not used; checked like ``generator``.
-        start: {start}
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -391,17 +414,21 @@ def corrupt_mix(
     that are neither MASK nor the clean token. A clean MASK is not replaced by another token.
 
     Args:
-        input_ids: {input_ids}
-        loss_mask: {loss_mask}
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         mask_token_id: id of the MASK token.
         vocab_size: number of tokens including MASK, from 3 to 2^31. If MASK was appended to the vocabulary of a
             tokenizer, this is one more than the tokenizer's ``vocab_size``: the ``num_embeddings`` of the embedding.
         mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
         uniform_prob: probability of another token, of the shape of ``mask_prob``. Both probabilities and their sum must
             lie in [0, 1], up to 1e-5 for the sum.
-        generator: {generator}
-        seeds: {seeds}
-        start: {start}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, L and
+            the options, in any batch and on any device.
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync.
         check: True to check the probabilities on a GPU too, which costs a host sync. Otherwise, on a GPU, a row whose
             sum is too large is left unchanged, and a negative probability counts as 0. On CPU the probabilities are
             always checked.
@@ -453,7 +480,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
     Args:
         noise_mask: ``[B, L]``, bool or numeric, nonzero for masked positions.
-        loss_mask: {loss_mask}
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -509,7 +536,8 @@ def sample_level(
         method: "uniform", "antithetic" or "stratified".
         low: lower bound, at least 0.
         high: upper bound, at most 1.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         seeds: int64 ``[B]``, instead of a generator. With "uniform", a level depends only on the seed of its row, and
             equals the u that ``corrupt_uniform`` draws with this seed. The other methods couple the rows, so their
             levels depend on ``seeds[0]``, b and B.

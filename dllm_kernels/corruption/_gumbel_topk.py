@@ -39,7 +39,8 @@ def gumbel_topk_mask(
             that can be chosen, all of them are chosen.
         uniform: uniform numbers u ``[N, D]``, float32 or float64, strictly inside (0, 1); values outside are clamped to
             the nearest value inside. None: drawn.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
         start: int64 ``[N]``, in [0, D], the first column of each row that is not left padding; None: 0. Draw i belongs
             to column ``start[n] + i``, so that with ``seeds`` a row has the same choice as without padding. Columns

@@ -65,17 +65,19 @@ class DFlashDecayLoss(DraftLoss):
             with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences with a
             valid row. "sequence_blocks": the sum of each sequence is divided by its number of blocks with a valid row.
             The total is divided by the number of sequences with a valid row.
-        position_weights: {position_weights}
-        dpace_alpha: {dpace_alpha}
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
+            C. The names used by trainers are accepted too.
+        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
         loss_type: name of the position weights in SpecForge and in NeMo AutoModel's next release, instead of
             ``position_weights``: "dflash" is "decay", and the others have equal names. None: ``position_weights``. The
             attribute of this name follows ``position_weights``.
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token
             after it. The k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1``
             rows.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".

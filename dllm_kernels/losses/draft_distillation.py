@@ -76,8 +76,9 @@ class DraftDistillationLoss(DraftLoss):
             "sequences": the number of sequences with a valid row. "sequence_blocks": the sum of each sequence is
             divided by its number of blocks with a valid row. The total is divided by the number of sequences with a
             valid row.
-        position_weights: {position_weights}
-        dpace_alpha: {dpace_alpha}
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
+            C. The names used by trainers are accepted too.
+        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
         confidence: the confidence from which D-PACE computes its weights. "target": the draft's probability of the
             target token. "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden
             states they cost one more matrix product, two more (none if ``kind`` is "teacher_ce") and none. With a
@@ -89,16 +90,23 @@ class DraftDistillationLoss(DraftLoss):
         confidence_weight: c, the coefficient of the confidence term.
         temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the
             acceptance rate of the distributions at this temperature.
-        teacher: {teacher} With "acceptance", the confidence is always the acceptance rate over all columns. With
-            "teacher", it is the probability of the likeliest token among those of the draft.
+        teacher: distribution q of the loss with ``draft_to_target``. "draft": the softmax over these columns. "full":
+            their probabilities in the softmax over all columns of the teacher, which sum to a mass M. kl and soft_ce
+            are then weighted by M. a in tv, l1, nla and lk is the acceptance rate. rkl increases by -log M, jsd by
+            -beta (1 - M) log beta. teacher_ce is 0 if the student does not have the argmax. ce does not change. With
+            "acceptance", the confidence is always the acceptance rate over all columns. With "teacher", it is the
+            probability of the likeliest token among those of the draft.
         beta, floor: options of :func:`divergence`, of the kinds "jsd" and "nla".
         eta, kl_scale, alpha, base: options of :func:`divergence`, of the kind "lk"; alpha is "row" or "mean", base "kl"
             or "soft_ce". With D-PACE all valid rows have equal weight in the mean.
         chunk_size: rows per chunk of logits of a record that has no ``chunk_size``; None: chosen from the sizes.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        teacher_transform: {teacher_transform}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
+            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: ``softcap``, ``scale`` and
+            ``skip_id`` apply to the teacher's logits too.
         reduction: "total", or "none" to also return the loss of each row. From hidden states with a trainable head
             "none" takes two more products.
         backend: "auto", "triton" or "torch".
@@ -219,8 +227,10 @@ class DraftDistillationLoss(DraftLoss):
                 counted per offset. None: each sequence is one block, and no accuracy is counted.
             teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's
                 rows are numbered through all dimensions but the last. None: the two have the same layout.
-            draft_to_target: {draft_to_target} ``target_ids`` are ids of the draft's vocabulary. None: both have the
-                same vocabulary.
+            draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token the
+                teacher's column, all distinct. Offsets such as d2t of EAGLE-3 are converted by ``torch.arange(len(d2t))
+                + d2t``. The acceptance rate and the argmax match cover all columns of the teacher. ``target_ids`` are
+                ids of the draft's vocabulary. None: both have the same vocabulary.
             confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a
                 gradient for it.
             num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.

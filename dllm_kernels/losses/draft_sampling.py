@@ -56,12 +56,13 @@ def sample_anchors(
         (tensor([[1, 2, 0]]), tensor([[ True,  True, False]]))
 
     Args:
-        loss_mask: {loss_mask}
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         num: anchors per row.
         block_size: positions of a block, the anchor included.
         seeds: int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, its own
             mask and segments, and the options.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         segment_ids: ``[B, L]`` integers, the document of each token of a packed row; None: one document per row. Equal
             ids of adjacent tokens mean the same document, a negative id means none.
         overlap: False: the blocks of a row share no tokens.
@@ -265,7 +266,8 @@ def sample_prefix(
         base: a positive number; below 1 short prefixes are more likely.
         seeds: int64 ``[shape[0]]``, one seed per row, instead of a generator. Use other seeds than for the anchors,
             because both take their draws from the same stream.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         device: device of the result; None: the device of the generator or the seeds, otherwise the CPU.
 
     Returns:

@@ -46,9 +46,10 @@ def compute_per_token_nll(
     Args:
         logits: ``[B, L, V]``, any float dtype.
         target_ids: ``[B, L]`` integers; -100 gives 0.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -107,9 +108,10 @@ def encoder_ar_loss(
         normalize: "tokens", the mean over pairs; or "sequences", the mean over sequences of the mean over their pairs.
         num_sequences: N with "sequences", as ``max(n, 1)``, such as the number of the whole step; int or 0-d tensor.
             None: the number of sequences of this call with at least one pair.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", the loss; or "none", the NLL per row, 0 for rows that are not scored, for a custom
             denominator. Row i predicts token i + 1. The rows are not divided by ``num_tokens``, which is still checked.
         backend: "auto", "triton" or "torch".

@@ -35,9 +35,10 @@ class IDLMLoss(TransformedLoss):
         auto_balance: True to use the constant alpha ``CE(noisy) / max(CE(clean), 1e-6)`` instead, so that both terms
             have equal weight. It is known only after the forward pass, so from hidden states with a trainable head the
             logits are computed twice.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the masked copy
             followed by the rows of the clean copy, with alpha in their weights.
         backend: "auto", "triton" or "torch".

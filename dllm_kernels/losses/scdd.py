@@ -140,13 +140,15 @@ class SCDDLoss(DiffusionLoss):
         max_ratio, gamma_shape, t_peak: settings of :func:`scdd_schedule`.
         chunk_size: rows per chunk of logits in :meth:`forward_fused`, unless overridden there; None: chosen from the
             sizes. Not used from logits.
-        softcap: {softcap}
-        scale: {scale}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is T times the term of
             each position, and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
-        shift: {shift} If the denominator is counted, it does not include token 0. The time of a sequence is read in
-            column 0 of ``p_mask`` in either case.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, masks and
+            weights are shifted, never the logits. Token 0 is not predicted. Row i of ``row_losses`` and ``row_weights``
+            holds token i + 1, and the last row is 0. If the denominator is counted, it does not include token 0. The
+            time of a sequence is read in column 0 of ``p_mask`` in either case.
 
     Raises:
         TypeError: an argument that should be an int or a number is not.

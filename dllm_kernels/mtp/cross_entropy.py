@@ -72,12 +72,15 @@ class MaskedCrossEntropy(CrossEntropy):
     Source: cross-entropy with one-hot targets, -log softmax(z)[y].
 
     Args:
-        fp32_upcast: {fp32_upcast}
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
         ignore_index: label to ignore; -100 is ignored too.
         reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
-        softcap: {softcap} Use no ``softcap`` if the model already caps its logits.
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap. Use no ``softcap`` if
+            the model already caps its logits.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -147,9 +150,10 @@ class FusedLinearCrossEntropy(CrossEntropy):
             effect.
         reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
         impl: ignored; accepted so that a configuration written for another implementation still loads.
-        scale: {scale}
-        skip_id: {skip_id}
-        chunk_size: {chunk_size}
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -222,7 +226,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             lm_bias: ``[V]`` or None.
             logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. Any other dtype
                 changes nothing: the logits are never narrower than the operands.
-            extra: {extra}
+            extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+                ``[V, r]``), or None. ``U u`` is added to the logits.
 
         Returns:
             0-d loss; with ``reduction="none"`` one value per position, flattened.

@@ -175,7 +175,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
             logits are computed twice.
         lm_bias: ``[V]``, the bias of the head; None: the bias of the model's head.
-        extra: {extra} u has one row per row of ``mtp_per_depth_h``.
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits. u has one row per row of ``mtp_per_depth_h``.
 
     Returns:
         The scaled loss, 0-d; or :class:`MTPLossOutput`.

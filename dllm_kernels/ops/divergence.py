@@ -147,13 +147,14 @@ def divergence(
         [2.3026, 2.3026]
 
     Args:
-        logits: {logits} The student's logits. A row is active, for ``num_active`` of a record, if its weight is not 0.
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides. The student's logits. A row is active,
+            for ``num_active`` of a record, if its weight is not 0.
         teacher_logits: ``[..., V]`` or their record, of the dtype of ``logits``. The leading dimensions must be the
             leading dimensions of ``logits`` unless ``teacher_rows`` is given. A record with the weight and the bias of
             the student's shares their conversion. Its transform precedes the one of the call; its ``skip_id`` must be
             None with ``draft_to_target``. Its ``logits_dtype``, ``chunk_size`` and ``num_active`` are not read, because
             the chunks are those of ``logits``.
-        weights: {weights} None: ones.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
         kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass.
             A kind with coefficient 0 is omitted.
         targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value raises an
@@ -162,22 +163,36 @@ def divergence(
             flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
             NaN in that row. The rows of a record are copied one chunk at a time. None: student and teacher have the
             same layout.
-        draft_to_target: {draft_to_target} None: both have the same vocabulary.
-        teacher: {teacher}
+        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token the teacher's
+            column, all distinct. Offsets such as d2t of EAGLE-3 are converted by ``torch.arange(len(d2t)) + d2t``. The
+            acceptance rate and the argmax match cover all columns of the teacher. None: both have the same vocabulary.
+        teacher: distribution q of the loss with ``draft_to_target``. "draft": the softmax over these columns. "full":
+            their probabilities in the softmax over all columns of the teacher, which sum to a mass M. kl and soft_ce
+            are then weighted by M. a in tv, l1, nla and lk is the acceptance rate. rkl increases by -log M, jsd by
+            -beta (1 - M) log beta. teacher_ce is 0 if the student does not have the argmax. ce does not change.
         temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
-        reduction: {divergence_reduction}
-        beta: {jsd_beta}
+        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
+            upstream gradient per row.
+        beta: option of ``jsd``, in [0, 1]; None: 0.5.
         floor: option of ``nla``; None: 1e-5.
         eta: option of ``lk``, any number; None: 3.
         kl_scale: option of ``lk``, in [0, 1]; None: 1.
         alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
             mean of a over the call, which takes one more pass over the logits. None: "row".
         base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
-        softcap: {softcap}
-        scale: {scale} The division by ``temperature`` follows.
-        skip_id: {skip_id} It is a column of the student.
-        teacher_transform: {teacher_transform}
-        check_targets: {check_targets} ``teacher_rows`` and ``draft_to_target`` are checked too.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1. The division by
+            ``temperature`` follows.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted. It is a
+            column of the student.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
+            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: ``softcap``, ``scale`` and
+            ``skip_id`` apply to the teacher's logits too.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU. ``teacher_rows`` and
+            ``draft_to_target`` are checked too.
         backend: "auto", "triton" or "torch".
 
     Returns:

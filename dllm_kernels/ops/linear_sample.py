@@ -74,8 +74,8 @@ def linear_sample(
         [1, 0, 0]
 
     Args:
-        hidden: {hidden} Or :class:`LinearLogits`, with ``head`` None.
-        head: {weight}
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64. Or :class:`LinearLogits`, with ``head`` None.
+        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
             wins a tie; log-probabilities and entropy are then computed with T = 1.
         seeds: int64, of the shape of some leading dimensions of ``hidden``. With all of them, such as ``[B, L]`` for
@@ -83,7 +83,8 @@ def linear_sample(
             numbered in order. Equal seeds give equal noise, so use new seeds at each step. Not read at T = 0.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
-        extra: {extra}
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits.
         top_k: sample only from the k most likely tokens; None or 0: from all.
         top_p: then only from the fewest most likely tokens whose probability, among the tokens left by ``top_k``, is at
             least p, in (0, 1]; None or 1: from all. If the vocabulary is split over ranks, it needs ``top_k``.
@@ -93,11 +94,13 @@ def linear_sample(
             truncated distribution.
         return_top: also return the K most likely tokens of each row; None: not returned.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected. None: all rows.
-        chunk_size: {chunk_size}
-        num_active: {num_active}
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are
+            -100.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for ties. None:
             the dtype of the operands.
-        softcap: {softcap}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap; None: 1.
         skip_id: column that is never chosen, such as the MASK column, not the only one; None: every column can be
             chosen.

@@ -71,8 +71,11 @@ def row_objective(
         >>> out.loss.backward()
 
     Args:
-        logits: {logits}
-        ids: {ids}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id raises an IndexError on a CPU, see ``check_targets``; on a GPU it gives NaN in
+            that entry, as ``skip_id`` does everywhere. If the entry receives a gradient, the gradient of its row is NaN
+            too.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the
             others ``[R]``) and the matching R rows of each ``aux`` tensor. It returns ``[R]``, computed by torch
             operations. It may be called several times, each time with a subset of the rows. The subset may include
@@ -85,10 +88,13 @@ def row_objective(
         with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax;
             otherwise it is None.
         with_ids: True to compute ``stats.ids`` for ``fn``, the argmax; otherwise it is None.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -74,17 +74,24 @@ def row_stats(
         >>> (out.log_probs.sum() - 0.01 * out.entropy.sum()).backward()  # one backward pass
 
     Args:
-        logits: {logits}
-        ids: {ids}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id raises an IndexError on a CPU, see ``check_targets``; on a GPU it gives NaN in
+            that entry, as ``skip_id`` does everywhere. If the entry receives a gradient, the gradient of its row is NaN
+            too.
         entropy: also return H.
-        mix: {mix}
+        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
+            legal; F is -inf if one of its logarithms is.
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax.
-        with_ids: {with_ids}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:

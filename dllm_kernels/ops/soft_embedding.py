@@ -57,12 +57,13 @@ def soft_embedding(
     no gradient, even if the inputs require one. The logits exist one chunk at a time. The op takes two matrix products.
 
     Args:
-        hidden: {hidden} Or :class:`LinearLogits`, with ``head`` None.
-        head: {weight}
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64. Or :class:`LinearLogits`, with ``head`` None.
+        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         embedding: ``[V, E]``, of the dtype of ``hidden`` unless autocast is on. If embedding and head are tied, pass
             the head. The caller must apply any factor by which the model scales its embeddings.
         bias: ``[V]`` or None.
-        extra: {extra}
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits.
         bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for example the logit of
             a token that is already decided. -inf in a tensor excludes the token from its row. A large bump causes no
             loss of precision.
@@ -70,16 +71,20 @@ def soft_embedding(
             IndexError on a CPU and gives NaN in that row on a GPU; ``skip_id`` gives NaN. Required with ``bump``; None
             without it.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected, and their result is 0. None: all rows.
-        chunk_size: {chunk_size}
-        num_active: {num_active}
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are
+            -100.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The probabilities are
             rounded once, to the dtype of the operands, before they multiply the embedding. None: the dtype of the
             operands.
-        softcap: {softcap}
-        scale: {scale}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: column that is never predicted, such as the MASK column; its probability is 0. None: every column can
             be predicted.
-        check_targets: {check_targets} The ids are ``bump_ids``.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU. The ids are ``bump_ids``.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -72,17 +72,26 @@ def token_log_probs(
         ids: ``[...]``, integers in ``[0, V)`` or -100; any other value, or ``skip_id``, gives NaN in that entry.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
-        extra: {extra} Only with ``weight``.
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits. Only with ``weight``.
         temperature: T > 0. The logits are divided by T, after the cap.
         with_entropy: also return the entropy of the predicted distribution of each token, differentiable.
         active: ``[...]``, bool or numeric; tokens with entry 0 are inactive. None: every token with an id other than
             -100.
-        softcap: {softcap}
-        skip_id: {skip_id}
-        chunk_size: {chunk_size} Only with ``weight``.
-        num_active: {num_active} Only with ``weight``.
-        logits_dtype: {logits_dtype} Only with ``weight``.
-        check_targets: {check_targets}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device. Only with
+            ``weight``.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are
+            -100. Only with ``weight``.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+            Only with ``weight``.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:

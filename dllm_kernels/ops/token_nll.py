@@ -56,18 +56,23 @@ def token_nll(
     Source: cross-entropy with a one-hot target; one-pass logsumexp, Milakov and Gimelshein 2018, arXiv:1805.02867.
 
     Args:
-        logits: {logits}
-        targets: {targets}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value raises an IndexError on a CPU and
+            gives NaN in that row on a GPU, see ``check_targets``.
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
-        ignore_index: {ignore_index}
-        with_lse: {with_lse}
+        ignore_index: target of inactive rows.
+        with_lse: also return the logsumexp of each row.
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
-        with_ids: {with_ids}
-        inplace_backward: {inplace_backward}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
+        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -112,22 +117,27 @@ def weighted_nll(
     Source: the weighted sum of :func:`token_nll`, the common form of most losses before the denominator.
 
     Args:
-        logits: {logits}
-        targets: {targets}
-        weights: {weights}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value raises an IndexError on a CPU and
+            gives NaN in that row on a GPU, see ``check_targets``.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient.
         active: ``[...]``, bool or numeric, nonzero for the rows to read; None: rows of nonzero weight. Pass it to
             compute the NLL and argmax match of rows of weight 0 too.
-        ignore_index: {ignore_index}
-        with_lse: {with_lse}
+        ignore_index: target of inactive rows.
+        with_lse: also return the logsumexp of each row.
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
-        with_ids: {with_ids}
+        with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
         round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
             computed in that dtype.
-        inplace_backward: {inplace_backward}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:

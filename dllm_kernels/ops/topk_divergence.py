@@ -92,19 +92,31 @@ def topk_divergence(
         >>> out.loss.backward()
 
     Args:
-        logits: {logits} The student's logits.
-        top_ids: {top_ids}
-        top_log_probs: {top_log_probs}
-        weights: {weights} None: ones.
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides. The student's logits.
+        top_ids: ``[..., K]``, K >= 1, integers in ``[0, V)``, distinct in each row, in any order. -100 marks a missing
+            entry, for rows of fewer than K ids. A repeated id raises a ValueError on a CPU and gives NaN in that row on
+            a GPU and under ``torch.compile``. Any other value raises an IndexError on a CPU and gives NaN in that row
+            on a GPU.
+        top_log_probs: ``[..., K]``, floating, the teacher's log-probability of each id, a constant; ignored at missing
+            ids. At float16 and bfloat16, rounding moves small masses into or out of the last bucket.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
         kind: "kl", "rkl" or "jsd".
-        tail: {topk_tail}
-        beta: {jsd_beta}
-        temperature: {topk_temperature}
-        reduction: {divergence_reduction}
-        softcap: {softcap}
-        scale: {scale} The division by ``temperature`` follows.
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        tail: True: all other columns are one more bucket. The teacher's mass of it is 0 if the probabilities sum to 1,
+            up to the rounding of ``top_log_probs``, or to more; ``rkl`` is then infinite. False: both distributions are
+            renormalised over the K ids, and ``top_log_probs`` may be logits.
+        beta: option of ``jsd``, in [0, 1]; None: 0.5.
+        temperature: T > 0. The student's logits are divided by T, and value and loss are multiplied by T squared.
+            ``top_log_probs`` must be those of the teacher's logits divided by T.
+        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
+            upstream gradient per row.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1. The division by
+            ``temperature`` follows.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -179,8 +179,9 @@ class PolicyLoss(nn.Module):
                 ``max(n, 1)``. None: counted from this call. Only with ``normalize="tokens"``.
             with_entropy: also return the mean entropy.
             temperature: T > 0. The logits are divided by T, after the cap.
-            softcap: {softcap}
-            skip_id: {skip_id}
+            softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+            skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and
+                the NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
             backend: "auto", "triton" or "torch".
 
         Returns:

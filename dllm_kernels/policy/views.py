@@ -228,7 +228,10 @@ def policy_views(
             tokens that were not generated. A generated token is masked also if it is not supervised.
         seeds: int64 ``[B]``, one seed per row.
         generator: source of random bits if there are no ``seeds``, see :mod:`dllm_kernels.corruption`.
-        start: {start} They are not supervised either.
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync. They
+            are not supervised either.
         backend: "auto", "triton" or "torch".
 
     Returns:
