@@ -178,15 +178,9 @@ class DLLMCollator:
         return max(length, 1)
 
     def _pad_and_fill(
-        self,
-        samples: Sequence[Any],
-        content_lengths: torch.Tensor,
-        fill_ends: torch.Tensor,
-        target_len: int,
-        pad_value: int,
-        block_pad_value: int,
-        dtype: torch.dtype = torch.long,
-    ) -> torch.Tensor:
+        self, samples: Sequence[Any], content_lengths: torch.Tensor, fill_ends: torch.Tensor, target_len: int,
+        pad_value: int, block_pad_value: int, dtype: torch.dtype = torch.long,
+    ) -> torch.Tensor:  # fmt: skip
         """Build ``[B, target_len]`` from one field of all samples: content, fill up to ``fill_ends``, then pad."""
         out = torch.empty((len(samples), target_len), dtype=dtype, device="cpu", pin_memory=self.pin_memory)
         view = out.numpy()

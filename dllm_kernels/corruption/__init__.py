@@ -60,13 +60,9 @@ _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in 
 
 
 def gumbel_topk(
-    log_w: torch.Tensor,
-    k: int | torch.Tensor,
-    *,
-    generator: torch.Generator | None = None,
-    uniform: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
+    log_w: torch.Tensor, k: int | torch.Tensor, *, generator: torch.Generator | None = None,
+    uniform: torch.Tensor | None = None, backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Choose ``k`` positions without replacement, with odds given by their weights.
 
     The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
@@ -101,15 +97,10 @@ def gumbel_topk(
 
 
 def batched_gumbel_topk(
-    log_w: torch.Tensor,
-    k: torch.Tensor,
-    generator: torch.Generator | None = None,
-    *,
-    seeds: torch.Tensor | None = None,
-    uniform: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    log_w: torch.Tensor, k: torch.Tensor, generator: torch.Generator | None = None, *,
+    seeds: torch.Tensor | None = None, uniform: torch.Tensor | None = None, start: torch.Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Choose ``k[i]`` positions of row i without replacement, with odds given by the row's weights.
 
     The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
@@ -143,20 +134,11 @@ _batched_gumbel_topk = batched_gumbel_topk
 
 
 def corrupt_uniform(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    mask_token_id: int,
-    eps: float = 1e-3,
-    generator: torch.Generator | None = None,
-    *,
-    level: torch.Tensor | None = None,
-    exact: bool = False,
-    block_size: int | None = None,
-    segment_ids: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, eps: float = 1e-3,
+    generator: torch.Generator | None = None, *, level: torch.Tensor | None = None, exact: bool = False,
+    block_size: int | None = None, segment_ids: torch.Tensor | None = None, seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None, backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Mask each supervised position independently, with one probability per sequence, block or segment.
 
     ``p = (1 - eps) t + eps``, with t uniform in (0, 1). Position i of row b is masked if ``u_{b,i} < p``. There is one
@@ -225,19 +207,11 @@ def corrupt_uniform(
 
 
 def corrupt_blockwise(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    mask_token_id: int,
-    block_size: int | None = None,
-    eps: float = 1e-3,
-    half_life_ratio: float = 0.25,
-    generator: torch.Generator | None = None,
-    *,
-    level: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    input_ids: torch.Tensor, loss_mask: torch.Tensor | None, mask_token_id: int, block_size: int | None = None,
+    eps: float = 1e-3, half_life_ratio: float = 0.25, generator: torch.Generator | None = None, *,
+    level: torch.Tensor | None = None, seeds: torch.Tensor | None = None, start: torch.Tensor | None = None,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Mask a fixed fraction of every sequence or block; if the fraction is small, later positions are more likely.
 
     With ``m = (1 - eps) U + eps``, ``k = round(m length)`` positions (half to even) are chosen without replacement with
@@ -301,18 +275,10 @@ def corrupt_blockwise(
 
 
 def corrupt_uniform_random(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    vocab_size: int,
-    block_size: int | None = None,
-    eps: float = 1e-3,
-    generator: torch.Generator | None = None,
-    *,
-    level: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, vocab_size: int, block_size: int | None = None, eps: float = 1e-3,
+    generator: torch.Generator | None = None, *, level: torch.Tensor | None = None, seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None, backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Replace supervised positions by random tokens, with one probability per sequence or block.
 
     ``t = (1 - eps) U + eps``. If ``u < t``, a supervised position becomes a token drawn uniformly from [0, vocab_size),
@@ -354,15 +320,9 @@ def corrupt_uniform_random(
 
 
 def corrupt_all_masked(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    mask_token_id: int,
-    *,
-    generator: torch.Generator | None = None,
-    seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, *, generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None, start: torch.Tensor | None = None, backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Mask every supervised position: ``noise = supervised``, ``p = 1``. Deterministic.
 
     Args:
@@ -394,19 +354,10 @@ def corrupt_all_masked(
 
 
 def corrupt_mix(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    mask_token_id: int,
-    vocab_size: int,
-    *,
-    mask_prob: torch.Tensor,
-    uniform_prob: torch.Tensor,
-    generator: torch.Generator | None = None,
-    seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
-    check: bool = False,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor]:
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, vocab_size: int, *, mask_prob: torch.Tensor,
+    uniform_prob: torch.Tensor, generator: torch.Generator | None = None, seeds: torch.Tensor | None = None,
+    start: torch.Tensor | None = None, check: bool = False, backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Mask some supervised positions and replace others by a different token, with two probabilities per sequence.
 
     One u is drawn per position. If ``u < mask_prob``, the position becomes MASK. If
@@ -509,16 +460,9 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
 
 def sample_level(
-    B: int,
-    *,
-    method: str = "uniform",
-    low: float = 0.0,
-    high: float = 1.0,
-    generator: torch.Generator | None = None,
-    seeds: torch.Tensor | None = None,
-    device: torch.device | str | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
+    B: int, *, method: str = "uniform", low: float = 0.0, high: float = 1.0, generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None, device: torch.device | str | None = None, backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Sample noise levels (fractions of masked tokens) for the corruption routines, one per row.
 
     ========== ===================================================================================================

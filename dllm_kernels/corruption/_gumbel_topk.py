@@ -14,15 +14,10 @@ from dllm_kernels.corruption._topk import choose, counts
 
 
 def gumbel_topk_mask(
-    log_w: torch.Tensor,
-    k: torch.Tensor | int,
-    *,
-    uniform: torch.Tensor | None = None,
-    generator: torch.Generator | None = None,
-    seeds: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    log_w: torch.Tensor, k: torch.Tensor | int, *, uniform: torch.Tensor | None = None,
+    generator: torch.Generator | None = None, seeds: torch.Tensor | None = None, start: torch.Tensor | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Choose ``k`` positions of each row without replacement, with odds given by the row's weights.
 
     The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.

@@ -114,13 +114,9 @@ def _write_gradient(
 
 
 def _flags(
-    shard: VocabShard,
-    program: _local.Program,
-    y: Tensor | None,
-    teacher_argmax: Tensor,
-    log_mass: Tensor | None,
+    shard: VocabShard, program: _local.Program, y: Tensor | None, teacher_argmax: Tensor, log_mass: Tensor | None,
     dtype: torch.dtype,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the flags of rows: 1 with a target, 0 without, NaN if it is outside of the whole vocabulary."""
     flag = best_flag = mass = None
     if program.full:

@@ -105,13 +105,9 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    reduction: str = "none",
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none",
     dist_process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute log-probabilities and entropies of tokens, as ``verl.utils.kernel.linear_cross_entropy``.
 
     The logits exist one chunk at a time, also on CPU.

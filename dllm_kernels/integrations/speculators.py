@@ -172,31 +172,15 @@ NAMES = dict(zip(KINDS, OURS, strict=True))  # of the functions in the tables
 
 
 def speculators_metrics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    loss_mask: torch.Tensor,
-    block_size: int = 1,
-    gamma: float = 4.0,
-    loss_config: Mapping[str, Any] | None = None,
-    per_position_loss_weight: str = "fixed-exp-decay",
-    dpace_alpha: float = 0.5,
-    sample_from_anchor: bool = False,
-    *,
-    acceptance: bool = False,
-    confidence_logits: torch.Tensor | None = None,
-    confidence_head_alpha: float = 1.0,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    teacher_weight: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    teacher_extra: _checks.Extra | None = None,
-    teacher_rows: torch.Tensor | None = None,
-    draft_to_target: torch.Tensor | None = None,
-    chunk_size: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, Metrics]:
+    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, loss_mask: torch.Tensor,
+    block_size: int = 1, gamma: float = 4.0, loss_config: Mapping[str, Any] | None = None,
+    per_position_loss_weight: str = "fixed-exp-decay", dpace_alpha: float = 0.5, sample_from_anchor: bool = False, *,
+    acceptance: bool = False, confidence_logits: torch.Tensor | None = None, confidence_head_alpha: float = 1.0,
+    bias: torch.Tensor | None = None, extra: _checks.Extra | None = None, teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None, teacher_extra: _checks.Extra | None = None,
+    teacher_rows: torch.Tensor | None = None, draft_to_target: torch.Tensor | None = None,
+    chunk_size: int | None = None, logits_dtype: torch.dtype | None = None, backend: str = "auto",
+) -> tuple[torch.Tensor, Metrics]:  # fmt: skip
     """Compute the loss and metrics of speculators' ``compute_metrics`` from hidden states.
 
     The logits exist one chunk at a time.

@@ -200,34 +200,20 @@ class DiffusionLoss(TransformedLoss):
     chunk_size: int | None = None
 
     def __init__(
-        self,
-        fp32_upcast: bool = True,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-        shift: bool = False,
-    ) -> None:
+        self, fp32_upcast: bool = True, *, softcap: float | None = None, scale: float | None = None,
+        skip_id: int | None = None, reduction: str = "total", backend: str = "auto", shift: bool = False,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.shift = _checks.checked_bool("shift", shift)
 
     def forward(
-        self,
-        logits: Logits,
-        target_ids: torch.Tensor,
-        noise_mask: torch.Tensor,
-        p_mask: torch.Tensor,
-        loss_mask: torch.Tensor,
-        loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-        num_ar_tokens: int | torch.Tensor | None = None,
-        causal_logits: Logits | None = None,
-        noisy_input_ids: torch.Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, logits: Logits, target_ids: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor,
+        loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
+        num_diffusion_tokens: int | torch.Tensor | None = None, num_ar_tokens: int | torch.Tensor | None = None,
+        causal_logits: Logits | None = None, noisy_input_ids: torch.Tensor | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
 
         Packed input without a batch dimension, ``[T, V]`` with targets and masks ``[T]``, is a batch of one sequence.
@@ -272,8 +258,8 @@ class DiffusionLoss(TransformedLoss):
     def forward_fused(
         self, hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, noise_mask: torch.Tensor,
         p_mask: torch.Tensor, loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: Count = None, num_ar_tokens: Count = None, noisy_input_ids: torch.Tensor | None = None,
-        *, causal_hidden: torch.Tensor | None = None, lm_head_bias: torch.Tensor | None = None,
+        num_diffusion_tokens: Count = None, num_ar_tokens: Count = None, noisy_input_ids: torch.Tensor | None = None, *,
+        causal_hidden: torch.Tensor | None = None, lm_head_bias: torch.Tensor | None = None,
         extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
         logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip

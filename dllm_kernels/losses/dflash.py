@@ -90,22 +90,11 @@ class DFlashDecayLoss(DraftLoss):
     """
 
     def __init__(
-        self,
-        loss_gamma: float | str | None = 7.0,
-        use_fused_linear_ce: bool = False,
-        chunk_size: int | None = None,
-        normalize: str = "tokens",
-        *,
-        position_weights: str = "decay",
-        dpace_alpha: float = 0.5,
-        loss_type: str | None = None,
-        anchor_row: bool = False,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-    ) -> None:
+        self, loss_gamma: float | str | None = 7.0, use_fused_linear_ce: bool = False, chunk_size: int | None = None,
+        normalize: str = "tokens", *, position_weights: str = "decay", dpace_alpha: float = 0.5,
+        loss_type: str | None = None, anchor_row: bool = False, softcap: float | None = None,
+        scale: float | None = None, skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         if loss_type is not None:
             _checks.check_choice("loss_type", loss_type, LOSS_TYPES)
@@ -129,17 +118,10 @@ class DFlashDecayLoss(DraftLoss):
         self.position_weights = LOSS_TYPES[name]
 
     def forward(
-        self,
-        logits: Logits,
-        target_ids: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
-        prefix: Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, logits: Logits, target_ids: Tensor, block_mask: Tensor, num_tokens: int | Tensor | None = None,
+        block_size: int | None = None, *, num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None, prefix: Tensor | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss and the draft accuracy from logits.
 
         If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss

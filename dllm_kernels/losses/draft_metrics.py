@@ -46,16 +46,9 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
 
 
 def acceptance_length(
-    output: DLLMLossOutput | torch.Tensor,
-    mask: torch.Tensor,
-    block_size: int,
-    *,
-    anchor_row: bool = False,
-    bonus: bool = False,
-    sampling: bool = False,
-    group: Any = None,
-    prefix: torch.Tensor | None = None,
-) -> torch.Tensor:
+    output: DLLMLossOutput | torch.Tensor, mask: torch.Tensor, block_size: int, *, anchor_row: bool = False,
+    bonus: bool = False, sampling: bool = False, group: Any = None, prefix: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     r"""Compute the mean number of accepted drafted tokens per block, by greedy verification or by sampling.
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ and } m_i \ne 0]
@@ -103,15 +96,9 @@ def acceptance_length(
 
 
 def acceptance_stats(
-    output: DLLMLossOutput | torch.Tensor,
-    mask: torch.Tensor,
-    block_size: int,
-    *,
-    anchor_row: bool = False,
-    bonus: bool = False,
-    sampling: bool = False,
-    prefix: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    output: DLLMLossOutput | torch.Tensor, mask: torch.Tensor, block_size: int, *, anchor_row: bool = False,
+    bonus: bool = False, sampling: bool = False, prefix: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     r"""Return numerator and denominator of :func:`acceptance_length`, to be summed over micro-batches and ranks.
 
     Examples:

@@ -33,15 +33,9 @@ _POSITION_BITS, _NONE = 30, 2**63 - 1
 
 
 def sample_anchors(
-    loss_mask: Tensor,
-    num: int,
-    block_size: int,
-    *,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    segment_ids: Tensor | None = None,
-    overlap: bool = True,
-) -> tuple[Tensor, Tensor]:
+    loss_mask: Tensor, num: int, block_size: int, *, seeds: Tensor | None = None,
+    generator: torch.Generator | None = None, segment_ids: Tensor | None = None, overlap: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sample the first positions of blocks to train a drafter on, ``num`` per row, without replacement.
 
     A candidate is a supervised position with ``block_size - 1`` supervised tokens directly after it, in the same
@@ -246,14 +240,9 @@ def block_targets(
 
 
 def sample_prefix(
-    shape: Sequence[int],
-    block_size: int,
-    base: float,
-    *,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
+    shape: Sequence[int], block_size: int, base: float, *, seeds: Tensor | None = None,
+    generator: torch.Generator | None = None, device: torch.device | str | None = None,
+) -> Tensor:  # fmt: skip
     """Sample how many tokens of each block precede the first predicted one, the anchor included.
 
     The length l lies in [min(2, block_size - 1), block_size - 1] and has a probability proportional to ``base ** l``.

@@ -74,17 +74,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     """
 
     def __init__(
-        self,
-        alpha: float = 1.0,
-        fp32_upcast: bool = True,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-        shift: bool = False,
-    ) -> None:
+        self, alpha: float = 1.0, fp32_upcast: bool = True, *, softcap: float | None = None, scale: float | None = None,
+        skip_id: int | None = None, reduction: str = "total", backend: str = "auto", shift: bool = False,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(
             fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,

@@ -49,16 +49,9 @@ class IDLMLoss(TransformedLoss):
     """
 
     def __init__(
-        self,
-        clean_loss_weight: float = 0.2,
-        auto_balance: bool = False,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-    ) -> None:
+        self, clean_loss_weight: float = 0.2, auto_balance: bool = False, *, softcap: float | None = None,
+        scale: float | None = None, skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
@@ -66,15 +59,9 @@ class IDLMLoss(TransformedLoss):
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
     def forward(
-        self,
-        logits: Logits,
-        target_ids: torch.Tensor,
-        answer_mask: torch.Tensor,
-        valid_mask: torch.Tensor,
-        *,
-        seq_len: int,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, logits: Logits, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, *,
+        seq_len: int, num_diffusion_tokens: int | torch.Tensor | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits.
 
         Packed input without a batch dimension, ``[2 T, V]`` with targets and masks ``[T]``, is a batch of one sequence.

@@ -156,20 +156,10 @@ class SCDDLoss(DiffusionLoss):
     """
 
     def __init__(
-        self,
-        mask_token_id: int,
-        num_timesteps: int = 1000,
-        max_ratio: float = 0.1,
-        gamma_shape: float = 1.0,
-        t_peak: float = 0.5,
-        chunk_size: int | None = None,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-        shift: bool = False,
-    ) -> None:
+        self, mask_token_id: int, num_timesteps: int = 1000, max_ratio: float = 0.1, gamma_shape: float = 1.0,
+        t_peak: float = 0.5, chunk_size: int | None = None, *, softcap: float | None = None, scale: float | None = None,
+        reduction: str = "total", backend: str = "auto", shift: bool = False,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend, shift=shift)
         self.mask_token_id = mask_token_id

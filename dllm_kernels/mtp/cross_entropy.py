@@ -90,29 +90,18 @@ class MaskedCrossEntropy(CrossEntropy):
     """
 
     def __init__(
-        self,
-        fp32_upcast: bool = True,
-        ignore_index: int = IGNORE,
-        reduction: str = "sum",
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+        self, fp32_upcast: bool = True, ignore_index: int = IGNORE, reduction: str = "sum", *,
+        softcap: float | None = None, scale: float | None = None, skip_id: int | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
 
     def forward(
-        self,
-        logits: Logits,
-        labels: Tensor,
-        mask: Tensor | None = None,
-        num_label_tokens: Count = None,
+        self, logits: Logits, labels: Tensor, mask: Tensor | None = None, num_label_tokens: Count = None,
         loss_weights: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Compute the loss.
 
         Args:
@@ -163,17 +152,9 @@ class FusedLinearCrossEntropy(CrossEntropy):
     """
 
     def __init__(
-        self,
-        ignore_index: int = IGNORE,
-        logit_softcapping: float = 0,
-        reduction: str = "sum",
-        impl: str = "cce",
-        *,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        chunk_size: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+        self, ignore_index: int = IGNORE, logit_softcapping: float = 0, reduction: str = "sum", impl: str = "cce", *,
+        scale: float | None = None, skip_id: int | None = None, chunk_size: int | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         if logit_softcapping is not None:
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")

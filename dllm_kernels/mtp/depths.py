@@ -104,26 +104,14 @@ def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[False] =
 @overload
 def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[True], **options: Any) -> MTPLossOutput: ...
 def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish the return types
-    loss_fn: nn.Module,
-    *,
-    mtp_per_depth_h: list[Tensor] | None = None,
-    mtp_per_depth_logits: list[Logits] | None = None,
-    mtp_per_depth_targets: Sequence[Tensor] | None = None,
-    labels: Tensor,
-    model: nn.Module,
-    scaling_factor: float = 0.1,
-    num_label_tokens: Count = None,
-    ignore_index: int | None = IGNORE,
-    cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lm_weight: Tensor | None = None,
-    logits_dtype: torch.dtype | None = None,
-    grad_reduce_group: Any = None,
-    loss_weights: Tensor | None = None,
-    return_per_depth: bool = False,
-    lm_bias: Tensor | None = None,
+    loss_fn: nn.Module, *, mtp_per_depth_h: list[Tensor] | None = None,
+    mtp_per_depth_logits: list[Logits] | None = None, mtp_per_depth_targets: Sequence[Tensor] | None = None,
+    labels: Tensor, model: nn.Module, scaling_factor: float = 0.1, num_label_tokens: Count = None,
+    ignore_index: int | None = IGNORE, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
+    lm_weight: Tensor | None = None, logits_dtype: torch.dtype | None = None, grad_reduce_group: Any = None,
+    loss_weights: Tensor | None = None, return_per_depth: bool = False, lm_bias: Tensor | None = None,
     extra: _checks.Extra | None = None,
-) -> Tensor | MTPLossOutput:
+) -> Tensor | MTPLossOutput:  # fmt: skip
     r"""Compute the multi-token-prediction auxiliary loss.
 
     .. math:: L = \frac{\text{scaling\_factor}}{D} \sum_{k=0}^{D-1} \text{loss\_fn}(\text{depth } k,\;

@@ -42,13 +42,9 @@ class PipelineCausalLMLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        loss_fn: nn.Module,
-        model: nn.Module,
-        scaling_factor: float | None = None,
-        ignore_index: int | None = IGNORE,
-        grad_reduce_group: Any = None,
-    ) -> None:
+        self, loss_fn: nn.Module, model: nn.Module, scaling_factor: float | None = None,
+        ignore_index: int | None = IGNORE, grad_reduce_group: Any = None,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__()
         self.loss_fn = loss_fn

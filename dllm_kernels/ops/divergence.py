@@ -79,30 +79,13 @@ COPY_BYTES = 64 << 20
 
 
 def divergence(
-    logits: Logits,
-    teacher_logits: Logits,
-    weights: Tensor | None = None,
-    *,
-    kind: Kind = "kl",
-    targets: Tensor | None = None,
-    teacher_rows: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    teacher: str = "draft",
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    beta: float | None = None,
-    floor: float | None = None,
-    eta: float | None = None,
-    kl_scale: float | None = None,
-    alpha: str | None = None,
-    base: str | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    teacher_transform: Mapping[str, Any] | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> Divergence:
+    logits: Logits, teacher_logits: Logits, weights: Tensor | None = None, *, kind: Kind = "kl",
+    targets: Tensor | None = None, teacher_rows: Tensor | None = None, draft_to_target: Tensor | None = None,
+    teacher: str = "draft", temperature: float = 1.0, reduction: str = "sum", beta: float | None = None,
+    floor: float | None = None, eta: float | None = None, kl_scale: float | None = None, alpha: str | None = None,
+    base: str | None = None, softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    teacher_transform: Mapping[str, Any] | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> Divergence:  # fmt: skip
     r"""Weighted sum of the divergence of each row of student logits to the teacher's row.
 
     .. math:: \text{loss} = \sum_i w_i \, T^2 \sum_k c_k D_k(p_i, q_i), \qquad
@@ -228,8 +211,8 @@ def linear_divergence(
     floor: float | None = None, eta: float | None = None, kl_scale: float | None = None, alpha: str | None = None,
     base: str | None = None, chunk_size: int | None = None, num_active: int | None = None,
     logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
-    skip_id: int | None = None, teacher_transform: Mapping[str, Any] | None = None,
-    check_targets: bool | None = None, backend: str = "auto",
+    skip_id: int | None = None, teacher_transform: Mapping[str, Any] | None = None, check_targets: bool | None = None,
+    backend: str = "auto",
 ) -> Divergence:  # fmt: skip
     """Compute :func:`divergence` of two ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes.
 

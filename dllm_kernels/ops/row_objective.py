@@ -38,20 +38,11 @@ Fn = Callable[..., torch.Tensor]
 
 
 def row_objective(
-    logits: Logits,
-    ids: torch.Tensor,
-    fn: Fn,
-    *aux: torch.Tensor,
-    entropy: bool = False,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowObjective:
+    logits: Logits, ids: torch.Tensor, fn: Fn, *aux: torch.Tensor, entropy: bool = False,
+    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    check_targets: bool | None = None, backend: str = "auto",
+) -> RowObjective:  # fmt: skip
     r"""Sum over rows of a function of each row's statistics, such as log-probabilities and entropy.
 
     .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)

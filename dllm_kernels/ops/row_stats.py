@@ -40,20 +40,11 @@ NAMES = _checks.Names(targets="ids")
 
 
 def row_stats(
-    logits: Logits,
-    ids: torch.Tensor,
-    *,
-    entropy: bool = False,
-    mix: Mix | None = None,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowStats:
+    logits: Logits, ids: torch.Tensor, *, entropy: bool = False, mix: Mix | None = None,
+    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    check_targets: bool | None = None, backend: str = "auto",
+) -> RowStats:  # fmt: skip
     r"""Statistics of the softmax p of each active row of logits, differentiable in one backward pass.
 
     .. math::

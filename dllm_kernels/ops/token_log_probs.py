@@ -31,23 +31,12 @@ class TokenLogProbs(NamedTuple):
 
 
 def token_log_probs(
-    logits_or_hidden: Logits,
-    ids: torch.Tensor,
-    *,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    active: torch.Tensor | None = None,
-    softcap: float | None = None,
-    skip_id: int | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> TokenLogProbs:
+    logits_or_hidden: Logits, ids: torch.Tensor, *, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, extra: _checks.Extra | None = None, temperature: float = 1.0,
+    with_entropy: bool = False, active: torch.Tensor | None = None, softcap: float | None = None,
+    skip_id: int | None = None, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> TokenLogProbs:  # fmt: skip
     r"""Compute ``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
 
     Under ``torch.no_grad``, as for old and reference policies, the LM head takes one matrix product and nothing is

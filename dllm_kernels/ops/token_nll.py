@@ -31,21 +31,10 @@ CROSS_ENTROPY = "torch.nn.functional.cross_entropy"  # has a second derivative
 
 
 def token_nll(
-    logits: Logits,
-    targets: Tensor,
-    *,
-    active: Tensor | None = None,
-    ignore_index: int = -100,
-    with_lse: bool = False,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    inplace_backward: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> TokenNLL:
+    logits: Logits, targets: Tensor, *, active: Tensor | None = None, ignore_index: int = -100, with_lse: bool = False,
+    with_correct: bool = False, with_ids: bool = False, inplace_backward: bool = False, softcap: float | None = None,
+    scale: float | None = None, skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> TokenNLL:  # fmt: skip
     r"""Negative log-likelihood of each target under the softmax of its row of logits.
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}
@@ -91,23 +80,11 @@ def token_nll(
 
 
 def weighted_nll(
-    logits: Logits,
-    targets: Tensor,
-    weights: Tensor,
-    *,
-    active: Tensor | None = None,
-    ignore_index: int = -100,
-    with_lse: bool = False,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    round_nll: bool = False,
-    inplace_backward: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> WeightedNLL:
+    logits: Logits, targets: Tensor, weights: Tensor, *, active: Tensor | None = None, ignore_index: int = -100,
+    with_lse: bool = False, with_correct: bool = False, with_ids: bool = False, round_nll: bool = False,
+    inplace_backward: bool = False, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> WeightedNLL:  # fmt: skip
     r"""Weighted sum of the negative log-likelihood of each target.
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i

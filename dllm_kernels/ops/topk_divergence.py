@@ -42,22 +42,11 @@ EPS = torch.finfo(torch.float64).eps
 
 
 def topk_divergence(
-    logits: Logits,
-    top_ids: torch.Tensor,
-    top_log_probs: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    *,
-    kind: str = "kl",
-    tail: bool = True,
-    beta: float | None = None,
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> Divergence:
+    logits: Logits, top_ids: torch.Tensor, top_log_probs: torch.Tensor, weights: torch.Tensor | None = None, *,
+    kind: str = "kl", tail: bool = True, beta: float | None = None, temperature: float = 1.0, reduction: str = "sum",
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    check_targets: bool | None = None, backend: str = "auto",
+) -> Divergence:  # fmt: skip
     r"""Weighted sum of the divergence of each row of student logits to a teacher that is known at K ids.
 
     .. math:: \text{loss} = \sum_i w_i \, T^2 D(p_i, q_i)

@@ -147,21 +147,10 @@ class PolicyLoss(nn.Module):
         self._check_settings()
 
     def forward(
-        self,
-        logits: Logits,
-        ids: Tensor,
-        views: PolicyViews,
-        old: Tensor | None,
-        advantages: Tensor,
-        ref: Tensor | None = None,
-        *,
-        num_tokens: int | Tensor | None = None,
-        with_entropy: bool = False,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        skip_id: int | None = None,
-        backend: str = "auto",
-    ) -> PolicyLossOutput:
+        self, logits: Logits, ids: Tensor, views: PolicyViews, old: Tensor | None, advantages: Tensor,
+        ref: Tensor | None = None, *, num_tokens: int | Tensor | None = None, with_entropy: bool = False,
+        temperature: float = 1.0, softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
+    ) -> PolicyLossOutput:  # fmt: skip
         """Compute the loss.
 
         Args:

@@ -152,20 +152,11 @@ def _version(t: Tensor) -> int:
 
 
 def policy_views(
-    ids: Tensor,
-    loss_mask: Tensor,
-    mask_token_id: int,
-    scheme: str,
-    *,
-    num: int = 1,
-    level: float | Tensor | None = None,
-    prompt_prob: float = 0.0,
-    step_map: Tensor | None = None,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    start: Tensor | None = None,
+    ids: Tensor, loss_mask: Tensor, mask_token_id: int, scheme: str, *, num: int = 1,
+    level: float | Tensor | None = None, prompt_prob: float = 0.0, step_map: Tensor | None = None,
+    seeds: Tensor | None = None, generator: torch.Generator | None = None, start: Tensor | None = None,
     backend: str = "auto",
-) -> PolicyViews:
+) -> PolicyViews:  # fmt: skip
     r"""Build noisy views of completions, with the weights of their log-probabilities in the score.
 
     With n supervised tokens in a row and t a level in (0, 1):
