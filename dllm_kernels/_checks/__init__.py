@@ -516,13 +516,13 @@ def checked_size(name: str, value: Any) -> int | None:
     return None if value is None else checked_int(name, value, 1)
 
 
-def checked_num_active(num_active: Any, rows: int) -> int | None:
-    """Convert to a Python int and check that it lies in [0, rows]; None passes."""
-    if num_active is None:
+def checked_up_to(name: str, value: Any, most: int) -> int | None:
+    """Convert an int in [0, most] to Python's; None passes."""
+    if value is None:
         return None
-    if not (is_int(num_active) and 0 <= num_active <= rows):
-        raise ValueError(f"num_active must be an int in [0, {rows}], got {num_active!r}")
-    return checked_int("num_active", num_active)
+    if not (is_int(value) and 0 <= value <= most):
+        raise ValueError(f"{name} must be an int in [0, {most}], got {value!r}")
+    return checked_int(name, value)
 
 
 def _is_number(value: object) -> bool:

@@ -17,6 +17,7 @@ from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after
+from dllm_kernels.rows._transform import transformed
 
 Tensor = torch.Tensor
 # The exponential of a number below -745 is 0 in float64, below -104 in float32; the rest is room for rounded logits.
@@ -135,15 +136,14 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
     if not value < LOW or x.skip is not None:
         return False
     with torch.no_grad(), x.restored():
-        hidden, weight, bias, extra, cap, scale, *_ = x.rows()
+        hidden, weight, bias, extra, *_ = record = x.rows()
         if is_dtensor(weight) or is_dtensor(hidden) or not hidden.numel():
             return False
         both = torch.tensor([k, int(k == 0)], device=hidden.device)
         z = torch.nn.functional.linear(hidden, weight[both], None if bias is None else bias[both])
         z = z if extra is None else z + torch.nn.functional.linear(extra[0], extra[1][both])
     z = z.double()
-    z = z if cap is None else cap * torch.tanh(z / cap)
-    z = z if scale is None else z * scale
+    z = transformed(z, record.transform.pointwise, z)
     new = z[..., 0] + value if adds else value
     return bool((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
 

@@ -122,8 +122,8 @@ class Rows:
         bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
         scale = None if self.scale == ONE else float(self.scale)
         return LinearLogits(
-            parts[0], head.weight, bias, head.extra, self.softcap, scale, self.skip, self.logits_dtype,
-            compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
+            parts[0], head.weight, bias, head.extra, self.logits_dtype, softcap=self.softcap, scale=scale,
+            skip_id=self.skip, compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
         )  # fmt: skip
 
     @property

@@ -125,7 +125,7 @@ def _over_classes(x: DeferredLogits, call: Call) -> Any:
         return NotImplemented
     dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
     with x.restored(), torch.autocast(x.device.type, enabled=False):
-        hidden, weight, bias, extra, _, scale, *_ = x.rows()
+        hidden, weight, bias, extra, *_ = record = x.rows()
         if is_dtensor(hidden) or is_dtensor(weight):
             return NotImplemented
         acc, rows = accum_dtype(hidden.dtype), hidden.shape[:-1].numel()
@@ -137,7 +137,7 @@ def _over_classes(x: DeferredLogits, call: Call) -> Any:
         total = over(hidden, weight) + (0 if extra is None else over(*extra))
         if bias is not None:
             total = total + bias.sum(dtype=acc) * (rows if everything else 1)
-        total = total if scale is None else total * scale
+        total = total if record.scale is None else total * record.scale
     if call.function.__name__ == "mean":
         total = total / (x.numel() if everything else x.shape[x.axis])
     return total.to(dtype)

@@ -267,10 +267,7 @@ class DiffusionLoss(TransformedLoss):
 
         ``causal_hidden [B, L, D]`` are the hidden states of ``causal_logits``, of the same head without ``extra``.
         """
-        logits = LinearLogits(
-            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size,
-            num_active=num_active,
-        )  # fmt: skip
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
         causal = None if causal_hidden is None else replaced(logits, hidden=causal_hidden)
         if causal is not None and extra is not None:
             raise ValueError(

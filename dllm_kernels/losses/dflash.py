@@ -180,9 +180,7 @@ class DFlashDecayLoss(DraftLoss):
         recomputed. A frozen head with a trainable ``extra[1]`` takes two and three. In a drafter's Markov head,
         ``extra[0]`` is the embedding of the previous token.
         """
-        logits = LinearLogits(
-            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, num_active=num_active
-        )
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, num_active=num_active)
         return DFlashDecayLoss.forward(
             self, logits, target_ids, block_mask, num_tokens, block_size, num_blocks=num_blocks,
             num_sequences=num_sequences, prefix=prefix,

@@ -286,9 +286,7 @@ class DraftDistillationLoss(DraftLoss):
         The teacher's are ``teacher_hidden``, ``teacher_weight``, ``teacher_bias`` and ``teacher_extra``. Without
         ``teacher_weight`` it shares ``lm_head_weight`` and ``lm_head_bias``, but not ``extra``.
         """
-        logits = LinearLogits(
-            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, num_active=num_active
-        )
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, num_active=num_active)
         teacher, of_head = None, {
             "teacher_weight": teacher_weight, "teacher_bias": teacher_bias, "teacher_extra": teacher_extra,
         }  # fmt: skip

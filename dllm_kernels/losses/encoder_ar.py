@@ -145,10 +145,7 @@ def encoder_ar_loss_fused(
     backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Compute :func:`encoder_ar_loss` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
-    logits = LinearLogits(
-        hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size,
-        num_active=num_active,
-    )  # fmt: skip
+    logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
     return encoder_ar_loss(
         logits, input_ids, valid_mask, num_tokens, segment_ids=segment_ids, normalize=normalize,
         num_sequences=num_sequences, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction,

@@ -118,10 +118,7 @@ class IDLMLoss(TransformedLoss):
         logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
-        logits = LinearLogits(
-            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size,
-            num_active=num_active,
-        )  # fmt: skip
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
         return IDLMLoss.forward(
             self, logits, target_ids, answer_mask, valid_mask, seq_len=seq_len,
             num_diffusion_tokens=num_diffusion_tokens,

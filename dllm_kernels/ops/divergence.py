@@ -219,9 +219,7 @@ def linear_divergence(
     The teacher's are ``teacher_hidden``, ``teacher_weight``, ``teacher_bias`` and ``teacher_extra``. Without
     ``teacher_weight`` it shares ``weight`` and ``bias``, but not ``extra``.
     """
-    logits = LinearLogits(
-        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
-    )
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)
     return divergence(
         logits, head_of_teacher(logits, teacher_hidden, teacher_weight, teacher_bias, teacher_extra), weights,
         kind=kind, targets=targets, teacher_rows=teacher_rows, draft_to_target=draft_to_target, teacher=teacher,

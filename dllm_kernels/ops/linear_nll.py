@@ -19,7 +19,7 @@ def linear_token_nll(
     skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> TokenNLL:  # fmt: skip
     """Compute :func:`token_nll` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active, softcap, scale, skip_id)
     return token_nll(
         logits, targets, active=active, ignore_index=ignore_index, with_lse=with_lse, with_correct=with_correct,
         with_ids=with_ids, check_targets=check_targets, backend=backend,
@@ -34,7 +34,7 @@ def weighted_linear_nll(
     scale: float | None = None, skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> WeightedNLL:  # fmt: skip
     """Compute :func:`weighted_nll` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active, softcap, scale, skip_id)
     return weighted_nll(
         logits, targets, weights, active=active, ignore_index=ignore_index, with_lse=with_lse,
         with_correct=with_correct, with_ids=with_ids, round_nll=round_nll, check_targets=check_targets, backend=backend,

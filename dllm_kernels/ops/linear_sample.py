@@ -121,8 +121,7 @@ def linear_sample(
     et al. 2018, arXiv 1805.04833 (top-k); Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv
     2407.01082 (min-p); the order of transformers' ``GenerationMixin._get_logits_processor``.
     """
-    of_head = {"extra": extra, "logits_dtype": logits_dtype, "chunk_size": chunk_size, "num_active": num_active}
-    logits = made_by_head(hidden, head, bias=bias, **of_head)
+    logits = made_by_head(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
     x = logits.hidden
     _checks.check_float("hidden", x)
     _checks.check_number("temperature", temperature)

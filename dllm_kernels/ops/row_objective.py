@@ -108,8 +108,7 @@ def row_objective(
     call = checked(NAMES, logits, ids, options, active=active, several=True)
     aux = _checked_aux(call, aux)
     if call.head is None or torch.compiler.is_compiling() or not has_values(call.x):
-        num_active = None if call.head is None else call.logits.num_active  # type: ignore[union-attr]
-        return _objective_of(fn, aux, row_stats_unchecked(call), call.active, num_active)
+        return _objective_of(fn, aux, row_stats_unchecked(call), call)
     return row_objective_unchecked(call, aux, fn=fn)  # type: ignore[no-any-return]
 
 
@@ -121,7 +120,7 @@ def linear_row_objective(
     skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> RowObjective:  # fmt: skip
     """Compute :func:`row_objective` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active, softcap, scale, skip_id)
     return row_objective(
         logits, ids, fn, *aux, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids,
         check_targets=check_targets, backend=backend,
@@ -144,10 +143,9 @@ def _checked_aux(call: Call, aux: tuple[Any, ...]) -> tuple[Any, ...]:
     return aux
 
 
-def _objective_of(
-    fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None, num_active: int | None = None
-) -> RowObjective:
+def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, call: Call) -> RowObjective:
     """Evaluate the objective of computed statistics, differentiable through them."""
+    active, bound = call.active, getattr(call.logits, "num_active", None)
     rows = stats.lse.dim()
     log_probs, lse, entropy, _, correct, ids = (
         None if t is None else t.detach().clone() for t in stats
@@ -155,9 +153,9 @@ def _objective_of(
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
     value = _checked_value(fn(RowStats(*flat[: len(stats)]), *flat[len(stats) :]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
-    if num_active is not None:  # fn may have ignored the NaN of a bound that is too small
+    if bound is not None:  # fn may have ignored the NaN of a bound that is too small
         count = torch.ones_like(stats.lse) if active is None else active != 0
-        value = torch.where(count.sum() > num_active, math.nan, value)
+        value = torch.where(count.sum() > bound, math.nan, value)
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct, ids)  # type: ignore[arg-type]
 
 

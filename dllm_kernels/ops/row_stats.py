@@ -112,7 +112,7 @@ def linear_row_stats(
     skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
 ) -> RowStats:  # fmt: skip
     """Compute :func:`row_stats` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
-    logits = LinearLogits(hidden, weight, bias, extra, softcap, scale, skip_id, logits_dtype, chunk_size, num_active)
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active, softcap, scale, skip_id)
     return row_stats(
         logits, ids, entropy=entropy, mix=mix, active=active, with_correct=with_correct, with_ids=with_ids,
         check_targets=check_targets, backend=backend,

@@ -99,8 +99,7 @@ def soft_embedding(
 
     Source: self-conditioning as in DiffusionGemma; introduced by Chen et al. 2022, arXiv 2208.04202, section 3.2.
     """
-    of_head = {"extra": extra, "logits_dtype": logits_dtype, "chunk_size": chunk_size, "num_active": num_active}
-    logits = made_by_head(hidden, head, bias=bias, **of_head)
+    logits = made_by_head(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
     x, weight = logits.hidden, logits.weight
     _checks.check_float("hidden", x)
     if (bump is None) != (bump_ids is None):

@@ -95,16 +95,12 @@ def token_log_probs(
     Source: the definition, :func:`row_stats` and :func:`linear_row_stats` with ``scale=1 / temperature``.
     """
     _checks.check_flags(with_entropy=with_entropy)
-    logits, of_head = logits_or_hidden, (bias, extra, logits_dtype, chunk_size, num_active)
-    if weight is not None:
-        hidden: Any = logits_or_hidden
-        logits = LinearLogits(
-            hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
-        )
-    elif any(value is not None for value in of_head):
-        names = ("bias", "extra", "logits_dtype", "chunk_size", "num_active")
-        name = next(name for name, value in zip(names, of_head, strict=True) if value is not None)
-        raise ValueError(f"{name} requires weight, got weight=None")
+    hidden: Any = logits_or_hidden
+    made = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)  # type: ignore[arg-type]
+    for name, value in zip(made._fields[2:], made[2:], strict=True):
+        if value is not None and weight is None:
+            raise ValueError(f"{name} requires weight, got weight=None")
+    logits = logits_or_hidden if weight is None else made
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
         backend=backend, entropy=with_entropy,

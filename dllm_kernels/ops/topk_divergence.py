@@ -145,9 +145,7 @@ def linear_topk_divergence(
 
     A row is active, for ``num_active``, if its weight is not 0 and it has an id.
     """
-    logits = LinearLogits(
-        hidden, weight, bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size, num_active=num_active
-    )
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)
     return topk_divergence(
         logits, top_ids, top_log_probs, weights, kind=kind, tail=tail, beta=beta, temperature=temperature,
         reduction=reduction, softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets,

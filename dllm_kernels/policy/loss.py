@@ -222,10 +222,7 @@ class PolicyLoss(nn.Module):
         softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
     ) -> PolicyLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
-        logits = LinearLogits(
-            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size,
-            num_active=num_active,
-        )  # fmt: skip
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
         return PolicyLoss.forward(
             self, logits, ids, views, old, advantages, ref, num_tokens=num_tokens, with_entropy=with_entropy,
             temperature=temperature, softcap=softcap, skip_id=skip_id, backend=backend,

@@ -29,26 +29,27 @@ class ActiveRows:
     """
 
     def __init__(
-        self, targets: Tensor, num_active: int | None, counted: Tensor | None = None, every_row: bool = False
+        self, targets: Tensor, bound: int | None, counted: Tensor | None = None, every_row: bool = False
     ) -> None:
         """List the rows whose target in ``targets [N]`` is not ``IGNORE``.
 
-        ``num_active`` must be at least the number of such rows in ``counted``, by default in ``targets``. Backward
-        lists fewer rows than forward if some have no upstream gradient. ``every_row``: True if no target is ``IGNORE``.
+        ``bound``, the argument ``num_active``, must be at least the number of such rows in ``counted``, by default in
+        ``targets``. Backward lists fewer rows than forward if some have no upstream gradient. ``every_row``: True if no
+        target is ``IGNORE``.
 
         Reading their number is a host sync on a GPU, which is worthwhile, because the matrix products then run on these
         rows only. There is no sync if every row is active, nor during CUDA-graph capture, which processes all rows, nor
-        if the caller gives ``num_active``, an upper bound of the number.
+        if the caller gives a bound.
         """
         self.total = targets.numel()
         self._targets = targets
         self.overflow: Tensor | None = None
         self._index: Tensor | None = None
-        self._padded = num_active is not None
-        if num_active is not None:
+        self._padded = bound is not None
+        if bound is not None:
             mask = targets != IGNORE
-            self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
-            self.overflow = (mask if counted is None else counted != IGNORE).sum() > num_active
+            self._index = torch.nonzero_static(mask, size=bound, fill_value=self.total).squeeze(1)
+            self.overflow = (mask if counted is None else counted != IGNORE).sum() > bound
             self._zero = self.checked_(torch.zeros((), device=targets.device))
         elif not every_row and not _captured(targets):
             index = (targets != IGNORE).nonzero().squeeze(1)

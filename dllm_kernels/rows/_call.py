@@ -131,7 +131,7 @@ def checked_rows(
     logits = LinearLogits(
         x, logits.weight, logits.bias, extra, logits_dtype=logits.logits_dtype,
         chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
-        num_active=_checks.checked_num_active(logits.num_active, branches * x.shape[:-1].numel()),
+        num_active=_checks.checked_up_to("num_active", logits.num_active, branches * x.shape[:-1].numel()),
         compute_dtype=logits.compute_dtype, source=logits.source,
     )  # fmt: skip
     return logits, transform, V
@@ -142,17 +142,17 @@ def name_of_rows(names: _checks.Names, logits: Logits) -> str:
     return names.hidden if isinstance(logits, LinearLogits) else names.rows
 
 
-def made_by_head(hidden: Any, weight: Any, **of_head: Any) -> Any:
+def made_by_head(hidden: Any, head: Any, *options: Any) -> Any:
     """Return the record of hidden states and head, for ops that take no stored logits.
 
     Raises:
         ValueError: ``hidden`` is a record already, and an argument of its head is given.
     """
-    if weight is None:
+    if head is None:
         hidden = opened(hidden)
     if not isinstance(hidden, LinearLogits):
-        return LinearLogits(hidden, weight, **of_head)
-    for name, value in {"head": weight, **of_head}.items():
+        return LinearLogits(hidden, head, *options)
+    for name, value in zip(("head", *LinearLogits._fields[2:]), (head, *options), strict=False):
         if value is not None:
             raise ValueError(f"{name} must be None for hidden={type(hidden).__name__}(...), which has its own")
     return hidden

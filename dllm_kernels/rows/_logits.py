@@ -82,14 +82,14 @@ class LinearLogits(NamedTuple):
         bias: ``[V]`` or None.
         extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
             ``[V, r]``), or None.
-        softcap: cap c, which the op must then not have, too; None: no cap.
-        scale: factor s after the cap; None: 1.
-        skip_id: column that is never predicted; None: every column can be predicted.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
             The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
         chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
         num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
             too small, all floating results and all gradients are NaN, flags are False, and argmax ids are -100.
+        softcap: cap c, which the op must then not have, too; None: no cap.
+        scale: factor s after the cap; None: 1.
+        skip_id: column that is never predicted; None: every column can be predicted.
         compute_dtype: dtype of the matrix products; None: that of the operands, or of ``torch.autocast``.
         source: identity of the head, of records whose tensors are aliases of its parameters; None: the tensors.
     """
@@ -98,12 +98,12 @@ class LinearLogits(NamedTuple):
     weight: Tensor
     bias: Tensor | None = None
     extra: Extra | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    skip_id: int | None = None
     logits_dtype: torch.dtype | None = None
     chunk_size: int | None = None
     num_active: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    skip_id: int | None = None
     compute_dtype: torch.dtype | None = None
     source: Any = None
 
