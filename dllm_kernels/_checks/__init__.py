@@ -451,12 +451,12 @@ def _targets_checked(check_targets: bool | None) -> bool | None:
 
 def check_target_range(
     check_targets: bool | None, name: str, targets: Tensor, V: int, ignore_index: int | None = -100, *,
-    counted: Tensor | None = None, shift: int = 0, skip_id: int | None = None,
+    counted: Tensor | None = None, shift: int = 0, excluded: int | None = None,
 ) -> None:  # fmt: skip
     """Raise an IndexError naming the first target outside [0, V) that is not ``ignore_index``, in a row that counts.
 
     By default, the check runs only if it needs no sync: on eager CPU tensors. On request it also runs on a GPU, and
-    rejects targets equal to ``skip_id``. While a graph is traced, a requested check is recorded as one custom op, which
+    rejects the excluded column. While a graph is traced, a requested check is recorded as one custom op, which
     does not break the graph and runs with it.
 
     Args:
@@ -468,7 +468,7 @@ def check_target_range(
         counted: of the shape of the targets, 0 in rows that do not count; None: all rows count.
         shift: added to the last index in the message, if the caller's tensor holds these targets that many positions
             further on.
-        skip_id: column that is skipped, or None.
+        excluded: column that is skipped (``skip_id``), or None.
     """
     requested = _targets_checked(check_targets)
     if requested is False:
@@ -480,9 +480,9 @@ def check_target_range(
     elif requested and torch.compiler.is_compiling():
         from dllm_kernels._checks._compiled import target_range
 
-        target_range(targets, name, V, ignore_index, shift, skip_id, counted)
+        target_range(targets, name, V, ignore_index, shift, excluded, counted)
     elif requested:
-        raise_bad_target(targets, name, V, ignore_index, shift, skip_id, counted)
+        raise_bad_target(targets, name, V, ignore_index, shift, excluded, counted)
 
 
 def check_inplace(logits: Tensor, rows: Tensor) -> None:

@@ -8,20 +8,20 @@ from dllm_kernels._graph._plain import readable_without_sync
 
 
 def raise_bad_target(
-    targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None,
+    targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, excluded: int | None = None,
     counted: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Raise IndexError for the first target that is outside [0, V) or skipped, and is not ``ignore_index``.
+    """Raise IndexError for the first target that is outside [0, V) or excluded, and is not ``ignore_index``.
 
     Only rows whose entry of ``counted`` is not 0 are checked; None: all rows.
     """
     on_host = type(targets) is torch.Tensor and targets.is_cpu
-    if skip_id is None and on_host and _in_range(targets, V, ignore_index):
+    if excluded is None and on_host and _in_range(targets, V, ignore_index):
         return
     targets = targets.long()  # in int8 or uint8, a vocabulary size or -100 would wrap around
     bad, also = (targets < 0) | (targets >= V), ""
-    if skip_id is not None:
-        bad, also = bad | (targets == skip_id), f" and not be skip_id, {skip_id}"
+    if excluded is not None:
+        bad, also = bad | (targets == excluded), f" and not be skip_id, {excluded}"
     if ignore_index is not None:
         bad, also = bad & (targets != ignore_index), f"{also} or be {ignore_index}"
     if counted is not None:

@@ -147,7 +147,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
         # A shard of nothing but -inf has no maximum.
         first = (maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max).to(torch.int64).argmax(0)
         best = next(columns).view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
-        best = best.masked_fill(~(log_sum > -math.inf), int(request.transform.skip_id == 0))
+        best = best.masked_fill(~(log_sum > -math.inf), request.transform.first_column)
         correct = (best == request.ids[:, 0]) & ~log_probs[:, 0].isnan() & ~inactive if request.correct else None
         best = best.masked_fill_(inactive, IGNORE) if request.best else None
     row_max, log_sum = row_max.masked_fill(inactive, 0), log_sum.masked_fill(inactive, 0)

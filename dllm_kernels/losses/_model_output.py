@@ -167,9 +167,9 @@ class ModelOutput(NamedTuple):
 
         ``counted [B, L - shift]``: 0 for targets of rows that do not count.
         """
-        targets, skip_id = target_ids[:, shift:] if shift else target_ids, self.options.transform.skip_id
+        targets, excluded = target_ids[:, shift:] if shift else target_ids, self.options.transform.skip_id
         _checks.check_target_range(
-            None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift, skip_id=skip_id
+            None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift, excluded=excluded
         )
 
     def weighted(

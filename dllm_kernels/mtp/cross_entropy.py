@@ -49,7 +49,7 @@ class CrossEntropy(TransformedLoss):
 
         ``shift``: offset of a target in the caller's tensor, for the error message.
         """
-        _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, skip_id=self.skip_id)
+        _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, excluded=self.skip_id)
 
     def _loss(
         self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count,

@@ -269,7 +269,7 @@ def _sample(
             rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
     # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.
-    ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
+    ids = ids.masked_fill(log_probs[:, :1].isnan(), transform.first_column)
     if marks is not None:
         ids = ids.masked_fill((marks == IGNORE).unsqueeze(1), IGNORE)
     return [ids, log_probs, entropy]

@@ -98,7 +98,7 @@ def checked(
         counted = counted.unsqueeze(-1)
     _checks.check_target_range(
         options.check_targets, names.targets, ids, V, options.ignore_index, counted=counted,
-        skip_id=options.transform.skip_id,
+        excluded=options.transform.skip_id,
     )  # fmt: skip
     return Call(logits, options, ids, active, weights)
 

@@ -196,17 +196,18 @@ def composed(logits: LinearLogits, transform: Transform) -> Transform:
     Raises:
         ValueError: both have a soft cap, or different columns are skipped.
     """
-    first, (cap, scale, skip_id) = logits.transform, transform
+    first, (cap, scale, column) = logits.transform, transform
     if first.is_identity:
         return transform
     first.check()
     transform.check()
     if first.softcap is not None and cap is not None:
         raise ValueError(f"softcap must be None for logits that have one, {first.softcap}, got {cap}")
-    if None not in (first.skip_id, skip_id) and first.skip_id != skip_id:
-        raise ValueError(f"skip_id must be that of the logits, {first.skip_id}, or None, got {skip_id}")
+    own = first.skip_id if column is None else column
+    if first.skip_id not in (None, own):
+        raise ValueError(f"skip_id must be that of the logits, {first.skip_id}, or None, got {column}")
     if first.scale is not None:
         cap = None if cap is None else cap / first.scale
         scale = first.scale if scale is None else first.scale * scale
     cap = first.softcap if cap is None else cap
-    return Transform(cap, scale, first.skip_id if skip_id is None else skip_id)
+    return Transform(cap, scale, own)

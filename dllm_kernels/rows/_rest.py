@@ -39,8 +39,8 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
     log r is -inf if no other column has a finite logit, and 0 in inactive rows.
     """
     (B, L, V), acc, ids = logits.shape, accum_dtype(logits.dtype), request.ids
-    if request.transform.skip_id is not None:
-        ids = torch.cat([ids, ids.new_full((len(ids), 1), request.transform.skip_id)], 1)
+    if (column := request.transform.skip_id) is not None:
+        ids = torch.cat([ids, ids.new_full((len(ids), 1), column)], 1)
     ids = local_ids(primitives, ids)
     columns, elsewhere = column_of(ids, V)
     if elsewhere is not None:

@@ -117,8 +117,8 @@ class Teacher(NamedTuple):
         """Return a function of the whole rows, or of their columns from a start on if rows are split."""
         inverse, skip = self.inverse, None
         assert inverse is not None
-        if transform.skip_id is not None:
-            skip = (inverse == transform.skip_id).to(torch.int32).argmax(0, keepdim=True)
+        if (column := transform.skip_id) is not None:
+            skip = (inverse == column).to(torch.int32).argmax(0, keepdim=True)
 
         def norms_of(logits: Tensor, start: int) -> Whole:
             of_skip = None if skip is None else skip - start

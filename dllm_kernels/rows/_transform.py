@@ -80,11 +80,22 @@ class Transform(NamedTuple):
         """Replace ids of the skipped column by -1, which no column has."""
         return ids if self.skip_id is None else ids.masked_fill(ids == self.skip_id, -1)
 
+    def fill_skipped_(self, t: Tensor, value: float) -> Tensor:
+        """Fill the skipped column of ``t [..., V]``."""
+        if self.skip_id is not None:
+            t.select(-1, self.skip_id).fill_(value)
+        return t
+
+    @property
+    def first_column(self) -> int:
+        """The lowest column that is not skipped."""
+        return int(self.skip_id == 0)
+
     @classmethod
-    def of(cls, factors: Sequence[float], skip_id: int | None) -> Transform:
-        """Rebuild the transform from its :attr:`factors`."""
+    def of(cls, factors: Sequence[float], column: int | None) -> Transform:
+        """Rebuild the transform from its :attr:`factors` and the skipped column."""
         softcap, scale = (None if f == 0 else f for f in factors)
-        return cls(softcap, scale, skip_id)
+        return cls(softcap, scale, column)
 
 
 NO_TRANSFORM = Transform()
@@ -120,15 +131,11 @@ def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | Non
 def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:
     if transform.skip_id is None:
         return x
-    x = x if x is out else out.copy_(x)
-    x.select(-1, transform.skip_id).fill_(-math.inf)
-    return x
+    return transform.fill_skipped_(x if x is out else out.copy_(x), -math.inf)
 
 
 def through_(grad: Tensor, slope: Tensor | float, transform: Transform) -> Tensor:
     """Backpropagate ``grad [..., V]`` through the transform in place: times the slope, zero in column ``skip_id``."""
     if isinstance(slope, Tensor) or slope != 1:
         grad.mul_(slope)
-    if transform.skip_id is not None:
-        grad.select(-1, transform.skip_id).zero_()
-    return grad
+    return transform.fill_skipped_(grad, 0)

@@ -50,11 +50,8 @@ class _Mix(NamedTuple):
 
 def _add_mix(p: Tensor, log_p_sum: Tensor | None, mix: _Mix, sums: Sums, spare: Tensor, transform: Transform) -> None:
     """Write F and W of a block. ``log_p_sum`` is needed if ``mix.any_zero_a``."""
-    skip, V = transform.skip_id, p.shape[1]
-    torch.mul(p, mix.b, out=spare).add_(mix.a)
-    if skip is not None:
-        spare.select(1, skip).fill_(1)
-        V -= 1
+    transform.fill_skipped_(torch.mul(p, mix.b, out=spare).add_(mix.a), 1)
+    V = p.shape[1] - (transform.skip_id is not None)
     _blocks.sum_rows(spare.log_(), sums.mix)
     if sums.mix_weight is not None:
         torch.add(p, mix.ratio, out=spare)
@@ -66,8 +63,7 @@ def _add_mix(p: Tensor, log_p_sum: Tensor | None, mix: _Mix, sums: Sums, spare: 
 
 def _log_p_sum(log_p: Tensor, mix: _Mix, transform: Transform) -> Tensor | None:
     """Sum log p if ``mix.any_zero_a``, otherwise return None. Sets the skipped column to 0, its share of every sum."""
-    if transform.skip_id is not None:
-        log_p.select(1, transform.skip_id).fill_(0)
+    transform.fill_skipped_(log_p, 0)
     return _blocks.sum_rows(log_p) if mix.any_zero_a else None
 
 
@@ -106,7 +102,7 @@ class Sums(NamedTuple):
 
     def argmax(self, transform: Transform) -> Tensor:
         """Return the argmax; the lowest column that is not skipped if the softmax is NaN."""
-        return self.best.masked_fill(~self.row_max.isfinite(), int(transform.skip_id == 0)).squeeze(1)  # type: ignore[no-any-return]
+        return self.best.masked_fill(~self.row_max.isfinite(), transform.first_column).squeeze(1)  # type: ignore[no-any-return]
 
     def normalizer(self) -> tuple[Tensor, Tensor]:
         """Return (M, log S); if all logits of a row, or of its shard, are -inf: M the lowest finite number, S = 0."""
