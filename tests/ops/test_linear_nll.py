@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops import linear_token_nll, weighted_linear_nll, weighted_nll
 from tests.conftest import DEVICE
+from tests.support.inputs import Source
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -56,24 +57,25 @@ def token_oracle(targets, active=None):
 
 
 @pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3), (0,)])
 def test_any_leading_shape_and_strides(shape, path):
-    weight = torch.randn(5, 11, device=DEVICE).t()  # columns of an embedding: not contiguous
-    hidden = torch.randn(*shape, 10, device=DEVICE)[..., ::2]
-    targets = torch.randint(0, 11, shape, device=DEVICE)
-    weights = torch.rand(shape, device=DEVICE)
+    source = Source("low rank", path)
+    hidden, u = (torch.randn(*shape, 2 * n, device=DEVICE)[..., ::2] for n in (5, 3))
+    weight, second = (torch.randn(n, 11, device=DEVICE).t() for n in (5, 3))  # columns: not contiguous
+    leaves = [hidden, weight, torch.randn(11, device=DEVICE), u, second]
+    targets, weights = torch.randint(0, 11, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
     assert_close_with_grads(
-        lambda h, w: weighted_linear_nll(h, w, targets, weights, backend=path).loss,
-        lambda h, w: reference.weighted_linear_nll(h, w, targets, weights),
-        [hidden, weight],
+        lambda *x: weighted_nll(source.argument(*x), targets, weights, backend=path).loss,
+        lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
+        leaves,
         torch.tensor(2.0),
     )
-    logits = F.linear(hidden, weight)
+    logits = source.logits(*leaves)
     targets.view(-1)[: targets.numel() // 2] = logits.argmax(-1).view(-1)[: targets.numel() // 2]
     for requires_grad in (False, True):  # with a gradient, one pass over a chunk computes all results
         leaf = hidden.detach().requires_grad_(requires_grad)
         options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": path}
-        rows = weighted_linear_nll(leaf, weight, targets, weights, **options)
+        rows = weighted_nll(source.argument(leaf, *leaves[1:]), targets, weights, **options)
         torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
         torch.testing.assert_close(rows.lse, reference.token_lse(logits))
         assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
@@ -296,15 +298,16 @@ def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, t
     assert (fresh[1].grad is None) is not trains_head
 
 
-def test_float16_gradients_neither_underflow_nor_overflow(path):
+@pytest.mark.parametrize("factor", [1e-7, 1e7])
+def test_float16_gradients_neither_underflow_nor_overflow(factor, path):
     """w / N times a probability is below float16's smallest number, and 1 / p above its largest."""
+    source = Source("low rank", path, chunk_size=5)
     _, targets, weights = inputs()
-    for factor in (1e-7, 1e7):
-        assert_parity(
-            lambda h, w, b, f=factor: weighted_linear_nll(h, w, targets, weights * f, bias=b, backend=path).loss / f,
-            oracle(targets, weights),
-            lambda seed: (inputs(dtype=torch.float16, seed=seed)[0], torch.tensor(1.0)),
-        )
+    assert_parity(
+        lambda *x: weighted_nll(source.argument(*x), targets, weights * factor, backend=path).loss / factor,
+        lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
+        lambda seed: (source.leaves((9,), 37, torch.float16, seed=seed), torch.tensor(1.0)),
+    )
 
 
 def test_the_gradient_of_a_low_precision_head_is_summed_in_float32_over_chunks():

@@ -308,7 +308,7 @@ def test_inactive_rows_are_not_read(source):
     leaves = source.leaves((9,), 37)
     ids, arguments = options((9,), 37, 2)
     active = arguments["active"]
-    leaves[0][~active] = NAN
+    source.spoil(leaves, ~active)
     ours = run(pair(source)[0], leaves, ids=ids, **arguments)
     want = run(lambda *x, **o: reference.row_stats(source.logits(*x, active=active), **o), leaves, ids=ids, **arguments)
     for g, w in zip(ours, want, strict=True):
@@ -455,7 +455,7 @@ def test_products(trains, forward, both, backend):
 def test_no_active_row(source):
     """All logits are NaN, and none is read. Every output and every gradient is 0, for any upstream gradient."""
     leaves = source.leaves((2, 3), 17)
-    leaves[0].fill_(NAN)
+    source.spoil(leaves, ...)
     x = source.argument(*(leaf.requires_grad_() for leaf in leaves))
     ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
     out = row_stats(x, ids, entropy=True, active=active, with_correct=True, with_ids=True, backend=source.backend)

@@ -10,18 +10,18 @@ from tests.support.rows import HEAD_PATHS, PATHS, on_head_path, on_path
 
 KINDS = ("stored", "head")
 # Kinds and code paths. A frozen head has another backward pass than one that is trained.
-SOURCES = tuple(
-    (kind, path) for kind in (*KINDS, "frozen") for path in (PATHS if kind == "stored" else HEAD_PATHS)
-)  # fmt: skip
+EVERY_KIND = (*KINDS, "frozen", "low rank")
+SOURCES = [(kind, path) for kind in EVERY_KIND for path in (PATHS if kind == "stored" else HEAD_PATHS)]
 
 
 class Source:
     """Logits of one kind, as a function of the tensors that receive gradients, the leaves.
 
-    The leaves of "stored" are logits, those of "head" hidden states, weight and bias, and of "frozen" hidden states.
+    The leaves of "stored" are logits, of "head" hidden states, weight and bias, of "frozen" hidden states, and of "low
+    rank" hidden states, weight, bias, u and U.
 
     Attributes:
-        kind: "stored", "head" or "frozen".
+        kind: one of ``EVERY_KIND``.
         backend: backend of the calls.
         options: options of the head, such as ``chunk_size``.
     """
@@ -29,28 +29,44 @@ class Source:
     def __init__(self, kind, backend="auto", **options):
         self.kind, self.backend, self.options = kind, backend, options
 
-    def leaves(self, shape, V, dtype=torch.float32, *, D=5, seed=0, size=4.0):
-        """Draw the leaves of logits ``[*shape, V]``, each row finite and in its own memory."""
+    def leaves(self, shape, V, dtype=torch.float32, *, D=5, R=3, seed=0, size=4.0):
+        """Draw the leaves of logits ``[*shape, V]``; ``size``: of stored logits."""
         torch.manual_seed(seed)
-        shapes = [(*shape, V)] if self.kind == "stored" else [(*shape, D), (V, D), (V,)]
-        factor = size if self.kind == "stored" else 1.0
-        leaves = [(factor * torch.randn(s)).to(DEVICE, dtype) for s in shapes]
-        self.constants = leaves[1:] if self.kind == "frozen" else []
-        return leaves[:1] if self.kind == "frozen" else leaves
+        shapes = [(*shape, D), (V, D), (V,), (*shape, R), (V, R)]
+        if self.kind == "stored":
+            return [(size * torch.randn(*shape, V)).to(DEVICE, dtype)]
+        leaves = [torch.randn(s).to(DEVICE, dtype) for s in shapes[: None if self.kind == "low rank" else 3]]
+        if self.kind != "frozen":
+            return leaves
+        self.constants = leaves[1:]
+        return leaves[:1]
 
-    def _tensors(self, leaves):
-        return [*leaves, *(t.to(leaves[0].dtype) for t in self.constants)] if self.kind == "frozen" else leaves
+    def spoil(self, leaves, rows, value=torch.nan):
+        """Write into rows: logits, hidden states, or those of the low-rank part."""
+        with torch.no_grad():
+            leaves[3 if self.kind == "low rank" else 0][rows] = value
+
+    def _head(self, leaves):
+        """Return hidden states, weight, bias and the low-rank part."""
+        if self.kind == "frozen":
+            leaves = [*leaves, *(t.to(leaves[0].dtype) for t in self.constants)]
+        return *leaves[:3], tuple(leaves[3:]) or None
 
     def argument(self, *leaves, **options):
         """Return the argument of an op or a loss: the logits, or their record with further options of the head."""
-        first, *head = self._tensors(leaves)
-        return LinearLogits(first, *head, **self.options | options) if head else first
+        return leaves[0] if self.kind == "stored" else LinearLogits(*self._head(leaves), **self.options | options)
 
     def logits(self, *leaves, active=None):
         """Return the logits for an oracle, differentiable in the leaves; inactive rows are read as 0."""
-        first, *head = self._tensors(leaves)
-        first = first if active is None else torch.where(active.unsqueeze(-1), first, 0.0)
-        return F.linear(first, *head) if head else first
+
+        def read(rows):
+            return rows if active is None else torch.where(active.unsqueeze(-1), rows, 0.0)
+
+        if self.kind == "stored":
+            return read(leaves[0])
+        hidden, weight, bias, extra = self._head(leaves)
+        logits = F.linear(read(hidden), weight, bias)
+        return logits if extra is None else logits + F.linear(read(extra[0]), extra[1])
 
 
 def skip_truncated(source, dtype):
@@ -59,12 +75,12 @@ def skip_truncated(source, dtype):
         pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
 
 
-def on_source(kind_and_path, monkeypatch, **options):
-    """Return the source of one of ``SOURCES``, and set its code path; chunks have 4 rows."""
+def on_source(kind_and_path, monkeypatch, chunk_size=4):
+    """Return the source of one of ``SOURCES``, and set its code path."""
     kind, path = kind_and_path
     if kind == "stored":
         return Source(kind, on_path(path, monkeypatch))
-    return Source(kind, on_head_path(path, monkeypatch), **{"chunk_size": 4, **options})
+    return Source(kind, on_head_path(path, monkeypatch), chunk_size=chunk_size)
 
 
 def exact(kind, logits, **options):
