@@ -5,9 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels.ops import LinearLogits
+from dllm_kernels.rows._logits import detached, map_rows
 from tests.conftest import DEVICE
 from tests.support.rows import HEAD_PATHS, PATHS, on_head_path, on_path
 
+__all__ = [
+    "EVERY_KIND", "KINDS", "SOURCES", "Source", "detached", "exact", "map_rows", "on_source", "skip_truncated",
+]  # fmt: skip
 KINDS = ("stored", "head")
 # Kinds and code paths. A frozen head has another backward pass than one that is trained.
 EVERY_KIND = (*KINDS, "frozen", "low rank")
