@@ -150,18 +150,13 @@ def any_shape(name, loss, targets, rows, roles=(), head=("lm_head_weight", "lm_h
 
 
 def op_case(name, targets="targets", weighted=False):
-    """Build a case of an op; from hidden states, by a record."""
+    """Build a case of an op."""
     op, roles = getattr(ops, name), {"active": "active", **({"weights": "factor"} if weighted else {})}
 
-    def stored(**arguments):
+    def of_rows(**arguments):
         return op(**({"weights": ON} if weighted else {}) | arguments)[0].sum()
 
-    def of_head(hidden, weight, bias=None, chunk_size=None, num_active=None, **arguments):
-        return stored(
-            logits=LinearLogits(hidden, weight, bias, chunk_size=chunk_size, num_active=num_active), **arguments
-        )
-
-    return any_shape(name, (stored, of_head), targets, ("logits", "hidden"), roles, ("weight", "bias"))
+    return any_shape(name, of_rows, targets, ("logits", "hidden"), roles, ("weight", "bias"))
 
 
 MTP_ROLES = {"loss_weights": "weight", "num_label_tokens": "count"}
