@@ -15,7 +15,7 @@ from dllm_kernels import ops
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
 from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
-from tests.support.parity import assert_parity, value_and_grads
+from tests.support.parity import assert_parity
 from tests.support.recorded import multiplications
 
 B, L, V, D, R = 2, 6, 37, 5, 3
@@ -61,36 +61,6 @@ def draw(case, dtype):
 def test_parity_of_every_loss(case, backend):
     inputs = drawn(case)
     assert_parity(ours(case, inputs, chunk_size=5, backend=backend), plain(case, inputs), draw(case, torch.float64))
-
-
-TRAINS = [
-    (1, 0, 0, 1, 1),
-    (1, 0, 0, 0, 1),
-    (0, 0, 0, 1, 0),
-    (0, 1, 0, 1, 0),
-    (0, 0, 0, 0, 1),
-    (1, 1, 1, 0, 0),
-    (0,) * 5,
-]
-
-
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("trains", TRAINS, ids=str)
-@pytest.mark.parametrize("name", OPS)
-def test_a_gradient_only_where_one_is_required(name, trains, backend):
-    case = BY_NAME[name]
-    inputs = drawn(case)
-    leaves, upstream = draw_leaves(0), upstream_for(case, B, L).to(DEVICE)
-    wanted = value_and_grads(plain(case, inputs), leaves, upstream)[1:]
-    leaves = [leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
-    value = ours(case, inputs, chunk_size=4, backend=backend)(*leaves)
-    assert value.requires_grad == any(trains)
-    if any(trains):
-        value.backward(upstream.to(value.dtype))
-    for leaf, grad, train in zip(leaves, wanted, trains, strict=True):
-        assert (leaf.grad is not None) == bool(train)
-        if train:
-            torch.testing.assert_close(leaf.grad, grad)
 
 
 def products(function, rows):

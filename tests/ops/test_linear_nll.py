@@ -20,7 +20,6 @@ from tests.support.parity import (
     reduction_sizes,
     value_and_grads,
 )
-from tests.support.recorded import multiplications
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan
@@ -80,76 +79,6 @@ def test_any_leading_shape_and_strides(shape, path):
         torch.testing.assert_close(rows.lse, reference.token_lse(logits))
         assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
         assert torch.equal(rows.ids, reference.predicted_ids(logits))
-
-
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("trains", [(h, w, b) for h in (0, 1) for w in (0, 1) for b in (0, 1)], ids=str)
-def test_frozen_and_trainable_in_every_combination(trains, path):
-    leaves, targets, weights = inputs()
-    upstream = torch.randn(9, device=DEVICE)
-    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
-    expected_rows = value_and_grads(token_oracle(targets), leaves, upstream)
-    for leaf, train in zip(leaves, trains, strict=True):
-        leaf.requires_grad_(bool(train))
-    loss = weighted_linear_nll(*leaves[:2], targets, weights, bias=leaves[2], chunk_size=4, backend=path).loss
-    rows = linear_token_nll(*leaves[:2], targets, bias=leaves[2], chunk_size=4, backend=path).nll
-    assert loss.requires_grad == rows.requires_grad == any(trains)
-    for value, seed, wanted in ((loss, torch.ones_like(loss), expected), (rows, upstream, expected_rows)):
-        torch.testing.assert_close(value.detach(), wanted[0])
-        for leaf in leaves:
-            leaf.grad = None
-        if any(trains):
-            value.backward(seed)
-        for leaf, grad, train in zip(leaves, wanted[1:], trains, strict=True):
-            assert (leaf.grad is not None) == bool(train)
-            if train:
-                torch.testing.assert_close(leaf.grad, grad)
-
-
-def products(function):
-    """Count the products of all active rows with the whole head."""
-    return multiplications(function) / (ACTIVE * 37 * 5)
-
-
-ACTIVE = 6
-
-
-@pytest.mark.everyday(6)
-@pytest.mark.parametrize(
-    ("trains_hidden", "trains_head", "weighted_products", "token_products"),
-    [(False, False, 1, 1), (True, False, 2, 2), (True, True, 3, 4), (False, True, 2, 3)],
-)
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_matrix_products_run_on_the_active_rows_and_no_more_often_than_needed(
-    trains_hidden, trains_head, weighted_products, token_products, chunk, backend
-):
-    (hidden, weight, _), _, _ = inputs()
-    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
-    hidden.requires_grad_(trains_hidden)
-    weight.requires_grad_(trains_head)
-
-    def weighted():
-        loss = weighted_linear_nll(hidden, weight, targets, weights, chunk_size=chunk, backend=backend).loss
-        if loss.requires_grad:
-            loss.backward()
-
-    def rows():
-        nll = linear_token_nll(hidden, weight, targets, active=weights, chunk_size=chunk, backend=backend).nll
-        if nll.requires_grad:
-            nll.sum().backward()
-
-    assert products(weighted) == weighted_products
-    assert products(rows) == token_products
-
-
-def test_without_grad_mode_only_the_first_product_runs(backend):
-    (hidden, weight, bias), _, _ = inputs()
-    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
-    for leaf in (hidden, weight, bias):
-        leaf.requires_grad_()
-    with torch.no_grad():
-        assert products(lambda: weighted_linear_nll(hidden, weight, targets, weights, backend=backend)) == 1
-        assert products(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend=backend)) == 1
 
 
 class OperationLog(TorchDispatchMode):
@@ -220,14 +149,6 @@ def test_num_active_of_zero_without_an_active_row(path):
         torch.tensor(1.0),
     )
     assert all(t.eq(0).all() for t in got)
-
-
-def test_second_backward(backend):
-    (hidden, weight, _), targets, weights = inputs()
-    loss = weighted_linear_nll(hidden.requires_grad_(), weight.requires_grad_(), targets, weights, backend=backend).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="recompute the loss to run backward again, or use linear_token_nll"):
-        loss.backward()
 
 
 def test_one_head_used_twice_in_a_graph(path):

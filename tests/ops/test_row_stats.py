@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels.ops import linear_row_stats, row_stats
@@ -414,42 +413,6 @@ def test_the_inputs_are_freed(with_grad, source):
             out.entropy.sum().backward()
         del leaves, x, out
         assert [ref() for ref in seen] == [None] * len(seen)
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.covering(1)
-@of_each_backend
-@pytest.mark.parametrize("trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1)])
-def test_only_leaves_that_require_it_receive_a_gradient(trains, path):
-    source = Source("head", path, chunk_size=4)
-    leaves, arguments = drawn(source, (9,), 37, 2, torch.float64)(0)
-    for leaf, train in zip(leaves, trains, strict=True):
-        leaf.requires_grad_(bool(train))
-    trained = [leaf for leaf in leaves if leaf.requires_grad]
-    got, wanted = (differentiable(f(*leaves, **arguments)) for f in pair(source))
-    for g, w in zip(*(torch.autograd.grad(out, trained, upstream(out)) for out in (got, wanted)), strict=True):
-        torch.testing.assert_close(g, w)
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.parametrize(("trains", "forward", "both"), [((), 1, 1), ((0,), 1, 3), ((0, 1), 1, 4), ((1,), 1, 3)])
-def test_products(trains, forward, both, backend):
-    """One product of the active rows computes the logits.
-
-    A second one recomputes them, and one follows for each gradient.
-    """
-    (hidden, weight, _), arguments = drawn(Source("head"), (9,), 37, 2, torch.float32)(0)
-    leaves = (hidden, weight)
-    for i in trains:
-        leaves[i].requires_grad_()
-    one = 2 * int(arguments["active"].sum()) * weight.numel()
-    counter = FlopCounterMode(display=False)
-    with counter:
-        out = differentiable(linear_row_stats(*leaves, entropy=True, backend=backend, **arguments))
-        assert counter.get_total_flops() == forward * one
-        if trains:
-            torch.autograd.backward(out, [torch.ones_like(t) for t in out])
-    assert counter.get_total_flops() == both * one
 
 
 def test_no_active_row(source):
