@@ -82,8 +82,8 @@ JUDGES = (
     ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
     (
         "backends/triton/linear_nll*",
-        "tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " -k 'row or triton'",
+        "tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py -k 'row or triton'",
     ),
     ("backends/triton/divergence.py", "tests/kernels/test_divergence_kernel.py"),
     (
@@ -232,20 +232,30 @@ JUDGES = (
     ),
     (
         "rows/_fused.py",
-        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py -k 'not triton'",
+        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_products.py tests/ops/test_token_nll.py"
+        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py"
+        " -k 'not triton'",
     ),
     (
         "rows/_kept_gradients.py",
-        "tests/ops/test_second_order.py tests/ops/test_linear_nll.py tests/ops/test_row_objective.py"
-        " tests/ops/test_divergence.py tests/internals/test_compile.py -k 'not triton'",
+        "tests/ops/test_second_order.py tests/ops/test_products.py tests/ops/test_token_nll.py"
+        " tests/ops/test_linear_nll.py tests/ops/test_row_objective.py tests/ops/test_divergence.py"
+        " tests/internals/test_compile.py -k 'not triton'",
     ),
     (
         "_graph/_opaque.py",
         "tests/ops/test_without_values.py tests/internals/test_custom_ops.py tests/ops/test_token_nll.py"
         " -k 'not triton'",
     ),
-    ("rows/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
+    (
+        "rows/_active_rows.py",
+        "tests/ops/test_token_nll.py tests/ops/test_num_active.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py -k 'not triton'",
+    ),
+    (
+        "rows/_logits.py",
+        "tests/ops/test_linear_logits.py tests/ops/test_torch_func.py tests/ops/test_token_nll.py -k 'not triton'",
+    ),
     (
         "_checks/_arguments.py",
         "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
@@ -257,8 +267,8 @@ JUDGES = (
     ),
     (
         "rows/_chunks.py",
-        "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
-        " tests/internals/test_compile.py -k 'not triton'",
+        "tests/ops/test_products.py tests/ops/test_token_nll.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py tests/ops/test_extra.py tests/internals/test_compile.py -k 'not triton'",
     ),
     ("ops/dpace_weights.py", "tests/ops/test_dpace_weights.py"),
     (
