@@ -161,21 +161,6 @@ def test_the_gradient_of_the_second_part_is_summed_in_float32():
         torch.testing.assert_close(grad.flatten().float(), exact, rtol=rtol, atol=0)
 
 
-def test_autocast():
-    """Autocast casts float32 states with a bfloat16 head, or everything in float32, as F.linear of each part would."""
-    h, w, _, u, second = draw_leaves(0, torch.float32)
-    y = torch.randint(0, V, (B, L), device=DEVICE)
-    narrow = [t.bfloat16() for t in (h, w, u, second)]
-    wanted = ops.linear_token_nll(narrow[0], narrow[1], y, extra=(narrow[2], narrow[3])).nll
-    with torch.autocast(DEVICE, torch.bfloat16):
-        for leaves in ((h, w, u, second), (h, narrow[1], narrow[2], second)):
-            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-            value = ops.linear_token_nll(*leaves[:2], y, extra=(leaves[2], leaves[3])).nll
-            assert torch.equal(value, wanted)
-            value.sum().backward()
-            assert all(leaf.grad.dtype == leaf.dtype for leaf in leaves)
-
-
 @pytest.mark.parametrize("changed", [0, 1])
 def test_backward_rejects_a_second_part_changed_in_place(changed):
     h, w, _, u, second = draw_leaves(0)

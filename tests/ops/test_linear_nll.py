@@ -265,17 +265,17 @@ def test_the_gradient_of_a_low_precision_head_is_summed_in_float32_over_chunks()
     [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
 )
 def test_autocast_is_honoured_as_linear_honours_it(hidden_dtype, weight_dtype, bias_dtype):
-    _, targets, weights = inputs(N=16)
+    source, (_, targets, weights) = Source("low rank", "torch", chunk_size=5), inputs(N=16)
 
     def draw(seed):
-        leaves = (leaf.bfloat16() for leaf in inputs(N=16, seed=seed)[0])
-        dtypes = (hidden_dtype, weight_dtype, bias_dtype)
+        dtypes = (hidden_dtype, weight_dtype, bias_dtype, hidden_dtype, weight_dtype)
+        leaves = source.leaves((16,), 37, torch.bfloat16, seed=seed)
         return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)], torch.tensor(1.0)
 
     with torch.autocast(DEVICE, torch.bfloat16):  # which autocast does not cast
         assert_parity(
-            lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5, backend="torch").loss,
-            lambda h, w, b: reference.weighted_nll(F.linear(h, w, b), targets, weights),
+            lambda *x: weighted_nll(source.argument(*x), targets, weights, backend="torch").loss,
+            lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
             draw,
         )
 
