@@ -1,5 +1,7 @@
 """The two inputs of every op and loss: stored logits, and the record of logits that a head makes of hidden states."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,12 +12,14 @@ from tests.conftest import DEVICE
 from tests.support.rows import HEAD_PATHS, PATHS, on_head_path, on_path
 
 __all__ = [
-    "EVERY_KIND", "KINDS", "SOURCES", "Source", "detached", "exact", "map_rows", "on_source", "skip_truncated",
+    "EVERY_KIND", "KINDS", "SHAPES", "SOURCES", "Source", "detached", "exact", "map_rows", "on_source", "skip_unjudged",
 ]  # fmt: skip
 KINDS = ("stored", "head")
 # Kinds and code paths. A frozen head has another backward pass than one that is trained.
 EVERY_KIND = (*KINDS, "frozen", "low rank")
 SOURCES = [(kind, path) for kind in EVERY_KIND for path in (PATHS if kind == "stored" else HEAD_PATHS)]
+# Shapes of rows as in ``tests/support/rows.py``. In 16 bits, logits of few rows may be exact by luck.
+SHAPES = (((1,), 1), ((2, 2), 2), ((5,), 3), ((3, 3), 16), ((4, 3), 53), ((2, 1, 6), 17))
 
 
 class Source:
@@ -39,8 +43,10 @@ class Source:
         shapes = [(*shape, D), (V, D), (V,), (*shape, R), (V, R)]
         if self.kind == "stored":
             return [(size * torch.randn(*shape, V)).to(DEVICE, dtype)]
-        leaves = [torch.randn(s).to(DEVICE, dtype) for s in shapes[: None if self.kind == "low rank" else 3]]
-        if self.kind != "frozen":
+        if self.kind == "low rank":  # bounded, because in a sum of two products few large logits have all of the error
+            return [(2 * torch.rand(s) - 1).to(DEVICE, dtype) for s in shapes]
+        leaves = [torch.randn(s).to(DEVICE, dtype) for s in shapes[:3]]
+        if self.kind == "head":
             return leaves
         self.constants = leaves[1:]
         return leaves[:1]
@@ -73,8 +79,10 @@ class Source:
         return logits if extra is None else logits + F.linear(read(extra[0]), extra[1])
 
 
-def skip_truncated(source, dtype):
-    """Skip a head in bfloat16 whose product the interpreter computes."""
+def skip_unjudged(source, dtype, shape=()):
+    """Skip 16-bit heads of which plain PyTorch or the interpreter says nothing."""
+    if source.kind == "low rank" and dtype.itemsize == 2 and shape and math.prod(shape) < 9:
+        pytest.skip("plain PyTorch may be exact by luck in the few logits that are a sum of two products")
     if source.kind != "stored" and dtype == torch.bfloat16 and source.backend == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
 
