@@ -58,6 +58,8 @@ JUDGES = (
     ("policy/loss.py", "loss"),
     ("policy/*", "views objective loss"),
     ("*/_transform.py", "flags transform"),
+    ("rows/_logits.py", "linear_logits torch_func token_nll -k 'not triton'"),
+    ("backends/torch/_workers.py", "backends"),
     ("backends/triton/linear_nll*", "row_kernels linear_nll -k 'row or triton'"),
     ("backends/triton/divergence.py", "divergence_kernel"),
     ("distributed/*", "distributed head -k 'two_processes or four_processes or without_a_process_group or divided'"),
