@@ -40,8 +40,8 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
 EVERY_ROW_OP = (
-    "errors calls token_nll linear_nll extra custom_ops transform logits_dtype row_stats row_objective"
-    " soft_embedding divergence second_order compile -k 'not triton'"
+    "errors graph token_nll linear_nll extra transform logits_dtype row_stats"
+    " row_objective soft_embedding divergence second_order compile -k 'not triton'"
 )
 # Path within the package -> stems of the judges and options of pytest, with fast tests first. `token_nll` stands for
 # every tests/*/test_token_nll.py but that of the oracle. The first matching entry is used. If no entry matches, the
@@ -52,7 +52,7 @@ JUDGES = (
     ("backends/triton/*corruption*", "corruption corruption_levels -k 'triton or kernel or count or long or product'"),
     ("backends/triton/gumbel_topk.py", "gumbel_topk -k triton"),
     ("backends/triton/_select.py", "gumbel_topk corruption -k triton"),
-    ("backends/triton/_philox.py", "philox corruption linear_sample -k 'triton or kernel or bits'"),
+    ("backends/triton/_philox.py", "corruption linear_sample -k 'triton or kernel or bits'"),
     ("policy/views.py", "views -k 'not triton'"),
     ("policy/objective.py", "objective loss"),
     ("policy/loss.py", "loss"),
@@ -71,8 +71,8 @@ JUDGES = (
     ("backends/triton/*", "row_kernels token_nll linear_nll row_stats transform -k 'kernel or triton'"),
     ("head/_lora.py", "nemo_lora transformers fused_head_programs -k 'nemo_lora or head or adapter or copy'"),
     ("head/_in_head.py", "generate trl -k 'not trainers'"),
-    ("deferred/*", "fused_head fused_head_programs deferred_logits"),
-    ("fused.py", "fused_head fused_head_programs deferred_logits"),
+    ("deferred/*", "fused_head fused_head_programs"),
+    ("fused.py", "fused_head fused_head_programs"),
     ("integrations/names.py", "names"),
     ("integrations/_recipe.py", "nemo_noise"),
     ("integrations/nemo*", "nemo nemo_lora"),
@@ -83,34 +83,33 @@ JUDGES = (
     ("integrations/transformers*", "transformers"),
     ("collate.py", "flags collate"),
     ("mtp*", "flags mtp errors"),
-    ("*gumbel*", "gumbel_topk philox"),
-    ("*philox*", "philox default_device gumbel_topk"),
+    ("*gumbel*", "gumbel_topk corruption"),
+    ("*philox*", "corruption default_device gumbel_topk"),
     ("corruption/_topk.py", "gumbel_topk corruption_levels"),
     ("corruption/_rules.py", "corruption corruption_levels corruption_compile"),
-    ("corruption/_seeds.py", "philox default_device"),
-    ("*corrupt*", "flags mix_arguments corruption corruption_levels corruption_statistics gumbel_topk"),
+    ("corruption/_seeds.py", "corruption default_device"),
+    ("*corrupt*", "flags corruption corruption_levels corruption_statistics gumbel_topk"),
     ("losses/draft_distillation.py", "draft_distillation losses -k 'not triton'"),
     (
         "losses/*",
-        "flags mask_values target_range errors api reduction options_arrive draft_distillation draft_blocks losses laws"
-        " packed",
+        "flags mask_values target_range errors api reduction losses draft_distillation draft_blocks laws packed",
     ),
     ("_graph/_changing.py", "compile corruption_compile"),
-    ("_graph/_custom_ops.py", "custom_ops compile corruption_compile"),
+    ("_graph/_custom_ops.py", "graph compile corruption_compile"),
     ("_checks/_target_range.py", "target_range mask_values errors"),
     ("_checks/_compiled.py", "compile -k check"),
     ("_graph/_plain.py", "without_values torch_func mask_values compile"),
     ("head/_module.py", "head losses"),
     ("head/_parameters.py", "mtp"),
-    ("backends/torch/_workers.py", "workers"),
+    ("backends/torch/_workers.py", "backends"),
     ("ops/token_log_probs.py", "errors token_log_probs"),
-    ("backends/torch/_nll.py", "token_nll linear_nll workers -k 'not triton'"),
-    ("backends/torch/_blocks.py", "workers losses token_nll row_stats -k 'not triton'"),
+    ("backends/torch/_nll.py", "token_nll linear_nll backends -k 'not triton'"),
+    ("backends/torch/_blocks.py", "backends losses token_nll row_stats -k 'not triton'"),
     ("rows/_chain_rule.py", "token_nll row_stats soft_embedding -k 'not triton'"),
     ("*_stats.py", "flags errors row_stats token_log_probs row_objective soft_embedding -k 'not triton'"),
-    ("rows/_fused.py", "second_order flags linear_nll custom_ops -k 'not triton'"),
+    ("rows/_fused.py", "second_order flags linear_nll graph -k 'not triton'"),
     ("rows/_kept_gradients.py", "second_order linear_nll row_objective divergence compile -k 'not triton'"),
-    ("_graph/_opaque.py", "without_values custom_ops token_nll -k 'not triton'"),
+    ("_graph/_opaque.py", "without_values graph token_nll -k 'not triton'"),
     ("rows/_active_rows.py", "linear_nll -k 'not triton'"),
     (
         "_checks/__init__.py",
@@ -120,7 +119,7 @@ JUDGES = (
     ("ops/dpace_weights.py", "dpace_weights"),
     ("*soft_embedding.py", "soft_embedding distributed -k 'soft_embedding and not triton'"),
     ("*objective.py", "errors row_objective -k 'not triton'"),
-    ("ops/*", "flags errors token_nll linear_nll extra custom_ops transform compile -k 'not triton'"),
+    ("ops/*", "flags errors token_nll linear_nll extra graph transform compile -k 'not triton'"),
     ("_graph/*", EVERY_ROW_OP),
     ("_checks/*", EVERY_ROW_OP),
     ("rows/*", EVERY_ROW_OP),
