@@ -21,7 +21,7 @@ from dllm_kernels import ops
 from dllm_kernels.backends import triton as kernels
 from dllm_kernels.backends.triton import _math
 from tests.kernels.test_ptx import fault
-from tools.ptx import threads
+from tools.ptx import memory
 
 V, BLOCK = 1003, 1024
 
@@ -93,7 +93,7 @@ of_newer = pytest.mark.skipif(
 )
 def test_a_planted_fault_is_found(kernel, monkeypatch):
     """The same kernel without the fault passes."""
-    monkeypatch.setattr(threads, "FIRST_STAYS", False)
+    monkeypatch.setattr(memory, "FIRST_STAYS", False)
     torch.manual_seed(0)
     for wrong in (False, True):
         x, out = torch.randn(V + 24)[:V], torch.empty(V + 24)[:V]
