@@ -369,9 +369,8 @@ def test_invalid_options(case, form):
         raises(error, f"chunk_size {message}", output, chunk_size=size)
     for bad in (-1, 99, 2.0, True) if form == "hidden" else ():
         N = arguments["hidden"][..., 0].numel()
-        with pytest.raises(
-            ValueError, match=rf"^num_active must be an int in \[0, ({N}|{N // 2}|{2 * N})\], got {bad}$"
-        ):
+        sizes = f"{N}|{N // 2}|{2 * N}"  # rows of one half, of two branches
+        with pytest.raises(ValueError, match=rf"^num_active must be an int in \[0, ({sizes})\], got {bad}$"):
             case.output(form, arguments | {"num_active": bad})
 
 
