@@ -78,16 +78,21 @@ def whole_batch(bias=True):
     return loss.detach(), gradients(model)
 
 
-def sharded(parameter, in_forward):
-    """In both ways, the ranks' losses add up, and every parameter has the gradient of the whole batch."""
+def run_each(codes, rows, total):
+    """Run each code. ``total`` of its loss, and the gradient of every parameter, are those of the whole batch."""
     loss, grads = whole_batch()
     model = Model()
-    found = names(model, my_rows())
-    for code in (parameter, in_forward):
+    found = names(model, rows)
+    for code in codes:
         model.zero_grad()
         run(code, found)
-        close(summed_over(found["out"].total_loss), loss)
+        close(total(found["out"].total_loss), loss)
         same_gradients(model, grads)
+
+
+def sharded(parameter, in_forward):
+    """In both ways, the ranks' losses add up."""
+    run_each((parameter, in_forward), my_rows(), summed_over)
 
 
 class HuggingFaceModel(nn.Module):
@@ -123,14 +128,7 @@ def hugging_face(code):
 
 def split_vocabulary(from_logits, from_head):
     """Every rank has the loss of the whole batch."""
-    loss, grads = whole_batch()
-    model = Model()
-    found = names(model)
-    for code in (from_logits, from_head):
-        model.zero_grad()
-        run(code, found)
-        close(found["out"].total_loss.detach(), loss)
-        same_gradients(model, grads)
+    run_each((from_logits, from_head), slice(None), torch.Tensor.detach)
 
 
 def accumulated(code):
