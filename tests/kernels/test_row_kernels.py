@@ -18,6 +18,7 @@ from tests.support.parity import (
     poison_empty,
     value_and_grads,
 )
+from tests.support.rows import in_separate_memory
 
 pytestmark = pytest.mark.indices
 
@@ -94,14 +95,6 @@ def exact_and_plain(logits, targets, scale):
         for dtype in (torch.float64, acc)
     )
     return (*both, reference.argmax_match(logits, targets))
-
-
-def in_separate_memory(logits, offset):
-    """Copy the rows to memory with an odd row stride, beginning ``offset`` columns into it."""
-    N, V = logits.shape
-    memory = torch.full((N, V + 5 + (V % 2)), NAN, dtype=logits.dtype, device=DEVICE)
-    view = memory[:, offset : offset + V]
-    return view.copy_(logits)
 
 
 # Each returns (nll, gradient, (argmax match, argmax), factor by which the gradient is still to be multiplied).
