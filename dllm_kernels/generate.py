@@ -468,14 +468,14 @@ class _Tokens:
         endless = itertools.repeat(self.ids.shape[1])  # more steps than a row has tokens: one token per step
         for left in endless if block.steps is None else range(block.steps, 0, -1):
             masked = self.masked[:, at]
-            num_active = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
-            if counted and not calls.on_any_rank(num_active > 0, groups, masked.device):
+            total = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
+            if counted and not calls.on_any_rank(total > 0, groups, masked.device):
                 break
-            self._step(at, masked, num_active, -(-masked.sum(1) // left), predict)
+            self._step(at, masked, total, -(-masked.sum(1) // left), predict)
             of_row -= -(-of_row // left)
 
-    def _step(self, at: slice, masked: Tensor, num_active: int, count: Tensor, predict: Predict) -> None:
-        """Sample the masked tokens of some columns, and decode ``count [B]`` of them."""
+    def _step(self, at: slice, masked: Tensor, total: int, count: Tensor, predict: Predict) -> None:
+        """Sample the masked tokens of some columns, at most ``total``, and decode ``count [B]`` of them."""
         columns = (torch.arange(at.start, at.stop, device=masked.device) - int(self.shift)).clamp(min=0)
         seeds, of_tokens, draws = None, None, None
         if self.seeds is not None:
@@ -495,7 +495,7 @@ class _Tokens:
                     f"{tuple(shape)}; {_HeadTokens.advice}"
                 )
             logits = map_rows(logits, lambda t: t.index_select(1, columns))
-            return self.sampling.sampled(replaced(logits, num_active=num_active), of_tokens, masked)
+            return self.sampling.sampled(replaced(logits, num_active=total), of_tokens, masked)
 
         new, log_probs, score = predict(of_block).unbind(-1)
         kept = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
@@ -585,8 +585,7 @@ def _model_inputs(
         _checks.check_mask("attention_mask", attention_mask, prompt.shape, "that of prompt_ids")
         _checks.check_same_device("prompt_ids", prompt, attention_mask=attention_mask)
         on = attention_mask != 0
-        ones = attention_mask.new_ones(len(prompt), length)
-        inputs["attention_mask"] = torch.cat([attention_mask, ones], 1)
+        inputs["attention_mask"] = F.pad(attention_mask, (0, length), value=1)
     if readable_without_sync(on):
         there = on.any(1)
         last = on[:, -1] if on.shape[1] else there

@@ -242,13 +242,9 @@ def _sample(device: str, backend: str) -> tuple[float, float]:
 
 # A row of 20,000 float32 logits is shared by two programs.
 CHECKS: dict[str, Callable[[str, str], tuple[float, float]]] = {
-    "float32 NLL": _of_logits(8, 100),
-    "bfloat16 linear NLL": _of_hidden,
-    "NLL of a split row": _of_logits(2, 20_000),
-    "row statistics": _statistics,
-    "corruption": _corruption,
-    "sample": _sample,
-}
+    "float32 NLL": _of_logits(8, 100), "bfloat16 linear NLL": _of_hidden, "NLL of a split row": _of_logits(2, 20_000),
+    "row statistics": _statistics, "corruption": _corruption, "sample": _sample,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

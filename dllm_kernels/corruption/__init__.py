@@ -44,16 +44,9 @@ from dllm_kernels.corruption._corrupt import sample_level as _sample_level
 from dllm_kernels.corruption._gumbel_topk import check_start, gumbel_topk_mask
 
 __all__ = [
-    "batched_gumbel_topk",
-    "complementary",
-    "corrupt_all_masked",
-    "corrupt_blockwise",
-    "corrupt_mix",
-    "corrupt_uniform",
-    "corrupt_uniform_random",
-    "gumbel_topk",
-    "sample_level",
-]
+    "batched_gumbel_topk", "complementary", "corrupt_all_masked", "corrupt_blockwise", "corrupt_mix", "corrupt_uniform",
+    "corrupt_uniform_random", "gumbel_topk", "sample_level",
+]  # fmt: skip
 
 # Cached, because a dict lookup takes a tenth of the time of torch.iinfo.
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}

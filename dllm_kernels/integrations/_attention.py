@@ -107,16 +107,12 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.numel() <= MAX_BUFFER and not buffer.is_inference()
     ]
-    accelerators = [device] if device.type in ("cuda", "xpu") else []  # fork_rng does not support the others
+    devices, kind = ([device], device.type) if device.type in ("cuda", "xpu") else ([], "cuda")  # those of fork_rng
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     eager: Any = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes a second
         eager = torch.compiler.set_stance("force_eager")
-    with (
-        torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
-        torch.no_grad(),
-        eager,
-    ):
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), eager:
         try:
             model.eval()
             yield

@@ -25,13 +25,9 @@ from dllm_kernels.ops import LinearLogits
 from dllm_kernels.rows._logits import Logits, rows_of
 
 __all__ = [
-    "FusedLinearDiffusionCrossEntropyLoss",
-    "FusedLinearForPPO",
-    "get_mtp_loss_scaling_factor",
-    "linear_cross_entropy",
-    "masked_soft_cross_entropy",
-    "token_entropy",
-]
+    "FusedLinearDiffusionCrossEntropyLoss", "FusedLinearForPPO", "get_mtp_loss_scaling_factor", "linear_cross_entropy",
+    "masked_soft_cross_entropy", "token_entropy",
+]  # fmt: skip
 
 
 class FusedLinearDiffusionCrossEntropyLoss(nn.Module):

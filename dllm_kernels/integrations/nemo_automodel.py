@@ -96,12 +96,9 @@ _host = Host(HOST, SAME_DEFAULTS)
 
 @_host.exclusive
 def patch(
-    *,
-    exclude: Iterable[str] = (),
-    fuse_head: bool = False,
-    logits_dtype: torch.dtype | None = None,
+    *, exclude: Iterable[str] = (), fuse_head: bool = False, logits_dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> PatchReport:
+) -> PatchReport:  # fmt: skip
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
     A second call does nothing and returns the first report with ``already=True``. A name whose signature in the
@@ -318,12 +315,7 @@ def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
     get_text_config = getattr(config, "get_text_config", None)
     text_config = get_text_config() if callable(get_text_config) else config
     cap = getattr(text_config, "final_logit_softcapping", None)
-    return _capped(loss_fn, cap) if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) else loss_fn
-
-
-def _capped(loss_fn: Any, cap: float | None) -> Any:
-    """Return a copy of the loss with a soft cap, or the loss itself if it has one."""
-    if cap is not None and loss_fn.softcap is None:
+    if cap is not None and isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and loss_fn.softcap is None:
         loss_fn = copy.copy(loss_fn)
         loss_fn.softcap = cap
     return loss_fn
@@ -334,12 +326,9 @@ def _given_head(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_of_host(
-    loss_fn: Any,
-    hidden: torch.Tensor | list[torch.Tensor],
-    model: Any,
-    grad_reduce_group: Any,
+    loss_fn: Any, hidden: torch.Tensor | list[torch.Tensor], model: Any, grad_reduce_group: Any,
     lm_weight: torch.Tensor | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the head as arguments of the loss.
 
     ``lm_weight`` is the weight if the recipe has gathered it. If None, it is gathered by the host's function, which

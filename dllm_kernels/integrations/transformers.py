@@ -315,16 +315,11 @@ class MaskedDiffusionCollator:
             options.pop("seeds", None)
         elif seed_field is not None:
             raise ValueError("seeds must be None with a seed_field, because it would replace the seeds of the samples")
-        self.mask_token_id = mask_token_id
-        self.collate = DLLMCollator() if collate is None else collate
-        self.corrupt = corrupt
-        self.seed_field = seed_field
+        self.mask_token_id, self.collate = mask_token_id, DLLMCollator() if collate is None else collate
+        self.corrupt, self.seed_field, self.level, self.options = corrupt, seed_field, level, options
         self.rank = None if rank is None else _checks.checked_int64("rank", rank)
-        self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
-        self.shift = _checks.checked_bool("shift", shift)
-        self.options = options
-        self._seeded_by_tokens = False
+        self.shift, self._seeded_by_tokens = _checks.checked_bool("shift", shift), False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
 
@@ -373,7 +368,7 @@ class MaskedDiffusionCollator:
         if self._seeded_by_tokens:
             drawn.pop("generator", None)
         segments, level = batch.get("segment_ids"), self.level
-        if segments is not None and drawn.get("block_size") is None and _takes_segments(self.corrupt):
+        if segments is not None and drawn.get("block_size") is None and "segment_ids" in _parameters_of(self.corrupt):
             drawn["segment_ids"] = segments
             level = level and functools.partial(_by_document, level, segments)
         if level is not None:
@@ -472,23 +467,19 @@ def _check_corrupt(corrupt: Corruption) -> None:
     """Raise if the third parameter of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
     if not callable(corrupt):
         raise TypeError(f"corrupt must be a function, got {_checks.type_name(corrupt)}")
-    try:
-        parameters = list(inspect.signature(corrupt).parameters.values())
-    except ValueError:  # builtins have no signature
-        return
-    if len(parameters) > 2 and parameters[2].name == "vocab_size":
+    if _parameters_of(corrupt)[2:3] == ["vocab_size"]:
         name = getattr(corrupt, "__name__", _checks.type_name(corrupt))
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
 
 
-def _takes_segments(corrupt: Corruption) -> bool:
-    """Return True if a corruption routine has a level for each segment."""
+def _parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters of a function, in order; none for builtins without a signature."""
     try:
-        return "segment_ids" in inspect.signature(corrupt).parameters
-    except ValueError:  # builtins have no signature
-        return False
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
 
 
 def _by_document(
@@ -593,8 +584,7 @@ class _LossCall(NamedTuple):
         noisy_input_ids: Tensor | None = None, shift: bool = False, **others: Any,
     ) -> _LossCall:  # fmt: skip
         """Unpack the labels and shift them if row i predicts token i + 1; ``others`` are further fields."""
-        own = _shifts(loss)
-        if own:  # the loss shifts what it is given, and token 0 is not counted
+        if _shifts(loss):  # the loss shifts what it is given, and token 0 is not counted
             labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORED)
         elif shift:
             labels = shift_left(labels, IGNORED)
@@ -849,10 +839,9 @@ class MaskedDiffusionTrainerMixin:
             made.append(loss_call.compute(logits))
             return made[-1].as_subclass(_LossOutput)
 
-        head = head_module(self.accelerator.unwrap_model(model))
         self._in_head = made
         try:
-            with computed_in_head(head, loss, FROM_LOGITS):
+            with computed_in_head(head_module(self.accelerator.unwrap_model(model)), loss, FROM_LOGITS):
                 return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
             self._in_head = None

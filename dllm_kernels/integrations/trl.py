@@ -170,10 +170,8 @@ class ChunkedLogProbs:
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
         logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, logits_dtype=self.logits_dtype)
-        log_probs, entropy, is_top1 = _log_probs(
-            logits, targets.masked_fill(outside, -100), outside, entropy="entropy" in outputs,
-            with_correct="is_top1" in outputs,
-        )  # fmt: skip
+        wanted = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
+        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **wanted)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
             is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
@@ -196,8 +194,7 @@ def _outside_is_top1(logits: LinearLogits, targets: Tensor, outside: Tensor) -> 
     keep the sign of the largest logit.
     """
     hidden, weight, bias = logits[:3]
-    cast = cast_head(logits)
-    best = ops.linear_sample(cast, temperature=0, active=outside).ids.clamp(min=0)
+    best = ops.linear_sample(cast_head(logits), temperature=0, active=outside).ids.clamp(min=0)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     largest = (hidden.to(dtype) * weight[best].to(dtype)).sum(-1)
     largest = largest if bias is None else largest + bias[best].to(dtype)
@@ -398,9 +395,8 @@ class DiffusionPolicyMixin:
         self._iteration, self._shift = iteration, _checks.checked_bool("shift", shift)
         self._logits_fields: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
         start: Any = super().__init__
-        self._rollout = (
-            None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
-        )
+        taken = "rollout_func" in inspect.signature(start).parameters
+        self._rollout = None if taken else kwargs.pop("rollout_func", None)
         start(*args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any, **options: Any) -> Any:
@@ -417,19 +413,13 @@ class DiffusionPolicyMixin:
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
         seeds = row_seeds(input_ids, attention_mask, logits_to_keep, self._number_of_masks())
-        size = batch_size or len(input_ids)
-        parts = [
-            self._scores_of(model, ids, mask, of_rows, logits_to_keep, compute_entropy, compute_aux_loss)
-            for ids, mask, of_rows in zip(
-                *(torch.split(t, size) for t in (input_ids, attention_mask, seeds)), strict=True
-            )
-        ]
-        scores, entropies, auxiliary = zip(*parts, strict=True)
-        return (
-            torch.cat(scores),
-            torch.cat(entropies) if compute_entropy else None,
-            None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
-        )
+        parts, size = (input_ids, attention_mask, seeds), batch_size or len(input_ids)
+        chunks = zip(*(torch.split(t, size) for t in parts), strict=True)
+        options = logits_to_keep, compute_entropy, compute_aux_loss
+        found = [self._scores_of(model, ids, mask, of_rows, *options) for ids, mask, of_rows in chunks]
+        scores, entropies, auxiliary = zip(*found, strict=True)
+        aux_loss = None if auxiliary[0] is None else torch.stack(auxiliary).mean()
+        return torch.cat(scores), torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def _number_of_masks(self) -> int:
         """Return the number that rows hash with their tokens; it stays the same while a generation is trained on."""
@@ -468,12 +458,8 @@ class DiffusionPolicyMixin:
                 return torch.stack(parts, -1)
             return _Stacked.apply(arrived, *parts)  # type: ignore[no-untyped-call,no-any-return]
 
-        inputs: dict[str, Any] = {
-            "input_ids": views.noisy.flatten(0, 1),
-            "attention_mask": attention_mask.repeat(shape[0], 1),
-        }
-        if auxiliary:
-            inputs["output_router_logits"] = True
+        inputs: dict[str, Any] = {"output_router_logits": True} if auxiliary else {}
+        inputs |= {"input_ids": views.noisy.flatten(0, 1), "attention_mask": attention_mask.repeat(shape[0], 1)}
         with self.accelerator.autocast():
             found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
         unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
@@ -525,18 +511,14 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & 2**33 - 1)
 
 
-def _whole(iteration: Any, expected: str = "an int") -> int:
+def _whole(value: Any, expected: str = "an int") -> int:
     """Return the iteration as an int; accept integers of NumPy and 0-d integer tensors."""
     try:
-        if (
-            isinstance(iteration, bool)
-            or getattr(iteration, "dtype", None) == torch.bool
-            or getattr(iteration, "ndim", 0)
-        ):
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool or getattr(value, "ndim", 0):
             raise TypeError
-        return operator.index(iteration)
+        return operator.index(value)
     except TypeError:
-        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(iteration)}") from None
+        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(value)}") from None
 
 
 def _wrapped(x: int) -> int:

@@ -181,11 +181,9 @@ class FusedLinearCrossEntropy(CrossEntropy):
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
         _checks.check_logits_dtype(logits_dtype)
-        wide = logits_dtype == torch.float32 and getattr(hidden_states, "dtype", None) != torch.float64
-        return LinearLogits(
-            hidden_states, lm_weight, lm_bias, extra, logits_dtype=torch.float32 if wide else None,
-            chunk_size=self.chunk_size,
-        )  # fmt: skip
+        of_float64 = getattr(hidden_states, "dtype", None) == torch.float64
+        wide = torch.float32 if logits_dtype == torch.float32 and not of_float64 else None
+        return LinearLogits(hidden_states, lm_weight, lm_bias, extra, logits_dtype=wide, chunk_size=self.chunk_size)
 
     def forward(
         self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,

@@ -140,10 +140,7 @@ class PolicyLoss(nn.Module):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        self.objective = objective
-        self.level = level
-        self.normalize = normalize
-        self.shift = shift
+        self.objective, self.level, self.normalize, self.shift = objective, level, normalize, shift
         self._check_settings()
 
     def forward(
@@ -222,10 +219,8 @@ class PolicyLoss(nn.Module):
         softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
     ) -> PolicyLossOutput:  # fmt: skip
         """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
-        logits = LinearLogits(
-            hidden, lm_head_weight, lm_head_bias, extra, logits_dtype=logits_dtype, chunk_size=chunk_size,
-            num_active=num_active,
-        )  # fmt: skip
+        sizes: dict[str, Any] = {"logits_dtype": logits_dtype, "chunk_size": chunk_size, "num_active": num_active}
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, **sizes)
         return PolicyLoss.forward(
             self, logits, ids, views, old, advantages, ref, num_tokens=num_tokens, with_entropy=with_entropy,
             temperature=temperature, softcap=softcap, skip_id=skip_id, backend=backend,
