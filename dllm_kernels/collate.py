@@ -212,10 +212,8 @@ def _length(i: int, sample: Mapping[str, Any], fields: Sequence[str]) -> int:
         except TypeError as error:
             raise _not_numbers(f"sample {i}, field {field!r}", sample[field]) from error
         if length != len(sample["input_ids"]):
-            raise ValueError(
-                f"sample {i}, field {field!r} must be as long as its 'input_ids', {len(sample['input_ids'])}, "
-                f"got {length}"
-            )
+            expected = f"as long as its 'input_ids', {len(sample['input_ids'])}"
+            raise ValueError(f"sample {i}, field {field!r} must be {expected}, got {length}")
     return length
 
 

@@ -199,9 +199,8 @@ def corrupt(
         if kind == "topk":
             length = None if padding is None else rows_of(padding.length, rows)
             of_rows = rows_of(rate, rows) if isinstance(rate, Tensor) else rate
-            return CorruptionResult(
-                _topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length), token, m
-            )
+            chosen = _topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length)
+            return CorruptionResult(chosen, token, m)
         number = None if segments is None else rows_of(segments, rows)
         m = m if number is None else _rules.level_of_segment(m, number)
         coins = _rules.below(grid.fold(rows.draws), grid.expand_to_positions(m)).reshape(-1, grid.L)

@@ -267,12 +267,10 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
         lm_bias: torch.Tensor | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
-        bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
+        options["lm_bias"] = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
         if self.logits_dtype is not None:
             options["logits_dtype"] = self.logits_dtype
-        return super().forward(
-            hidden_states, labels, weight, num_label_tokens, loss_weights=loss_weights, lm_bias=bias, **options
-        )
+        return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self

@@ -126,9 +126,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask, noise_mask=noise_mask, p_mask=p_mask)
     supervised = loss_mask != 0
-    _check_values(
-        "input_ids", input_ids, (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS), supervised, "[0, 2^31)"
-    )
+    fits = (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS)
+    _check_values("input_ids", input_ids, fits, supervised, "[0, 2^31)")
     _check_values("p_mask", p_mask, (p_mask >= 0) & (p_mask <= 1), supervised, "[0, 1]")
     bits = p_mask.abs().view(torch.int32).long() & 2**P_BITS - 1  # abs: -0.0 is a probability, too
     packed = input_ids.long() | bits << TOKEN_BITS | PACKED | noise_mask.bool() * MASKED

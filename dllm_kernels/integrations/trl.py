@@ -158,13 +158,9 @@ class ChunkedLogProbs:
         """
         scale = logit_scale / temperature if temperature else math.nan
         cap = final_logit_softcapping
-        if (
-            "log_sum_sq_probs" in outputs
-            or ("mean_logits" in outputs and cap is not None)
-            or not (0 < scale < math.inf and temperature > 0)
-            or not (cap is None or 0 < cap < math.inf)
-            or hasattr(weight, "ds_id")
-        ):
+        unknown = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and cap is not None)
+        valid = 0 < scale < math.inf and temperature > 0 and (cap is None or 0 < cap < math.inf)
+        if unknown or not valid or hasattr(weight, "ds_id"):
             asked = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return self.original.apply(hidden, weight, bias, targets, *asked)  # type: ignore[no-any-return]
         outside = (targets < 0) | (targets >= weight.shape[0])

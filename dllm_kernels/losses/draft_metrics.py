@@ -88,9 +88,8 @@ def acceptance_length(
             another loss. On CPU, also if a match is neither 0 nor 1, a rate of a valid row is outside [0, 1], or a
             prefix is outside [1, rows of a block] or not that of the loss call.
     """
-    stats = acceptance_stats(
-        output, mask, block_size, anchor_row=anchor_row, bonus=bonus, sampling=sampling, prefix=prefix
-    )
+    flags = {"anchor_row": anchor_row, "bonus": bonus, "sampling": sampling}
+    stats = acceptance_stats(output, mask, block_size, prefix=prefix, **flags)
     total, count = _summed(torch.stack(stats), group)
     return total / count.clamp(min=1)
 
@@ -177,10 +176,8 @@ def _matches_of(output: Any) -> torch.Tensor:
     _checks.check_mask("output", matches, matches.shape)
     matches = plain(matches.detach())
     if readable_without_sync(matches) and (where := first_true((matches != 0) & (matches != 1))) is not None:
-        raise ValueError(
-            f"output must hold 0 or 1, got {matches[where].item()} at position {where}; pass sampling=True with "
-            "acceptance rates"
-        )
+        got = f"{matches[where].item()} at position {where}"
+        raise ValueError(f"output must hold 0 or 1, got {got}; pass sampling=True with acceptance rates")
     return matches  # type: ignore[no-any-return]
 
 

@@ -52,9 +52,8 @@ class CrossEntropy(TransformedLoss):
         _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, skip_id=self.skip_id)
 
     def _loss(
-        self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count,
-        loss_weights: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
+    ) -> Tensor:
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         rows, targets = self.checked(NAMES, logits, labels)
         shape = _shape_of_rows(rows, labels)

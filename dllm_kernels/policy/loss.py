@@ -192,9 +192,8 @@ class PolicyLoss(nn.Module):
         by_row = eager and self.level == "token" and not rows.stored and scored_once(views)
         if self.shift:  # everything per token moves to the row that predicts it
             ids, views = next_tokens(ids), of_next_tokens(views)
-            old, advantages, ref = (
-                shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in (old, advantages, ref)
-            )
+            given = old, advantages, ref
+            old, advantages, ref = (shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, (old, advantages, ref), num_tokens, rows.accum_dtype)
         if by_row:
