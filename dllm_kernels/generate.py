@@ -253,8 +253,9 @@ def diffusion_generate(
         of_rows = _philox.child_seeds(call.view(1), B)[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, 1 + min(steps or P + max_new_tokens, P + max_new_tokens))
     holes = (prompt == mask) & real if infill else None
-    if holes is not None and shift:
-        _check_first_is_given(holes, real)
+    # No row of a shifted model predicts the first token.
+    if holes is not None and shift and (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
+        raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
     rows = torch.cat([prompt, prompt.new_full((B, max_new_tokens), mask)], 1)
     tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(parts.weight.dtype))
     groups = calls.groups_of(model)
@@ -307,12 +308,12 @@ class _Sampling(NamedTuple):
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        mask = self.logits_fields["skip_id"]
+        mask, dtype, _ = self.logits_fields.values()
         if mask >= V:
             raise ValueError(f"mask_token_id must lie in [0, {V}), got {mask}")
         if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
-        _checks.check_wide_logits(self.logits_fields["logits_dtype"])
+        _checks.check_wide_logits(dtype)
         hidden, head = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (0, V))
         seed = torch.zeros((), dtype=torch.int64, device=device)
         logits = LinearLogits(hidden, head, **self.logits_fields)
@@ -559,12 +560,6 @@ def checked_tokens(
 
 def _doubled(value: Any, B: int) -> Any:
     return torch.cat([value, value]) if isinstance(value, Tensor) and value.shape[:1] == (B,) else value
-
-
-def _check_first_is_given(holes: Tensor, real: Tensor) -> None:
-    """Raise if the first token of a row, which no row of a shifted model predicts, is to be decoded."""
-    if (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
-        raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
 
 
 def _model_inputs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,25 +26,12 @@ MAX_BUFFER = 2**20
 ROUNDING = 1e-3
 
 
-class Found(NamedTuple):
-    """Results of the checks of the first steps, as bools or 0-d tensors.
-
-    Attributes:
-        unpacked: a label is not packed.
-        later: positions of the first half depend on the second.
-        earlier: positions of the second half depend on the first.
-    """
-
-    unpacked: bool | Tensor
-    later: bool | Tensor
-    earlier: bool | Tensor
-
-    def of_all_ranks(self, device: torch.device) -> list[bool]:
-        """Return the results as bools, True if they are True on any rank, so that all ranks raise or none does."""
-        found = torch.stack([torch.as_tensor(x, device=device).int() for x in self])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [bool(x) for x in found.tolist()]
+def on_any_rank(device: torch.device, *found: bool | Tensor) -> list[bool]:
+    """Return 0-d results as bools, True if they are True on any rank, so that all ranks raise or none does."""
+    flags = torch.stack([torch.as_tensor(x, device=device).int() for x in found])
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return [bool(x) for x in flags.tolist()]
 
 
 def dependence(

@@ -150,9 +150,9 @@ class FusedLinearForPPO(nn.Module):
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
+        self.chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
         _checks.check_choice("impl_backend", impl_backend, ("torch", "liger"))
-        self.chunk_size, self.impl_backend = chunk_size, impl_backend
+        self.impl_backend = impl_backend
 
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0

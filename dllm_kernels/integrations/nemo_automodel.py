@@ -136,7 +136,7 @@ def patch(
     def ours_for(home: str, name: str, original: Any) -> Any:
         ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
         if name == "FusedLinearCrossEntropy":
-            ours.logits_dtype = logits_dtype
+            ours.of_patch = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
         return ours
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
@@ -259,7 +259,7 @@ def _per_row(x: torch.Tensor, entries: Any) -> Any:
 class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     """Fused cross-entropy whose LM head is gathered by the host's class."""
 
-    logits_dtype: torch.dtype | None = None  # of :func:`patch`
+    of_patch: Mapping[str, Any] = {}  # options of :func:`patch`
 
     def forward(
         self, hidden_states: torch.Tensor, labels: torch.Tensor, lm_weight: torch.Tensor,
@@ -268,8 +268,7 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     ) -> torch.Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         options["lm_bias"] = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        if self.logits_dtype is not None:
-            options["logits_dtype"] = self.logits_dtype
+        options |= self.of_patch
         return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:

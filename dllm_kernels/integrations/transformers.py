@@ -407,7 +407,7 @@ class MaskedDiffusionCollator:
             started_by, rank = self._parent
             if parent.pid == started_by:  # otherwise the collator was sent to the process that forked this worker
                 return rank
-        return _process_rank()
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     def __copy__(self) -> MaskedDiffusionCollator:
         """Copy the collator; the copy stores its epoch in separate shared memory."""
@@ -529,12 +529,6 @@ def _shared(epoch: int) -> Tensor:
     return shared
 
 
-def _process_rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
 def mdlm_loss_func(
     outputs: Any, labels: Tensor, num_items_in_batch: Count = None, *, loss: Loss | None = None, shift: bool = False
 ) -> Tensor:
@@ -575,14 +569,13 @@ class _LossCall(NamedTuple):
     num_tokens: int | Tensor
     noisy_input_ids: Tensor | None = None
     counts: _Counts | None = None
-    logits_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
         cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *,
-        noisy_input_ids: Tensor | None = None, shift: bool = False, **others: Any,
+        noisy_input_ids: Tensor | None = None, shift: bool = False, counts: _Counts | None = None,
     ) -> _LossCall:  # fmt: skip
-        """Unpack the labels and shift them if row i predicts token i + 1; ``others`` are further fields."""
+        """Unpack the labels and shift them if row i predicts token i + 1."""
         if _shifts(loss):  # the loss shifts what it is given, and token 0 is not counted
             labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORED)
         elif shift:
@@ -593,12 +586,12 @@ class _LossCall(NamedTuple):
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, **others)
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts)
 
     def compute(self, logits: Logits) -> Tensor:
         """Compute the loss of logits ``[B, L, V]``, stored or made by a head."""
         if isinstance(logits, LinearLogits):
-            logits = replaced(logits, num_active=self._num_active(), logits_dtype=self.logits_dtype)
+            logits = replaced(logits, num_active=self._num_active())
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
         options: dict[str, Any] = {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
@@ -835,7 +828,7 @@ class MaskedDiffusionTrainerMixin:
         made = list[Tensor]()
 
         def loss(logits: LinearLogits) -> Tensor:
-            made.append(loss_call.compute(logits))
+            made.append(loss_call.compute(replaced(logits, logits_dtype=self._logits_dtype)))
             return made[-1].as_subclass(_LossOutput)
 
         self._in_head = made
@@ -874,10 +867,8 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
         counts = self._counts if self._counts is not None and self._counts.hold_for(labels) else None
-        return _LossCall.of(
-            self._loss, labels, num_items_in_batch,
-            noisy_input_ids=self._noisy_input_ids, shift=self._shift, counts=counts, logits_dtype=self._logits_dtype,
-        )  # fmt: skip
+        noisy, shift = self._noisy_input_ids, self._shift
+        return _LossCall.of(self._loss, labels, num_items_in_batch, noisy_input_ids=noisy, shift=shift, counts=counts)
 
     def _check_first_steps(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Raise on all ranks if the labels of any rank are not packed, or if the model is causal."""
@@ -886,12 +877,10 @@ class MaskedDiffusionTrainerMixin:
         labels, probes = inputs["labels"], self._probes > 0 and torch.is_grad_enabled()
         if (self._seen_labels and not probes) or not _plain.has_values(labels):
             return
-        later: bool | Tensor = True
-        earlier: bool | Tensor = True
+        found: tuple[bool | Tensor, bool | Tensor] = True, True
         if probes and isinstance(ids := inputs.get("input_ids"), Tensor) and ids.dim() == 2:
-            later, earlier = _attention.dependence(model, inputs, self._hidden_of)
-        found = _attention.Found(_not_packed(labels).any(), later, earlier)
-        unpacked, later, earlier = found.of_all_ranks(labels.device)
+            found = _attention.dependence(model, inputs, self._hidden_of)
+        unpacked, later, earlier = _attention.on_any_rank(labels.device, _not_packed(labels).any(), *found)
         if unpacked:
             _refuse_labels("token ids, or other labels that are not packed")
         if earlier and not later:

@@ -176,12 +176,12 @@ class FusedLinearCrossEntropy(CrossEntropy):
 
     def record(
         self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: _checks.Extra | None,
-        logits_dtype: torch.dtype | None,
+        dtype: torch.dtype | None,
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
-        _checks.check_logits_dtype(logits_dtype)
+        _checks.check_logits_dtype(dtype)
         of_float64 = getattr(hidden_states, "dtype", None) == torch.float64
-        wide = torch.float32 if logits_dtype == torch.float32 and not of_float64 else None
+        wide = torch.float32 if dtype == torch.float32 and not of_float64 else None
         return LinearLogits(hidden_states, lm_weight, lm_bias, extra, logits_dtype=wide, chunk_size=self.chunk_size)
 
     def forward(

@@ -304,8 +304,8 @@ def _checked_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int
     _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
     _checks.check_same_device(names.rows, x, views=views.scored)
     _checks.check_constant("views.weights", views.weights)
-    counted, skip_id = views.scored.any(0)[:, shift:], options.transform.skip_id
-    _checks.check_target_range(None, "ids", ids[:, shift:], V, counted=counted, shift=shift, skip_id=skip_id)
+    counted, ids = views.scored.any(0)[:, shift:], ids[:, shift:]
+    _checks.check_target_range(None, "ids", ids, V, counted=counted, shift=shift, skip_id=options.transform.skip_id)
     return ModelOutput(names, options, logits)
 
 
