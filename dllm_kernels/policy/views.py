@@ -405,12 +405,8 @@ def _count(rows: _ViewArguments) -> _Made:
 
 
 def _quadrature(rows: _ViewArguments) -> _Made:
-    rule: Callable[[Tensor, int], Tensor] = quadrature_rule
-    if torch.compiler.is_compiling():
-        from dllm_kernels.policy import _compiled
-
-        rule = _compiled.quadrature_rule
-    level, weight = rule(rows.ids, rows.num)[..., None]
+    (rule,) = quadrature_rule(rows.ids, rows.num)
+    level, weight = rule[..., None]
     scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
     return _Made(scored, scored, weight)
 
