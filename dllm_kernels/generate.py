@@ -396,9 +396,8 @@ class Choice(NamedTuple):
             _checks.check_probability("threshold", threshold, "a number or None")
             if remasking not in OF_PROBABILITIES:
                 raise ValueError(f"threshold must be None for remasking={remasking!r}, got {threshold}")
-            if position_temperature != 0:
-                names = "threshold and position_temperature"
-                raise ValueError(f"{names} exclude each other: expected one of them, got both")
+        if threshold is not None and position_temperature != 0:
+            raise ValueError("threshold and position_temperature exclude each other: expected one of them, got both")
         if late is not None and not late:
             raise ValueError("eos_token_id must be given for delay_eos=True, got none")
         return cls(remasking, float(position_temperature), threshold, late or [])
