@@ -211,9 +211,8 @@ def _length(i: int, sample: Mapping[str, Any], fields: Sequence[str]) -> int:
             length = len(sample[field])
         except TypeError as error:
             raise _not_numbers(f"sample {i}, field {field!r}", sample[field]) from error
-        if length != len(sample["input_ids"]):
-            expected = f"as long as its 'input_ids', {len(sample['input_ids'])}"
-            raise ValueError(f"sample {i}, field {field!r} must be {expected}, got {length}")
+        if length != (size := len(sample["input_ids"])):
+            raise ValueError(f"sample {i}, field {field!r} must be as long as its 'input_ids', {size}, got {length}")
     return length
 
 

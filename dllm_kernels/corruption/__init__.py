@@ -445,8 +445,8 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask", no_ids=True)
     _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
     if (where := first_fraction(noise_mask, loss_mask)) is not None:
-        got = f"{noise_mask[where].item()} at position {where}"
-        raise ValueError(f"noise_mask must hold no fractions, got {got}; is it p_mask?")
+        got = noise_mask[where].item()
+        raise ValueError(f"noise_mask must hold no fractions, got {got} at position {where}; is it p_mask?")
     (mask,) = complement(noise_mask, loss_mask, backend)
     return mask
 

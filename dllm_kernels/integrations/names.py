@@ -90,8 +90,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             p_mask = p_mask.masked_fill(~counted, 1.0)
             where = first_true((p_mask < 0) | (p_mask > 1)) if readable_without_sync(p_mask) else None
             if where is not None:
-                got = f"{p_mask[where].item()} at position {where}"
-                raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got}")
+                got = p_mask[where].item()
+                raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
             weights = weights / p_mask
         if self.reduction == "mean":
             weights = weights / counted.sum().clamp(min=1)

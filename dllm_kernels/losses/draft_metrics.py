@@ -176,8 +176,10 @@ def _matches_of(output: Any) -> torch.Tensor:
     _checks.check_mask("output", matches, matches.shape)
     matches = plain(matches.detach())
     if readable_without_sync(matches) and (where := first_true((matches != 0) & (matches != 1))) is not None:
-        got = f"{matches[where].item()} at position {where}"
-        raise ValueError(f"output must hold 0 or 1, got {got}; pass sampling=True with acceptance rates")
+        raise ValueError(
+            f"output must hold 0 or 1, got {matches[where].item()} at position {where}; pass sampling=True with "
+            "acceptance rates"
+        )
     return matches  # type: ignore[no-any-return]
 
 
