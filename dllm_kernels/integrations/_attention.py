@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels.head._module import unwrapped
 from dllm_kernels.rows._dtypes import accum_dtype
 
 # Larger buffers are constants (attention masks, quantized weights), of which a copy may not fit into memory.
@@ -73,14 +74,9 @@ def _rows(hidden: Any, ids: Tensor) -> Any:
 
 def _without_wrappers(model: Any) -> Any:
     """Remove ``torch.compile`` and DDP, which is not needed without gradients and would change its state."""
-    dynamo = sys.modules.get("torch._dynamo")
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-            model = model._orig_mod
-        else:
-            return model
+    inner: Any = unwrapped(model)
+    inner = getattr(inner, "_orig_mod", inner)  # of torch.compile
+    return model if inner is model else _without_wrappers(inner)
 
 
 @contextlib.contextmanager
