@@ -253,8 +253,9 @@ def diffusion_generate(
         of_rows = _philox.child_seeds(call.view(1), B)[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, 1 + min(steps or P + max_new_tokens, P + max_new_tokens))
     holes = (prompt == mask) & real if infill else None
-    if holes is not None and shift:
-        _check_first_is_given(holes, real)
+    # No row of a shifted model predicts the first token.
+    if holes is not None and shift and (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
+        raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
     rows = torch.cat([prompt, prompt.new_full((B, max_new_tokens), mask)], 1)
     tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(parts.weight.dtype))
     groups = calls.groups_of(model)
@@ -307,12 +308,12 @@ class _Sampling(NamedTuple):
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        mask = self.logits_fields["skip_id"]
+        mask, dtype, _ = self.logits_fields.values()
         if mask >= V:
             raise ValueError(f"mask_token_id must lie in [0, {V}), got {mask}")
         if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
-        _checks.check_wide_logits(self.logits_fields["logits_dtype"])
+        _checks.check_wide_logits(dtype)
         hidden, head = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (0, V))
         seed = torch.zeros((), dtype=torch.int64, device=device)
         logits = LinearLogits(hidden, head, **self.logits_fields)
@@ -395,10 +396,8 @@ class Choice(NamedTuple):
             _checks.check_probability("threshold", threshold, "a number or None")
             if remasking not in OF_PROBABILITIES:
                 raise ValueError(f"threshold must be None for remasking={remasking!r}, got {threshold}")
-            if position_temperature != 0:
-                raise ValueError(
-                    "threshold and position_temperature exclude each other: expected one of them, got both"
-                )
+        if threshold is not None and position_temperature != 0:
+            raise ValueError("threshold and position_temperature exclude each other: expected one of them, got both")
         if late is not None and not late:
             raise ValueError("eos_token_id must be given for delay_eos=True, got none")
         return cls(remasking, float(position_temperature), threshold, late or [])
@@ -468,14 +467,14 @@ class _Tokens:
         endless = itertools.repeat(self.ids.shape[1])  # more steps than a row has tokens: one token per step
         for left in endless if block.steps is None else range(block.steps, 0, -1):
             masked = self.masked[:, at]
-            num_active = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
-            if counted and not calls.on_any_rank(num_active > 0, groups, masked.device):
+            total = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
+            if counted and not calls.on_any_rank(total > 0, groups, masked.device):
                 break
-            self._step(at, masked, num_active, -(-masked.sum(1) // left), predict)
+            self._step(at, masked, total, -(-masked.sum(1) // left), predict)
             of_row -= -(-of_row // left)
 
-    def _step(self, at: slice, masked: Tensor, num_active: int, count: Tensor, predict: Predict) -> None:
-        """Sample the masked tokens of some columns, and decode ``count [B]`` of them."""
+    def _step(self, at: slice, masked: Tensor, total: int, count: Tensor, predict: Predict) -> None:
+        """Sample the masked tokens of some columns, at most ``total``, and decode ``count [B]`` of them."""
         columns = (torch.arange(at.start, at.stop, device=masked.device) - int(self.shift)).clamp(min=0)
         seeds, of_tokens, draws = None, None, None
         if self.seeds is not None:
@@ -495,7 +494,7 @@ class _Tokens:
                     f"{tuple(shape)}; {_HeadTokens.advice}"
                 )
             logits = map_rows(logits, lambda t: t.index_select(1, columns))
-            return self.sampling.sampled(replaced(logits, num_active=num_active), of_tokens, masked)
+            return self.sampling.sampled(replaced(logits, num_active=total), of_tokens, masked)
 
         new, log_probs, score = predict(of_block).unbind(-1)
         kept = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
@@ -562,12 +561,6 @@ def _doubled(value: Any, B: int) -> Any:
     return torch.cat([value, value]) if isinstance(value, Tensor) and value.shape[:1] == (B,) else value
 
 
-def _check_first_is_given(holes: Tensor, real: Tensor) -> None:
-    """Raise if the first token of a row, which no row of a shifted model predicts, is to be decoded."""
-    if (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
-        raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
-
-
 def _model_inputs(
     prompt: Tensor, attention_mask: Any, length: int, model_kwargs: Mapping[str, Any] | None, shift: bool
 ) -> tuple[dict[str, Any], Tensor]:
@@ -585,8 +578,7 @@ def _model_inputs(
         _checks.check_mask("attention_mask", attention_mask, prompt.shape, "that of prompt_ids")
         _checks.check_same_device("prompt_ids", prompt, attention_mask=attention_mask)
         on = attention_mask != 0
-        ones = attention_mask.new_ones(len(prompt), length)
-        inputs["attention_mask"] = torch.cat([attention_mask, ones], 1)
+        inputs["attention_mask"] = F.pad(attention_mask, (0, length), value=1)
     if readable_without_sync(on):
         there = on.any(1)
         last = on[:, -1] if on.shape[1] else there

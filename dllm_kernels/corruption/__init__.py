@@ -44,16 +44,9 @@ from dllm_kernels.corruption._corrupt import sample_level as _sample_level
 from dllm_kernels.corruption._gumbel_topk import check_start, gumbel_topk_mask
 
 __all__ = [
-    "batched_gumbel_topk",
-    "complementary",
-    "corrupt_all_masked",
-    "corrupt_blockwise",
-    "corrupt_mix",
-    "corrupt_uniform",
-    "corrupt_uniform_random",
-    "gumbel_topk",
-    "sample_level",
-]
+    "batched_gumbel_topk", "complementary", "corrupt_all_masked", "corrupt_blockwise", "corrupt_mix", "corrupt_uniform",
+    "corrupt_uniform_random", "gumbel_topk", "sample_level",
+]  # fmt: skip
 
 # Cached, because a dict lookup takes a tenth of the time of torch.iinfo.
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
@@ -452,9 +445,8 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask", no_ids=True)
     _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
     if (where := first_fraction(noise_mask, loss_mask)) is not None:
-        raise ValueError(
-            f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; is it p_mask?"
-        )
+        got = noise_mask[where].item()
+        raise ValueError(f"noise_mask must hold no fractions, got {got} at position {where}; is it p_mask?")
     (mask,) = complement(noise_mask, loss_mask, backend)
     return mask
 

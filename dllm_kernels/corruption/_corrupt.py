@@ -25,17 +25,9 @@ import torch.nn.functional as F
 from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._changing import packed, unpacked
 from dllm_kernels._graph._opaque import Spec, opaque
-from dllm_kernels.corruption import _philox, _rules
+from dllm_kernels.corruption import _philox, _rules, _topk
 from dllm_kernels.corruption._philox import Layout
-from dllm_kernels.corruption._topk import (
-    Padding,
-    check_start_range,
-    host_slices,
-    on_host,
-    select_exact,
-    select_largest,
-    select_of_draws,
-)
+from dllm_kernels.corruption._topk import Padding, check_start_range, on_host
 
 Tensor = torch.Tensor
 Array = _rules.Array
@@ -203,13 +195,12 @@ def corrupt(
         m = _rules.level(rows.levels, eps) if level is None else rows_of(level, rows)
         if kind == "exact":  # the round(m * supervised) supervised positions with the largest draws
             k = _rules.number_to_mask(m[:, 0], rows.supervised.sum(1), (m[:, 0] > 0) * 1)
-            return CorruptionResult(select_largest(rows.draws, rows.supervised, k), token, m)
+            return CorruptionResult(_topk.select_largest(rows.draws, rows.supervised, k), token, m)
         if kind == "topk":
             length = None if padding is None else rows_of(padding.length, rows)
             of_rows = rows_of(rate, rows) if isinstance(rate, Tensor) else rate
-            return CorruptionResult(
-                _topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length), token, m
-            )
+            chosen = _topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length)
+            return CorruptionResult(chosen, token, m)
         number = None if segments is None else rows_of(segments, rows)
         m = m if number is None else _rules.level_of_segment(m, number)
         coins = _rules.below(grid.fold(rows.draws), grid.expand_to_positions(m)).reshape(-1, grid.L)
@@ -377,9 +368,9 @@ def _topk_of_blocks(
     chosen: Array
     if host:
         largest = rate * grid.size if isinstance(rate, float) else float((rate * row_length).max())
-        chosen = select_of_draws(log_w, draws, k, largest)
+        chosen = _topk.select_of_draws(log_w, draws, k, largest)
     else:
-        chosen = select_exact(log_w, _rules.fine_uniform(draws).view(-1, grid.size), k)
+        chosen = _topk.select_exact(log_w, _rules.fine_uniform(draws).view(-1, grid.size), k)
     return chosen.reshape(len(level), -1)[:, : grid.L]
 
 
@@ -414,7 +405,7 @@ def _corrupt_on_host(
     ids = input_ids.numpy()
     supervised = None if loss_mask is None else (loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0).numpy()
     noisy, noise, p_mask = (np.empty(ids.shape, dtype) for dtype in (ids.dtype, np.bool_, np.float32))
-    for rows in host_slices(grid.B, grid.L, times):
+    for rows in _topk.host_slices(grid.B, grid.L, times):
         part = slice(rows.start, rows.stop)
         bits = (None, None, None) if seed is None else _philox.bits_on_host(seed, rows, layout)
         where = None if supervised is None else supervised[part]

@@ -159,10 +159,9 @@ def _fill_neutral(stats: Tensor) -> None:
 def _combine(shard: VocabShard, pairs: _local.Pairs, local_stats: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
     """Combine the results of all ranks into (normalisers of whole rows, student's argmax, teacher's argmax)."""
     gathered = shard.gather(local_stats).unsqueeze(3).unbind(2)
-    (row_max, log_sum, student), (teacher_row_max, teacher_log_sum, teacher) = (
-        _combined(*of_side) for of_side in (gathered[:3], gathered[3:])
-    )
-    return _local.Norms(row_max, log_sum, teacher_row_max, teacher_log_sum), student, teacher
+    *norms, student = _combined(*gathered[:3])
+    *teacher_norms, teacher = _combined(*gathered[3:])
+    return _local.Norms(*norms, *teacher_norms), student, teacher
 
 
 def _combined(row_max: Tensor, log_sum: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,10 +194,8 @@ def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, 
     norms = _local.Norms(*of_norms)
     columns, room = _columns(program, block, norms, log_mass)
     acceptance, *sums = program.summed(columns, room)
-    nothing = torch.zeros_like(acceptance)
-    picked = [
-        nothing if c is None else _local.at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)
-    ]
+    z, nothing = block.z, torch.zeros_like(acceptance)
+    picked = [nothing if c is None else _local.at(z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)]
     rate = [] if log_mass is None or program.full else [_local.overlap(columns, log_mass, room[0])]
     part.copy_(torch.cat([acceptance, *picked, *sums, *rate], 1))
 

@@ -185,9 +185,8 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
 def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
     mesh = weight.device_mesh
     if any(p.is_partial() for p in weight.placements):
-        raise ValueError(
-            f"{name} must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
-        )
+        got = layout(weight)
+        raise ValueError(f"{name} must not be Partial, got {got}; redistribute it to Shard or Replicate first")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None and weight.placements == (Replicate(), Shard(0)):
         raise ValueError(
             f"{name} must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got "

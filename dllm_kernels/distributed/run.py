@@ -24,15 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from dllm_kernels._checks import check_dtypes
 from dllm_kernels._graph._plain import plain
 from dllm_kernels.distributed import _layout
-from dllm_kernels.distributed._layout import (
-    Groups,
-    RankRows,
-    VocabShard,
-    check_local_shape,
-    layout,
-    shard_dim,
-    sum_over,
-)
+from dllm_kernels.distributed._layout import Groups, RankRows, VocabShard, layout, shard_dim
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
 from dllm_kernels.rows._call import Call
@@ -90,14 +82,14 @@ def on_this_rank(
     out = op(call._replace(logits=logits, **of_rows), **keywords, split=_split(rows, shard))
     if not rows.groups:
         return out
-    summed = {name: sum_over(getattr(out, name), rows.groups) for name in sums}
+    summed = {name: _layout.sum_over(getattr(out, name), rows.groups) for name in sums}
     others = {name: t for name, t in out._asdict().items() if name not in summed}
     return out._replace(**summed, **dict(zip(others, _whole(rows, tuple(others.values())), strict=True)))
 
 
 def _split(rows: RankRows, shard: VocabShard | None) -> Split:
     def all_reduce(t: Tensor) -> Tensor:
-        return sum_over(t, rows.groups)
+        return _layout.sum_over(t, rows.groups)
 
     if shard is None:
         return Split(None, 1, 0, all_reduce, rows.shape, bool(rows.groups))
@@ -143,7 +135,7 @@ def _local_logits(logits: Tensor) -> tuple[Tensor, RankRows, VocabShard | None]:
         )
     V = logits.shape[-1]
     shard = VocabShard.of(V, logits.device_mesh, split[0]) if split else None
-    check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
+    _layout.check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
     return _layout.local_piece(logits, logits.placements), rows, shard
 
 
@@ -168,7 +160,7 @@ def _local_hidden(
     check_dtypes("hidden", hidden, {"embedding": embedding})
     for name, t in heads.items():
         if shard is not None and isinstance(t, DTensor):
-            check_local_shape(name, t, (shard.size, *t.shape[1:]))
+            _layout.check_local_shape(name, t, (shard.size, *t.shape[1:]))
     return hidden, Head(weight, bias, u, second), embedding, rows, shard
 
 
@@ -241,7 +233,7 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, RankRows]:
     grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
     t = t.redistribute(placements=placements)  # sums the partial gradients in backward
     rows = _layout.rows_of(name, t)
-    check_local_shape(name, t, (*rows.local_shape, t.shape[-1]))
+    _layout.check_local_shape(name, t, (*rows.local_shape, t.shape[-1]))
     local = _layout.local_piece(t, grad_placements)
     return _layout.sum_gradient_over(local, groups) if groups and not any(vocab) else local, rows
 
@@ -272,7 +264,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: RankRows, part: VocabShard | None,
     if isinstance(t, DTensor) and isinstance(x, DTensor) and x.device_mesh == t.device_mesh:
         t = t.redistribute(placements=_student_placements(t, x, rows, columns=part is not None, picked=picked))
         shape = tuple(t.shape[:-1]) if picked else rows.local_shape
-        check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
+        _layout.check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
         return t.to_local()
     t = plain(t) if picked else rows.local(plain(t))
     return t if part is None else t.narrow(-1, part.start, part.size)
@@ -293,7 +285,7 @@ def _teacher_head(t: Tensor, x: Tensor, part: VocabShard | None) -> Tensor:
     name = "the teacher's head"
     t = gather_head(t, x, name)
     if isinstance(t, DTensor) and part is not None and _is_split_like(t, part):
-        check_local_shape(name, t, (part.size, *t.shape[1:]))
+        _layout.check_local_shape(name, t, (part.size, *t.shape[1:]))
         return t.to_local()
     whole: Tensor = plain(t)
     return whole if part is None else whole.narrow(0, part.start, part.size)

@@ -110,9 +110,8 @@ def _truncated(
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
     """Restrict a request to the columns of the shard; an id of another shard becomes ``IGNORE``."""
-    return request._replace(
-        ids=shard.local_ids(request.ids), transform=shard.local_transform(request.transform), whole=False
-    )
+    ids, transform = shard.local_ids(request.ids), shard.local_transform(request.transform)
+    return request._replace(ids=ids, transform=transform, whole=False)
 
 
 def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest) -> StatsResult:
@@ -139,9 +138,8 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
     inactive, entropy = request.targets == IGNORE, None
     if request.entropy:
-        entropy = (
-            torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(inactive, 0)
-        )
+        parts = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share))
+        entropy = parts.sum(0).masked_fill(inactive, 0)
     correct, best = None, None
     if argmax:
         # A shard of nothing but -inf has no maximum.

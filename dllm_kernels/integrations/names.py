@@ -25,13 +25,9 @@ from dllm_kernels.ops import LinearLogits
 from dllm_kernels.rows._logits import Logits, rows_of
 
 __all__ = [
-    "FusedLinearDiffusionCrossEntropyLoss",
-    "FusedLinearForPPO",
-    "get_mtp_loss_scaling_factor",
-    "linear_cross_entropy",
-    "masked_soft_cross_entropy",
-    "token_entropy",
-]
+    "FusedLinearDiffusionCrossEntropyLoss", "FusedLinearForPPO", "get_mtp_loss_scaling_factor", "linear_cross_entropy",
+    "masked_soft_cross_entropy", "token_entropy",
+]  # fmt: skip
 
 
 class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
@@ -94,9 +90,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             p_mask = p_mask.masked_fill(~counted, 1.0)
             where = first_true((p_mask < 0) | (p_mask > 1)) if readable_without_sync(p_mask) else None
             if where is not None:
-                raise ValueError(
-                    f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
-                )
+                got = p_mask[where].item()
+                raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
             weights = weights / p_mask
         if self.reduction == "mean":
             weights = weights / counted.sum().clamp(min=1)
@@ -155,9 +150,9 @@ class FusedLinearForPPO(nn.Module):
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
+        self.chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
         _checks.check_choice("impl_backend", impl_backend, ("torch", "liger"))
-        self.chunk_size, self.impl_backend = chunk_size, impl_backend
+        self.impl_backend = impl_backend
 
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
@@ -185,10 +180,9 @@ class FusedLinearForPPO(nn.Module):
 
 def _check_linear(names: _checks.Names, logits: LinearLogits, ids: Tensor, ignored: int = -100) -> None:
     """Validate hidden states, LM head and ids under the names that the caller knows."""
-    V = _checks.check_rows(names, logits.hidden, ids, (logits.weight, logits.bias))
-    _checks.check_shape(
-        names.targets, ids, logits.hidden.shape[:-1], f"that of {names.rows} without its last dimension"
-    )
+    hidden, weight, bias = logits[:3]
+    V = _checks.check_rows(names, hidden, ids, (weight, bias))
+    _checks.check_shape(names.targets, ids, hidden.shape[:-1], f"that of {names.rows} without its last dimension")
     if not is_dtensor(ids):  # the op gathers it for this check
         _checks.check_target_range(None, names.targets, ids, V, ignored)
 

@@ -96,12 +96,9 @@ _host = Host(HOST, SAME_DEFAULTS)
 
 @_host.exclusive
 def patch(
-    *,
-    exclude: Iterable[str] = (),
-    fuse_head: bool = False,
-    logits_dtype: torch.dtype | None = None,
+    *, exclude: Iterable[str] = (), fuse_head: bool = False, logits_dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> PatchReport:
+) -> PatchReport:  # fmt: skip
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
     A second call does nothing and returns the first report with ``already=True``. A name whose signature in the
@@ -139,7 +136,7 @@ def patch(
     def ours_for(home: str, name: str, original: Any) -> Any:
         ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
         if name == "FusedLinearCrossEntropy":
-            ours.logits_dtype = logits_dtype
+            ours.of_patch = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
         return ours
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
@@ -262,7 +259,7 @@ def _per_row(x: torch.Tensor, entries: Any) -> Any:
 class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     """Fused cross-entropy whose LM head is gathered by the host's class."""
 
-    logits_dtype: torch.dtype | None = None  # of :func:`patch`
+    of_patch: Mapping[str, Any] = {}  # options of :func:`patch`
 
     def forward(
         self, hidden_states: torch.Tensor, labels: torch.Tensor, lm_weight: torch.Tensor,
@@ -270,12 +267,9 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
         lm_bias: torch.Tensor | None = None, **options: Any,
     ) -> torch.Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
-        bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        if self.logits_dtype is not None:
-            options["logits_dtype"] = self.logits_dtype
-        return super().forward(
-            hidden_states, labels, weight, num_label_tokens, loss_weights=loss_weights, lm_bias=bias, **options
-        )
+        options["lm_bias"] = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
+        options |= self.of_patch
+        return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self
@@ -318,12 +312,7 @@ def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
     get_text_config = getattr(config, "get_text_config", None)
     text_config = get_text_config() if callable(get_text_config) else config
     cap = getattr(text_config, "final_logit_softcapping", None)
-    return _capped(loss_fn, cap) if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) else loss_fn
-
-
-def _capped(loss_fn: Any, cap: float | None) -> Any:
-    """Return a copy of the loss with a soft cap, or the loss itself if it has one."""
-    if cap is not None and loss_fn.softcap is None:
+    if cap is not None and isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and loss_fn.softcap is None:
         loss_fn = copy.copy(loss_fn)
         loss_fn.softcap = cap
     return loss_fn
@@ -334,12 +323,9 @@ def _given_head(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_of_host(
-    loss_fn: Any,
-    hidden: torch.Tensor | list[torch.Tensor],
-    model: Any,
-    grad_reduce_group: Any,
+    loss_fn: Any, hidden: torch.Tensor | list[torch.Tensor], model: Any, grad_reduce_group: Any,
     lm_weight: torch.Tensor | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the head as arguments of the loss.
 
     ``lm_weight`` is the weight if the recipe has gathered it. If None, it is gathered by the host's function, which

@@ -253,9 +253,8 @@ def speculators_metrics(
     if dpace and (where := first_fraction(loss_mask, loss_mask)) is not None:
         raise ValueError(f"loss_mask must hold 0 or 1, got {loss_mask[where].item()} at position {where}")
     _checks.check_probability("dpace_alpha", dpace_alpha)
-    weighting = BlockWeights(
-        "dpace" if dpace else "decay", float(gamma), dpace_alpha, "tokens", anchor_row=True, decay_from=first
-    )
+    kind = "dpace" if dpace else "decay"
+    weighting = BlockWeights(kind, float(gamma), dpace_alpha, "tokens", anchor_row=True, decay_from=first)
     mask = loss_mask.detach().float()
     call = _Metrics(compared, terms, mask, block_size, weighting, truncated=draft_to_target is not None)
     loss, found, term_losses = call.dpace() if dpace else call.decay()

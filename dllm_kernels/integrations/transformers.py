@@ -126,9 +126,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask, noise_mask=noise_mask, p_mask=p_mask)
     supervised = loss_mask != 0
-    _check_values(
-        "input_ids", input_ids, (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS), supervised, "[0, 2^31)"
-    )
+    fits = (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS)
+    _check_values("input_ids", input_ids, fits, supervised, "[0, 2^31)")
     _check_values("p_mask", p_mask, (p_mask >= 0) & (p_mask <= 1), supervised, "[0, 1]")
     bits = p_mask.abs().view(torch.int32).long() & 2**P_BITS - 1  # abs: -0.0 is a probability, too
     packed = input_ids.long() | bits << TOKEN_BITS | PACKED | noise_mask.bool() * MASKED
@@ -315,16 +314,11 @@ class MaskedDiffusionCollator:
             options.pop("seeds", None)
         elif seed_field is not None:
             raise ValueError("seeds must be None with a seed_field, because it would replace the seeds of the samples")
-        self.mask_token_id = mask_token_id
-        self.collate = DLLMCollator() if collate is None else collate
-        self.corrupt = corrupt
-        self.seed_field = seed_field
+        self.mask_token_id, self.collate = mask_token_id, DLLMCollator() if collate is None else collate
+        self.corrupt, self.seed_field, self.level, self.options = corrupt, seed_field, level, options
         self.rank = None if rank is None else _checks.checked_int64("rank", rank)
-        self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
-        self.shift = _checks.checked_bool("shift", shift)
-        self.options = options
-        self._seeded_by_tokens = False
+        self.shift, self._seeded_by_tokens = _checks.checked_bool("shift", shift), False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
 
@@ -373,7 +367,7 @@ class MaskedDiffusionCollator:
         if self._seeded_by_tokens:
             drawn.pop("generator", None)
         segments, level = batch.get("segment_ids"), self.level
-        if segments is not None and drawn.get("block_size") is None and _takes_segments(self.corrupt):
+        if segments is not None and drawn.get("block_size") is None and "segment_ids" in _parameters_of(self.corrupt):
             drawn["segment_ids"] = segments
             level = level and functools.partial(_by_document, level, segments)
         if level is not None:
@@ -413,7 +407,7 @@ class MaskedDiffusionCollator:
             started_by, rank = self._parent
             if parent.pid == started_by:  # otherwise the collator was sent to the process that forked this worker
                 return rank
-        return _process_rank()
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     def __copy__(self) -> MaskedDiffusionCollator:
         """Copy the collator; the copy stores its epoch in separate shared memory."""
@@ -472,23 +466,19 @@ def _check_corrupt(corrupt: Corruption) -> None:
     """Raise if the third parameter of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
     if not callable(corrupt):
         raise TypeError(f"corrupt must be a function, got {_checks.type_name(corrupt)}")
-    try:
-        parameters = list(inspect.signature(corrupt).parameters.values())
-    except ValueError:  # builtins have no signature
-        return
-    if len(parameters) > 2 and parameters[2].name == "vocab_size":
+    if _parameters_of(corrupt)[2:3] == ["vocab_size"]:
         name = getattr(corrupt, "__name__", _checks.type_name(corrupt))
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
 
 
-def _takes_segments(corrupt: Corruption) -> bool:
-    """Return True if a corruption routine has a level for each segment."""
+def _parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters of a function, in order; none for builtins without a signature."""
     try:
-        return "segment_ids" in inspect.signature(corrupt).parameters
-    except ValueError:  # builtins have no signature
-        return False
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
 
 
 def _by_document(
@@ -539,12 +529,6 @@ def _shared(epoch: int) -> Tensor:
     return shared
 
 
-def _process_rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
 def mdlm_loss_func(
     outputs: Any, labels: Tensor, num_items_in_batch: Count = None, *, loss: Loss | None = None, shift: bool = False
 ) -> Tensor:
@@ -585,16 +569,14 @@ class _LossCall(NamedTuple):
     num_tokens: int | Tensor
     noisy_input_ids: Tensor | None = None
     counts: _Counts | None = None
-    logits_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
         cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *,
-        noisy_input_ids: Tensor | None = None, shift: bool = False, **others: Any,
+        noisy_input_ids: Tensor | None = None, shift: bool = False, counts: _Counts | None = None,
     ) -> _LossCall:  # fmt: skip
-        """Unpack the labels and shift them if row i predicts token i + 1; ``others`` are further fields."""
-        own = _shifts(loss)
-        if own:  # the loss shifts what it is given, and token 0 is not counted
+        """Unpack the labels and shift them if row i predicts token i + 1."""
+        if _shifts(loss):  # the loss shifts what it is given, and token 0 is not counted
             labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORED)
         elif shift:
             labels = shift_left(labels, IGNORED)
@@ -604,12 +586,12 @@ class _LossCall(NamedTuple):
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, **others)
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts)
 
     def compute(self, logits: Logits) -> Tensor:
         """Compute the loss of logits ``[B, L, V]``, stored or made by a head."""
         if isinstance(logits, LinearLogits):
-            logits = replaced(logits, num_active=self._num_active(), logits_dtype=self.logits_dtype)
+            logits = replaced(logits, num_active=self._num_active())
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
         options: dict[str, Any] = {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
@@ -846,13 +828,12 @@ class MaskedDiffusionTrainerMixin:
         made = list[Tensor]()
 
         def loss(logits: LinearLogits) -> Tensor:
-            made.append(loss_call.compute(logits))
+            made.append(loss_call.compute(replaced(logits, logits_dtype=self._logits_dtype)))
             return made[-1].as_subclass(_LossOutput)
 
-        head = head_module(self.accelerator.unwrap_model(model))
         self._in_head = made
         try:
-            with computed_in_head(head, loss, FROM_LOGITS):
+            with computed_in_head(head_module(self.accelerator.unwrap_model(model)), loss, FROM_LOGITS):
                 return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
             self._in_head = None
@@ -886,10 +867,8 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
         counts = self._counts if self._counts is not None and self._counts.hold_for(labels) else None
-        return _LossCall.of(
-            self._loss, labels, num_items_in_batch,
-            noisy_input_ids=self._noisy_input_ids, shift=self._shift, counts=counts, logits_dtype=self._logits_dtype,
-        )  # fmt: skip
+        noisy, shift = self._noisy_input_ids, self._shift
+        return _LossCall.of(self._loss, labels, num_items_in_batch, noisy_input_ids=noisy, shift=shift, counts=counts)
 
     def _check_first_steps(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Raise on all ranks if the labels of any rank are not packed, or if the model is causal."""
@@ -898,12 +877,10 @@ class MaskedDiffusionTrainerMixin:
         labels, probes = inputs["labels"], self._probes > 0 and torch.is_grad_enabled()
         if (self._seen_labels and not probes) or not _plain.has_values(labels):
             return
-        later: bool | Tensor = True
-        earlier: bool | Tensor = True
+        found: tuple[bool | Tensor, bool | Tensor] = True, True
         if probes and isinstance(ids := inputs.get("input_ids"), Tensor) and ids.dim() == 2:
-            later, earlier = _attention.dependence(model, inputs, self._hidden_of)
-        found = _attention.Found(_not_packed(labels).any(), later, earlier)
-        unpacked, later, earlier = found.of_all_ranks(labels.device)
+            found = _attention.dependence(model, inputs, self._hidden_of)
+        unpacked, later, earlier = _attention.on_any_rank(labels.device, _not_packed(labels).any(), *found)
         if unpacked:
             _refuse_labels("token ids, or other labels that are not packed")
         if earlier and not later:

@@ -39,7 +39,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dllm_kernels import _checks, ops
 from dllm_kernels._graph import _plain
@@ -48,7 +48,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
-from dllm_kernels.head._in_head import HeadFunction, HeadOutput, run_in_head
+from dllm_kernels.head._in_head import HeadOutput, run_in_head
 from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
@@ -158,22 +158,16 @@ class ChunkedLogProbs:
         """
         scale = logit_scale / temperature if temperature else math.nan
         cap = final_logit_softcapping
-        if (
-            "log_sum_sq_probs" in outputs
-            or ("mean_logits" in outputs and cap is not None)
-            or not (0 < scale < math.inf and temperature > 0)
-            or not (cap is None or 0 < cap < math.inf)
-            or hasattr(weight, "ds_id")
-        ):
+        unknown = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and cap is not None)
+        valid = 0 < scale < math.inf and temperature > 0 and (cap is None or 0 < cap < math.inf)
+        if unknown or not valid or hasattr(weight, "ds_id"):
             asked = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return self.original.apply(hidden, weight, bias, targets, *asked)  # type: ignore[no-any-return]
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
         logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, logits_dtype=self.logits_dtype)
-        log_probs, entropy, is_top1 = _log_probs(
-            logits, targets.masked_fill(outside, -100), outside, entropy="entropy" in outputs,
-            with_correct="is_top1" in outputs,
-        )  # fmt: skip
+        wanted = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
+        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **wanted)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
             is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
@@ -196,8 +190,7 @@ def _outside_is_top1(logits: LinearLogits, targets: Tensor, outside: Tensor) -> 
     keep the sign of the largest logit.
     """
     hidden, weight, bias = logits[:3]
-    cast = cast_head(logits)
-    best = ops.linear_sample(cast, temperature=0, active=outside).ids.clamp(min=0)
+    best = ops.linear_sample(cast_head(logits), temperature=0, active=outside).ids.clamp(min=0)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     largest = (hidden.to(dtype) * weight[best].to(dtype)).sum(-1)
     largest = largest if bias is None else largest + bias[best].to(dtype)
@@ -320,11 +313,6 @@ class _HeadRows(HeadOutput):
     advice = FROM_LOGITS
 
 
-def _run(model: Any, unwrapped: nn.Module, rows: HeadFunction, **inputs: Any) -> tuple[Tensor, Any]:
-    """Call the model with a head that computes ``rows(logits)``, of a record; return rows and output."""
-    return run_in_head(lambda: model(**inputs), head_module(unwrapped), rows, _HeadRows)
-
-
 class DiffusionPolicyMixin:
     r"""Log-probabilities of masked diffusion policies; put it before ``GRPOTrainer`` or ``RLOOTrainer``.
 
@@ -398,9 +386,8 @@ class DiffusionPolicyMixin:
         self._iteration, self._shift = iteration, _checks.checked_bool("shift", shift)
         self._logits_fields: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
         start: Any = super().__init__
-        self._rollout = (
-            None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
-        )
+        taken = "rollout_func" in inspect.signature(start).parameters
+        self._rollout = None if taken else kwargs.pop("rollout_func", None)
         start(*args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any, **options: Any) -> Any:
@@ -417,19 +404,13 @@ class DiffusionPolicyMixin:
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
         seeds = row_seeds(input_ids, attention_mask, logits_to_keep, self._number_of_masks())
-        size = batch_size or len(input_ids)
-        parts = [
-            self._scores_of(model, ids, mask, of_rows, logits_to_keep, compute_entropy, compute_aux_loss)
-            for ids, mask, of_rows in zip(
-                *(torch.split(t, size) for t in (input_ids, attention_mask, seeds)), strict=True
-            )
-        ]
-        scores, entropies, auxiliary = zip(*parts, strict=True)
-        return (
-            torch.cat(scores),
-            torch.cat(entropies) if compute_entropy else None,
-            None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
-        )
+        parts, size = (input_ids, attention_mask, seeds), batch_size or len(input_ids)
+        chunks = zip(*(torch.split(t, size) for t in parts), strict=True)
+        options = logits_to_keep, compute_entropy, compute_aux_loss
+        found = [self._scores_of(model, ids, mask, of_rows, *options) for ids, mask, of_rows in chunks]
+        scores, entropies, auxiliary = zip(*found, strict=True)
+        aux_loss = None if auxiliary[0] is None else torch.stack(auxiliary).mean()
+        return torch.cat(scores), torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def _number_of_masks(self) -> int:
         """Return the number that rows hash with their tokens; it stays the same while a generation is trained on."""
@@ -468,14 +449,11 @@ class DiffusionPolicyMixin:
                 return torch.stack(parts, -1)
             return _Stacked.apply(arrived, *parts)  # type: ignore[no-untyped-call,no-any-return]
 
-        inputs: dict[str, Any] = {
-            "input_ids": views.noisy.flatten(0, 1),
-            "attention_mask": attention_mask.repeat(shape[0], 1),
-        }
-        if auxiliary:
-            inputs["output_router_logits"] = True
+        inputs: dict[str, Any] = {"output_router_logits": True} if auxiliary else {}
+        inputs |= {"input_ids": views.noisy.flatten(0, 1), "attention_mask": attention_mask.repeat(shape[0], 1)}
+        head = head_module(self.accelerator.unwrap_model(model))
         with self.accelerator.autocast():
-            found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
+            found, outputs = run_in_head(lambda: model(**inputs), head, rows, _HeadRows)
         unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
         log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
         first = ids.shape[1] - keep  # not [:, -keep:], which is the whole row if all completions are empty
@@ -525,18 +503,14 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & 2**33 - 1)
 
 
-def _whole(iteration: Any, expected: str = "an int") -> int:
+def _whole(value: Any, expected: str = "an int") -> int:
     """Return the iteration as an int; accept integers of NumPy and 0-d integer tensors."""
     try:
-        if (
-            isinstance(iteration, bool)
-            or getattr(iteration, "dtype", None) == torch.bool
-            or getattr(iteration, "ndim", 0)
-        ):
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool or getattr(value, "ndim", 0):
             raise TypeError
-        return operator.index(iteration)
+        return operator.index(value)
     except TypeError:
-        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(iteration)}") from None
+        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(value)}") from None
 
 
 def _wrapped(x: int) -> int:

@@ -88,9 +88,8 @@ def acceptance_length(
             another loss. On CPU, also if a match is neither 0 nor 1, a rate of a valid row is outside [0, 1], or a
             prefix is outside [1, rows of a block] or not that of the loss call.
     """
-    stats = acceptance_stats(
-        output, mask, block_size, anchor_row=anchor_row, bonus=bonus, sampling=sampling, prefix=prefix
-    )
+    flags = {"anchor_row": anchor_row, "bonus": bonus, "sampling": sampling}
+    stats = acceptance_stats(output, mask, block_size, prefix=prefix, **flags)
     total, count = _summed(torch.stack(stats), group)
     return total / count.clamp(min=1)
 

@@ -52,9 +52,8 @@ class CrossEntropy(TransformedLoss):
         _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, excluded=self.skip_id)
 
     def _loss(
-        self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count,
-        loss_weights: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+        self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
+    ) -> Tensor:
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         rows, targets = self.checked(NAMES, logits, labels)
         shape = _shape_of_rows(rows, labels)
@@ -177,15 +176,13 @@ class FusedLinearCrossEntropy(CrossEntropy):
 
     def record(
         self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: _checks.Extra | None,
-        logits_dtype: torch.dtype | None,
+        dtype: torch.dtype | None,
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
-        _checks.check_logits_dtype(logits_dtype)
-        wide = logits_dtype == torch.float32 and getattr(hidden_states, "dtype", None) != torch.float64
-        return LinearLogits(
-            hidden_states, lm_weight, lm_bias, extra, logits_dtype=torch.float32 if wide else None,
-            chunk_size=self.chunk_size,
-        )  # fmt: skip
+        _checks.check_logits_dtype(dtype)
+        of_float64 = getattr(hidden_states, "dtype", None) == torch.float64
+        wide = torch.float32 if dtype == torch.float32 and not of_float64 else None
+        return LinearLogits(hidden_states, lm_weight, lm_bias, extra, logits_dtype=wide, chunk_size=self.chunk_size)
 
     def forward(
         self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,

@@ -205,10 +205,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
                 return rows.weighted(ids, divided * factor).loss
             parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
             return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
-    common: dict[str, Any] = {
-        **counts, "logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model,
-        "lm_bias": lm_bias,
-    }  # fmt: skip
+    common = counts | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
+    common |= {"logits_dtype": logits_dtype}
     given_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or given_head:
         weight = head_weight(model) if lm_weight is None else lm_weight
@@ -216,10 +214,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             names = replaced(base.NAMES, rows="mtp_per_depth_h[0]")
             _checks.check_rows(names, rows_of(outputs[0]), labels, (weight, lm_bias))
         common["lm_weight"] = gathered_once(weight, rows_of(outputs[0]))
-    losses = [
-        _depth_loss(loss_fn, output, target, are_logits, extra=pair, **common)
-        for output, target, pair in zip(outputs, targets, low_rank, strict=True)
-    ]
+    depths = zip(outputs, targets, low_rank, strict=True)
+    losses = [_depth_loss(loss_fn, z, target, are_logits, extra=pair, **common) for z, target, pair in depths]
     total = torch.stack(losses).sum(0) * factor
     if not return_per_depth:
         return total

@@ -47,11 +47,9 @@ class PipelineCausalLMLoss(nn.Module):
     ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        self.loss_fn = loss_fn
-        self.model = model
-        self.scaling_factor = scaling_factor
+        self.loss_fn, self.model = loss_fn, model
+        self.scaling_factor, self.grad_reduce_group = scaling_factor, grad_reduce_group
         self.ignore_index = checked_ignore_index(ignore_index, loss_fn)
-        self.grad_reduce_group = grad_reduce_group
         self.cu_seqlens: torch.Tensor | None = None
 
     @staticmethod

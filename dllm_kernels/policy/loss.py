@@ -140,10 +140,7 @@ class PolicyLoss(nn.Module):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        self.objective = objective
-        self.level = level
-        self.normalize = normalize
-        self.shift = shift
+        self.objective, self.level, self.normalize, self.shift = objective, level, normalize, shift
         self._check_settings()
 
     def forward(
@@ -195,9 +192,8 @@ class PolicyLoss(nn.Module):
         by_row = eager and self.level == "token" and not rows.stored and scored_once(views)
         if self.shift:  # everything per token moves to the row that predicts it
             ids, views = next_tokens(ids), of_next_tokens(views)
-            old, advantages, ref = (
-                shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in (old, advantages, ref)
-            )
+            given = old, advantages, ref
+            old, advantages, ref = (shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, (old, advantages, ref), num_tokens, rows.accum_dtype)
         if by_row:
@@ -307,8 +303,8 @@ def _checked_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int
     _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
     _checks.check_same_device(names.rows, x, views=views.scored)
     _checks.check_constant("views.weights", views.weights)
-    counted, excluded = views.scored.any(0)[:, shift:], options.transform.skip_id
-    _checks.check_target_range(None, "ids", ids[:, shift:], V, counted=counted, shift=shift, excluded=excluded)
+    counted, ids = views.scored.any(0)[:, shift:], ids[:, shift:]
+    _checks.check_target_range(None, "ids", ids, V, counted=counted, shift=shift, excluded=options.transform.skip_id)
     return ModelOutput(names, options, logits)
 
 

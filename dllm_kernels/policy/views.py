@@ -73,9 +73,8 @@ class PolicyViews:
             _check_field("num_supervised", self.num_supervised, _checks.INT_DTYPES)
             _checks.check_shape("num_supervised", self.num_supervised, self.scored.shape[1:2], "one per row")
             _checks.check_none_negative("num_supervised", self.num_supervised)
-        _checks.check_same_device(
-            "scored", self.scored, noisy=self.noisy, weights=self.weights, num_supervised=self.num_supervised
-        )
+        others: dict[str, Any] = {name: getattr(self, name) for name in ("noisy", "weights", "num_supervised")}
+        _checks.check_same_device("scored", self.scored, **others)
         if self.scheme is not None:
             _checks.check_choice("scheme", self.scheme, SCHEMES)
 
@@ -137,13 +136,8 @@ def scored_once(views: PolicyViews) -> bool:
 def of_next_tokens(views: PolicyViews) -> PolicyViews:
     """Return views in which row i scores token i + 1. Token 0 is neither scored nor, if a view scores it, counted."""
     n = views.num_supervised
-    return PolicyViews(
-        noisy=views.noisy,
-        scored=shift_left(views.scored, False),
-        weights=shift_left(views.weights, 0),
-        num_supervised=None if n is None else n - views.scored[..., :1].any(0).sum(-1),
-        scheme=views.scheme,
-    )
+    n = None if n is None else n - views.scored[..., :1].any(0).sum(-1)
+    return PolicyViews(views.noisy, shift_left(views.scored, False), shift_left(views.weights, 0), n, views.scheme)
 
 
 def _version(t: Tensor) -> int:
@@ -337,17 +331,11 @@ class _ViewArguments(NamedTuple):
 
     def masks(self, level: Tensor, *, exact: bool = False, among: Tensor | None = None) -> Tensor:
         """Draw one mask per draw and row, ``[num, B, L]``, at the levels ``[num, B]``."""
-        shape = (self.num, *self.ids.shape)
-        noise = corrupt_uniform(
-            self.ids.expand(shape).flatten(0, 1),
-            (self.supervised if among is None else among).expand(shape).flatten(0, 1),
-            self.mask_id,
-            level=level.flatten(),
-            exact=exact,
-            seeds=self.seeds.flatten(),
-            start=None if self.start is None else self.start.repeat(self.num),
-            backend=self.backend,
-        )[1]
+        shape, among = (self.num, *self.ids.shape), self.supervised if among is None else among
+        ids, among = (t.expand(shape).flatten(0, 1) for t in (self.ids, among))
+        start = None if self.start is None else self.start.repeat(self.num)
+        of_rows: dict[str, Any] = {"level": level.flatten(), "seeds": self.seeds.flatten(), "start": start}
+        noise = corrupt_uniform(ids, among, self.mask_id, exact=exact, backend=self.backend, **of_rows)[1]
         return noise.view(shape)
 
     def filled(self, value: float, columns: int) -> Tensor:
@@ -417,12 +405,8 @@ def _count(rows: _ViewArguments) -> _Made:
 
 
 def _quadrature(rows: _ViewArguments) -> _Made:
-    rule: Callable[[Tensor, int], Tensor] = quadrature_rule
-    if torch.compiler.is_compiling():
-        from dllm_kernels.policy import _compiled
-
-        rule = _compiled.quadrature_rule
-    level, weight = rule(rows.ids, rows.num)[..., None]
+    (rule,) = quadrature_rule(rows.ids, rows.num)
+    level, weight = rule[..., None]
     scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
     return _Made(scored, scored, weight)
 

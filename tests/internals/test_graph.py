@@ -26,6 +26,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
+from dllm_kernels.policy._quadrature import quadrature_rule
 from tests.conftest import DEVICE
 from tests.support.opcheck import opcheck_calls
 
@@ -126,6 +127,7 @@ OTHERS = {
     "child_seeds": lambda: _philox.child_seeds(OF_ROWS["seeds"], 3),
     "sample_anchors": lambda: sample_anchors(SUPERVISED, 3, 2, seeds=OF_ROWS["seeds"], segment_ids=TOKENS)[0],
     "sample_prefix": lambda: sample_prefix((2, 3), 5, 0.7, seeds=OF_ROWS["seeds"]),
+    "quadrature_rule": lambda: quadrature_rule(TOKENS, 3)[0],
 }
 
 
