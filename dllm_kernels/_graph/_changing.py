@@ -7,22 +7,31 @@ Floats that have not changed stay floats, because a graph with a CPU tensor cann
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 
-def packed(numbers: Sequence[float]) -> tuple[list[float], torch.Tensor | None]:
-    """Encode numbers for the schema of a custom op: as floats, or as zeros and one float64 tensor."""
+def packed(values: Iterable[Any]) -> tuple[list[Any], torch.Tensor | None]:
+    """Encode floats, tuples of floats, and None, which is 0: as they are, or as zeros and one float64 tensor."""
+    values = [0.0 if value is None else value for value in values]
+    numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
     if not torch.compiler.is_compiling() or not any(_changes(number) for number in numbers):
-        return list(numbers), None
+        return values, None
     one = torch.ones((), dtype=torch.float64, device="cpu")
-    return [0.0] * len(numbers), torch.stack([one * number for number in numbers])  # tensor * symbol: a tensor
+    return _filled(values, [0.0] * len(numbers)), torch.stack([one * n for n in numbers])  # tensor * symbol: a tensor
 
 
-def unpacked(numbers: Sequence[float], changing: torch.Tensor | None) -> Sequence[float]:
+def unpacked(values: Sequence[Any], changing: torch.Tensor | None) -> Sequence[Any]:
     """Decode the output of :func:`packed` when the op runs."""
-    return numbers if changing is None else changing.tolist()
+    return values if changing is None else _filled(values, changing.tolist())
+
+
+def _filled(values: Iterable[Any], numbers: Iterable[float]) -> list[Any]:
+    """Replace all numbers of ``values``, in order."""
+    rest = iter(numbers)
+    return [[next(rest) for _ in value] if isinstance(value, (tuple, list)) else next(rest) for value in values]
 
 
 def equals(number: float, constant: float) -> bool:

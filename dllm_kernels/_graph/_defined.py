@@ -16,7 +16,7 @@ class Opaque(NamedTuple):
 
     Attributes:
         name: name of the custom op.
-        function: the implementation; each argument is a tensor, None, a number, or a record with a :meth:`schema`.
+        function: the implementation; each argument is a tensor, None, a number, a string, or a named tuple of these.
         specs: takes the same arguments; returns the :data:`Spec` of each result.
     """
 

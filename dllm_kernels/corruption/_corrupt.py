@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._checks._backend import use_triton
-from dllm_kernels._graph._changing import packed, unpacked
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels.corruption import _philox, _rules, _topk
 from dllm_kernels.corruption._philox import Layout
@@ -112,11 +111,6 @@ class Mix(NamedTuple):
     vocab_size: int
     check: bool
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "SymInt mask_token_id, SymInt vocab_size, bool check"
-
 
 class Routine(NamedTuple):
     """A routine of :mod:`dllm_kernels.corruption` and its parameters.
@@ -139,22 +133,6 @@ class Routine(NamedTuple):
     block_size: int | None = None
     eps: float = 0.0
     half_life_ratio: float = 1.0
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "str kind, SymInt token, SymInt? block_size, float eps, float half_life_ratio, Tensor? changing"
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        (eps, ratio), changing = packed([self.eps, self.half_life_ratio])
-        return {**self._asdict(), "eps": eps, "half_life_ratio": ratio, "changing": changing}
-
-    @classmethod
-    def from_arguments(cls, *, eps: float, half_life_ratio: float, changing: Tensor | None, **others: Any) -> Routine:
-        """Rebuild from :meth:`arguments`."""
-        eps, half_life_ratio = unpacked([eps, half_life_ratio], changing)
-        return cls(eps=eps, half_life_ratio=half_life_ratio, **others)
 
 
 def _specs(input_ids: Tensor, *_: Any) -> list[Spec]:

@@ -528,11 +528,6 @@ class _Kept(NamedTuple):
     teacher_argmax: Any
     teacher_norms: Any
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
-
 
 def _specs_of_rows(weights: Tensor, comparison: Comparison, setup: Setup) -> list[Spec]:
     """Return the specs of loss, value, acceptance rate, argmax match, and of the mean of a."""

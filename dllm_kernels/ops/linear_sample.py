@@ -11,13 +11,12 @@ seed of the row and the column (``corruption/_philox.py``), not on chunk, batch 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._changing import packed, unpacked
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import any_dtensor, plain
 from dllm_kernels.corruption._noise import Noise
@@ -31,7 +30,7 @@ from dllm_kernels.rows._results import LinearSample
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._stats_interface import StatsRequest, StatsResult
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
-from dllm_kernels.rows._truncation import Truncation
+from dllm_kernels.rows._truncation import NO_TRUNCATION, Truncation
 
 NAMES = _checks.Names("hidden", "active", "head")
 
@@ -180,8 +179,9 @@ def linear_sample_unchecked(
         raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
     seeds, row_numbers = (None if t is None else flat_index(t) for t in (seeds, row_numbers))
     ids, log_probs, entropy = _sample(
-        flat_rows(call.x), head.flat, row_marks(call.active), seeds, row_numbers, Sampling.of(options), setup
-    )
+        flat_rows(call.x), head.flat, row_marks(call.active), seeds, row_numbers, options.return_top or 0,
+        options.truncation, options.untruncated_log_probs, setup,
+    )  # fmt: skip
     if options.return_top is None:
         return LinearSample(ids[:, 0].clone().view(rows), log_probs[:, 0].clone().view(rows), entropy.view(rows))
     top = (*rows, options.return_top)
@@ -191,63 +191,25 @@ def linear_sample_unchecked(
     )  # fmt: skip
 
 
-class Sampling(NamedTuple):
-    """Options of the sampling of a token; see :class:`Options`."""
-
-    return_top: int | None = None
-    truncation: Truncation | None = None
-    untruncated_log_probs: bool = False
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
-
-    @classmethod
-    def of(cls, options: Options) -> Sampling:
-        """Take the fields from the options of a call."""
-        return cls(options.return_top, options.truncation, options.untruncated_log_probs)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`; a share of 0 is None."""
-        top_k, *shares = self.truncation or (None, None, None)
-        (top_p, min_p), changing = packed([0.0 if share is None else share for share in shares])
-        return {
-            "return_top": self.return_top, "top_k": top_k, "top_p": top_p, "min_p": min_p, "changing_shares": changing,
-            "untruncated": self.untruncated_log_probs,
-        }  # fmt: skip
-
-    @classmethod
-    def from_arguments(
-        cls, *, return_top: int | None, top_k: int | None, top_p: float, min_p: float, changing_shares: Tensor | None,
-        untruncated: bool,
-    ) -> Sampling:  # fmt: skip
-        """Rebuild from :meth:`arguments`."""
-        shares = [None if share == 0 else share for share in unpacked((top_p, min_p), changing_shares)]
-        truncated = top_k is not None or any(share is not None for share in shares)
-        return cls(return_top, Truncation(top_k, *shares) if truncated else None, untruncated)
-
-
-def _specs(
-    hidden: Tensor, _head: Head, _marks: Any, _seeds: Any, _row_numbers: Any, sampling: Sampling, setup: Setup
-) -> list[Spec]:
-    N, k = hidden.shape[0], 1 + (sampling.return_top or 0)  # len() would specialise the graph
-    return [((N, k), torch.int64), ((N, k), setup.accum_dtype), ((N,), setup.accum_dtype)]
+def _specs(hidden: Tensor, *args: Any) -> list[Spec]:
+    *_, k, _truncation, _untruncated, setup = args
+    N = hidden.shape[0]  # len() would specialise the graph
+    return [((N, 1 + k), torch.int64), ((N, 1 + k), setup.accum_dtype), ((N,), setup.accum_dtype)]
 
 
 @opaque("linear_sample", _specs)
 def _sample(
-    hidden: Tensor, head: Head, marks: Tensor | None, seeds: Tensor | None, row_numbers: Tensor | None,
-    sampling: Sampling, setup: Setup,
+    hidden: Tensor, head: Head, marks: Tensor | None, seeds: Tensor | None, row_numbers: Tensor | None, k: int,
+    truncation: Truncation, untruncated_log_probs: bool, setup: Setup,
 ) -> list[Tensor]:  # fmt: skip
-    """Return (ids, log-probabilities ``[N, 1 + return_top]``, entropy) of N rows, the chosen token first.
+    """Return (ids, log-probabilities ``[N, 1 + k]``, entropy) of N rows, the chosen token first.
 
     ``marks [N]``: ``IGNORE`` in inactive rows; None if every row is active. Chooses a token in each row of a chunk;
-    then computes log-probabilities of it and of the most likely tokens.
+    then computes log-probabilities of it and of the k most likely tokens.
     """
-    k, transform = sampling.return_top or 0, setup.transform
+    transform, truncates = setup.transform, truncation != NO_TRUNCATION
     with no_autocast(hidden):
-        others = [] if sampling.truncation is None else [(len(head.weight), setup.accum_dtype)]
+        others = [(len(head.weight), setup.accum_dtype)] if truncates else []
         chunks = Chunks(hidden, head, marks, setup, others=others)
         rows, primitives, device = chunks.rows, chunks.primitives, hidden.device
         ids = rows.empty(1 + k, dtype=torch.int64, device=device)
@@ -258,12 +220,12 @@ def _sample(
             if seeds is not None and row_numbers is not None:
                 noise = Noise(rows.take(seeds, chunk), rows.take(row_numbers, chunk))
             whole = kept = logits, transform
-            if sampling.truncation is not None:
-                kept = primitives.truncated(*whole, sampling.truncation), NO_TRANSFORM
+            if truncates:
+                kept = primitives.truncated(*whole, truncation), NO_TRANSFORM
             chosen = primitives.sample(*kept, noise)[1].unsqueeze(1)
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
-            x, of_x = whole if sampling.untruncated_log_probs else kept
+            x, of_x = whole if untruncated_log_probs else kept
             request = StatsRequest(chosen, targets, transform=of_x, entropy=True)
             result = StatsResult(*primitives.stats.forward(x[None], request))
             rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])

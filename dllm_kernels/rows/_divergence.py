@@ -62,7 +62,7 @@ The row primitives of a backend:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -101,12 +101,14 @@ class DivergenceSpec(NamedTuple):
     """A weighted sum of kinds.
 
     Attributes:
-        terms: the terms; no two have the same kind.
+        kinds: the kinds of the terms; no two are equal.
+        numbers: the coefficient and the values of both options of each term.
         lam_of_mean: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
         full: True if q of the kinds is the teacher's probability in its whole row (:class:`Whole`).
     """
 
-    terms: tuple[Term, ...]
+    kinds: tuple[str, ...]
+    numbers: tuple[float, ...]
     lam_of_mean: bool = False
     full: bool = False
 
@@ -120,17 +122,30 @@ class DivergenceSpec(NamedTuple):
         for kind, coefficient, options in map(_settled, terms):
             same = total.get(kind)
             total[kind] = Term(kind, coefficient if same is None else same.coefficient + coefficient, options)
-        return cls(tuple(total.values()), lam_of_mean, full)
+        numbers = [number for term in total.values() for number in (term.coefficient, *term.options)]
+        return cls(tuple(total), tuple(numbers), lam_of_mean, full)
+
+    @property
+    def terms(self) -> list[Term]:
+        """The terms of the sum."""
+        n = self.numbers
+        rows = zip(self.kinds, n[::3], n[1::3], n[2::3], strict=True)
+        return [Term(kind, coefficient, (first, second)) for kind, coefficient, first, second in rows]
+
+    @classmethod
+    def from_fields(cls, kinds: Iterable[str], numbers: Iterable[float], **others: Any) -> DivergenceSpec:
+        """Make the spec when a custom op runs, because numbers that were symbolic in the graph have values now."""
+        return cls.of(cls(tuple(kinds), tuple(numbers)).terms, **others)
 
     @property
     def wants_targets(self) -> bool:
         """True if a term needs the targets."""
-        return any(KINDS[term.kind].minus == "target" for term in self.terms)
+        return any(KINDS[kind].minus == "target" for kind in self.kinds)
 
     @property
     def may_be_constant(self) -> bool:
         """True if there are rows without a gradient, because every term has some."""
-        return all(KINDS[term.kind].constant is not None for term in self.terms)
+        return all(KINDS[kind].constant is not None for kind in self.kinds)
 
     def constant(self, acceptance: torch.Tensor, no_best: torch.Tensor, no_target: torch.Tensor | None) -> torch.Tensor:
         """Return True for rows without a gradient, if there may be any; see :class:`Kind`."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dllm_kernels._checks import check_choice, check_finite, check_number, type_name
 from dllm_kernels._graph import _changing
 from dllm_kernels.rows._divergence import DivergenceSpec, Term
@@ -33,41 +31,6 @@ class Comparison(NamedTuple):
     value_scale: float = 1.0
     per_row: bool = False
     weighted: bool = True
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return (
-            "str[] kinds, float[] numbers, float value_scale, float teacher_softcap, float teacher_scale, "
-            "Tensor? changing_numbers, SymInt? teacher_skip_id, bool lam_of_mean, bool full, bool per_row, "
-            "bool weighted"
-        )
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        terms = self.spec.terms
-        of_terms = [number for term in terms for number in (term.coefficient, *term.options)]
-        given = [self.value_scale, *self.teacher_transform.factors, *of_terms]
-        (value_scale, softcap, scale, *numbers), changing = _changing.packed(given)
-        return {
-            "kinds": [term.kind for term in terms], "numbers": numbers, "value_scale": value_scale,
-            "teacher_softcap": softcap, "teacher_scale": scale, "changing_numbers": changing,
-            "teacher_skip_id": self.teacher_transform.skip_id, "lam_of_mean": self.spec.lam_of_mean,
-            "full": self.spec.full, "per_row": self.per_row, "weighted": self.weighted,
-        }  # fmt: skip
-
-    @classmethod
-    def from_arguments(
-        cls, *, kinds: list[str], numbers: list[float], changing_numbers: Tensor | None, teacher_skip_id: int | None,
-        lam_of_mean: bool, full: bool, per_row: bool, weighted: bool, **others: float,
-    ) -> Comparison:  # fmt: skip
-        """Rebuild from :meth:`arguments`; the values in ``changing_numbers`` are 0 while a graph is traced."""
-        given = (others["value_scale"], others["teacher_softcap"], others["teacher_scale"], *numbers)
-        value_scale, softcap, scale, *numbers = _changing.unpacked(given, changing_numbers)
-        triples = zip(kinds, *[iter(numbers)] * 3, strict=True)
-        terms = [Term(kind, coefficient, (first, second)) for kind, coefficient, first, second in triples]
-        transform = Transform.of((softcap, scale), teacher_skip_id)
-        return cls(DivergenceSpec.of(terms, lam_of_mean, full), transform, value_scale, per_row, weighted)
 
 
 def checked_spec(

@@ -30,11 +30,6 @@ class Head(NamedTuple):
     u: Tensor | None = None
     U: Tensor | None = None
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "Tensor weight, Tensor? bias, Tensor? u, Tensor? U"
-
     @property
     def flat(self) -> Head:
         """The head with the rows of its low-rank part as ``[N, r]``."""

@@ -78,10 +78,8 @@ class Options(NamedTuple):
         )
 
     @property
-    def truncation(self) -> Truncation | None:
-        """The truncation of the softmax, or None."""
-        if self.top_k is None and self.top_p is None and self.min_p is None:
-            return None
+    def truncation(self) -> Truncation:
+        """The truncation of the softmax."""
         return Truncation(self.top_k, self.top_p, self.min_p)
 
 

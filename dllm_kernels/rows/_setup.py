@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels._checks._backend import use_triton
-from dllm_kernels._graph import _changing
 from dllm_kernels._graph._plain import check_no_tangent
 from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_products
 from dllm_kernels.rows._interface import RowPrimitives
@@ -106,15 +105,6 @@ class Setup(NamedTuple):
     with_ids: bool = False
     split: Split | None = None
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return (
-            "float softcap, float logit_scale, Tensor? changing, SymInt? skip_id, bool triton, ScalarType dtype, "
-            "ScalarType logits_dtype, bool[] needs, SymInt? chunk_size, SymInt? num_active, bool with_lse, "
-            "bool with_correct, bool with_ids"
-        )
-
     @classmethod
     def of(cls, logits: Logits, options: Options, split: Split | None = None) -> Setup:
         """Derive the settings of a call from validated logits and options.
@@ -158,25 +148,6 @@ class Setup(NamedTuple):
         if self.split is None or self.split.primitives is None:
             return whole
         return self.split.primitives(whole)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`."""
-        (softcap, scale), changing = _changing.packed(self.transform.factors)
-        return {
-            "softcap": softcap, "logit_scale": scale, "changing": changing, "skip_id": self.transform.skip_id,
-            "triton": self.triton, "dtype": self.dtype, "logits_dtype": self.logits_dtype, "needs": list(self.needs),
-            "chunk_size": self.chunk_size, "num_active": self.num_active, "with_lse": self.with_lse,
-            "with_correct": self.with_correct, "with_ids": self.with_ids,
-        }  # fmt: skip
-
-    @classmethod
-    def from_arguments(
-        cls, *, softcap: float, logit_scale: float, changing: Tensor | None, skip_id: int | None, needs: list[bool],
-        **others: Any,
-    ) -> Setup:  # fmt: skip
-        """Rebuild from :meth:`arguments`; the values in ``changing`` are 0 while a graph is traced."""
-        transform = Transform.of(_changing.unpacked((softcap, logit_scale), changing), skip_id)
-        return cls(transform, needs=NeedsGrad(*needs), **others)
 
 
 def compute_dtype(logits: LinearLogits) -> torch.dtype:

@@ -38,11 +38,6 @@ class RequestedStats(NamedTuple):
     with_entropy: bool
     with_rest: bool
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "Tensor ids, Tensor? marks, Tensor? mix_a, Tensor? mix_b, bool with_entropy, bool with_rest"
-
     @classmethod
     def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> RequestedStats:
         """Flatten the validated tensors of a call."""

@@ -84,14 +84,6 @@ class StatsResult(NamedTuple):
     rest_max: Any = None
     rest_sum: Any = None
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return (
-            "Tensor log_probs, Tensor? row_max, Tensor? log_sum, Tensor? entropy, Tensor? mix, Tensor? mix_weight, "
-            "Tensor? correct, Tensor? best, Tensor? rest, Tensor? rest_max, Tensor? rest_sum"
-        )
-
 
 class Upstream(NamedTuple):
     """Upstream gradients of the differentiable outputs, ``[N, K]`` and ``[N]``; None for outputs without a gradient."""
@@ -101,11 +93,6 @@ class Upstream(NamedTuple):
     entropy: Tensor | None
     mix: Tensor | None
     rest: Tensor | None = None
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "Tensor? grad_log_probs, Tensor? grad_lse, Tensor? grad_entropy, Tensor? grad_mix, Tensor? grad_rest"
 
 
 class Coefficients(NamedTuple):

@@ -44,14 +44,6 @@ class Teacher(NamedTuple):
     columns: Tensor | None = None
     inverse: Tensor | None = None
 
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return (
-            "Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_u, Tensor? teacher_U, "
-            "Tensor? teacher_rows, Tensor? draft_to_target, Tensor? target_to_draft"
-        )
-
     def flat(self, *, from_hidden: bool) -> Teacher:
         """Return the teacher with flat rows: hidden states ``[R, D']``; logits keep their shape."""
         rows, columns = (None if t is None else flat_index(t) for t in (self.rows, self.columns))

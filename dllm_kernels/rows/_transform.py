@@ -6,7 +6,6 @@ The Triton implementation is in ``backends/triton/_transform.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,14 +32,6 @@ class Transform(NamedTuple):
     def pointwise(self) -> Transform:
         """The transform without the skipped column."""
         return self._replace(skip_id=None)
-
-    @property
-    def factors(self) -> list[float]:
-        """The cap and the scale, 0 for None.
-
-        Kept as floats, not bit patterns: a symbolic float has no bit pattern during tracing.
-        """
-        return [0.0 if f is None else f for f in self[:2]]
 
     @property
     def is_identity(self) -> bool:
@@ -90,12 +81,6 @@ class Transform(NamedTuple):
     def first_column(self) -> int:
         """The lowest column that is not skipped."""
         return int(self.skip_id == 0)
-
-    @classmethod
-    def of(cls, factors: Sequence[float], column: int | None) -> Transform:
-        """Rebuild the transform from its :attr:`factors` and the skipped column."""
-        softcap, scale = (None if f == 0 else f for f in factors)
-        return cls(softcap, scale, column)
 
 
 NO_TRANSFORM = Transform()

@@ -39,6 +39,9 @@ class Truncation(NamedTuple):
         return self.top_k is not None or self.top_p is not None
 
 
+NO_TRUNCATION = Truncation()
+
+
 def only_prefix(values: Tensor, columns: Tensor, V: int, truncation: Truncation) -> Tensor:
     """Return rows ``[R, V]`` with the kept ones of ``values`` in their columns, and -inf elsewhere.
 

@@ -27,6 +27,7 @@ from dllm_kernels.ops import (
     weighted_nll,
 )
 from dllm_kernels.policy._quadrature import quadrature_rule
+from dllm_kernels.rows._setup import Setup
 from tests.conftest import DEVICE
 from tests.support.opcheck import opcheck_calls
 
@@ -189,9 +190,19 @@ def test_arguments_are_typed_and_have_the_names_of_the_function():
     for name in _custom_ops.OPS.keys() - OTHERS.keys() - {"child_seeds"}:
         op = _custom_ops.OPS[name]
         arguments = {argument.name: str(argument.type) for argument in op.overload._schema.arguments}
-        assert {"softcap": "float", "skip_id": "Optional[int]", "triton": "bool"}.items() <= arguments.items(), name
+        of_transform = {"setup_transform_softcap": "float", "setup_transform_skip_id": "Optional[int]"}
+        assert {**of_transform, "setup_triton": "bool"}.items() <= arguments.items(), name
         own = [p for p in inspect.signature(op.function).parameters if p in arguments]
         assert own, name
+
+
+def test_only_the_split_of_a_call_on_dtensors_is_no_argument():
+    for name, op in _custom_ops.OPS.items():
+        records = [kind for kind in op.kinds.values() if kind not in _custom_ops.TYPES]
+        for kind in records:
+            held = _custom_ops._fields(kind)
+            assert {*kind._fields} - held.keys() == ({"split"} if kind is Setup else set()), (name, kind)
+            records += [of_field for of_field in held.values() if of_field not in _custom_ops.TYPES]
 
 
 def test_opcheck_of_the_check_of_targets():

@@ -9,9 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
+from dllm_kernels._graph import _custom_ops
 from dllm_kernels.ops import linear_topk_divergence, token_nll, topk_divergence, weighted_linear_nll
 from dllm_kernels.rows import _active_rows, _chunks, _rest, _setup
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
+from dllm_kernels.rows._setup import Setup
+from dllm_kernels.rows._teacher import Teacher
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 from tests.conftest import DEVICE
 from tests.ops.test_divergence import MANY
@@ -194,7 +197,9 @@ def test_names():
     assert checked_spec({"l1": 0.5, "tv": 1, "kl": 0}) == checked_spec({"tv": 2.0})
     for transform in (Transform(), Transform(3.0, 0.7, 0)):
         comparison = Comparison(checked_spec(MANY, beta=0.3, base="soft_ce"), transform, 4.0, True)
-        assert Comparison.from_arguments(**comparison.arguments()) == comparison
+        x, op = torch.ones(2, 3), _custom_ops.OPS["divergence"]
+        args = [x, Teacher(x), None, x[:, 0], comparison, Setup(transform, logits_dtype=torch.float16)]
+        assert op.rebuilt(*op.arguments(args)) == args  # tensors are compared by identity
 
 
 class Casts(TorchDispatchMode):
