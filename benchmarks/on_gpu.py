@@ -65,33 +65,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PARITY = {
     "parity_nll": (
         "ops/test_token_nll",
-        "internals/test_token_nll",
         "ops/test_linear_nll",
-        "internals/test_linear_nll",
+        "internals/test_rows",
         "kernels/test_row_kernels",
         "ops/test_row_stats",
-        "internals/test_row_stats",
+        "internals/test_backends",
     ),
     "parity_losses": (
         "losses/test_losses",
         "internals/test_losses",
         "mtp/test_mtp",
-        "internals/test_mtp",
         "ops/test_linear_sample",
-        "internals/test_linear_sample",
         "ops/test_divergence",
-        "internals/test_divergence",
         "kernels/test_divergence_kernel",
     ),
     "parity_noise": (
         "corruption/test_corruption",
         "internals/test_corruption",
         "corruption/test_corruption_levels",
-        "internals/test_corruption_levels",
         "ops/test_gumbel_topk",
-        "internals/test_gumbel_topk",
-        "internals/test_philox",
-        "internals/test_compile",
+        "ops/test_compile",
     ),
 }
 BENCHMARKS = (sys.executable, "-m", "benchmarks")

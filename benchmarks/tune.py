@@ -1,4 +1,4 @@
-"""Search the tile sizes of the kernels over rows of logits, and report changes for ``_backends/triton/_tiles.py``.
+"""Search the tile sizes of the kernels over rows of logits, and report changes for ``backends/triton/_tiles.py``.
 
 Each candidate tile replaces the rule in ``_tiles.py``, is timed on the shapes of real models with all rows active, and
 is compared with the tile of the rule. Nothing is written back: change a rule by hand, and note the device and the
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 @contextlib.contextmanager
 def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
     """Make ``_tiles.<rule>`` return this tile for every shape."""
-    from dllm_kernels._backends.triton import _tiles
+    from dllm_kernels.backends.triton import _tiles
 
     kept = getattr(_tiles, rule)
     setattr(_tiles, rule, lambda *_, **__: tile)
@@ -51,7 +51,7 @@ def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
 
 def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
     """Return the tiles to try for a rule: one to eight accesses of 16 bytes per thread."""
-    from dllm_kernels._backends.triton._tiles import Tile
+    from dllm_kernels.backends.triton._tiles import Tile
 
     size = "toy" if size == "toy" else "full"
     tiles = [(b, w) for b in BLOCKS[size] for w in WARPS[size] if size == "toy" or 1 <= b * itemsize / (512 * w) <= 8]
@@ -63,9 +63,9 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
 
     The divergence runs on a chunk of pairs of rows: kl takes two passes, l1 three.
     """
-    from dllm_kernels._backends._divergence import DivergenceRequest
-    from dllm_kernels._backends.triton import divergence, linear_nll, token_nll
-    from dllm_kernels._core._divergence_spec import checked_spec
+    from dllm_kernels.backends.triton import divergence, linear_nll, token_nll
+    from dllm_kernels.rows._divergence import DivergenceRequest
+    from dllm_kernels.rows._divergence_spec import checked_spec
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)

@@ -2,7 +2,7 @@
 
 Chunk sizes are measured with the public call from hidden states, through a frozen head (half of the rows active) and a
 trained head. Kernels are measured alone, on one chunk of logits or on one batch. A candidate is a copy of
-``dllm_kernels._backends.triton`` with a few replaced lines, or a kernel beside it:
+``dllm_kernels.backends.triton`` with a few replaced lines, or a kernel beside it:
 
 * ``chunk``: no cache hint, no prefetching; ``one pass`` reads the row once (``candidates.linear_nll_once``).
 * ``forward``: prefetching.
@@ -37,9 +37,9 @@ from torch import Tensor
 from benchmarks import linear_nll, measure
 from benchmarks.record import card, environment, report
 from benchmarks.shapes import HEADLINE, Shape
-from dllm_kernels._core._active_rows import limits_of_chunks
+from dllm_kernels.rows._active_rows import limits_of_chunks
 
-KERNELS = Path(__file__).parents[1] / "dllm_kernels" / "_backends" / "triton"
+KERNELS = Path(__file__).parents[1] / "dllm_kernels" / "backends" / "triton"
 CHUNKS = {
     "toy": (4, 8),
     "small": (128, 256, 512),
@@ -51,7 +51,7 @@ PARTS = (2, 3, 4, 8)  # of the vocabulary
 
 
 class Change(NamedTuple):
-    """A replacement in a file of ``dllm_kernels/_backends/triton``; the old text must occur exactly once."""
+    """A replacement in a file of ``dllm_kernels/backends/triton``; the old text must occur exactly once."""
 
     file: str
     old: str
@@ -128,8 +128,8 @@ def _forward(module: Import, rows: Rows) -> tuple[Tensor, ...]:
 
 
 def _sample(module: Import, rows: Rows, temperature: float | None) -> Any:
-    from dllm_kernels._random._noise import Noise
-    from dllm_kernels._utils._transform import NO_TRANSFORM
+    from dllm_kernels.corruption._noise import Noise
+    from dllm_kernels.rows._transform import NO_TRANSFORM
 
     if temperature is None:
         return module("sample").sample(rows.logits, NO_TRANSFORM, None)
@@ -148,8 +148,8 @@ def _greedy_wide(module: Import, rows: Rows) -> tuple[Tensor, ...]:
 
 
 def _request(ids: Tensor, rows: Rows) -> Any:
-    from dllm_kernels._backends._row_stats import StatsRequest
-    from dllm_kernels._utils._transform import NO_TRANSFORM
+    from dllm_kernels.rows._stats_interface import StatsRequest
+    from dllm_kernels.rows._transform import NO_TRANSFORM
 
     transform = NO_TRANSFORM._replace(scale=1 / TEMPERATURE)
     return StatsRequest(ids[:, None], rows.targets, transform=transform, entropy=True)
@@ -194,7 +194,7 @@ GAINS: dict[tuple[str, str], dict[str, float]] = {
 
 @contextlib.contextmanager
 def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
-    """Return an import function for a copy of ``dllm_kernels._backends.triton`` with these texts replaced."""
+    """Return an import function for a copy of ``dllm_kernels.backends.triton`` with these texts replaced."""
     with tempfile.TemporaryDirectory() as folder:
         package = f"kernels_{Path(folder).name}"
         copy = Path(folder, package)
@@ -202,10 +202,10 @@ def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
         for file, old, new in changes:
             text = (copy / file).read_text()
             if text.count(old) != 1:
-                raise ValueError(f"_backends/triton/{file} must hold once, has {text.count(old)} times:\n{old}")
+                raise ValueError(f"backends/triton/{file} must hold once, has {text.count(old)} times:\n{old}")
             (copy / file).write_text(text.replace(old, new))
         for path in copy.rglob("*.py"):
-            path.write_text(path.read_text().replace("dllm_kernels._backends.triton", package))
+            path.write_text(path.read_text().replace("dllm_kernels.backends.triton", package))
         sys.path.insert(0, folder)
         try:
             yield lambda name: importlib.import_module(f"{package}.{name}")

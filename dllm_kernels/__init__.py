@@ -1,11 +1,10 @@
 """Fused losses and corruption routines for training diffusion language models: drop-in replacements by import."""
 
 # ruff: noqa: F403, F405 -- re-exports the __all__ of each subpackage
-from dllm_kernels import corruption, fused, generate, losses, mtp, ops, policy
-from dllm_kernels._utils._doc import describe_arguments
+from dllm_kernels import corruption, deferred, generate, losses, mtp, ops, policy
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import *
-from dllm_kernels.fused import *
+from dllm_kernels.deferred import *
 from dllm_kernels.generate import *
 from dllm_kernels.losses import *
 from dllm_kernels.mtp import *
@@ -18,6 +17,5 @@ _batched_gumbel_topk = batched_gumbel_topk
 _compute_per_token_nll = compute_per_token_nll
 
 __all__ = ["DLLMCollator", "__version__"]
-__all__ += corruption.__all__ + fused.__all__ + generate.__all__ + losses.__all__ + mtp.__all__ + ops.__all__
+__all__ += corruption.__all__ + deferred.__all__ + generate.__all__ + losses.__all__ + mtp.__all__ + ops.__all__
 __all__ += policy.__all__
-describe_arguments([globals()[name] for name in __all__])

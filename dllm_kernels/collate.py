@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels._utils._checks import (
-    MOST_SIZE,
-    check_mask_values,
-    checked_bool,
-    checked_int,
-    checked_int64,
-    is_int,
-    type_name,
-)
+from dllm_kernels import _checks
 
 __all__ = ["DLLMCollator"]
 
@@ -73,28 +65,19 @@ class DLLMCollator:
     """
 
     def __init__(
-        self,
-        pad_token_id: int = 0,
-        eos_token_id: int | None = None,
-        block_size: int | None = None,
-        pad_seq_len_divisible: int | None = None,
-        max_seq_len: int | None = None,
-        supervise_padding: bool = False,
-        response_window: bool = False,
-        *,
-        pin_memory: bool = False,
-    ) -> None:
-        self.pad_token_id = checked_int64("pad_token_id", pad_token_id)
-        self.eos_token_id = None if eos_token_id is None else checked_int64("eos_token_id", eos_token_id)
-        self.block_size = None if block_size is None else checked_int("block_size", block_size, 1, MOST_SIZE)
-        self.pad_seq_len_divisible, self.max_seq_len = (
-            None if value is None else checked_int(name, value, None, MOST_SIZE)
-            for name, value in (("pad_seq_len_divisible", pad_seq_len_divisible), ("max_seq_len", max_seq_len))
-        )
+        self, pad_token_id: int = 0, eos_token_id: int | None = None, block_size: int | None = None,
+        pad_seq_len_divisible: int | None = None, max_seq_len: int | None = None, supervise_padding: bool = False,
+        response_window: bool = False, *, pin_memory: bool = False,
+    ) -> None:  # fmt: skip
+        self.pad_token_id = _checks.checked_int64("pad_token_id", pad_token_id)
+        self.eos_token_id = None if eos_token_id is None else _checks.checked_int64("eos_token_id", eos_token_id)
+        self.block_size = _checked_size("block_size", block_size, 1)
+        self.pad_seq_len_divisible = _checked_size("pad_seq_len_divisible", pad_seq_len_divisible)
+        self.max_seq_len = _checked_size("max_seq_len", max_seq_len)
         self.block_pad_token_id = self.pad_token_id if self.eos_token_id is None else self.eos_token_id
-        self.supervise_padding = checked_bool("supervise_padding", supervise_padding)
-        self.response_window = checked_bool("response_window", response_window)
-        self.pin_memory = checked_bool("pin_memory", pin_memory)
+        self.supervise_padding = _checks.checked_bool("supervise_padding", supervise_padding)
+        self.response_window = _checks.checked_bool("response_window", response_window)
+        self.pin_memory = _checks.checked_bool("pin_memory", pin_memory)
 
     def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Collate a batch.
@@ -142,7 +125,8 @@ class DLLMCollator:
         if out["loss_mask"].numpy().max(initial=0) > 1:
             for i, row in enumerate(rows["loss_mask"]):
                 if row.dtype.kind in "iu":
-                    check_mask_values(f"sample {i}, field 'loss_mask'", torch.from_numpy(row.astype("i8")), no_ids=True)
+                    mask = torch.from_numpy(row.astype("i8"))
+                    _checks.check_mask_values(f"sample {i}, field 'loss_mask'", mask, no_ids=True)
         return {**out, "input_lengths": lengths.pin_memory() if self.pin_memory else lengths}
 
     def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:
@@ -156,7 +140,7 @@ class DLLMCollator:
                 if row.dtype.kind in "if":  # a list of small numbers, the common case, is packed into unsigned bytes
                     with np.errstate(over="ignore"):  # what overflows is an infinity, which is rejected
                         values = row.astype(np.float32 if is_mask else np.float64)
-                    check_mask_values(name, torch.from_numpy(values))
+                    _checks.check_mask_values(name, torch.from_numpy(values))
         return list(rows.values())
 
     @staticmethod
@@ -185,15 +169,9 @@ class DLLMCollator:
         return max(length, 1)
 
     def _pad_and_fill(
-        self,
-        samples: Sequence[Any],
-        content_lengths: torch.Tensor,
-        fill_ends: torch.Tensor,
-        target_len: int,
-        pad_value: int,
-        block_pad_value: int,
-        dtype: torch.dtype = torch.long,
-    ) -> torch.Tensor:
+        self, samples: Sequence[Any], content_lengths: torch.Tensor, fill_ends: torch.Tensor, target_len: int,
+        pad_value: int, block_pad_value: int, dtype: torch.dtype = torch.long,
+    ) -> torch.Tensor:  # fmt: skip
         """Build ``[B, target_len]`` from one field of all samples: content, fill up to ``fill_ends``, then pad."""
         out = torch.empty((len(samples), target_len), dtype=dtype, device="cpu", pin_memory=self.pin_memory)
         view = out.numpy()
@@ -206,15 +184,19 @@ class DLLMCollator:
         return out
 
 
+def _checked_size(name: str, value: Any, least: int | None = None) -> int | None:
+    return None if value is None else _checks.checked_int(name, value, least, _checks.MOST_SIZE)
+
+
 def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
     """Return the samples of a batch; raise TypeError unless they are dicts. ``name`` is that of the argument."""
     if isinstance(samples, (Mapping, torch.Tensor)) or not isinstance(samples, Iterable):
         hint = "; put a single sample into a list" if isinstance(samples, Mapping) else ""
-        raise TypeError(f"{name} must be a list of dicts, got {type_name(samples)}{hint}")
+        raise TypeError(f"{name} must be a list of dicts, got {_checks.type_name(samples)}{hint}")
     found = list(samples)
     for i, sample in enumerate(found):
         if not isinstance(sample, Mapping):
-            raise TypeError(f"sample {i} must be a dict, got {type_name(sample)}")
+            raise TypeError(f"sample {i} must be a dict, got {_checks.type_name(sample)}")
     return found
 
 
@@ -229,18 +211,15 @@ def _length(i: int, sample: Mapping[str, Any], fields: Sequence[str]) -> int:
             length = len(sample[field])
         except TypeError as error:
             raise _not_numbers(f"sample {i}, field {field!r}", sample[field]) from error
-        if length != len(sample["input_ids"]):
-            raise ValueError(
-                f"sample {i}, field {field!r} must be as long as its 'input_ids', {len(sample['input_ids'])}, "
-                f"got {length}"
-            )
+        if length != (size := len(sample["input_ids"])):
+            raise ValueError(f"sample {i}, field {field!r} must be as long as its 'input_ids', {size}, got {length}")
     return length
 
 
 def _not_numbers(name: str, values: object) -> TypeError:
-    what = type_name(values)
+    what = _checks.type_name(values)
     if isinstance(values, (list, tuple)):
-        what += " of " + ", ".join(sorted({type_name(value) for value in values}))
+        what += " of " + ", ".join(sorted({_checks.type_name(value) for value in values}))
     return TypeError(f"{name} must be a sequence of numbers, got {what}")
 
 
@@ -291,7 +270,7 @@ def _packed(name: str, values: Sequence[Any]) -> Any:
 def _check_exact(name: str, values: Sequence[Any], row: Row) -> None:
     """Raise if an int of the list is rounded in its float64 row, because float64 is exact up to 2**53 only."""
     for i in np.flatnonzero(np.abs(row) >= 2.0**53).tolist():
-        if is_int(values[i]) and int(values[i]) != int(row[i]):
+        if _checks.is_int(values[i]) and int(values[i]) != int(row[i]):
             raise ValueError(f"{name} must hold no floats beside an int beyond 2**53, got {values[i]} at position {i}")
 
 

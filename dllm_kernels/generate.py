@@ -13,11 +13,11 @@ runs inside the LM head (:func:`dllm_kernels.linear_sample`): the head projects 
 chunk at a time, and ``[B, L, V]`` logits never exist.
 
 **Random bits.** Each row has a seed, and counts the steps in which it has a masked token in the block. Child s + 1 of
-the seed (``dllm_kernels._random._philox``) is the seed of its step s. The tokens of the step are rows under this seed,
-numbered from the first token of the block. Its position draws, numbered in the same way, are the uniforms of Gumbel
-noise of the positions (``position_temperature``). The position draws of child 0, one per new token, are the scores of
-random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it, and its
-child seed b is the seed of row b.
+the seed (``dllm_kernels.corruption._philox``) is the seed of its step s. The tokens of the step are rows under this
+seed, numbered from the first token of the block. Its position draws, numbered in the same way, are the uniforms of
+Gumbel noise of the positions (``position_temperature``). The position draws of child 0, one per new token, are the
+scores of random remasking. ``seeds`` are the seeds of the rows. With a generator, one seed per call is drawn from it,
+and its child seed b is the seed of row b.
 
 With ``infill``, the first block and the draws of child 0 begin at the first token of the row that is not padding. Rows
 with different padding share columns, so token j of the first block has its own seed, child j of the seed of the step.
@@ -35,21 +35,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dllm_kernels import ops
-from dllm_kernels._random import _gumbel, _philox, _rules, _seeds
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype, dtype_of_logits, in_dtype_of
-from dllm_kernels._utils._plain import has_values, is_dtensor, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
-from dllm_kernels.corruption import checked_mask_id
+from dllm_kernels import _checks, ops
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import has_values, is_dtensor, readable_without_sync
+from dllm_kernels.corruption import _gumbel, _philox, _rules, _seeds, checked_mask_id
 from dllm_kernels.distributed import calls
-from dllm_kernels.fused import _lora
-from dllm_kernels.fused._in_head import HeadOutput, head_of, running_in_head
+from dllm_kernels.head import _lora
+from dllm_kernels.head._in_head import HeadFunction, HeadOutput, head_of, running_in_head
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits, cast_head, map_rows
 
 __all__ = ["DiffusionGeneration", "diffusion_generate"]
 
 REMASKING = "confidence", "margin", "entropy", "random"
 OF_PROBABILITIES = "confidence", "margin"  # whose scores are compared with a threshold
+Predict = Callable[[HeadFunction], Tensor]  # returns what a function of the logits computes in a call of the model
 
 
 class DiffusionGeneration(NamedTuple):
@@ -107,36 +108,16 @@ def schedule(length: int, block_size: int, steps: int | None, *, infill: bool = 
 
 
 def diffusion_generate(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    *,
-    mask_token_id: int,
-    max_new_tokens: int,
-    steps: int | None = None,
-    block_size: int | None = None,
-    remasking: str = "confidence",
-    position_temperature: float = 0.0,
-    threshold: float | None = None,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    cfg_scale: float = 0.0,
-    suppress_ids: int | Collection[int] | Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    eos_token_id: int | Collection[int] | Tensor | None = None,
-    delay_eos: bool = False,
-    pad_token_id: int | None = None,
-    infill: bool = False,
-    shift: bool = False,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    head: nn.Module | None = None,
-    model_kwargs: Mapping[str, Any] | None = None,
-    logits_dtype: torch.dtype | None = None,
-    chunk_size: int | None = None,
-    backend: str = "auto",
-) -> DiffusionGeneration:
+    model: nn.Module, prompt_ids: Tensor, *, mask_token_id: int, max_new_tokens: int, steps: int | None = None,
+    block_size: int | None = None, remasking: str = "confidence", position_temperature: float = 0.0,
+    threshold: float | None = None, temperature: float = 0.0, top_k: int | None = None, top_p: float | None = None,
+    min_p: float | None = None, cfg_scale: float = 0.0, suppress_ids: int | Collection[int] | Tensor | None = None,
+    attention_mask: Tensor | None = None, eos_token_id: int | Collection[int] | Tensor | None = None,
+    delay_eos: bool = False, pad_token_id: int | None = None, infill: bool = False, shift: bool = False,
+    seeds: Tensor | None = None, generator: torch.Generator | None = None, head: nn.Module | None = None,
+    model_kwargs: Mapping[str, Any] | None = None, logits_dtype: torch.dtype | None = None,
+    chunk_size: int | None = None, backend: str = "auto",
+) -> DiffusionGeneration:  # fmt: skip
     """Continue prompts with a masked diffusion language model, without a tensor of logits.
 
     The model is called as ``model(ids)``, or ``model(ids, attention_mask=...)`` if a mask is given, in evaluation mode
@@ -222,7 +203,7 @@ def diffusion_generate(
             ``cfg_scale``, tensors whose first dimension is B are repeated for the other half of the rows.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
             operands.
-        chunk_size: {chunk_size}
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -260,9 +241,8 @@ def diffusion_generate(
     _checks.check_not_negative("cfg_scale", cfg_scale)
     sampling = _Sampling(
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-        {"skip_id": mask, "chunk_size": chunk_size, "backend": backend},
-        logits_dtype, remasking, float(cfg_scale),
-        checked_tokens("suppress_ids", suppress_ids, V),
+        {"skip_id": mask, "logits_dtype": logits_dtype, "chunk_size": chunk_size},
+        backend, remasking, float(cfg_scale), checked_tokens("suppress_ids", suppress_ids, V),
     )  # fmt: skip
     sampling.check(V, device)
     inputs, real = _model_inputs(prompt, attention_mask, max_new_tokens, model_kwargs, shift)
@@ -273,8 +253,9 @@ def diffusion_generate(
         of_rows = _philox.child_seeds(call.view(1), B)[0] if seeds is None else call
         of_steps = _philox.child_seeds(of_rows, 1 + min(steps or P + max_new_tokens, P + max_new_tokens))
     holes = (prompt == mask) & real if infill else None
-    if holes is not None and shift:
-        _check_first_is_given(holes, real)
+    # No row of a shifted model predicts the first token.
+    if holes is not None and shift and (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
+        raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
     rows = torch.cat([prompt, prompt.new_full((B, max_new_tokens), mask)], 1)
     tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(parts.weight.dtype))
     groups = calls.groups_of(model)
@@ -311,30 +292,32 @@ class _Sampling(NamedTuple):
 
     Attributes:
         samples: temperature and truncation.
-        of_head: options of every op on the masked tokens.
-        logits_dtype: as in :func:`diffusion_generate`.
+        logits_fields: fields of the record of the logits.
+        backend: as in :func:`diffusion_generate`.
         remasking: as in :func:`diffusion_generate`.
         cfg_scale: as in :func:`diffusion_generate`.
         suppressed: ids that are never sampled.
     """
 
     samples: dict[str, Any]
-    of_head: dict[str, Any]
-    logits_dtype: torch.dtype | None
+    logits_fields: dict[str, Any]
+    backend: str
     remasking: str
     cfg_scale: float
     suppressed: list[int]
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        if self.of_head["skip_id"] >= V:
-            raise ValueError(f"mask_token_id must lie in [0, {V}), got {self.of_head['skip_id']}")
-        if len({self.of_head["skip_id"], *self.suppressed}) == V:
+        mask, dtype, _ = self.logits_fields.values()
+        if mask >= V:
+            raise ValueError(f"mask_token_id must lie in [0, {V}), got {mask}")
+        if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
-        _checks.check_wide_logits(self.logits_dtype)
+        _checks.check_wide_logits(dtype)
         hidden, head = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (0, V))
         seed = torch.zeros((), dtype=torch.int64, device=device)
-        ops.linear_sample(hidden, head, seeds=seed, **self.samples, **self.of_head)
+        logits = LinearLogits(hidden, head, **self.logits_fields)
+        ops.linear_sample(logits, seeds=seed, backend=self.backend, **self.samples)
 
     @property
     def of_scores(self) -> bool:
@@ -342,30 +325,23 @@ class _Sampling(NamedTuple):
         temperature, top_k, top_p, min_p = self.samples.values()
         return temperature in (0, 1) and not top_k and top_p in (None, 1) and not min_p
 
-    def sampled(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None, *,
-        seeds: Tensor | None, **rows: Any,
-    ) -> Tensor:  # fmt: skip
-        """Sample tokens from hidden states ``[B, W, D]``; ``rows`` are options of the ops that name the masked ones.
+    def sampled(self, logits: LinearLogits, seeds: Tensor | None, active: Tensor) -> Tensor:
+        """Sample tokens from the logits of hidden states ``[B, W, D]``; ``active [B, W]`` marks the masked ones.
 
         With guidance, hidden states and the rows of ``extra`` are ``[2B, W, ...]``. Returns ids, log-probabilities and
         scores ``[B, W, 3]``, float64, which represents every id exactly.
         """
-        hidden = self._guided(hidden)
-        weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-        options: dict[str, Any] = {
-            **self.of_head, **rows, "bias": self._without_suppressed(weight, bias),
-            "extra": None if extra is None else (self._guided(extra[0]), extra[1]),
-            "logits_dtype": dtype_of_logits(hidden, self.logits_dtype),
-        }  # fmt: skip
+        logits = cast_head(replaced(map_rows(logits, self._guided), **self.logits_fields))
+        logits = replaced(logits, bias=self._without_suppressed(logits.weight, logits.bias))
+        options: dict[str, Any] = {"active": active, "backend": self.backend}
         first_two = 2 if self.remasking == "margin" else None
-        out = ops.linear_sample(hidden, weight, seeds=seeds, return_top=first_two, **self.samples, **options)
+        out = ops.linear_sample(logits, seeds=seeds, return_top=first_two, **self.samples, **options)
         score, of_scores = out.log_probs, out
         if self.remasking == "confidence" and not self.of_scores:
-            score = ops.token_log_probs(hidden, out.ids, weight=weight, **options).log_probs
+            score = ops.token_log_probs(logits, out.ids, **options).log_probs
         elif self.remasking in ("margin", "entropy"):
             if not self.of_scores:
-                of_scores = ops.linear_sample(hidden, weight, temperature=0, return_top=first_two, **options)
+                of_scores = ops.linear_sample(logits, temperature=0, return_top=first_two, **options)
             score = -of_scores.entropy
             if of_scores.top_log_probs is not None:
                 score = -of_scores.top_log_probs.double().exp().diff(dim=-1)[..., 0]
@@ -420,10 +396,8 @@ class Choice(NamedTuple):
             _checks.check_probability("threshold", threshold, "a number or None")
             if remasking not in OF_PROBABILITIES:
                 raise ValueError(f"threshold must be None for remasking={remasking!r}, got {threshold}")
-            if position_temperature != 0:
-                raise ValueError(
-                    "threshold and position_temperature exclude each other: expected one of them, got both"
-                )
+        if threshold is not None and position_temperature != 0:
+            raise ValueError("threshold and position_temperature exclude each other: expected one of them, got both")
         if late is not None and not late:
             raise ValueError("eos_token_id must be given for delay_eos=True, got none")
         return cls(remasking, float(position_temperature), threshold, late or [])
@@ -486,24 +460,21 @@ class _Tokens:
             draws = _position_draws(seeds[:, 0], L if self.infills else L - self.P)
             self.order = (draws.gather(1, self.number) if self.infills else F.pad(draws, (self.P, 0))).double()
 
-    def decode(self, block: Block, predict: Callable[[Callable[..., Tensor]], Tensor], groups: calls.Groups) -> None:
+    def decode(self, block: Block, predict: Predict, groups: calls.Groups) -> None:
         """Decode a block; stop early if no rank has a masked token left, which only these options make possible."""
         at = slice(0 if self.infills and block.start == 0 else self.P + block.start, self.P + block.stop)
         of_row, counted = block.stop - block.start, self.choice.threshold is not None or at.start < self.P
         endless = itertools.repeat(self.ids.shape[1])  # more steps than a row has tokens: one token per step
         for left in endless if block.steps is None else range(block.steps, 0, -1):
             masked = self.masked[:, at]
-            num_active = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
-            if counted and not calls.on_any_rank(num_active > 0, groups, masked.device):
+            total = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
+            if counted and not calls.on_any_rank(total > 0, groups, masked.device):
                 break
-            self._step(at, masked, num_active, -(-masked.sum(1) // left), predict)
+            self._step(at, masked, total, -(-masked.sum(1) // left), predict)
             of_row -= -(-of_row // left)
 
-    def _step(
-        self, at: slice, masked: Tensor, num_active: int, count: Tensor,
-        predict: Callable[[Callable[..., Tensor]], Tensor],
-    ) -> None:  # fmt: skip
-        """Sample the masked tokens of some columns, and decode ``count [B]`` of them."""
+    def _step(self, at: slice, masked: Tensor, total: int, count: Tensor, predict: Predict) -> None:
+        """Sample the masked tokens of some columns, at most ``total``, and decode ``count [B]`` of them."""
         columns = (torch.arange(at.start, at.stop, device=masked.device) - int(self.shift)).clamp(min=0)
         seeds, of_tokens, draws = None, None, None
         if self.seeds is not None:
@@ -513,19 +484,17 @@ class _Tokens:
             if at.start < self.P:
                 of_tokens = _philox.child_seeds(seeds, len(columns)).gather(1, self.number[:, at])
                 draws = None if draws is None else draws.gather(1, self.number[:, at])
-        rows: dict[str, Any] = {"seeds": of_tokens, "active": masked, "num_active": num_active}
 
-        def of_block(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
+        def of_block(logits: LinearLogits) -> Tensor:
             B, L = self.ids.shape
-            expected = (2 * B if self.sampling.cfg_scale else B, L)
-            if hidden.shape[:-1] != expected:
+            expected, shape = (2 * B if self.sampling.cfg_scale else B, L), logits.hidden.shape
+            if shape[:-1] != expected:
                 raise ValueError(
                     f"the LM head must receive hidden states of shape {(*expected, 'D')}, one row per token, got "
-                    f"{tuple(hidden.shape)}; {_HeadTokens.advice}"
+                    f"{tuple(shape)}; {_HeadTokens.advice}"
                 )
-            if extra is not None:
-                extra = extra[0].index_select(1, columns), extra[1]
-            return self.sampling.sampled(hidden.index_select(1, columns), weight, bias, extra, **rows)
+            logits = map_rows(logits, lambda t: t.index_select(1, columns))
+            return self.sampling.sampled(replaced(logits, num_active=total), of_tokens, masked)
 
         new, log_probs, score = predict(of_block).unbind(-1)
         kept = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
@@ -592,12 +561,6 @@ def _doubled(value: Any, B: int) -> Any:
     return torch.cat([value, value]) if isinstance(value, Tensor) and value.shape[:1] == (B,) else value
 
 
-def _check_first_is_given(holes: Tensor, real: Tensor) -> None:
-    """Raise if the first token of a row, which no row of a shifted model predicts, is to be decoded."""
-    if (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
-        raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
-
-
 def _model_inputs(
     prompt: Tensor, attention_mask: Any, length: int, model_kwargs: Mapping[str, Any] | None, shift: bool
 ) -> tuple[dict[str, Any], Tensor]:
@@ -615,8 +578,7 @@ def _model_inputs(
         _checks.check_mask("attention_mask", attention_mask, prompt.shape, "that of prompt_ids")
         _checks.check_same_device("prompt_ids", prompt, attention_mask=attention_mask)
         on = attention_mask != 0
-        ones = attention_mask.new_ones(len(prompt), length)
-        inputs["attention_mask"] = torch.cat([attention_mask, ones], 1)
+        inputs["attention_mask"] = F.pad(attention_mask, (0, length), value=1)
     if readable_without_sync(on):
         there = on.any(1)
         last = on[:, -1] if on.shape[1] else there

@@ -26,7 +26,7 @@ from torch.utils import collect_env
 
 import dllm_kernels
 from dllm_kernels import ops
-from dllm_kernels._backends._backend import BACKENDS, use_triton
+from dllm_kernels._checks._backend import BACKENDS, use_triton
 
 # Packages that torch's own report does not list.
 BESIDE = (
@@ -161,9 +161,8 @@ def _error(ours: Form, plain: Form, leaves: Sequence[Tensor], device: str) -> tu
     dtype = leaves[0].dtype
     noise = torch.finfo(torch.float32).eps * leaves[-1].numel() ** 0.5
     pairs = []
-    for found, rounded, exact in zip(
-        results(ours, device, dtype), results(plain, "cpu", dtype), results(plain, "cpu", torch.float64), strict=True
-    ):
+    of_all = results(ours, device, dtype), results(plain, "cpu", dtype), results(plain, "cpu", torch.float64)
+    for found, rounded, exact in zip(*of_all, strict=True):
         error, of_plain = (float((t - exact).abs().max() / exact.abs().max()) for t in (found, rounded))
         pairs.append((error, 2 * of_plain + torch.finfo(dtype).eps + noise))
     return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
@@ -242,13 +241,9 @@ def _sample(device: str, backend: str) -> tuple[float, float]:
 
 # A row of 20,000 float32 logits is shared by two programs.
 CHECKS: dict[str, Callable[[str, str], tuple[float, float]]] = {
-    "float32 NLL": _of_logits(8, 100),
-    "bfloat16 linear NLL": _of_hidden,
-    "NLL of a split row": _of_logits(2, 20_000),
-    "row statistics": _statistics,
-    "corruption": _corruption,
-    "sample": _sample,
-}
+    "float32 NLL": _of_logits(8, 100), "bfloat16 linear NLL": _of_hidden, "NLL of a split row": _of_logits(2, 20_000),
+    "row statistics": _statistics, "corruption": _corruption, "sample": _sample,
+}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ import torch
 
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
-from dllm_kernels._backends._kinds import NAMES
-from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels.corruption import (
     complementary,
     corrupt_all_masked,
@@ -27,6 +25,8 @@ from dllm_kernels.corruption import (
     sample_level,
 )
 from dllm_kernels.losses import HybridDiffusionLLMLoss, MDLMCrossEntropyLoss
+from dllm_kernels.rows._divergence_kinds import NAMES
+from dllm_kernels.rows._divergence_spec import checked_spec
 from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -40,249 +40,93 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds, for tests with unknown run time
 
 EVERY_ROW_OP = (
-    "tests/ops/test_errors.py tests/internals/test_errors.py tests/internals/test_calls.py tests/ops/test_token_nll.py"
-    " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-    " tests/ops/test_extra.py tests/internals/test_custom_ops.py tests/ops/test_transform.py"
-    " tests/internals/test_transform.py tests/ops/test_logits_dtype.py tests/ops/test_row_stats.py"
-    " tests/internals/test_row_stats.py tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py"
-    " tests/internals/test_soft_embedding.py"
-    " tests/ops/test_divergence.py tests/internals/test_divergence.py tests/ops/test_second_order.py"
-    " tests/internals/test_compile.py -k 'not triton'"
+    "errors graph token_nll linear_nll extra transform logits_dtype row_stats"
+    " row_objective soft_embedding divergence second_order compile -k 'not triton'"
 )
-# Path within the package -> arguments of pytest, with fast tests first. The first matching entry is used. If no entry
-# matches, the tests with the same stem are used.
+# Path within the package -> stems of the judges and options of pytest, with fast tests first. `token_nll` stands for
+# every tests/*/test_token_nll.py but that of the oracle. The first matching entry is used. If no entry matches, the
+# tests with the stem of the file are used.
 JUDGES = (
-    (
-        "*sample.py",
-        "tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py tests/distributed/test_distributed.py"
-        " -k 'sample'",
-    ),
-    ("*_noise.py", "tests/internals/test_linear_sample.py tests/ops/test_linear_sample.py"),
-    (
-        "_backends/triton/*corruption*",
-        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " -k 'triton or kernel or count or long or product'",
-    ),
-    ("_backends/triton/gumbel_topk.py", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py -k triton"),
-    (
-        "_backends/triton/_select.py",
-        "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption.py"
-        " tests/internals/test_corruption.py -k 'triton'",
-    ),
-    (
-        "_backends/triton/_philox.py",
-        "tests/internals/test_philox.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py -k 'triton or kernel or bits'",
-    ),
-    ("policy/views.py", "tests/policy/test_views.py -k 'not triton'"),
-    ("policy/objective.py", "tests/policy/test_objective.py tests/policy/test_loss.py"),
-    ("policy/loss.py", "tests/policy/test_loss.py"),
-    ("policy/*", "tests/policy"),
-    ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
-    (
-        "_backends/triton/linear_nll*",
-        "tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " -k 'row or triton'",
-    ),
-    ("_backends/triton/divergence.py", "tests/kernels/test_divergence_kernel.py"),
-    (
-        "distributed/*",
-        "tests/distributed/test_distributed.py tests/internals/test_distributed.py tests/losses/test_head.py"
-        " -k 'two_processes or four_processes or without_a_process_group or divided'",
-    ),
-    (
-        "ops/topk_divergence.py",
-        "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py tests/ops/test_num_active.py"
-        " -k 'topk and not triton'",
-    ),
-    (
-        "_core/_rest.py",
-        "tests/ops/test_topk_divergence.py tests/internals/test_topk_divergence.py -k 'not triton'",
-    ),
-    ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_divergence.py"),
-    (
-        "_backends/triton/row_weights.py",
-        "tests/kernels/test_row_weights.py tests/losses/test_losses.py -k 'triton or kernel'",
-    ),
-    (
-        "_backends/triton/row_stats.py",
-        "tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
-        " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
-        " -k 'triton'",
-    ),
-    (
-        "_backends/triton/*",
-        "tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
-        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " tests/ops/test_row_stats.py tests/internals/test_row_stats.py tests/ops/test_transform.py"
-        " tests/internals/test_transform.py -k 'kernel or triton'",
-    ),
-    (
-        "fused/_lora.py",
-        "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
-        " tests/integrations/test_fused_head_programs.py -k 'nemo_lora or head or adapter or copy'",
-    ),
-    ("fused/_in_head.py", "tests/generate/test_generate.py tests/integrations/test_trl.py -k 'not trainers'"),
-    (
-        "fused/*",
-        "tests/integrations/test_fused_head.py tests/integrations/test_fused_head_programs.py"
-        " tests/internals/test_deferred_logits.py",
-    ),
-    ("integrations/names.py", "tests/integrations/test_names.py"),
-    ("integrations/_recipe.py", "tests/integrations/test_nemo_noise.py"),
-    ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
-    (
-        "integrations/_hosts.py",
-        "tests/integrations/test_nemo.py tests/integrations/test_nemo_noise.py tests/integrations/test_speculators.py",
-    ),
-    ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
-    ("integrations/trl.py", "tests/integrations/test_trl.py"),
-    ("integrations/_attention.py", "tests/integrations/test_transformers.py -k 'causal or trace or mixes'"),
-    ("integrations/transformers*", "tests/integrations/test_transformers.py"),
-    ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),
-    (
-        "mtp*",
-        "tests/ops/test_flags.py tests/mtp/test_mtp.py tests/internals/test_mtp.py tests/ops/test_errors.py"
-        " tests/internals/test_errors.py",
-    ),
-    ("*gumbel*", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/internals/test_philox.py"),
-    (
-        "*philox*",
-        "tests/internals/test_philox.py tests/ops/test_default_device.py tests/ops/test_gumbel_topk.py"
-        " tests/internals/test_gumbel_topk.py",
-    ),
-    (
-        "_corruption/_topk.py",
-        "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption_levels.py"
-        " tests/internals/test_corruption_levels.py",
-    ),
-    (
-        "*corrupt*",
-        "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"
-        " tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py"
-        " tests/internals/test_corruption_levels.py tests/corruption/test_corruption_statistics.py"
-        " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py",
-    ),
-    (
-        "_random/_rules.py",
-        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " tests/corruption/test_corruption_compile.py",
-    ),
-    (
-        "losses/draft_distillation.py",
-        "tests/losses/test_draft_distillation.py tests/losses/test_losses.py tests/internals/test_losses.py"
-        " -k 'not triton'",
-    ),
+    ("*sample.py", "linear_sample distributed -k sample"),
+    ("*_noise.py", "linear_sample"),
+    ("backends/triton/*corruption*", "corruption corruption_levels -k 'triton or kernel or count or long or product'"),
+    ("backends/triton/gumbel_topk.py", "gumbel_topk -k triton"),
+    ("backends/triton/_select.py", "gumbel_topk corruption -k triton"),
+    ("backends/triton/_philox.py", "corruption linear_sample -k 'triton or kernel or bits'"),
+    ("policy/views.py", "views -k 'not triton'"),
+    ("policy/objective.py", "objective loss"),
+    ("policy/loss.py", "loss"),
+    ("policy/*", "views objective loss"),
+    ("*/_transform.py", "flags transform"),
+    ("rows/_logits.py", "linear_logits torch_func token_nll -k 'not triton'"),
+    ("backends/torch/_workers.py", "backends"),
+    ("backends/triton/linear_nll*", "row_kernels linear_nll -k 'row or triton'"),
+    ("backends/triton/divergence.py", "divergence_kernel"),
+    ("distributed/*", "distributed head -k 'two_processes or four_processes or without_a_process_group or divided'"),
+    ("ops/topk_divergence.py", "topk_divergence num_active -k 'topk and not triton'"),
+    ("rows/_rest.py", "topk_divergence -k 'not triton'"),
+    ("*divergence*", "divergence"),
+    ("backends/triton/row_weights.py", "row_weights losses -k 'triton or kernel'"),
+    ("backends/triton/row_stats.py", "row_stats row_objective soft_embedding -k triton"),
+    ("backends/triton/*", "row_kernels token_nll linear_nll row_stats transform -k 'kernel or triton'"),
+    ("head/_lora.py", "nemo_lora transformers fused_head_programs -k 'nemo_lora or head or adapter or copy'"),
+    ("head/_in_head.py", "generate trl -k 'not trainers'"),
+    ("deferred/*", "fused_head fused_head_programs"),
+    ("fused.py", "fused_head fused_head_programs"),
+    ("integrations/names.py", "names"),
+    ("integrations/_recipe.py", "nemo_noise"),
+    ("integrations/nemo*", "nemo nemo_lora"),
+    ("integrations/_hosts.py", "nemo nemo_noise speculators"),
+    ("integrations/speculators.py", "speculators"),
+    ("integrations/trl.py", "trl"),
+    ("integrations/_attention.py", "transformers -k 'causal or trace or mixes'"),
+    ("integrations/transformers*", "transformers"),
+    ("collate.py", "flags collate"),
+    ("mtp*", "flags mtp errors"),
+    ("*gumbel*", "gumbel_topk corruption"),
+    ("*philox*", "corruption default_device gumbel_topk"),
+    ("corruption/_topk.py", "gumbel_topk corruption_levels"),
+    ("corruption/_rules.py", "corruption corruption_levels corruption_compile"),
+    ("corruption/_seeds.py", "corruption default_device"),
+    ("*corrupt*", "flags corruption corruption_levels corruption_statistics gumbel_topk"),
+    ("losses/draft_distillation.py", "draft_distillation losses -k 'not triton'"),
     (
         "losses/*",
-        "tests/ops/test_flags.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
-        " tests/losses/test_target_range.py tests/ops/test_errors.py tests/internals/test_errors.py"
-        " tests/repo/test_api.py tests/losses/test_reduction.py tests/internals/test_options_arrive.py"
-        " tests/losses/test_draft_distillation.py tests/losses/test_draft_blocks.py tests/losses/test_losses.py"
-        " tests/losses/test_laws.py tests/losses/test_packed.py tests/internals/test_losses.py",
+        "flags mask_values target_range errors api reduction losses draft_distillation draft_blocks laws packed",
     ),
-    ("_utils/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
+    ("_graph/_changing.py", "compile corruption_compile"),
+    ("_graph/_custom_ops.py", "graph compile corruption_compile"),
+    ("_checks/_target_range.py", "target_range mask_values errors"),
+    ("_checks/_compiled.py", "compile -k check"),
+    ("_graph/_plain.py", "without_values torch_func mask_values compile"),
+    ("head/_module.py", "head losses"),
+    ("head/_parameters.py", "mtp"),
+    ("backends/torch/_workers.py", "backends"),
+    ("ops/token_log_probs.py", "errors token_log_probs"),
+    ("backends/torch/_nll.py", "token_nll linear_nll backends -k 'not triton'"),
+    ("backends/torch/_blocks.py", "backends losses token_nll row_stats -k 'not triton'"),
+    ("rows/_chain_rule.py", "token_nll row_stats soft_embedding -k 'not triton'"),
+    ("*_stats.py", "flags errors row_stats token_log_probs row_objective soft_embedding -k 'not triton'"),
+    ("rows/_fused.py", "second_order flags linear_nll graph -k 'not triton'"),
+    ("rows/_kept_gradients.py", "second_order linear_nll row_objective divergence compile -k 'not triton'"),
+    ("_graph/_opaque.py", "without_values graph token_nll -k 'not triton'"),
+    ("rows/_active_rows.py", "linear_nll -k 'not triton'"),
     (
-        "_utils/_custom_ops.py",
-        "tests/internals/test_custom_ops.py tests/internals/test_compile.py"
-        " tests/corruption/test_corruption_compile.py",
+        "_checks/__init__.py",
+        "flags target_range errors row_objective extra gumbel_topk transform losses linear_nll -k 'not triton'",
     ),
-    ("_random/_seeds.py", "tests/internals/test_philox.py tests/ops/test_default_device.py"),
-    (
-        "_utils/_target_range.py",
-        "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
-        " tests/ops/test_errors.py tests/internals/test_errors.py",
-    ),
-    ("_utils/_compiled_checks.py", "tests/internals/test_compile.py -k 'check'"),
-    (
-        "_utils/_plain.py",
-        "tests/ops/test_without_values.py tests/ops/test_torch_func.py tests/losses/test_mask_values.py"
-        " tests/internals/test_mask_values.py tests/internals/test_compile.py",
-    ),
-    ("_utils/_head.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
-    ("_backends/torch/_workers.py", "tests/internals/test_workers.py"),
-    (
-        "ops/token_log_probs.py",
-        "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_log_probs.py",
-    ),
-    (
-        "_backends/torch/_nll.py",
-        "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py tests/internals/test_workers.py -k 'not triton'",
-    ),
-    (
-        "_backends/torch/_blocks.py",
-        "tests/internals/test_workers.py tests/losses/test_losses.py tests/internals/test_losses.py"
-        " tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
-        " tests/internals/test_row_stats.py -k 'not triton'",
-    ),
-    (
-        "_backends/_chain_rule.py",
-        "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
-        " tests/internals/test_row_stats.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
-        " -k 'not triton'",
-    ),
-    (
-        "*_stats.py",
-        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_row_stats.py"
-        " tests/internals/test_row_stats.py tests/ops/test_token_log_probs.py tests/ops/test_row_objective.py"
-        " tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py -k 'not triton'",
-    ),
-    (
-        "_core/_fused.py",
-        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py tests/internals/test_custom_ops.py -k 'not triton'",
-    ),
-    (
-        "_core/_kept_gradients.py",
-        "tests/ops/test_second_order.py tests/ops/test_linear_nll.py tests/ops/test_row_objective.py"
-        " tests/ops/test_divergence.py tests/internals/test_compile.py -k 'not triton'",
-    ),
-    (
-        "_utils/_opaque.py",
-        "tests/ops/test_without_values.py tests/internals/test_custom_ops.py tests/ops/test_token_nll.py"
-        " -k 'not triton'",
-    ),
-    ("_core/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
-    (
-        "_utils/_checks.py",
-        "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
-        " tests/internals/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
-        " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
-        " tests/ops/test_transform.py tests/internals/test_transform.py tests/losses/test_losses.py"
-        " tests/internals/test_losses.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " -k 'not triton'",
-    ),
-    (
-        "_core/_chunks.py",
-        "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
-        " tests/internals/test_compile.py -k 'not triton'",
-    ),
-    ("ops/dpace_weights.py", "tests/ops/test_dpace_weights.py"),
-    (
-        "*soft_embedding.py",
-        "tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py tests/distributed/test_distributed.py"
-        " tests/internals/test_distributed.py -k 'soft_embedding and not triton'",
-    ),
-    (
-        "*objective.py",
-        "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_row_objective.py -k 'not triton'",
-    ),
-    (
-        "ops/*",
-        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_nll.py"
-        " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
-        " tests/ops/test_extra.py tests/internals/test_custom_ops.py tests/ops/test_transform.py"
-        " tests/internals/test_transform.py tests/internals/test_compile.py -k 'not triton'",
-    ),
-    ("_utils/*", EVERY_ROW_OP),
-    ("_core/*", EVERY_ROW_OP),
-    ("_backends/*", EVERY_ROW_OP),
+    ("rows/_chunks.py", "linear_nll extra compile -k 'not triton'"),
+    ("ops/dpace_weights.py", "dpace_weights"),
+    ("*soft_embedding.py", "soft_embedding distributed -k 'soft_embedding and not triton'"),
+    ("*objective.py", "errors row_objective -k 'not triton'"),
+    ("ops/*", "flags errors token_nll linear_nll extra graph transform compile -k 'not triton'"),
+    ("_graph/*", EVERY_ROW_OP),
+    ("_checks/*", EVERY_ROW_OP),
+    ("rows/*", EVERY_ROW_OP),
+    ("backends/*", EVERY_ROW_OP),
 )
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
-SPEED_ONLY = ("_backends/triton/_tiles.py",)
+SPEED_ONLY = ("backends/triton/_tiles.py",)
 SIZES = {  # block sizes, and thresholds between equivalent algorithms
     "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MAX_THREADS", "MORE", "MOST", "SLAB",
     "TILE", "_MILD", "_SLICE",
@@ -505,11 +349,12 @@ def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
 
 def judges_of(file: str) -> list[str]:
     """Return the arguments of pytest for a path within the package."""
-    for pattern, arguments in JUDGES:
-        if fnmatch.fnmatch(file, pattern):
-            return shlex.split(arguments)
-    found = sorted(ROOT.glob(f"tests/*/test_{Path(file).stem.lstrip('_')}.py"))
-    return [str(path.relative_to(ROOT)) for path in found if path.parent.name != "reference"]
+    stem = Path(file).stem.lstrip("_")
+    arguments = next((arguments for pattern, arguments in JUDGES if fnmatch.fnmatch(file, pattern)), stem)
+    stems, *options = re.split("(?= -k )", arguments)
+    found = [path for stem in stems.split() for path in sorted(ROOT.glob(f"tests/*/test_{stem}.py"))]
+    paths = [str(path.relative_to(ROOT)) for path in found if path.parent.name != "reference"]
+    return [*paths, *shlex.split("".join(options))]
 
 
 class Job(NamedTuple):

@@ -1,4 +1,4 @@
-"""Candidate for samples at temperature 0 in ``_backends/triton/sample.py``: the argmax of rows, in 16-byte loads.
+"""Candidate for samples at temperature 0 in ``backends/triton/sample.py``: the argmax of rows, in 16-byte loads.
 
 The package's kernel for samples masks each column, so that its loads are narrow. Here, as in the NLL, whole and aligned
 tiles are read without a mask, and each element of a tile keeps the largest value that it has seen, with its tile.
@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _launch, _math, _tiles
+from dllm_kernels.backends.triton import _launch, _math, _tiles
 
 
 @triton.jit(do_not_specialize=["stride_n", "V", "TILES", "SPLITS"])

@@ -1,4 +1,4 @@
-r"""Candidate for ``_backends/triton/linear_nll.py``: NLL and gradient of a chunk in one pass, 4 bytes per logit, not 6.
+r"""Candidate for ``backends/triton/linear_nll.py``: NLL and gradient of a chunk in one pass, 4 bytes per logit, not 6.
 
 The package's kernel reads a row twice, because the softmax needs its sum first. Here the sum moves to the products that
 follow. With c the maximum of the row's first tile, every logit is replaced by
@@ -24,10 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._rows import NLL
-from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
-from dllm_kernels._backends.triton._math import IGNORE, LOG2E
-from dllm_kernels._backends.triton.linear_nll import _zero_row
+from dllm_kernels.backends.triton import _launch, _math, _tiles, token_nll
+from dllm_kernels.backends.triton._math import IGNORE, LOG2E
+from dllm_kernels.backends.triton.linear_nll import _zero_row
+from dllm_kernels.rows._interface import NLL
 
 LIMIT = tl.constexpr(30.0)
 

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels import _checks
+from dllm_kernels._graph._plain import is_dtensor, plain
 
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
 
 
-@of_computed
 def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum a tensor over the ranks of a group; returns a detached copy.
 
@@ -39,7 +37,7 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     _check_summed("t", t, group)
     if t.dtype == torch.bool:
         raise ValueError("t must have a numeric dtype, got bool; pass t.sum() for a count, or t.long()")
-    return _summed(t, group)
+    return _summed(plain(t), group)
 
 
 def _check_summed(name: str, t: object, group: object) -> None:

@@ -5,7 +5,7 @@ all-gather of these six numbers per row gives all ranks the normalisers of p and
 vocabulary, each rank also reduces a part of the teacher's whole rows, which takes a second, smaller all-gather
 (:func:`row_norms`). The acceptance rate a and all sums of a kind are then sums over the ranks: one all-reduce of a few
 numbers per row. The value follows from the sums and is equal on all ranks. The gradient is local. Plain torch computes
-the columns, whatever the backend (``_backends/torch/_divergence.py``), in three passes. A separate backward pass reads
+the columns, whatever the backend (``backends/torch/_divergence.py``), in three passes. A separate backward pass reads
 them once, without communication.
 """
 
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dllm_kernels._backends._divergence import DivergenceRequest, DivergenceResult, Kept
-from dllm_kernels._backends._kinds import Columns, RowValues
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._backends.torch import _divergence as _local
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.backends.torch import _divergence as _local
 from dllm_kernels.distributed._layout import VocabShard
+from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels.rows._divergence_kinds import Columns, RowValues
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._transform import Transform
 
 Tensor = torch.Tensor
 
 
 def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
-    """See ``_backends/_divergence.py``."""
+    """See ``rows/_divergence.py``."""
     program = _local.Program(request)
     pairs = _pairs(shard, logits, request, program)
     norms, student_argmax, teacher_argmax = _combine(shard, pairs, _local_stats(shard, pairs))
@@ -63,7 +63,7 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
 
 
 def part_of(shard: VocabShard, V: int) -> tuple[int, int]:
-    """See ``_backends/_rows.py``."""
+    """See ``rows/_interface.py``."""
     ranks, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
     step = -(-V // ranks)
     start = min(rank * step, V)
@@ -73,7 +73,7 @@ def part_of(shard: VocabShard, V: int) -> tuple[int, int]:
 def row_norms(
     shard: VocabShard, local: Any, logits: Tensor, transform: Transform, skip: Tensor | None, start: int
 ) -> tuple[Tensor, Tensor]:
-    """See ``_backends/_divergence.py``; ``local`` is that of the backend. One all-gather of three numbers per row."""
+    """See ``rows/_divergence.py``; ``local`` is that of the backend. One all-gather of three numbers per row."""
     acc = accum_dtype(logits.dtype)
     part = torch.empty(len(logits), 3, dtype=acc, device=logits.device)
     _fill_neutral(part)
@@ -86,7 +86,7 @@ def row_norms(
 
 
 def divergence_grad(shard: VocabShard, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
-    """See ``_backends/_divergence.py``; without communication."""
+    """See ``rows/_divergence.py``; without communication."""
     program = _local.Program(request, known=True)
     pairs = _pairs(shard, logits, request, program)
     _write_gradient(shard, program, pairs, request, Kept(*(pairs.take(t) for t in kept)), out)
@@ -114,13 +114,9 @@ def _write_gradient(
 
 
 def _flags(
-    shard: VocabShard,
-    program: _local.Program,
-    y: Tensor | None,
-    teacher_argmax: Tensor,
-    log_mass: Tensor | None,
+    shard: VocabShard, program: _local.Program, y: Tensor | None, teacher_argmax: Tensor, log_mass: Tensor | None,
     dtype: torch.dtype,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the flags of rows: 1 with a target, 0 without, NaN if it is outside of the whole vocabulary."""
     flag = best_flag = mass = None
     if program.full:
@@ -163,10 +159,9 @@ def _fill_neutral(stats: Tensor) -> None:
 def _combine(shard: VocabShard, pairs: _local.Pairs, local_stats: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
     """Combine the results of all ranks into (normalisers of whole rows, student's argmax, teacher's argmax)."""
     gathered = shard.gather(local_stats).unsqueeze(3).unbind(2)
-    (row_max, log_sum, student), (teacher_row_max, teacher_log_sum, teacher) = (
-        _combined(*of_side) for of_side in (gathered[:3], gathered[3:])
-    )
-    return _local.Norms(row_max, log_sum, teacher_row_max, teacher_log_sum), student, teacher
+    *norms, student = _combined(*gathered[:3])
+    *teacher_norms, teacher = _combined(*gathered[3:])
+    return _local.Norms(*norms, *teacher_norms), student, teacher
 
 
 def _combined(row_max: Tensor, log_sum: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,10 +194,8 @@ def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, 
     norms = _local.Norms(*of_norms)
     columns, room = _columns(program, block, norms, log_mass)
     acceptance, *sums = program.summed(columns, room)
-    nothing = torch.zeros_like(acceptance)
-    picked = [
-        nothing if c is None else _local.at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)
-    ]
+    z, nothing = block.z, torch.zeros_like(acceptance)
+    picked = [nothing if c is None else _local.at(z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)]
     rate = [] if log_mass is None or program.full else [_local.overlap(columns, log_mass, room[0])]
     part.copy_(torch.cat([acceptance, *picked, *sums, *rate], 1))
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._transform import Transform
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Groups = Sequence[dist.ProcessGroup]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels._graph._plain import is_dtensor
 
 Groups = list[dist.ProcessGroup]
 

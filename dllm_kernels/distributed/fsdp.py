@@ -26,12 +26,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._fused import refuse_second_order
-from dllm_kernels._core._setup import compute_dtype
-from dllm_kernels._utils._checks import check_gathered, check_number, check_tensor, type_name
-from dllm_kernels._utils._head import LINEAR_FORWARDS, check_linear_head
+from dllm_kernels._checks import check_gathered, check_number, check_tensor, type_name
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
+from dllm_kernels.head._module import LINEAR_FORWARDS, check_linear_head
+from dllm_kernels.rows._dtypes import dtype_of_products
+from dllm_kernels.rows._fused import refuse_second_order
 
 Result = TypeVar("Result")
 # Module -> divisor of the gradients of its direct parameters. A parameter's attribute does not survive ``to_empty``,
@@ -175,7 +175,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     mesh, placements = weight.device_mesh, weight.placements
     splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
     of_tensor = (_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
-    given = weight, data, torch.Size(of_tensor), compute_dtype(hidden, weight)
+    given = weight, data, torch.Size(of_tensor), dtype_of_products(hidden, weight)
     full: torch.Tensor = _Gather.apply(*given)  # type: ignore[no-untyped-call]
     if not tensor:
         return full
@@ -185,9 +185,8 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
 def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
     mesh = weight.device_mesh
     if any(p.is_partial() for p in weight.placements):
-        raise ValueError(
-            f"{name} must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
-        )
+        got = layout(weight)
+        raise ValueError(f"{name} must not be Partial, got {got}; redistribute it to Shard or Replicate first")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None and weight.placements == (Replicate(), Shard(0)):
         raise ValueError(
             f"{name} must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got "

@@ -14,29 +14,23 @@ part of the head may be plain too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._setup import Head, Split
-from dllm_kernels._core._teacher import Teacher
-from dllm_kernels._utils._checks import check_dtypes
-from dllm_kernels._utils._plain import plain
+from dllm_kernels._checks import check_dtypes
+from dllm_kernels._graph._plain import plain
 from dllm_kernels.distributed import _layout
-from dllm_kernels.distributed._layout import (
-    Groups,
-    RankRows,
-    VocabShard,
-    check_local_shape,
-    layout,
-    shard_dim,
-    sum_over,
-)
+from dllm_kernels.distributed._layout import Groups, RankRows, VocabShard, layout, shard_dim
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
+from dllm_kernels.rows._call import Call
+from dllm_kernels.rows._logits import Head, LinearLogits
+from dllm_kernels.rows._setup import Split
+from dllm_kernels.rows._teacher import Teacher
 
 Tensor = torch.Tensor
 WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
@@ -44,7 +38,7 @@ WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 @_layout.outside_the_graph
 def on_this_rank(
-    op: Callable[..., Any], x: Tensor, head: Head | None, per_row: dict[str, Any], *, sums: tuple[str, ...] = (),
+    op: Callable[..., Any], call: Call, per_row: Mapping[str, Any] | None = None, *, sums: tuple[str, ...] = (),
     embedding: Tensor | None = None, teacher: Teacher | None = None, **keywords: Any,
 ) -> Any:  # fmt: skip
     """Run an op on the tensors of this rank; return plain tensors of the global shape, equal on ranks that share rows.
@@ -52,10 +46,9 @@ def on_this_rank(
     Differentiable results stay differentiable.
 
     Args:
-        op: called as ``op(x, head, **per_row, **keywords, split=...)`` on plain tensors, without the head for logits.
-        x: logits ``[..., V]`` or hidden states ``[..., D]``.
-        head: the LM head, or None for logits.
-        per_row: tensors, or tuples of tensors, with one entry per row of the global shape; plain, or None.
+        op: called as ``op(call, **per_row, **keywords, split=...)`` on plain tensors.
+        call: the validated call.
+        per_row: further tensors, or tuples of tensors, with one entry per row of the global shape; plain, or None.
         sums: fields of the result that are sums over rows.
         embedding: a further parameter ``[V, E]``, laid out like the head; passed on if given.
         teacher: the teacher of a divergence; passed on if given.
@@ -64,29 +57,39 @@ def on_this_rank(
     Raises:
         ValueError: a layout is not supported; the message names the fix.
     """
-    if head is None:
-        local_x, rows, shard = _local_logits(x)
-        arguments: tuple[Any, ...] = (local_x,)
-    else:
-        local_x, local_head, local_embedding, rows, shard = _local_hidden(x, head, embedding)
-        arguments = (local_x, local_head)
+    x, head, logits = call.x, call.head, call.logits
+    if isinstance(logits, LinearLogits) and logits.compute_dtype is not None:  # gathering casts as autocast does
+        again = {"sums": sums, "embedding": embedding, "teacher": teacher, **keywords}
+        cast = logits.compute_dtype if logits.compute_dtype != x.dtype else None
+        with torch.autocast(x.device.type, cast, enabled=cast is not None):
+            return on_this_rank(op, call._replace(logits=logits._replace(compute_dtype=None)), per_row, **again)
+    if isinstance(logits, LinearLogits) and head is not None:
+        hidden, (weight, bias, u, U), local_embedding, rows, shard = _local_hidden(x, head, embedding)
+        extra = None if u is None or U is None else (u, U)
+        logits = logits._replace(hidden=hidden, weight=weight, bias=bias, extra=extra)
         if embedding is not None:
             keywords["embedding"] = local_embedding
+    else:
+        logits, rows, shard = _local_logits(x)
     if teacher is not None:
         keywords["teacher"] = _local_teacher(teacher, x, head is not None, rows, shard)
-    for name, t in per_row.items():
-        keywords[name] = tuple(map(rows.local, t)) if isinstance(t, tuple) else None if t is None else rows.local(t)
-    out = op(*arguments, **keywords, split=_split(rows, shard))
+
+    def local(t: Any) -> Any:
+        return tuple(map(rows.local, t)) if isinstance(t, tuple) else None if t is None else rows.local(t)
+
+    of_rows = {name: local(getattr(call, name)) for name in ("ids", "active", "weights")}
+    keywords |= {name: local(t) for name, t in (per_row or {}).items()}
+    out = op(call._replace(logits=logits, **of_rows), **keywords, split=_split(rows, shard))
     if not rows.groups:
         return out
-    summed = {name: sum_over(getattr(out, name), rows.groups) for name in sums}
+    summed = {name: _layout.sum_over(getattr(out, name), rows.groups) for name in sums}
     others = {name: t for name, t in out._asdict().items() if name not in summed}
     return out._replace(**summed, **dict(zip(others, _whole(rows, tuple(others.values())), strict=True)))
 
 
 def _split(rows: RankRows, shard: VocabShard | None) -> Split:
     def all_reduce(t: Tensor) -> Tensor:
-        return sum_over(t, rows.groups)
+        return _layout.sum_over(t, rows.groups)
 
     if shard is None:
         return Split(None, 1, 0, all_reduce, rows.shape, bool(rows.groups))
@@ -132,7 +135,7 @@ def _local_logits(logits: Tensor) -> tuple[Tensor, RankRows, VocabShard | None]:
         )
     V = logits.shape[-1]
     shard = VocabShard.of(V, logits.device_mesh, split[0]) if split else None
-    check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
+    _layout.check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
     return _layout.local_piece(logits, logits.placements), rows, shard
 
 
@@ -157,7 +160,7 @@ def _local_hidden(
     check_dtypes("hidden", hidden, {"embedding": embedding})
     for name, t in heads.items():
         if shard is not None and isinstance(t, DTensor):
-            check_local_shape(name, t, (shard.size, *t.shape[1:]))
+            _layout.check_local_shape(name, t, (shard.size, *t.shape[1:]))
     return hidden, Head(weight, bias, u, second), embedding, rows, shard
 
 
@@ -230,7 +233,7 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, RankRows]:
     grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
     t = t.redistribute(placements=placements)  # sums the partial gradients in backward
     rows = _layout.rows_of(name, t)
-    check_local_shape(name, t, (*rows.local_shape, t.shape[-1]))
+    _layout.check_local_shape(name, t, (*rows.local_shape, t.shape[-1]))
     local = _layout.local_piece(t, grad_placements)
     return _layout.sum_gradient_over(local, groups) if groups and not any(vocab) else local, rows
 
@@ -261,7 +264,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: RankRows, part: VocabShard | None,
     if isinstance(t, DTensor) and isinstance(x, DTensor) and x.device_mesh == t.device_mesh:
         t = t.redistribute(placements=_student_placements(t, x, rows, columns=part is not None, picked=picked))
         shape = tuple(t.shape[:-1]) if picked else rows.local_shape
-        check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
+        _layout.check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
         return t.to_local()
     t = plain(t) if picked else rows.local(plain(t))
     return t if part is None else t.narrow(-1, part.start, part.size)
@@ -282,7 +285,7 @@ def _teacher_head(t: Tensor, x: Tensor, part: VocabShard | None) -> Tensor:
     name = "the teacher's head"
     t = gather_head(t, x, name)
     if isinstance(t, DTensor) and part is not None and _is_split_like(t, part):
-        check_local_shape(name, t, (part.size, *t.shape[1:]))
+        _layout.check_local_shape(name, t, (part.size, *t.shape[1:]))
         return t.to_local()
     whole: Tensor = plain(t)
     return whole if part is None else whole.narrow(0, part.start, part.size)

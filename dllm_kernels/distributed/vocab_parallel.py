@@ -1,7 +1,7 @@
 r"""Row primitives for rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
 
 Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to a few numbers
-(``_backends/_row_stats.py``):
+(``rows/_stats_interface.py``):
 
 - the maximum M_r, and the sum S_r = sum exp(x - M_r),
 - the distance of each id's logit from M_r, 0 if another rank holds the id,
@@ -14,7 +14,7 @@ One all-gather gives every rank
 and the gradient is local. The argmax of the whole row is that of the lowest rank with M_r = M, because the lowest index
 wins a tie.
 
-The functions implement the row primitives (``_backends/_rows.py``) on top of those of a backend. All code above the row
+The functions implement the row primitives (``rows/_interface.py``) on top of those of a backend. All code above the row
 primitives therefore works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes per row, 16 with the
 argmax or its match, and twice as many for float64.
 """
@@ -27,15 +27,15 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._chain_rule import nll_of_stats
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import IGNORE, NLL, RowFunctions, RowPrimitives, StatsFunctions, StatsPrimitives
-from dllm_kernels._random._noise import Noise
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import Transform, transformed
-from dllm_kernels._utils._truncation import Truncation, only_near, only_prefix
+from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.distributed._divergence import divergence, divergence_grad, part_of, row_norms
 from dllm_kernels.distributed._layout import VocabShard
+from dllm_kernels.rows._chain_rule import nll_of_stats
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE, NLL, RowFunctions, RowPrimitives, StatsFunctions, StatsPrimitives
+from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
+from dllm_kernels.rows._transform import Transform, transformed
+from dllm_kernels.rows._truncation import Truncation, only_near, only_prefix
 
 Tensor = torch.Tensor
 
@@ -110,9 +110,8 @@ def _truncated(
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
     """Restrict a request to the columns of the shard; an id of another shard becomes ``IGNORE``."""
-    return request._replace(
-        ids=shard.local_ids(request.ids), transform=shard.local_transform(request.transform), whole=False
-    )
+    ids, transform = shard.local_ids(request.ids), shard.local_transform(request.transform)
+    return request._replace(ids=ids, transform=transform, whole=False)
 
 
 def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest) -> StatsResult:
@@ -139,15 +138,14 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
     inactive, entropy = request.targets == IGNORE, None
     if request.entropy:
-        entropy = (
-            torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(inactive, 0)
-        )
+        parts = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share))
+        entropy = parts.sum(0).masked_fill(inactive, 0)
     correct, best = None, None
     if argmax:
         # A shard of nothing but -inf has no maximum.
         first = (maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max).to(torch.int64).argmax(0)
         best = next(columns).view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
-        best = best.masked_fill(~(log_sum > -math.inf), int(request.transform.skip_id == 0))
+        best = best.masked_fill(~(log_sum > -math.inf), request.transform.first_column)
         correct = (best == request.ids[:, 0]) & ~log_probs[:, 0].isnan() & ~inactive if request.correct else None
         best = best.masked_fill_(inactive, IGNORE) if request.best else None
     row_max, log_sum = row_max.masked_fill(inactive, 0), log_sum.masked_fill(inactive, 0)

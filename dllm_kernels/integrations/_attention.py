@@ -11,14 +11,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels.head._module import unwrapped
+from dllm_kernels.rows._dtypes import accum_dtype
 
 # Larger buffers are constants (attention masks, quantized weights), of which a copy may not fit into memory.
 MAX_BUFFER = 2**20
@@ -26,25 +27,12 @@ MAX_BUFFER = 2**20
 ROUNDING = 1e-3
 
 
-class Found(NamedTuple):
-    """Results of the checks of the first steps, as bools or 0-d tensors.
-
-    Attributes:
-        unpacked: a label is not packed.
-        later: positions of the first half depend on the second.
-        earlier: positions of the second half depend on the first.
-    """
-
-    unpacked: bool | Tensor
-    later: bool | Tensor
-    earlier: bool | Tensor
-
-    def of_all_ranks(self, device: torch.device) -> list[bool]:
-        """Return the results as bools, True if they are True on any rank, so that all ranks raise or none does."""
-        found = torch.stack([torch.as_tensor(x, device=device).int() for x in self])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [bool(x) for x in found.tolist()]
+def on_any_rank(device: torch.device, *found: bool | Tensor) -> list[bool]:
+    """Return 0-d results as bools, True if they are True on any rank, so that all ranks raise or none does."""
+    flags = torch.stack([torch.as_tensor(x, device=device).int() for x in found])
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return [bool(x) for x in flags.tolist()]
 
 
 def dependence(
@@ -86,14 +74,9 @@ def _rows(hidden: Any, ids: Tensor) -> Any:
 
 def _without_wrappers(model: Any) -> Any:
     """Remove ``torch.compile`` and DDP, which is not needed without gradients and would change its state."""
-    dynamo = sys.modules.get("torch._dynamo")
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif dynamo is not None and isinstance(model, dynamo.OptimizedModule):
-            model = model._orig_mod
-        else:
-            return model
+    inner: Any = unwrapped(model)
+    inner = getattr(inner, "_orig_mod", inner)  # of torch.compile
+    return model if inner is model else _without_wrappers(inner)
 
 
 @contextlib.contextmanager
@@ -107,16 +90,12 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.numel() <= MAX_BUFFER and not buffer.is_inference()
     ]
-    accelerators = [device] if device.type in ("cuda", "xpu") else []  # fork_rng does not support the others
+    devices, kind = ([device], device.type) if device.type in ("cuda", "xpu") else ([], "cuda")  # those of fork_rng
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     eager: Any = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and the import takes a second
         eager = torch.compiler.set_stance("force_eager")
-    with (
-        torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"),
-        torch.no_grad(),
-        eager,
-    ):
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), eager:
         try:
             model.eval()
             yield

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from dllm_kernels._utils._checks import type_name
+from dllm_kernels._checks import type_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,8 +73,7 @@ class Host:
     """
 
     def __init__(self, name: str, same_defaults: Mapping[str, tuple[Any, ...]]) -> None:
-        self.name = name
-        self.same_defaults = same_defaults
+        self.name, self.same_defaults = name, same_defaults
         self.report: PatchReport | None = None  # of the active patch
         self._lock = threading.RLock()
         self._arguments: dict[str, Any] = {}
@@ -133,20 +132,15 @@ class Host:
         problems: Problems = {}
         for home, names in homes.items():
             held, missing = self._held(home)
-            for name in names:
-                if name in kept:
-                    continue
+            for name in [name for name in names if name not in kept]:
                 ambiguous = sum(name in others for others in homes.values()) > 1
                 label = f"{self.name}.{home}.{name}" if ambiguous else name
                 original = held.get(name)
                 if original is None:
                     problems[label] = [missing or f"{self.name}.{home} has no {name}"]
-                    continue
-                if not self.owns(original):
+                elif not self.owns(original):
                     problems[label] = [f"{self.name}.{home}.{name} is {origin(original)}, not the framework's own"]
-                    continue
-                ours = replacement_for(home, name, original)
-                if found := self.differences(label, original, ours):
+                elif found := self.differences(label, original, ours := replacement_for(home, name, original)):
                     problems[label] = found
                 else:
                     pairs.append((original, ours))
@@ -351,12 +345,8 @@ def origin(value: Any) -> str:
 
 def loaded(host: str) -> list[ModuleType]:
     """Return the loaded modules of the host, each once, because some are registered under two names."""
-    found = {
-        id(module): module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and (name == host or name.startswith(host + "."))
-    }
-    return list(found.values())
+    named = [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(f"{host}.")]
+    return list({id(module): module for module in named if isinstance(module, ModuleType)}.values())
 
 
 def _same_default(theirs: Any, ours: Any, same: tuple[Any, ...]) -> bool:

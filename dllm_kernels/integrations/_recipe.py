@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dllm_kernels._random._seeds import RowSeeds
 from dllm_kernels.corruption import sample_level
+from dllm_kernels.corruption._seeds import RowSeeds
 from dllm_kernels.integrations._hosts import is_defined_in
 
 LOOP = "_apply_corruption"  # of the recipe
@@ -97,13 +97,9 @@ class _Recorder:
         rows = [args[:2] for args, _ in self.calls]
         others = [(args[2:], {**options, "generator": None}) for args, options in self.calls]
         seeds = [options["generator"].initial_seed() for _, options in self.calls if options.get("generator")]
-        if not (
-            isinstance(placed, tuple)
-            and all(torch.equal(p, numbers) for p in placed)
-            and all(len(row) == 2 and len(row[0]) == len(row[1]) == 1 for row in rows)
-            and all(other == others[0] for other in others)
-            and len(set(seeds)) == len(rows)
-        ):
+        in_order = isinstance(placed, tuple) and all(torch.equal(p, numbers) for p in placed)
+        single = in_order and all(len(row) == 2 and len(row[0]) == len(row[1]) == 1 for row in rows)
+        if not (single and all(other == others[0] for other in others) and len(set(seeds)) == len(rows)):
             raise NotByRowError
         ids, loss_mask = (torch.cat(parts) for parts in zip(*rows, strict=True))
         signed = torch.tensor([seed - (seed >> 63 << 64) for seed in seeds], device="cpu")

@@ -17,21 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels import ops
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import Deferred, computed
-from dllm_kernels._utils._plain import is_dtensor, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks, ops
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.mtp import mtp_loss_scaling_factor as get_mtp_loss_scaling_factor
+from dllm_kernels.ops import LinearLogits
+from dllm_kernels.rows._logits import Logits, rows_of
 
 __all__ = [
-    "FusedLinearDiffusionCrossEntropyLoss",
-    "FusedLinearForPPO",
-    "get_mtp_loss_scaling_factor",
-    "linear_cross_entropy",
-    "masked_soft_cross_entropy",
-    "token_entropy",
-]
+    "FusedLinearDiffusionCrossEntropyLoss", "FusedLinearForPPO", "get_mtp_loss_scaling_factor", "linear_cross_entropy",
+    "masked_soft_cross_entropy", "token_entropy",
+]  # fmt: skip
 
 
 class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
@@ -82,7 +78,8 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match; on a CPU, a probability outside [0, 1].
         """
-        _check_linear(_checks.Names("x", "target", "weight", "bias"), x, target, weight, bias, self.ignore_index)
+        names, logits = _checks.Names("x", "target"), LinearLogits(x, weight, bias)
+        _check_linear(names, logits, target, self.ignore_index)
         counted = target.long() != self.ignore_index  # int64, because -100 equals 156 in uint8
         weights = counted.float()
         if p_mask is not None:
@@ -93,25 +90,19 @@ class FusedLinearDiffusionCrossEntropyLoss(nn.Module):
             p_mask = p_mask.masked_fill(~counted, 1.0)
             where = first_true((p_mask < 0) | (p_mask > 1)) if readable_without_sync(p_mask) else None
             if where is not None:
-                raise ValueError(
-                    f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
-                )
+                got = p_mask[where].item()
+                raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
             weights = weights / p_mask
         if self.reduction == "mean":
             weights = weights / counted.sum().clamp(min=1)
         scale = None if self.logit_scale == 1 else self.logit_scale
-        options: dict[str, Any] = {"bias": bias, "ignore_index": self.ignore_index, "scale": scale}
-        return ops.weighted_linear_nll(x, weight, target, weights, **options).loss
+        return ops.weighted_nll(logits, target, weights, ignore_index=self.ignore_index, scale=scale).loss
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    reduction: str = "none",
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, reduction: str = "none",
     dist_process_group: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute log-probabilities and entropies of tokens, as ``verl.utils.kernel.linear_cross_entropy``.
 
     The logits exist one chunk at a time, also on CPU.
@@ -137,8 +128,9 @@ def linear_cross_entropy(
     if dist_process_group is not None:
         got = _checks.type_name(dist_process_group)
         raise ValueError(f"dist_process_group must be None, got {got}; pass DTensors, split by vocabulary")
-    _check_linear(_checks.Names("hidden", "labels", "weight"), hidden, labels, weight)
-    out = ops.token_log_probs(hidden, labels, weight=weight, temperature=temperature, with_entropy=True)
+    logits = LinearLogits(hidden, weight)
+    _check_linear(_checks.Names("hidden", "labels"), logits, labels)
+    out = ops.token_log_probs(logits, labels, temperature=temperature, with_entropy=True)
     log_probs, entropy = out.log_probs.flatten(), _given(out.entropy).flatten()
     return (log_probs if reduction == "none" else getattr(log_probs, reduction)()), entropy
 
@@ -158,9 +150,9 @@ class FusedLinearForPPO(nn.Module):
     def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
+        self.chunk_size = _checks.checked_int("chunk_size", chunk_size, 1)
         _checks.check_choice("impl_backend", impl_backend, ("torch", "liger"))
-        self.chunk_size, self.impl_backend = chunk_size, impl_backend
+        self.impl_backend = impl_backend
 
     def forward(
         self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
@@ -180,22 +172,16 @@ class FusedLinearForPPO(nn.Module):
             TypeError: an argument that should be a tensor or a number is not.
             ValueError: shapes, dtypes or devices do not match, or ``temperature`` is not positive.
         """
-        _check_linear(
-            _checks.Names("hidden_states", "input_ids", "vocab_weights"), hidden_states, input_ids, vocab_weights
-        )
-        out = ops.token_log_probs(
-            hidden_states, input_ids, weight=vocab_weights, temperature=temperature, with_entropy=True,
-            chunk_size=self.chunk_size,
-        )  # fmt: skip
+        logits = LinearLogits(hidden_states, vocab_weights, chunk_size=self.chunk_size)
+        _check_linear(_checks.Names("hidden_states", "input_ids", "vocab_weights"), logits, input_ids)
+        out = ops.token_log_probs(logits, input_ids, temperature=temperature, with_entropy=True)
         return out.log_probs, _given(out.entropy).to(hidden_states.dtype)
 
 
-def _check_linear(
-    names: _checks.Names, hidden: Tensor, ids: Tensor, weight: Tensor, bias: Tensor | None = None, ignored: int = -100
-) -> None:
-    """Validate hidden states, ids and LM head under the names that the caller knows; without a head it is an error."""
-    _checks.check_tensor(names.weight, weight)
-    V = _checks.check_rows(names, hidden, ids, weight, bias)
+def _check_linear(names: _checks.Names, logits: LinearLogits, ids: Tensor, ignored: int = -100) -> None:
+    """Validate hidden states, LM head and ids under the names that the caller knows."""
+    hidden, weight, bias = logits[:3]
+    V = _checks.check_rows(names, hidden, ids, (weight, bias))
     _checks.check_shape(names.targets, ids, hidden.shape[:-1], f"that of {names.rows} without its last dimension")
     if not is_dtensor(ids):  # the op gathers it for this check
         _checks.check_target_range(None, names.targets, ids, V, ignored)
@@ -206,7 +192,7 @@ def _given(entropy: Tensor | None) -> Tensor:
     return entropy
 
 
-def token_entropy(logits: Tensor) -> Tensor:
+def token_entropy(logits: Logits) -> Tensor:
     """Compute the entropy of ``softmax(logits)`` of each row, in nats, differentiable.
 
     Args:
@@ -219,9 +205,9 @@ def token_entropy(logits: Tensor) -> Tensor:
         TypeError: ``logits`` is not a tensor.
         ValueError: ``logits`` has the wrong dtype or no dimension.
     """
-    if not isinstance(logits, Deferred):  # row_stats takes the logits of fused_head as they are
-        _checks.check_float("logits", logits)
-    ids = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    rows = rows_of(logits)
+    _checks.check_float("logits", rows)
+    ids = torch.zeros(rows.shape[:-1], dtype=torch.int64, device=rows.device)
     return _given(ops.row_stats(logits, ids, entropy=True).entropy)
 
 
@@ -244,7 +230,6 @@ def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mas
         ValueError: shapes, dtypes or devices do not match, ``target_probs`` requires a gradient, or on a CPU one in a
             valid position is negative.
     """
-    logits = computed(logits, "masked_soft_cross_entropy")  # no op takes probabilities beside hidden states
     _checks.check_float("logits", logits)
     _checks.check_float("target_probs", target_probs)
     _checks.check_shape("target_probs", target_probs, logits.shape, "that of logits")

@@ -34,6 +34,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any
 
@@ -41,15 +42,17 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import mtp
-from dllm_kernels._utils._checks import Extra, check_wide_logits, checked_bool
-from dllm_kernels._utils._dtypes import in_dtype_of
-from dllm_kernels._utils._head import head_module, token_layer, unwrapped
-from dllm_kernels.fused._head import deferred_logits
-from dllm_kernels.fused._lora import check_head, is_adapted, of_rows
+from dllm_kernels._checks import check_wide_logits, checked_bool
+from dllm_kernels.deferred._head import deferred_logits
+from dllm_kernels.head._lora import check_head, is_adapted, low_rank_rows, split, weights
+from dllm_kernels.head._module import head_module, token_layer, unwrapped
+from dllm_kernels.head._parameters import FROM_LOGITS
 from dllm_kernels.integrations import _recipe
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, is_defined_in, loaded
+from dllm_kernels.losses._common import Count
 from dllm_kernels.mtp.cross_entropy import required
-from dllm_kernels.mtp.head import FROM_LOGITS
+from dllm_kernels.rows._dtypes import in_dtype_of
+from dllm_kernels.rows._logits import Logits, rows_of
 
 HOST = "nemo_automodel"
 HOMES = {
@@ -86,18 +89,16 @@ LOOP_OWNER = "DiffusionLMSFTRecipe"  # its loop over the rows of a batch seeds a
 SAME_DEFAULTS = {"ignore_index": (None, -100), "chunk_size": (1024, None), "loss_type": ("dflash", None)}
 HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
+DeferLogits = Callable[[torch.nn.Module], AbstractContextManager[bool]]
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
 
 @_host.exclusive
 def patch(
-    *,
-    exclude: Iterable[str] = (),
-    fuse_head: bool = False,
-    logits_dtype: torch.dtype | None = None,
+    *, exclude: Iterable[str] = (), fuse_head: bool = False, logits_dtype: torch.dtype | None = None,
     strict: bool = False,
-) -> PatchReport:
+) -> PatchReport:  # fmt: skip
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
     A second call does nothing and returns the first report with ``already=True``. A name whose signature in the
@@ -133,14 +134,14 @@ def patch(
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
     def ours_for(home: str, name: str, original: Any) -> Any:
+        ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
         if name == "FusedLinearCrossEntropy":
-            return _fused_linear_cross_entropy(original, logits_dtype)
-        if name in ADAPTERS:
-            return ADAPTERS[name](original)
-        return getattr(dllm_kernels, name)
+            ours.of_patch = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
+        return ours
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
-    steps, missing = _steps(logits_dtype) if fuse_head else ([], {})
+    deferred = functools.partial(deferred_logits, logits_dtype=logits_dtype)
+    steps, missing = _steps(deferred) if fuse_head else ([], {})
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
@@ -166,13 +167,13 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _steps(logits_dtype: torch.dtype | None) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
+def _steps(deferred: DeferLogits) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
     found, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
         owner = getattr(_host.module(home), name, None)
         if inspect.isclass(owner) and method in vars(owner):
-            found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at, logits_dtype)))
+            found.append((owner, method, _in_context(deferred, vars(owner)[method], recipe_at)))
         else:
             missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
     return found, missing
@@ -192,13 +193,13 @@ def _replace_loop(recipe: ModuleType) -> None:
         _host.replace_method(owner, _recipe.LOOP, loop)
 
 
-def _from_hidden_states(original: Any, recipe_at: int, logits_dtype: torch.dtype | None) -> Any:
+def _in_context(deferred: DeferLogits, original: Any, recipe_at: int) -> Any:
     """Wrap a training step so that its model passes deferred logits to the loss."""
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         recipe = args[recipe_at] if len(args) > recipe_at else kwargs["recipe"]
-        with deferred_logits(recipe.model_parts[0], logits_dtype):
+        with deferred(recipe.model_parts[0]):
             return original(*args, **kwargs)
 
     return step
@@ -239,60 +240,41 @@ class _MaskedCrossEntropy(mtp.MaskedCrossEntropy):
     """Cross-entropy that accepts every label layout of the host."""
 
     def forward(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        num_label_tokens: int | torch.Tensor | None = None,
+        self, logits: Logits, labels: torch.Tensor, mask: torch.Tensor | None = None, num_label_tokens: Count = None,
         loss_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        labels, mask, loss_weights = (_per_row(logits, t) for t in (labels, mask, loss_weights))
+    ) -> torch.Tensor:  # fmt: skip
+        labels, mask, loss_weights = (_per_row(rows_of(logits), t) for t in (labels, mask, loss_weights))
         return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
 
 
-def _per_row(logits: torch.Tensor, entries: Any) -> Any:
-    """Reshape entries to one per row of logits, on their device: packed labels are flat, offloaded labels on CPU."""
+def _per_row(x: torch.Tensor, entries: Any) -> Any:
+    """Reshape entries to one per row, on the device of the rows: packed labels are flat, offloaded labels on CPU."""
     if entries is None:
         return None
-    entries = entries.to(logits.device)
-    rows = logits.shape[:-1]
+    entries = entries.to(x.device)
+    rows = x.shape[:-1]
     return entries.reshape(rows) if entries.numel() == rows.numel() else entries
 
 
 class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     """Fused cross-entropy whose LM head is gathered by the host's class."""
 
-    logits_dtype: torch.dtype | None = None  # of :func:`patch`
+    of_patch: Mapping[str, Any] = {}  # options of :func:`patch`
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        lm_weight: torch.Tensor,
-        num_label_tokens: int | torch.Tensor | None = None,
-        grad_reduce_group: Any = None,
-        loss_weights: torch.Tensor | None = None,
-        *,
-        lm_bias: torch.Tensor | None = None,
-        logits_dtype: torch.dtype | None = None,
-        extra: Extra | None = None,
-    ) -> torch.Tensor:
+        self, hidden_states: torch.Tensor, labels: torch.Tensor, lm_weight: torch.Tensor,
+        num_label_tokens: Count = None, grad_reduce_group: Any = None, loss_weights: torch.Tensor | None = None, *,
+        lm_bias: torch.Tensor | None = None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
-        bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": self.logits_dtype or logits_dtype, "extra": extra}
+        options["lm_bias"] = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
+        options |= self.of_patch
         return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self
         gathered: torch.Tensor = host.materialize_lm_weight(weight, grad_reduce_group=group)
         return in_dtype_of(hidden, gathered)
-
-
-def _fused_linear_cross_entropy(original: type, logits_dtype: torch.dtype | None) -> type:
-    """Return the replacement of the host's class, an instance of which recipes request hidden states for."""
-    ours = _derived(_FusedLinearCrossEntropy, of_host=True)(original)
-    ours.logits_dtype = logits_dtype  # type: ignore[attr-defined]
-    return ours
 
 
 def _calculate_loss(original: Any) -> Any:
@@ -330,12 +312,7 @@ def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
     get_text_config = getattr(config, "get_text_config", None)
     text_config = get_text_config() if callable(get_text_config) else config
     cap = getattr(text_config, "final_logit_softcapping", None)
-    return _capped(loss_fn, cap) if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) else loss_fn
-
-
-def _capped(loss_fn: Any, cap: float | None) -> Any:
-    """Return a copy of the loss with a soft cap, or the loss itself if it has one."""
-    if cap is not None and loss_fn.softcap is None:
+    if cap is not None and isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and loss_fn.softcap is None:
         loss_fn = copy.copy(loss_fn)
         loss_fn.softcap = cap
     return loss_fn
@@ -346,12 +323,9 @@ def _given_head(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head_of_host(
-    loss_fn: Any,
-    hidden: torch.Tensor | list[torch.Tensor],
-    model: Any,
-    grad_reduce_group: Any,
+    loss_fn: Any, hidden: torch.Tensor | list[torch.Tensor], model: Any, grad_reduce_group: Any,
     lm_weight: torch.Tensor | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the head as arguments of the loss.
 
     ``lm_weight`` is the weight if the recipe has gathered it. If None, it is gathered by the host's function, which
@@ -375,10 +349,12 @@ def _head_of_host(
         lm_weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=grad_reduce_group)
     if head is None or not adapted:
         return {"lm_weight": lm_weight}
-    weight, bias, extra = of_rows(head, hidden)
+    parts = split(head)
+    first = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
+    taken = weights(parts, first, low_rank_rows(parts, hidden))
     if token_layer(head) is not None:
-        lm_weight = weight
-    return {"lm_weight": lm_weight, "lm_bias": bias, "extra": extra}
+        lm_weight = taken.weight
+    return {"lm_weight": lm_weight, "lm_bias": taken.bias, "extra": taken.extra}
 
 
 class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
@@ -404,6 +380,7 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     # Also derived from the host's class, because the host checks isinstance and recipes then request hidden states.
     "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, of_host=True),
+    "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, of_host=True),
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
     "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, of_host=False),

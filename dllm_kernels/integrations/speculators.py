@@ -30,10 +30,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dllm_kernels import ops
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import Deferred
-from dllm_kernels._utils._target_range import first_fraction
+from dllm_kernels import _checks, ops
+from dllm_kernels._checks._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, origin
 from dllm_kernels.losses._block_weights import BlockWeights
 from dllm_kernels.losses._common import sum_of_rows
@@ -115,8 +113,7 @@ def _of_table(home: str, name: str, original: Loss) -> Loss:
 def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
     for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
-        if not isinstance(value, Deferred):
-            _checks.check_tensor(name, value)
+        _checks.check_tensor(name, value)
     _checks.check_shape("targets", targets, logits.shape, "that of logits")
     _checks.check_same_device("logits", logits, targets=targets)
     dtype = torch.promote_types(logits.dtype, targets.dtype)
@@ -175,31 +172,15 @@ NAMES = dict(zip(KINDS, OURS, strict=True))  # of the functions in the tables
 
 
 def speculators_metrics(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    teacher_hidden: torch.Tensor,
-    loss_mask: torch.Tensor,
-    block_size: int = 1,
-    gamma: float = 4.0,
-    loss_config: Mapping[str, Any] | None = None,
-    per_position_loss_weight: str = "fixed-exp-decay",
-    dpace_alpha: float = 0.5,
-    sample_from_anchor: bool = False,
-    *,
-    acceptance: bool = False,
-    confidence_logits: torch.Tensor | None = None,
-    confidence_head_alpha: float = 1.0,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    teacher_weight: torch.Tensor | None = None,
-    teacher_bias: torch.Tensor | None = None,
-    teacher_extra: _checks.Extra | None = None,
-    teacher_rows: torch.Tensor | None = None,
-    draft_to_target: torch.Tensor | None = None,
-    chunk_size: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    backend: str = "auto",
-) -> tuple[torch.Tensor, Metrics]:
+    hidden: torch.Tensor, weight: torch.Tensor, teacher_hidden: torch.Tensor, loss_mask: torch.Tensor,
+    block_size: int = 1, gamma: float = 4.0, loss_config: Mapping[str, Any] | None = None,
+    per_position_loss_weight: str = "fixed-exp-decay", dpace_alpha: float = 0.5, sample_from_anchor: bool = False, *,
+    acceptance: bool = False, confidence_logits: torch.Tensor | None = None, confidence_head_alpha: float = 1.0,
+    bias: torch.Tensor | None = None, extra: _checks.Extra | None = None, teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None, teacher_extra: _checks.Extra | None = None,
+    teacher_rows: torch.Tensor | None = None, draft_to_target: torch.Tensor | None = None,
+    chunk_size: int | None = None, logits_dtype: torch.dtype | None = None, backend: str = "auto",
+) -> tuple[torch.Tensor, Metrics]:  # fmt: skip
     """Compute the loss and metrics of speculators' ``compute_metrics`` from hidden states.
 
     The logits exist one chunk at a time.
@@ -272,9 +253,8 @@ def speculators_metrics(
     if dpace and (where := first_fraction(loss_mask, loss_mask)) is not None:
         raise ValueError(f"loss_mask must hold 0 or 1, got {loss_mask[where].item()} at position {where}")
     _checks.check_probability("dpace_alpha", dpace_alpha)
-    weighting = BlockWeights(
-        "dpace" if dpace else "decay", float(gamma), dpace_alpha, "tokens", anchor_row=True, decay_from=first
-    )
+    kind = "dpace" if dpace else "decay"
+    weighting = BlockWeights(kind, float(gamma), dpace_alpha, "tokens", anchor_row=True, decay_from=first)
     mask = loss_mask.detach().float()
     call = _Metrics(compared, terms, mask, block_size, weighting, truncated=draft_to_target is not None)
     loss, found, term_losses = call.dpace() if dpace else call.decay()
@@ -415,7 +395,7 @@ class _Metrics:
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of each term: from a, as the remainder of the sum (one term), or by a separate pass."""
         free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
-        if self.truncated:  # a of the loss is another one
+        if self.truncated:  # the acceptance rate of the result is over all columns, that of the loss over the draft's
             free = {}
         values = {name: free[name] for name in self.terms if name in free}
         # A term that is a small part of the sum would lose most digits in the subtraction.

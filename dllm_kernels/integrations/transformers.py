@@ -59,20 +59,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dllm_kernels._random._philox import child_seeds
-from dllm_kernels._utils import _checks, _plain
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._head import head_module
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph import _plain
+from dllm_kernels._graph._named import replaced
 from dllm_kernels.collate import FROM_LABELS, DLLMCollator, checked_samples
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.fused._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
+from dllm_kernels.corruption._philox import child_seeds
+from dllm_kernels.head._in_head import HeadOutput, computed_in_head, logits_of, result_of_head
+from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations import _attention
 from dllm_kernels.integrations._hosts import check_before_host
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import Count, divide, next_token_mask, shift_left
-from dllm_kernels.ops import weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import weighted_nll
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits, Logits
 
 IGNORED = -100
 BIDIRECTIONAL_SINCE = "5.2"  # first version of transformers in which config.is_causal = False has an effect
@@ -123,9 +126,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
     _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask, noise_mask=noise_mask, p_mask=p_mask)
     supervised = loss_mask != 0
-    _check_values(
-        "input_ids", input_ids, (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS), supervised, "[0, 2^31)"
-    )
+    fits = (input_ids >= 0) & (input_ids.long() < 2**TOKEN_BITS)
+    _check_values("input_ids", input_ids, fits, supervised, "[0, 2^31)")
     _check_values("p_mask", p_mask, (p_mask >= 0) & (p_mask <= 1), supervised, "[0, 1]")
     bits = p_mask.abs().view(torch.int32).long() & 2**P_BITS - 1  # abs: -0.0 is a probability, too
     packed = input_ids.long() | bits << TOKEN_BITS | PACKED | noise_mask.bool() * MASKED
@@ -298,18 +300,10 @@ class MaskedDiffusionCollator:
     """
 
     def __init__(
-        self,
-        mask_token_id: int,
-        collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
-        corrupt: Corruption = corrupt_uniform,
-        *,
-        seed_field: str | None = None,
-        rank: int | None = None,
-        level: Callable[..., Tensor] | None = None,
-        attend_supervised: bool = True,
-        shift: bool = False,
-        **options: Any,
-    ) -> None:
+        self, mask_token_id: int, collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
+        corrupt: Corruption = corrupt_uniform, *, seed_field: str | None = None, rank: int | None = None,
+        level: Callable[..., Tensor] | None = None, attend_supervised: bool = True, shift: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         _check_corrupt(corrupt)
         for name, function in (("collate", collate), ("level", level)):
             if function is not None and not callable(function):
@@ -320,16 +314,11 @@ class MaskedDiffusionCollator:
             options.pop("seeds", None)
         elif seed_field is not None:
             raise ValueError("seeds must be None with a seed_field, because it would replace the seeds of the samples")
-        self.mask_token_id = mask_token_id
-        self.collate = DLLMCollator() if collate is None else collate
-        self.corrupt = corrupt
-        self.seed_field = seed_field
+        self.mask_token_id, self.collate = mask_token_id, DLLMCollator() if collate is None else collate
+        self.corrupt, self.seed_field, self.level, self.options = corrupt, seed_field, level, options
         self.rank = None if rank is None else _checks.checked_int64("rank", rank)
-        self.level = level
         self.attend_supervised = _checks.checked_bool("attend_supervised", attend_supervised)
-        self.shift = _checks.checked_bool("shift", shift)
-        self.options = options
-        self._seeded_by_tokens = False
+        self.shift, self._seeded_by_tokens = _checks.checked_bool("shift", shift), False
         self._epoch = _shared(0)
         self._parent: tuple[int, int] | None = None  # in a spawned process: id and rank of the process that started it
 
@@ -378,7 +367,7 @@ class MaskedDiffusionCollator:
         if self._seeded_by_tokens:
             drawn.pop("generator", None)
         segments, level = batch.get("segment_ids"), self.level
-        if segments is not None and drawn.get("block_size") is None and _takes_segments(self.corrupt):
+        if segments is not None and drawn.get("block_size") is None and "segment_ids" in _parameters_of(self.corrupt):
             drawn["segment_ids"] = segments
             level = level and functools.partial(_by_document, level, segments)
         if level is not None:
@@ -418,7 +407,7 @@ class MaskedDiffusionCollator:
             started_by, rank = self._parent
             if parent.pid == started_by:  # otherwise the collator was sent to the process that forked this worker
                 return rank
-        return _process_rank()
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     def __copy__(self) -> MaskedDiffusionCollator:
         """Copy the collator; the copy stores its epoch in separate shared memory."""
@@ -477,23 +466,19 @@ def _check_corrupt(corrupt: Corruption) -> None:
     """Raise if the third parameter of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
     if not callable(corrupt):
         raise TypeError(f"corrupt must be a function, got {_checks.type_name(corrupt)}")
-    try:
-        parameters = list(inspect.signature(corrupt).parameters.values())
-    except ValueError:  # builtins have no signature
-        return
-    if len(parameters) > 2 and parameters[2].name == "vocab_size":
+    if _parameters_of(corrupt)[2:3] == ["vocab_size"]:
         name = getattr(corrupt, "__name__", _checks.type_name(corrupt))
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
 
 
-def _takes_segments(corrupt: Corruption) -> bool:
-    """Return True if a corruption routine has a level for each segment."""
+def _parameters_of(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters of a function, in order; none for builtins without a signature."""
     try:
-        return "segment_ids" in inspect.signature(corrupt).parameters
-    except ValueError:  # builtins have no signature
-        return False
+        return list(inspect.signature(function).parameters)
+    except ValueError:
+        return []
 
 
 def _by_document(
@@ -544,12 +529,6 @@ def _shared(epoch: int) -> Tensor:
     return shared
 
 
-def _process_rank() -> int:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
 def mdlm_loss_func(
     outputs: Any, labels: Tensor, num_items_in_batch: Count = None, *, loss: Loss | None = None, shift: bool = False
 ) -> Tensor:
@@ -579,7 +558,7 @@ def mdlm_loss_func(
             gradient; on a CPU, a label is not packed (on a GPU, the loss is then NaN).
     """
     shift = _checks.checked_bool("shift", shift)
-    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).from_logits(logits_of(outputs))
+    return _LossCall.of(_checked_loss(loss), labels, num_items_in_batch, shift=shift).compute(logits_of(outputs))
 
 
 class _LossCall(NamedTuple):
@@ -590,16 +569,14 @@ class _LossCall(NamedTuple):
     num_tokens: int | Tensor
     noisy_input_ids: Tensor | None = None
     counts: _Counts | None = None
-    logits_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
         cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *,
-        noisy_input_ids: Tensor | None = None, shift: bool = False, **others: Any,
+        noisy_input_ids: Tensor | None = None, shift: bool = False, counts: _Counts | None = None,
     ) -> _LossCall:  # fmt: skip
-        """Unpack the labels and shift them if row i predicts token i + 1; ``others`` are further fields."""
-        own = _shifts(loss)
-        if own:  # the loss shifts what it is given, and token 0 is not counted
+        """Unpack the labels and shift them if row i predicts token i + 1."""
+        if _shifts(loss):  # the loss shifts what it is given, and token 0 is not counted
             labels = F.pad(labels[:, 1:], (min(1, labels.shape[1]), 0), value=IGNORED)
         elif shift:
             labels = shift_left(labels, IGNORED)
@@ -609,24 +586,17 @@ class _LossCall(NamedTuple):
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, **others)
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts)
 
-    def from_logits(self, logits: Tensor) -> Tensor:
-        """Compute the loss from logits ``[B, L, V]``."""
+    def compute(self, logits: Logits) -> Tensor:
+        """Compute the loss of logits ``[B, L, V]``, stored or made by a head."""
+        if isinstance(logits, LinearLogits):
+            logits = replaced(logits, num_active=self._num_active())
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
-        loss: Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
+        options: dict[str, Any] = {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
+        loss: Tensor = self.loss(logits, *self.masks, **options).total_loss
         return loss
-
-    def from_hidden(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None
-    ) -> Tensor:
-        """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
-        options: dict[str, Any] = {"extra": extra, "num_active": self._num_active(), "logits_dtype": self.logits_dtype}
-        if not isinstance(self.loss, DiffusionLoss):
-            return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias, **options).loss
-        options |= {**self._options(), "lm_head_bias": bias}
-        return self.loss.forward_fused(hidden, weight, *self.masks, **options).total_loss
 
     def _num_active(self) -> int | None:
         """Return an upper bound on the number of rows of nonzero weight, or None.
@@ -640,9 +610,6 @@ class _LossCall(NamedTuple):
             return self.counts.masked
         of_supervised = type(self.loss) in (BlockDiffusionCrossEntropyLoss, SCDDLoss)
         return self.counts.supervised if of_supervised or not isinstance(self.loss, DiffusionLoss) else None
-
-    def _options(self) -> dict[str, Any]:
-        return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
 
     def _weights(self) -> Tensor:
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
@@ -695,7 +662,12 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
             of one; has another ``forward``, such as the forward of another adapter; or has hooks other than sharding
             hooks.
     """
-    with computed_in_head(head_module(model), loss, advice):
+
+    def compute(logits: LinearLogits) -> Tensor:
+        extra = {} if logits.extra is None else {"extra": logits.extra}
+        return loss(logits.hidden, logits.weight, logits.bias, **extra)
+
+    with computed_in_head(head_module(model), compute, advice):
         yield
 
 
@@ -758,15 +730,9 @@ class MaskedDiffusionTrainerMixin:
         check_before_host(MaskedDiffusionTrainerMixin, cls, "compute_loss")
 
     def __init__(
-        self,
-        *args: Any,
-        loss: Loss | None = None,
-        logits_dtype: torch.dtype | None = None,
-        shift: bool = False,
-        allow_causal: bool = False,
-        seed_evaluation: bool = True,
-        **kwargs: Any,
-    ) -> None:
+        self, *args: Any, loss: Loss | None = None, logits_dtype: torch.dtype | None = None, shift: bool = False,
+        allow_causal: bool = False, seed_evaluation: bool = True, **kwargs: Any,
+    ) -> None:  # fmt: skip
         self._loss = _checked_loss(loss)
         _checks.check_logits_dtype(logits_dtype)
         self._logits_dtype = logits_dtype
@@ -861,14 +827,13 @@ class MaskedDiffusionTrainerMixin:
         loss_call = self._loss_call(inputs["labels"], num_items_in_batch)
         made = list[Tensor]()
 
-        def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
-            made.append(loss_call.from_hidden(hidden, *head, **extra))  # type: ignore[arg-type]
+        def loss(logits: LinearLogits) -> Tensor:
+            made.append(loss_call.compute(replaced(logits, logits_dtype=self._logits_dtype)))
             return made[-1].as_subclass(_LossOutput)
 
-        unwrapped = self.accelerator.unwrap_model(model)
         self._in_head = made
         try:
-            with loss_in_head(unwrapped, loss):
+            with computed_in_head(head_module(self.accelerator.unwrap_model(model)), loss, FROM_LOGITS):
                 return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         finally:
             self._in_head = None
@@ -897,15 +862,13 @@ class MaskedDiffusionTrainerMixin:
 
     def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
-            return self._loss_call(labels, num_items_in_batch).from_logits(logits_of(outputs))
+            return self._loss_call(labels, num_items_in_batch).compute(logits_of(outputs))
         return result_of_head(self._in_head, outputs, _LossOutput)
 
     def _loss_call(self, labels: Tensor, num_items_in_batch: Count) -> _LossCall:
         counts = self._counts if self._counts is not None and self._counts.hold_for(labels) else None
-        return _LossCall.of(
-            self._loss, labels, num_items_in_batch,
-            noisy_input_ids=self._noisy_input_ids, shift=self._shift, counts=counts, logits_dtype=self._logits_dtype,
-        )  # fmt: skip
+        noisy, shift = self._noisy_input_ids, self._shift
+        return _LossCall.of(self._loss, labels, num_items_in_batch, noisy_input_ids=noisy, shift=shift, counts=counts)
 
     def _check_first_steps(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         """Raise on all ranks if the labels of any rank are not packed, or if the model is causal."""
@@ -914,12 +877,10 @@ class MaskedDiffusionTrainerMixin:
         labels, probes = inputs["labels"], self._probes > 0 and torch.is_grad_enabled()
         if (self._seen_labels and not probes) or not _plain.has_values(labels):
             return
-        later: bool | Tensor = True
-        earlier: bool | Tensor = True
+        found: tuple[bool | Tensor, bool | Tensor] = True, True
         if probes and isinstance(ids := inputs.get("input_ids"), Tensor) and ids.dim() == 2:
-            later, earlier = _attention.dependence(model, inputs, self._hidden_of)
-        found = _attention.Found(_not_packed(labels).any(), later, earlier)
-        unpacked, later, earlier = found.of_all_ranks(labels.device)
+            found = _attention.dependence(model, inputs, self._hidden_of)
+        unpacked, later, earlier = _attention.on_any_rank(labels.device, _not_packed(labels).any(), *found)
         if unpacked:
             _refuse_labels("token ids, or other labels that are not packed")
         if earlier and not later:
@@ -940,11 +901,11 @@ class MaskedDiffusionTrainerMixin:
         """Return the input of the LM head in a call of the model; None if it does not call the head once."""
         hidden = list[Tensor]()
 
-        def keep(given: Tensor, *_: Any, **__: Any) -> Tensor:
-            hidden.append(given)
-            return torch.zeros((), dtype=given.dtype, device=given.device).as_subclass(_LossOutput)
+        def keep(logits: LinearLogits) -> Tensor:
+            hidden.append(logits.hidden)
+            return logits.hidden.new_zeros(()).as_subclass(_LossOutput)
 
-        with loss_in_head(self.accelerator.unwrap_model(model), keep):
+        with computed_in_head(head_module(self.accelerator.unwrap_model(model)), keep, FROM_LOGITS):
             model(**inputs)
         return hidden[0] if len(hidden) == 1 else None
 

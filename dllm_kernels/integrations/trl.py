@@ -39,21 +39,22 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dllm_kernels import ops
-from dllm_kernels._core._rows import times_upstream
-from dllm_kernels._utils import _checks, _plain
-from dllm_kernels._utils._call_state import CallState
-from dllm_kernels._utils._dtypes import dtype_of_logits, in_dtype_of
-from dllm_kernels._utils._head import head_module
-from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels import _checks, ops
+from dllm_kernels._graph import _plain
+from dllm_kernels._graph._call_state import CallState
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.corruption import checked_mask_id
-from dllm_kernels.fused._in_head import HeadOutput, run_in_head
 from dllm_kernels.generate import Choice, checked_tokens, diffusion_generate, schedule
+from dllm_kernels.head._in_head import HeadOutput, run_in_head
+from dllm_kernels.head._module import head_module
 from dllm_kernels.integrations._hosts import Host, PatchReport, check_before_host, origin
 from dllm_kernels.losses._common import next_tokens, shift_left
 from dllm_kernels.policy import policy_views
+from dllm_kernels.rows._call import times_upstream
+from dllm_kernels.rows._logits import LinearLogits, cast_head
 
 HOST = "trl"
 HOME, NAME = "kernels", "ChunkedLogProbFunction"  # trl.trainer.utils holds it as _ChunkedLogProbFunction
@@ -92,8 +93,8 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
         ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
     _checks.check_wide_logits(logits_dtype)
-    strict = _checks.checked_bool("strict", strict)
-    if (earlier := _host.earlier(strict, logits_dtype=logits_dtype)) is not None:
+    strict, asked = _checks.checked_bool("strict", strict), {"logits_dtype": logits_dtype}
+    if (earlier := _host.earlier(strict, **asked)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
@@ -105,7 +106,6 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
     else:
         found = [f"{module.__name__} has no {NAME}.forward"]
     pairs, problems = ([], {NAME: found}) if found else ([(original, ours)], {})
-    asked = {"logits_dtype": logits_dtype}
     return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, asked)
 
 
@@ -131,17 +131,9 @@ class ChunkedLogProbs:
         self.original, self.logits_dtype = original, logits_dtype
 
     def apply(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk_size: int,
-        final_logit_softcapping: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = OUTPUTS,
-    ) -> Outputs:
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        final_logit_softcapping: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = OUTPUTS,
+    ) -> Outputs:  # fmt: skip
         r"""Compute log-probabilities and the requested ``outputs`` of ``cap(s z) / T`` with ``z = W h + b``.
 
         ``cap(s z) / T`` is a soft cap ``c / s`` of z, times ``s / T``. Without a cap, the mean of the logits is the
@@ -166,24 +158,18 @@ class ChunkedLogProbs:
         """
         scale = logit_scale / temperature if temperature else math.nan
         cap = final_logit_softcapping
-        if (
-            "log_sum_sq_probs" in outputs
-            or ("mean_logits" in outputs and cap is not None)
-            or not (0 < scale < math.inf and temperature > 0)
-            or not (cap is None or 0 < cap < math.inf)
-            or hasattr(weight, "ds_id")
-        ):
+        unknown = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and cap is not None)
+        valid = 0 < scale < math.inf and temperature > 0 and (cap is None or 0 < cap < math.inf)
+        if unknown or not valid or hasattr(weight, "ds_id"):
             asked = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
             return self.original.apply(hidden, weight, bias, targets, *asked)  # type: ignore[no-any-return]
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
-        log_probs, entropy, is_top1 = _log_probs(
-            hidden, weight, bias, targets.masked_fill(outside, -100), outside,
-            entropy="entropy" in outputs, with_correct="is_top1" in outputs, scale=scale, softcap=softcap,
-            logits_dtype=self.logits_dtype,
-        )  # fmt: skip
+        logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, logits_dtype=self.logits_dtype)
+        wanted = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
+        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **wanted)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
-            is_top1 = is_top1 | _outside_is_top1(hidden, weight, bias, targets, outside)
+            is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
         return log_probs, entropy, None, mean, is_top1
 
@@ -197,13 +183,14 @@ def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: flo
 
 
 @torch.no_grad()
-def _outside_is_top1(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, outside: Tensor) -> Tensor:
+def _outside_is_top1(logits: LinearLogits, targets: Tensor, outside: Tensor) -> Tensor:
     """Return True for targets outside the vocabulary whose logit of 0 is the first maximum of the row.
 
-    A negative target is before all columns, any other behind them. Cap and scale keep the sign of the largest logit.
+    A negative target is before all columns, any other behind them. Cap and scale, which the record does not have, would
+    keep the sign of the largest logit.
     """
-    head = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-    best = ops.linear_sample(hidden, head[0], bias=head[1], temperature=0, active=outside).ids.clamp(min=0)
+    hidden, weight, bias = logits[:3]
+    best = ops.linear_sample(cast_head(logits), temperature=0, active=outside).ids.clamp(min=0)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     largest = (hidden.to(dtype) * weight[best].to(dtype)).sum(-1)
     largest = largest if bias is None else largest + bias[best].to(dtype)
@@ -214,16 +201,7 @@ def _outside_is_top1(hidden: Tensor, weight: Tensor, bias: Tensor | None, target
 
 
 def _log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    outside: Tensor | None = None,
-    *,
-    extra: _checks.Extra | None = None,
-    entropy: bool = False,
-    logits_dtype: torch.dtype | None = None,
-    **options: Any,
+    logits: LinearLogits, targets: Tensor, outside: Tensor | None = None, *, entropy: bool = False, **options: Any
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute log p of each target, the entropy, and the argmax match.
 
@@ -231,24 +209,17 @@ def _log_probs(
     the entropy only if the entropy receives an upstream gradient (2 more products).
 
     Args:
-        hidden: ``[..., D]``.
-        weight: ``[V, D]``, cast to the dtype of ``hidden`` unless autocast is on.
-        bias: ``[V]`` or None.
+        logits: of hidden states ``[..., D]``. The head is cast to their dtype unless autocast is on.
         targets: ``[...]``, in ``[0, V)`` or -100.
         outside: ``[...]``, bool, True for targets that are treated as a logit of 0; or None.
-        extra: the low-rank part of the head, or None.
         entropy: True to compute the entropy.
-        logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; ignored for float64 operands.
-        options: other options of the linear ops, such as ``with_correct`` for the argmax match.
+        options: other options of the ops, such as ``with_correct`` for the argmax match.
     """
-    options["logits_dtype"] = dtype_of_logits(hidden, logits_dtype)
-    weight, bias = in_dtype_of(hidden, weight), in_dtype_of(hidden, bias)
-    trained = any(t is not None and t.requires_grad for t in (weight, bias, *(extra or ())))
-    if torch.is_grad_enabled() and hidden.requires_grad and not trained and not torch.compiler.is_compiling():
-        asked = {"extra": extra, **options}
-        return _FrozenHead.apply(hidden, weight, bias, targets, outside, entropy, asked)  # type: ignore[no-untyped-call,no-any-return]
-    asked = {"bias": bias, "extra": extra, "entropy": entropy, **options}
-    out = ops.linear_row_stats(hidden, weight, targets, **asked)
+    logits = cast_head(logits)
+    trained = any(t is not None and t.requires_grad for t in logits.head)
+    if torch.is_grad_enabled() and logits.hidden.requires_grad and not trained and not torch.compiler.is_compiling():
+        return _FrozenHead.apply(logits.hidden, logits, targets, outside, entropy, options)  # type: ignore[no-untyped-call,no-any-return]
+    out = ops.row_stats(logits, targets, entropy=entropy, **options)
     return _or_outside(out, outside), out.entropy, out.correct
 
 
@@ -263,23 +234,19 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        outside: Tensor | None,
-        entropy: bool,
+        ctx: Any, hidden: Tensor, logits: LinearLogits, targets: Tensor, outside: Tensor | None, entropy: bool,
         options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.options, ctx.call_state = {"bias": bias, **options}, CallState.now(hidden)
+        ctx.options, ctx.call_state = options, CallState.now(hidden)
         known = () if outside is None else (outside,)
         with own_graph(), torch.enable_grad():
             h = hidden.detach().requires_grad_()
-            out = ops.linear_row_objective(h, weight, targets, _or_outside, *known, entropy=entropy, **ctx.options)
+            logits = replaced(logits, hidden=h)
+            out = ops.row_objective(logits, targets, _or_outside, *known, entropy=entropy, **options)
             (grad,) = torch.autograd.grad(out.loss, h)
-        ctx.save_for_backward(hidden, weight, targets, outside, grad)
+        ctx.save_for_backward(hidden, logits.weight, targets, outside, grad)
+        ctx.logits = replaced(logits, hidden=None, weight=None)  # the saved tensors
         if out.correct is not None:
             ctx.mark_non_differentiable(out.correct)
         return out.value, out.entropy, out.correct
@@ -301,9 +268,10 @@ class _FrozenHead(torch.autograd.Function):
             with ctx.call_state.restored(hidden), own_graph(), torch.enable_grad():
                 h = hidden.detach().requires_grad_()
                 given = upstream.contiguous(), of_entropy.contiguous(), *known
-                out = ops.linear_row_objective(h, weight, targets, both, *given, **options)
+                logits = replaced(ctx.logits, hidden=h, weight=weight)
+                out = ops.row_objective(logits, targets, both, *given, **options)
                 (found,) = torch.autograd.grad(out.loss, h)
-        return found, *(None,) * 6
+        return found, *(None,) * 5
 
 
 # Diffusion policies ---------------------------------------------------------------------------------------------------
@@ -343,11 +311,6 @@ class _HeadRows(HeadOutput):
     """Values per position ``[B, L, n]`` that the LM head returned in place of logits."""
 
     advice = FROM_LOGITS
-
-
-def _run(model: Any, unwrapped: nn.Module, rows: Callable[..., Tensor], **inputs: Any) -> tuple[Tensor, Any]:
-    """Call the model with a head that computes ``rows(hidden, weight, bias, extra=)``; return rows and output."""
-    return run_in_head(lambda: model(**inputs), head_module(unwrapped), rows, _HeadRows)
 
 
 class DiffusionPolicyMixin:
@@ -408,29 +371,23 @@ class DiffusionPolicyMixin:
     _step: int
 
     def __init__(
-        self,
-        *args: Any,
-        mask_token_id: int,
-        scheme: str = "full",
-        num: int = 1,
-        prompt_prob: float = 0.0,
+        self, *args: Any, mask_token_id: int, scheme: str = "full", num: int = 1, prompt_prob: float = 0.0,
         iteration: SupportsIndex | Callable[[Any], SupportsIndex] | None = None,
-        logits_dtype: torch.dtype | None = None,
-        shift: bool = False,
-        **kwargs: Any,
-    ) -> None:
+        logits_dtype: torch.dtype | None = None, shift: bool = False, **kwargs: Any,
+    ) -> None:  # fmt: skip
         _checks.check_wide_logits(logits_dtype)
-        views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-        views(one, one, mask_token_id, seeds=one[0])  # validates the arguments
+        options: dict[str, Any] = {"scheme": scheme, "num": num, "prompt_prob": prompt_prob}
+        policy_views(one, one, mask_token_id, seeds=one[0], **options)  # validates the arguments
+        mask = checked_mask_id(mask_token_id, one)
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
-        self._views, self._mask_token_id, self._iteration = views, checked_mask_id(mask_token_id, one), iteration
-        self._logits_dtype, self._shift = logits_dtype, _checks.checked_bool("shift", shift)
+        self._views: Callable[..., Any] = functools.partial(policy_views, mask_token_id=mask, **options)
+        self._iteration, self._shift = iteration, _checks.checked_bool("shift", shift)
+        self._logits_fields: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
         start: Any = super().__init__
-        self._rollout = (
-            None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
-        )
+        taken = "rollout_func" in inspect.signature(start).parameters
+        self._rollout = None if taken else kwargs.pop("rollout_func", None)
         start(*args, **kwargs)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any, **options: Any) -> Any:
@@ -440,33 +397,20 @@ class DiffusionPolicyMixin:
         return super()._generate_single_turn(prompt_ids, *others, **options)  # type: ignore[misc]
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **others: Any,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, batch_size: int | None = None,
+        compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Return scores and entropies ``[B, logits_to_keep]``, and the auxiliary loss of the model, if any."""
         if given := sorted(name for name, value in others.items() if value is not None):
             raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
         seeds = row_seeds(input_ids, attention_mask, logits_to_keep, self._number_of_masks())
-        size = batch_size or len(input_ids)
-        parts = [
-            self._scores_of(model, ids, mask, of_rows, logits_to_keep, compute_entropy, compute_aux_loss)
-            for ids, mask, of_rows in zip(
-                *(torch.split(t, size) for t in (input_ids, attention_mask, seeds)), strict=True
-            )
-        ]
-        scores, entropies, auxiliary = zip(*parts, strict=True)
-        return (
-            torch.cat(scores),
-            torch.cat(entropies) if compute_entropy else None,
-            None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
-        )
+        parts, size = (input_ids, attention_mask, seeds), batch_size or len(input_ids)
+        chunks = zip(*(torch.split(t, size) for t in parts), strict=True)
+        options = logits_to_keep, compute_entropy, compute_aux_loss
+        found = [self._scores_of(model, ids, mask, of_rows, *options) for ids, mask, of_rows in chunks]
+        scores, entropies, auxiliary = zip(*found, strict=True)
+        aux_loss = None if auxiliary[0] is None else torch.stack(auxiliary).mean()
+        return torch.cat(scores), torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def _number_of_masks(self) -> int:
         """Return the number that rows hash with their tokens; it stays the same while a generation is trained on."""
@@ -484,7 +428,7 @@ class DiffusionPolicyMixin:
         if self._shift:  # no row predicts the first token
             supervised = supervised & (attention_mask.cumsum(-1) > 1)
         start = (attention_mask.cumsum(-1) == 0).sum(-1)  # the masks of a row do not depend on its left padding
-        views = self._views(ids, supervised, self._mask_token_id, seeds=seeds, start=start)
+        views = self._views(ids, supervised, seeds=seeds, start=start)
         shape = views.scored.shape
         targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
         if self._shift:
@@ -492,28 +436,24 @@ class DiffusionPolicyMixin:
         arrived = [True] * (1 + entropy)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
 
-        def rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
-            kind = hidden.device.type
+        def rows(logits: LinearLogits) -> Tensor:
+            kind = logits.hidden.device.type
+            logits = replaced(logits, scale=1 / self.temperature, **self._logits_fields)
+            if in_float32:
+                extra = logits.extra and tuple(t.float() for t in logits.extra)
+                logits = replaced(logits, hidden=logits.hidden.float(), extra=extra)
             with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not in_float32):
-                found = _log_probs(
-                    hidden.float() if in_float32 else hidden, weight, bias, targets, active=active,
-                    extra=extra if extra is None or not in_float32 else (extra[0].float(), extra[1].float()),
-                    entropy=entropy, scale=1 / self.temperature, skip_id=self._mask_token_id,
-                    logits_dtype=self._logits_dtype,
-                )  # fmt: skip
+                found = _log_probs(logits, targets, active=active, entropy=entropy)
             parts = [t for t in found if t is not None]
             if torch.compiler.is_compiling():
                 return torch.stack(parts, -1)
             return _Stacked.apply(arrived, *parts)  # type: ignore[no-untyped-call,no-any-return]
 
-        inputs: dict[str, Any] = {
-            "input_ids": views.noisy.flatten(0, 1),
-            "attention_mask": attention_mask.repeat(shape[0], 1),
-        }
-        if auxiliary:
-            inputs["output_router_logits"] = True
+        inputs: dict[str, Any] = {"output_router_logits": True} if auxiliary else {}
+        inputs |= {"input_ids": views.noisy.flatten(0, 1), "attention_mask": attention_mask.repeat(shape[0], 1)}
+        head = head_module(self.accelerator.unwrap_model(model))
         with self.accelerator.autocast():
-            found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
+            found, outputs = run_in_head(lambda: model(**inputs), head, rows, _HeadRows)
         unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
         log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
         first = ids.shape[1] - keep  # not [:, -keep:], which is the whole row if all completions are empty
@@ -563,18 +503,14 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 31 & 2**33 - 1)
 
 
-def _whole(iteration: Any, expected: str = "an int") -> int:
+def _whole(value: Any, expected: str = "an int") -> int:
     """Return the iteration as an int; accept integers of NumPy and 0-d integer tensors."""
     try:
-        if (
-            isinstance(iteration, bool)
-            or getattr(iteration, "dtype", None) == torch.bool
-            or getattr(iteration, "ndim", 0)
-        ):
+        if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool or getattr(value, "ndim", 0):
             raise TypeError
-        return operator.index(iteration)
+        return operator.index(value)
     except TypeError:
-        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(iteration)}") from None
+        raise TypeError(f"iteration must be {expected}, got {_checks.type_name(value)}") from None
 
 
 def _wrapped(x: int) -> int:
@@ -582,23 +518,12 @@ def _wrapped(x: int) -> int:
 
 
 def diffusion_rollout(
-    mask_token_id: int,
-    *,
-    steps: int | None = None,
-    length: int | None = None,
-    block_size: int | None = None,
-    temperature: float | None = None,
-    remasking: str = "confidence",
-    position_temperature: float = 0.0,
-    threshold: float | None = None,
-    cfg_scale: float = 0.0,
-    suppress_ids: int | Collection[int] | Tensor | None = None,
-    delay_eos: bool = False,
-    infill: bool = False,
-    with_logprobs: bool = False,
-    logits_dtype: torch.dtype | None = None,
+    mask_token_id: int, *, steps: int | None = None, length: int | None = None, block_size: int | None = None,
+    temperature: float | None = None, remasking: str = "confidence", position_temperature: float = 0.0,
+    threshold: float | None = None, cfg_scale: float = 0.0, suppress_ids: int | Collection[int] | Tensor | None = None,
+    delay_eos: bool = False, infill: bool = False, with_logprobs: bool = False, logits_dtype: torch.dtype | None = None,
     shift: bool = False,
-) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+) -> Callable[[Sequence[Any], Any], dict[str, Any]]:  # fmt: skip
     """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
 
     It calls :func:`dllm_kernels.diffusion_generate` with the ``top_k``, ``top_p`` and ``min_p`` of the trainer. The

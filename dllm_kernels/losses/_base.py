@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dllm_kernels._backends._rows import P_MASK_MIN
-from dllm_kernels._core._options import Options
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, plain_count, readable_without_sync
-from dllm_kernels._utils._target_range import first_fraction, first_true
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_fraction, first_true
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, plain_count, readable_without_sync
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._common import Count, DLLMLossOutput, next_tokens, shift_left
-from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.losses._model_output import CAUSAL, ModelOutput
+from dllm_kernels.rows._interface import P_MASK_MIN
+from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 
 class TransformedLoss(nn.Module):
@@ -37,7 +37,7 @@ class TransformedLoss(nn.Module):
         self, softcap: float | None, scale: float | None, skip_id: int | None, reduction: str, backend: str
     ) -> None:
         super().__init__()
-        _checks.check_transform(softcap, scale, skip_id)
+        Transform(softcap, scale, skip_id).check()
         self.softcap = softcap
         self.scale = scale
         self.skip_id = skip_id
@@ -79,8 +79,10 @@ class Batch(NamedTuple):
         batch: Batch = replaced(self, **packed)
         return batch
 
-    def check_unused(self, **tensors: torch.Tensor | None) -> None:
+    def check_unused(self, *, causal: ModelOutput | None = None, **tensors: torch.Tensor | None) -> None:
         """Validate unused arguments, so that a misplaced one raises."""
+        if causal is not None:
+            tensors[causal.names.rows] = causal.x
         _common.check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)
@@ -198,35 +200,20 @@ class DiffusionLoss(TransformedLoss):
     chunk_size: int | None = None
 
     def __init__(
-        self,
-        fp32_upcast: bool = True,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-        shift: bool = False,
-    ) -> None:
+        self, fp32_upcast: bool = True, *, softcap: float | None = None, scale: float | None = None,
+        skip_id: int | None = None, reduction: str = "total", backend: str = "auto", shift: bool = False,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.shift = _checks.checked_bool("shift", shift)
 
-    @from_hidden_states("forward_fused")
     def forward(
-        self,
-        logits: torch.Tensor,
-        target_ids: torch.Tensor,
-        noise_mask: torch.Tensor,
-        p_mask: torch.Tensor,
-        loss_mask: torch.Tensor,
-        loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-        num_ar_tokens: int | torch.Tensor | None = None,
-        causal_logits: torch.Tensor | None = None,
-        noisy_input_ids: torch.Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, logits: Logits, target_ids: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor,
+        loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
+        num_diffusion_tokens: int | torch.Tensor | None = None, num_ar_tokens: int | torch.Tensor | None = None,
+        causal_logits: Logits | None = None, noisy_input_ids: torch.Tensor | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
 
         Packed input without a batch dimension, ``[T, V]`` with targets and masks ``[T]``, is a batch of one sequence.
@@ -259,86 +246,48 @@ class DiffusionLoss(TransformedLoss):
         counts = (num_diffusion_tokens, num_ar_tokens)
         tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
         batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
-        rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
-        return self._loss_of(rows, batch, causal_logits, noisy_input_ids)
+        options = self._options(round_nll=self._rounds())
+        rows, causal = ModelOutput.of(logits, options).in_chunks_of(self.chunk_size), None
+        if causal_logits is not None:
+            causal = ModelOutput.of(causal_logits, options, CAUSAL)
+        if rows.packed(batch.target_ids):
+            batch, rows = batch.as_batch(), rows.as_batch()
+            causal, noisy_input_ids = causal and causal.as_batch(), _common.as_batch(noisy_input_ids)
+        return self._loss(rows, batch, causal, noisy_input_ids)
 
     def forward_fused(
-        self,
-        hidden: torch.Tensor,
-        lm_head_weight: torch.Tensor,
-        target_ids: torch.Tensor,
-        noise_mask: torch.Tensor,
-        p_mask: torch.Tensor,
-        loss_mask: torch.Tensor,
-        loss_mask_ar: torch.Tensor | None = None,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-        num_ar_tokens: int | torch.Tensor | None = None,
-        noisy_input_ids: torch.Tensor | None = None,
-        *,
-        causal_hidden: torch.Tensor | None = None,
-        lm_head_bias: torch.Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        chunk_size: int | None = None,
-        num_active: int | None = None,
+        self, hidden: torch.Tensor, lm_head_weight: torch.Tensor, target_ids: torch.Tensor, noise_mask: torch.Tensor,
+        p_mask: torch.Tensor, loss_mask: torch.Tensor, loss_mask_ar: torch.Tensor | None = None,
+        num_diffusion_tokens: Count = None, num_ar_tokens: Count = None, noisy_input_ids: torch.Tensor | None = None, *,
+        causal_hidden: torch.Tensor | None = None, lm_head_bias: torch.Tensor | None = None,
+        extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
         logits_dtype: torch.dtype | None = None,
-    ) -> DLLMLossOutput:
-        """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
+    ) -> DLLMLossOutput:  # fmt: skip
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
 
-        Packed input without a batch dimension, ``[T, D]`` with targets and masks ``[T]``, is a batch of one sequence.
-
-        Args:
-            hidden: ``[B, L, D]``; for the hybrid loss also ``[B, 2 L, D]``, the diffusion branch followed by the AR
-                branch.
-            lm_head_weight: ``[V, D]``.
-            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in
-                :meth:`forward`.
-            noisy_input_ids: as in :meth:`forward`.
-            causal_hidden: ``[B, L, D]`` of the AR branch; None: the AR rows of ``hidden``, if any (hybrid).
-            lm_head_bias: ``[V]`` or None.
-            extra: {extra} Must be None with ``causal_hidden``.
-            chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
-            num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None:
-                read back from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`.
-
-        Raises:
-            TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match; on CPU, a ``p_mask`` outside [0, 1] where it is used;
-                masks that are detectably swapped; a constant or count that requires a gradient; a ``num_active``
-                outside [0, number of rows].
+        ``causal_hidden [B, L, D]`` are the hidden states of ``causal_logits``, of the same head without ``extra``.
         """
-        counts = (num_diffusion_tokens, num_ar_tokens)
-        tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
-        batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
-        chunk_size = self.chunk_size if chunk_size is None else chunk_size
-        options = self._options(
-            round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype
-        )
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        return self._loss_of(rows, batch, causal_hidden, noisy_input_ids)
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
+        causal = None if causal_hidden is None else replaced(logits, hidden=causal_hidden)
+        if causal is not None and extra is not None:
+            raise ValueError(
+                "extra must be None with causal_hidden, got both; pass both branches as one hidden [B, 2 L, D], with "
+                "one row of extra[0] per row"
+            )
+        return DiffusionLoss.forward(
+            self, logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
+            num_ar_tokens, causal, noisy_input_ids,
+        )  # fmt: skip
 
     def _rounds(self) -> bool:
         """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
-    def _loss_of(
-        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
-    ) -> DLLMLossOutput:
-        """Compute the loss; packed rows without a batch dimension are a batch of one sequence."""
-        if rows.packed(batch.target_ids):
-            batch = batch.as_batch()
-            causal, noisy_input_ids = _common.as_batch(causal, 2), _common.as_batch(noisy_input_ids)
-            rows = rows.as_batch()
-        return self._loss(rows, batch, causal, noisy_input_ids)
-
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
-        rows.check(batch.target_ids)
-        batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
+        rows = rows.checked(batch.target_ids)
+        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
         weights, divided = self._weights(batch, rows)
         targets, weights, divided = self._aligned(rows, batch, weights, divided)
         return self._single_part_output(rows, targets, weights, divided)

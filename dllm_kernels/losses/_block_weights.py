@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.ops.dpace_weights import VARIANTS, weights_of_blocks

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain_count
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain_count
+from dllm_kernels.rows._interface import IGNORE
 
 Count = int | torch.Tensor | None
 REDUCTIONS = ("total", "none")
@@ -118,13 +118,6 @@ def check_counts(**counts: object) -> None:
 def as_batch(t: Any, dims: int = 1) -> Any:
     """Add a batch dimension of 1 to a tensor of ``dims`` dimensions; return anything else unchanged."""
     return t.unsqueeze(0) if isinstance(t, torch.Tensor) and t.dim() == dims else t
-
-
-def extra_as_batch(extra: Any) -> Any:
-    """Add a batch dimension of 1 to the rows of a low-rank second part of a head."""
-    if isinstance(extra, (tuple, list)) and len(extra) == 2:
-        return as_batch(extra[0], 2), extra[1]
-    return extra
 
 
 def shift_left(t: torch.Tensor, fill: float, by: int = 1) -> torch.Tensor:

@@ -12,27 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
-from dllm_kernels.losses import _common
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
+from dllm_kernels.losses import _block_weights, _common
 from dllm_kernels.losses._base import TransformedLoss
-from dllm_kernels.losses._block_weights import (
-    NORMALIZE,
-    POSITION_WEIGHTS,
-    BlockWeights,
-    Counts,
-    checked_prefix,
-    counts_per_offset,
-    given_rows,
-    rows_of_block,
-    size_of_blocks,
-)
+from dllm_kernels.losses._block_weights import BlockWeights, Counts, given_rows, rows_of_block
 from dllm_kernels.losses._common import DLLMLossOutput, check_counts, sum_of_rows
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.dpace_weights import VARIANTS
+from dllm_kernels.rows._dtypes import accum_dtype
 
 # A loss of the same settings under the names of SpecForge and NeMo AutoModel: loss_type -> position_weights.
 LOSS_TYPES = {"dflash": "decay", **{name: name for name in VARIANTS}}
@@ -97,19 +86,16 @@ class DraftLoss(TransformedLoss):
         super().__init__(**common)
         _check_gamma(loss_gamma)  # before the conversion to float, which drops a gradient and accepts strings
         self.loss_gamma = loss_gamma if loss_gamma is None or isinstance(loss_gamma, str) else float(loss_gamma)
-        self.chunk_size = chunk_size
-        self.normalize = normalize
+        self.chunk_size, self.normalize, self.dpace_alpha = chunk_size, normalize, dpace_alpha
         object.__setattr__(self, "position_weights", position_weights)  # nn.Module would register a module
-        self.dpace_alpha = dpace_alpha
-        self.anchor_row = anchor_row
-        self.decay_from = decay_from
+        self.anchor_row, self.decay_from = anchor_row, decay_from
         self._checked_weighting()
 
     def _checked_weighting(self) -> BlockWeights:
         """Validate the settings, on every call because attributes may have been reassigned; return the row weights."""
         _check_gamma(self.loss_gamma)
-        _checks.check_choice("normalize", self.normalize, NORMALIZE)
-        _checks.check_choice("position_weights", self._weighting, POSITION_WEIGHTS)
+        _checks.check_choice("normalize", self.normalize, _block_weights.NORMALIZE)
+        _checks.check_choice("position_weights", self._weighting, _block_weights.POSITION_WEIGHTS)
         _checks.check_probability("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         decay_from = _checks.checked_int("decay_from", self.decay_from, 0)
@@ -121,7 +107,6 @@ class DraftLoss(TransformedLoss):
         return BlockWeights(self._weighting, gamma, self.dpace_alpha, self.normalize, self.anchor_row, decay_from)
 
     @_WeightingSetting
-    @of_computed
     def position_weights(
         self, block_mask: Tensor, block_size: int | None = None, token_nll: Tensor | None = None, *,
         prefix: Tensor | None = None,
@@ -154,15 +139,13 @@ class DraftLoss(TransformedLoss):
         block_size = _checks.checked_size("block_size", block_size)
         shape = block_mask.shape
         if len(shape) == 3:
-            block_size = size_of_blocks("block_mask", block_mask, block_size, self.anchor_row)
+            block_size = _block_weights.size_of_blocks("block_mask", block_mask, block_size, self.anchor_row)
         else:
             _checks.check_ndim("block_mask", block_mask, 2, "[B, T] or [B, blocks, k]")
         q = None
         if not weighting.decays:
             if token_nll is None:
-                raise ValueError(
-                    f"token_nll must be given for position_weights={weighting.position_weights!r}, got None"
-                )
+                raise ValueError(f"token_nll must be given for position_weights={self._weighting!r}, got None")
             _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, token_nll=token_nll)
             q = torch.exp(-token_nll.detach().to(accum_dtype(token_nll.dtype)))
         block_mask, prefix, q = all_plain(block_mask, prefix, q)
@@ -178,7 +161,7 @@ class DraftLoss(TransformedLoss):
         if block_size is None or self._weighting != "decay":
             raise ValueError("prefix must be None without a block_size, or with position_weights other than 'decay'")
         rows = rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
-        prefix = checked_prefix(prefix, "block_mask", block_mask, rows)
+        prefix = _block_weights.checked_prefix(prefix, "block_mask", block_mask, rows)
         return torch.where(given_rows(prefix, rows).flatten(1), 0, block_mask), prefix
 
     def _checked_counts(self, counts: Counts, target_ids: Tensor) -> Counts:
@@ -227,7 +210,7 @@ class DraftCall:
     weighting: BlockWeights
     returns_rows: bool
     rows: ModelOutput
-    target_ids: Tensor | None
+    target_ids: Tensor
     block_mask: Tensor
     block_size: int | None
     counts: Counts
@@ -238,7 +221,6 @@ class DraftCall:
 
         It is computed per row if rows are requested, or if the weights depend on the target probabilities.
         """
-        assert self.target_ids is not None
         if not (per_row or self.returns_rows) and self.weighting.decays:
             weights, divided = self.weights()
             scaled = divided if coefficient == 1 else coefficient * divided
@@ -269,7 +251,7 @@ class DraftCall:
             correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
         if rows is not None and not weighting.anchor_row:
             rows -= 1
-        hits, count = counts_per_offset(correct, mask, rows)
+        hits, count = _block_weights.counts_per_offset(correct, mask, rows)
         row_losses = None
         if found.value is not None and self.returns_rows:
             row_losses = _common.weighted_rows(found.value, found.weights)

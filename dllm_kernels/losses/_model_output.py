@@ -1,4 +1,4 @@
-"""Model output: logits, or hidden states plus LM head. The only place where the two forms of a loss differ."""
+"""Model output: the logits of a loss, stored or made by a head, and the ops on them."""
 
 from __future__ import annotations
 
@@ -7,50 +7,65 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._backends._primitives import row_primitives
-from dllm_kernels._backends._rows import RowPrimitives
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, WeightedNLL
-from dllm_kernels._core._setup import Head, compute_dtype
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values
+from dllm_kernels import _checks
+from dllm_kernels._checks._backend import use_triton
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked, weighted_linear_nll_unchecked
-from dllm_kernels.ops.row_stats import Mix, linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels.ops.divergence import TeacherInput, compared, divergence_unchecked
+from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
+from dllm_kernels.rows._call import Call, checked_logits
+from dllm_kernels.rows._divergence import DivergenceSpec
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._primitives import row_primitives
+from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._setup import compute_dtype
 
-LOGITS = _checks.Names("logits", "target_ids")
-HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
+NAMES = _checks.Names("logits", "target_ids", "lm_head_weight", "lm_head_bias")
+CAUSAL = _checks.Names("causal_logits", "target_ids", "lm_head_weight", "lm_head_bias", "causal_hidden")
 
 
 class ModelOutput(NamedTuple):
-    """Logits, or hidden states and LM head, with the options of the ops.
+    """Logits, or the record of those that a head makes, with the options of the ops.
 
-    A loss calls :meth:`check` once; the methods that run ops do not check again, except for the teacher.
+    A loss calls :meth:`checked` once; the methods that run ops do not check again, except for the teacher.
 
     Attributes:
         names: the caller's names of the rows, the targets and the LM head.
         options: options of every op call.
-        x: logits ``[..., V]``, or hidden states ``[..., D]``.
-        weight: LM head ``[V, D]`` with hidden states.
-        bias: ``[V]`` or None.
-        extra: low-rank second part of the head, or None.
+        logits: logits ``[..., V]``, or their record.
     """
 
     names: _checks.Names
     options: Options
-    x: torch.Tensor
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    extra: _checks.Extra | None = None
+    logits: Logits
 
-    def of(self, x: torch.Tensor, name: str) -> ModelOutput:
-        """Return this output with other rows ``x`` of the same kind; ``name`` is their argument name."""
-        return replaced(self, x=x, names=replaced(self.names, rows=name))
+    @classmethod
+    def of(cls, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
+        """Take logits, stored, deferred or a record."""
+        logits = opened(logits, options.transform)
+        return cls(names.of_hidden if isinstance(logits, LinearLogits) else names, options, logits)
+
+    @property
+    def x(self) -> Any:
+        """Logits ``[..., V]`` or hidden states ``[..., D]``, maybe not validated."""
+        return rows_of(self.logits)
+
+    @property
+    def stored(self) -> bool:
+        """True for logits, False for a record."""
+        return not isinstance(self.logits, LinearLogits)
+
+    def in_chunks_of(self, size: int | None) -> ModelOutput:
+        """Return this output with the size of its chunks of logits, if its record has none."""
+        logits = self.logits
+        if not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
+            return self
+        return replaced(self, logits=replaced(logits, chunk_size=size))
 
     def packed(self, target_ids: Any) -> bool:
         """Return True if the rows ``[T, V]`` or ``[T, D]`` and the targets ``[T]`` have no batch dimension."""
@@ -59,7 +74,7 @@ class ModelOutput(NamedTuple):
 
     def as_batch(self) -> ModelOutput:
         """Return packed rows as a batch of one sequence."""
-        return replaced(self, x=self.x.unsqueeze(0), extra=_common.extra_as_batch(self.extra))
+        return replaced(self, logits=map_rows(self.logits, lambda t: _common.as_batch(t, 2)))
 
     def of_blocks(self, target_ids: Any) -> bool:
         """Return True if the rows ``[B, blocks, k, V]`` or ``[B, blocks, k, D]`` or the targets are those of blocks.
@@ -70,7 +85,7 @@ class ModelOutput(NamedTuple):
         tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
         if not tensors or (self.x.dim() != 4 and target_ids.dim() != 3):
             return False
-        last = "V" if self.weight is None else "D"
+        last = "V" if self.stored else "D"
         if self.x.dim() == 3:
             raise ValueError(
                 f"{self.names.rows} must have shape [B, blocks, k, {last}] to go with {self.names.targets} of shape "
@@ -82,14 +97,26 @@ class ModelOutput(NamedTuple):
 
     def blocks_as_sequences(self) -> ModelOutput:
         """Return rows of blocks ``[B, blocks, k, ...]`` as rows of sequences ``[B, blocks * k, ...]``."""
-        extra = self.extra
-        if extra is not None and isinstance(extra[0], torch.Tensor) and extra[0].dim() == 4:
-            extra = extra[0].flatten(1, 2), extra[1]
-        return replaced(self, x=self.x.flatten(1, 2), extra=extra)
 
-    def stack(self, other: ModelOutput) -> ModelOutput:
-        """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
-        return replaced(self, x=torch.stack([self.x, other.x]))
+        def as_sequences(t: Any) -> Any:
+            return t.flatten(1, 2) if isinstance(t, torch.Tensor) and t.dim() == 4 else t
+
+        return replaced(self, logits=map_rows(self.logits, as_sequences))
+
+    def stack(self, *others: ModelOutput) -> ModelOutput | None:
+        """Stack with other rows of the same head in a new dimension, or return None if the heads differ.
+
+        cat along a sharded sequence dimension would gather DTensors.
+        """
+        first, records = self.logits, [self.logits, *(other.logits for other in others)]
+        transform = self.options.transform
+        if not isinstance(first, LinearLogits) or any(o.options.transform != transform for o in others):
+            return None
+        if not all(isinstance(z, LinearLogits) and z.same_head(first) for z in records):
+            return None
+        extra = first.extra and (torch.stack([z.extra[0] for z in records]), first.extra[1])  # type: ignore[union-attr,index]
+        hidden = torch.stack([rows_of(z) for z in records])
+        return replaced(self, logits=replaced(first, hidden=hidden, extra=extra))
 
     def transformed(self, **fields: Any) -> ModelOutput:
         """Return this output with other fields of the transform of its logits."""
@@ -104,7 +131,7 @@ class ModelOutput(NamedTuple):
     @property
     def vocabulary(self) -> int:
         """Vocabulary size V."""
-        return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
+        return vocabulary_of(self.logits)
 
     def primitives_on(self, like: torch.Tensor) -> RowPrimitives | None:
         """Return the backend's row primitives for a plain tensor.
@@ -115,11 +142,16 @@ class ModelOutput(NamedTuple):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 
-    def check(self, target_ids: torch.Tensor, *, width: int | None = None) -> None:
-        """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
-        names, x = self.names, self.x
-        _checks.check_rows(names, x, target_ids, self.weight, self.bias)
-        _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.weight is None else "[B, L, D]")
+    def of_any_shape(self, target_ids: torch.Tensor, branches: int = 1) -> ModelOutput:
+        """Validate options, rows ``[..., V or D]``, the dtype and device of the targets, and the LM head, if any."""
+        logits, options, _ = checked_logits(self.names, self.logits, target_ids, self.options, branches)
+        return ModelOutput(self.names, options, logits)
+
+    def checked(self, target_ids: torch.Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:
+        """Validate options, rows ``[B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
+        names, checked = self.names, self.of_any_shape(target_ids, branches)
+        x = checked.x
+        _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.stored else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
         B, L = target_ids.shape
         expected = (B, L if width is None else width)
@@ -128,17 +160,16 @@ class ModelOutput(NamedTuple):
                 f"{names.rows} must have shape {(*expected, x.shape[2])} to go with {names.targets} of shape {(B, L)}, "
                 f"got {tuple(x.shape)}"
             )
-        if self.weight is not None:
-            _checks.checked_extra(names, x, self.weight, self.extra)
+        return checked
 
     def check_targets(self, target_ids: torch.Tensor, counted: torch.Tensor, *, shift: int = 0) -> None:
         """Check the range of the plain ``target_ids [B, L]`` from column ``shift`` on, the first that is predicted.
 
         ``counted [B, L - shift]``: 0 for targets of rows that do not count.
         """
-        targets, skip_id = target_ids[:, shift:] if shift else target_ids, self.options.transform.skip_id
+        targets, excluded = target_ids[:, shift:] if shift else target_ids, self.options.transform.skip_id
         _checks.check_target_range(
-            None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift, skip_id=skip_id
+            None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift, excluded=excluded
         )
 
     def weighted(
@@ -146,61 +177,34 @@ class ModelOutput(NamedTuple):
     ) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
-        targets, weights, active = all_plain(targets, weights, active)
-        arguments: dict[str, Any] = {"targets": targets, "weights": weights, "active": active}
-        arguments["options"] = self._checked_options(overrides)
-        if self.weight is None:
-            return weighted_nll_unchecked(self.x, **arguments)
-        return weighted_linear_nll_unchecked(self.x, self.head, **arguments)
+        return weighted_nll_unchecked(self._call(overrides, targets, active, weights))
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **overrides: Any) -> TokenNLL:
         """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
-        targets, active = all_plain(targets, active)
-        options = self._checked_options(overrides)
-        if self.weight is None:
-            rows = token_nll_unchecked(self.x, targets=targets, active=active, options=options)
-        else:
-            rows = linear_token_nll_unchecked(self.x, self.head, targets=targets, active=active, options=options)
+        rows = token_nll_unchecked(self._call(overrides, targets, active))
         if not self.options.round_nll:
             return rows
-        dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
-        dtype = self.options.logits_dtype or dtype
+        dtype = self.x.dtype
+        if isinstance(self.logits, LinearLogits):
+            dtype = self.logits.logits_dtype or compute_dtype(self.logits)
         return replaced(rows, nll=_rounded(rows.nll, dtype))
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **overrides: Any) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
-        ids, active = all_plain(ids, active)
-        arguments: dict[str, Any] = {"ids": ids, "active": active, "mix": mix and all_plain(*mix)}
-        arguments["options"] = self._checked_options(overrides)
-        if self.weight is None:
-            return row_stats_unchecked(self.x, **arguments)  # type: ignore[no-any-return]
-        return linear_row_stats_unchecked(self.x, self.head, **arguments)  # type: ignore[no-any-return]
+        return row_stats_unchecked(self._call(overrides, ids, active), mix and all_plain(*mix))  # type: ignore[no-any-return]
 
-    def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, /, **overrides: Any) -> Divergence:
-        """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
-        keywords = self.keywords() | overrides
-        if self.weight is None:
-            return divergence(self.x, teacher, weights.detach(), **keywords)
-        return linear_divergence(self.x, self.weight, teacher, weights.detach(), **keywords)
+    def divergence(
+        self, teacher: TeacherInput, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,
+        temperature: float, reduction: str = "sum",
+    ) -> Divergence:  # fmt: skip
+        """Compute the divergence to a teacher, which is checked here."""
+        call = self._call({}, targets, None, weights.detach())
+        return divergence_unchecked(*compared(self.names, call, teacher, spec, temperature, reduction))
 
-    def keywords(self) -> dict[str, Any]:
-        """Return the options, and the rest of the LM head if there is one, as keyword arguments of a public op."""
-        o = self.options
-        keywords = {**o.transform._asdict(), "check_targets": o.check_targets, "backend": o.backend}
-        if self.weight is None:
-            return keywords
-        of_head = {"bias": self.bias, "extra": self.extra, "chunk_size": o.chunk_size, "num_active": o.num_active}
-        return {**keywords, **of_head, "logits_dtype": o.logits_dtype}
-
-    @property
-    def head(self) -> Head:
-        """The LM head, which must be present."""
-        assert self.weight is not None
-        return Head(self.weight, self.bias, *(self.extra or (None, None)))
-
-    def _checked_options(self, overrides: dict[str, Any]) -> Options:
+    def _call(self, overrides: dict[str, Any], ids: torch.Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options
-        return options.checked(self.vocabulary, self.x.shape[:-1].numel())
+        ids, active, weights = all_plain(ids, active, weights)
+        return Call(self.logits, options, ids, active, weights)
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils._checks import check_masks_like
+from dllm_kernels._checks import check_masks_like
 from dllm_kernels.losses._base import Batch, DiffusionLoss, check_given
 from dllm_kernels.losses._common import divide
 from dllm_kernels.losses._model_output import ModelOutput
@@ -23,13 +23,17 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
     (uniform kernel, cross-entropy term).
 
     Args:
-        fp32_upcast: {fp32_upcast}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" to also return the loss of each row, here the NLL of the supervised positions.
         backend: "auto", "triton" or "torch".
-        shift: {shift} If N is counted, it does not include token 0.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, masks and
+            weights are shifted, never the logits. Token 0 is not predicted. Row i of ``row_losses`` and ``row_weights``
+            holds token i + 1, and the last row is 0. If N is counted, it does not include token 0.
     """
 
     def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:

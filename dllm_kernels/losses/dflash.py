@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states, of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
-from dllm_kernels.losses._common import DLLMLossOutput, as_batch, single_loss, sum_of_rows
+from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
-from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
-from dllm_kernels.ops.linear_nll import linear_token_nll_unchecked
+from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.ops.token_nll import token_nll_unchecked
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._options import Options
 
 
 class DFlashDecayLoss(DraftLoss):
@@ -67,17 +65,19 @@ class DFlashDecayLoss(DraftLoss):
             with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences with a
             valid row. "sequence_blocks": the sum of each sequence is divided by its number of blocks with a valid row.
             The total is divided by the number of sequences with a valid row.
-        position_weights: {position_weights}
-        dpace_alpha: {dpace_alpha}
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
+            C. The names used by trainers are accepted too.
+        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
         loss_type: name of the position weights in SpecForge and in NeMo AutoModel's next release, instead of
             ``position_weights``: "dflash" is "decay", and the others have equal names. None: ``position_weights``. The
             attribute of this name follows ``position_weights``.
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token
             after it. The k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1``
             rows.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".
@@ -90,22 +90,11 @@ class DFlashDecayLoss(DraftLoss):
     """
 
     def __init__(
-        self,
-        loss_gamma: float | str | None = 7.0,
-        use_fused_linear_ce: bool = False,
-        chunk_size: int | None = None,
-        normalize: str = "tokens",
-        *,
-        position_weights: str = "decay",
-        dpace_alpha: float = 0.5,
-        loss_type: str | None = None,
-        anchor_row: bool = False,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-    ) -> None:
+        self, loss_gamma: float | str | None = 7.0, use_fused_linear_ce: bool = False, chunk_size: int | None = None,
+        normalize: str = "tokens", *, position_weights: str = "decay", dpace_alpha: float = 0.5,
+        loss_type: str | None = None, anchor_row: bool = False, softcap: float | None = None,
+        scale: float | None = None, skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         if loss_type is not None:
             _checks.check_choice("loss_type", loss_type, LOSS_TYPES)
@@ -128,19 +117,11 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_choice("loss_type", name, LOSS_TYPES)
         self.position_weights = LOSS_TYPES[name]
 
-    @from_hidden_states("forward_fused")
     def forward(
-        self,
-        logits: Tensor,
-        target_ids: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
-        prefix: Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, logits: Logits, target_ids: Tensor, block_mask: Tensor, num_tokens: int | Tensor | None = None,
+        block_size: int | None = None, *, num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None, prefix: Tensor | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss and the draft accuracy from logits.
 
         If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss
@@ -183,71 +164,33 @@ class DFlashDecayLoss(DraftLoss):
                 rows of a block].
         """
         counts = Counts(num_tokens, num_blocks, num_sequences)
-        return self._loss(
-            ModelOutput(LOGITS, self._options(), logits), target_ids, block_mask, block_size, counts, prefix
-        )
+        call = self._call(logits, target_ids, block_mask, block_size, counts, prefix)
+        return _in_blocks_of(target_ids, call.output(call.cross_entropy()))
 
     def forward_fused(
-        self,
-        hidden: Tensor,
-        lm_head_weight: Tensor,
-        target_ids: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        lm_head_bias: Tensor | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
-        prefix: Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
-    ) -> DLLMLossOutput:
-        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
+        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, block_mask: Tensor, num_tokens: Count = None,
+        block_size: int | None = None, lm_head_bias: Tensor | None = None, *, num_blocks: Count = None,
+        num_sequences: Count = None, prefix: Tensor | None = None, extra: _checks.Extra | None = None,
+        num_active: int | None = None, logits_dtype: torch.dtype | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
 
         The gradient is computed in the forward pass, for the rows that are not masked. A frozen head takes two matrix
         products. A trainable head takes three with the decay, and four with other weights, because the logits are then
-        recomputed. A frozen head with a trainable ``extra[1]`` takes two and three. Packed input without a batch
-        dimension is a batch of one sequence, and rows may be in blocks, as in :meth:`forward`.
-
-        Args:
-            hidden: ``[B, T, D]`` or ``[B, blocks, k, D]`` of the predicted positions.
-            lm_head_weight: ``[V, D]``.
-            target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
-            lm_head_bias: ``[V]`` or None.
-            num_blocks, num_sequences, prefix: as in :meth:`forward`.
-            extra: {extra} In a drafter's Markov head, u is the embedding of the previous token.
-            num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
-                host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is computed from logits rounded to the compute
-            dtype.
-
-        Raises:
-            TypeError: an argument that should be a tensor is not.
-            ValueError: as in :meth:`forward`, or ``num_active`` is outside [0, number of rows].
+        recomputed. A frozen head with a trainable ``extra[1]`` takes two and three. In a drafter's Markov head,
+        ``extra[0]`` is the embedding of the previous token.
         """
-        options = self._options(chunk_size=self.chunk_size, num_active=num_active, logits_dtype=logits_dtype)
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        counts = Counts(num_tokens, num_blocks, num_sequences)
-        return self._loss(rows, target_ids, block_mask, block_size, counts, prefix)
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, num_active=num_active)
+        return DFlashDecayLoss.forward(
+            self, logits, target_ids, block_mask, num_tokens, block_size, num_blocks=num_blocks,
+            num_sequences=num_sequences, prefix=prefix,
+        )  # fmt: skip
 
-    @from_hidden_states("_fused_with_token_nll")
     def forward_with_token_nll(
-        self,
-        logits: Tensor,
-        target_ids: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
+        self, logits: Logits, target_ids: Tensor, block_mask: Tensor, num_tokens: Count = None,
+        block_size: int | None = None, *, num_blocks: Count = None, num_sequences: Count = None,
         prefix: Tensor | None = None,
-    ) -> tuple[DLLMLossOutput, Tensor]:
+    ) -> tuple[DLLMLossOutput, Tensor]:  # fmt: skip
         """Compute the loss as :meth:`forward`, and the NLL of each row.
 
         NeMo AutoModel has announced a method of this name, and not released it. Its results may differ.
@@ -264,27 +207,13 @@ class DFlashDecayLoss(DraftLoss):
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`.
         """
-        rows, counts = ModelOutput(LOGITS, self._options(), logits), Counts(num_tokens, num_blocks, num_sequences)
-        return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, prefix)
+        counts = Counts(num_tokens, num_blocks, num_sequences)
+        call = self._call(logits, target_ids, block_mask, block_size, counts, prefix)
+        found = call.cross_entropy(per_row=True)
+        assert found.value is not None
+        nll = found.value.reshape(target_ids.shape) if target_ids.dim() == 3 else found.value
+        return _in_blocks_of(target_ids, call.output(found)), nll
 
-    def _fused_with_token_nll(
-        self,
-        hidden: Tensor,
-        lm_head_weight: Tensor,
-        target_ids: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        lm_head_bias: Tensor | None = None,
-        **others: Any,
-    ) -> tuple[DLLMLossOutput, Tensor]:
-        """Compute :meth:`forward_with_token_nll` of deferred logits."""
-        options = self._options(chunk_size=self.chunk_size, logits_dtype=others.get("logits_dtype"))
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, others.get("extra"))
-        counts = Counts(num_tokens, others.get("num_blocks"), others.get("num_sequences"))
-        return self._with_token_nll(rows, target_ids, block_mask, block_size, counts, others.get("prefix"))
-
-    @of_computed
     def weighted_mean(self, token_nll: Tensor, weights: Tensor) -> Tensor:
         """Compute ``sum(weights * token_nll) / (sum(weights) + 1e-6)``, as ``normalize="mean"`` does.
 
@@ -311,26 +240,12 @@ class DFlashDecayLoss(DraftLoss):
         token_nll, weights = token_nll.to(dtype), weights.to(dtype)
         return sum_of_rows(token_nll, weights / (weights.sum() + MEAN_EPS))
 
-    def _loss(
-        self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
-        prefix: Tensor | None,
-    ) -> DLLMLossOutput:  # fmt: skip
-        call = self._call(rows, target_ids, block_mask, block_size, counts, prefix)
-        return _in_blocks_of(target_ids, call.output(call.cross_entropy()))
-
-    def _with_token_nll(self, rows: ModelOutput, target_ids: Tensor, *args: Any) -> tuple[DLLMLossOutput, Tensor]:
-        call = self._call(rows, target_ids, *args)
-        found = call.cross_entropy(per_row=True)
-        nll = found.value
-        assert nll is not None
-        out = _in_blocks_of(target_ids, call.output(found))
-        return out, nll.reshape(target_ids.shape) if target_ids.dim() == 3 else nll
-
     def _call(
-        self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
+        self, logits: Logits, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts,
         prefix: Tensor | None,
     ) -> DraftCall:  # fmt: skip
         """Check the arguments of a call."""
+        rows = ModelOutput.of(logits, self._options()).in_chunks_of(self.chunk_size)
         if rows.packed(target_ids):
             rows, counts = rows.as_batch(), counts.as_batch()
             target_ids, block_mask, prefix = map(as_batch, (target_ids, block_mask, prefix))
@@ -338,7 +253,7 @@ class DFlashDecayLoss(DraftLoss):
             block_size = size_of_blocks(rows.names.targets, target_ids, block_size, self.anchor_row)
             _checks.check_weights("block_mask", block_mask, target_ids.shape, f"that of {rows.names.targets}")
             rows, target_ids, block_mask = rows.blocks_as_sequences(), target_ids.flatten(1), block_mask.flatten(1)
-        rows.check(target_ids)
+        rows = rows.checked(target_ids)
         weighting = self._checked_weighting()
         target_ids, block_mask = all_plain(target_ids, block_mask)
         _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)
@@ -363,17 +278,10 @@ class DFlashDecayLoss(DraftLoss):
         return counts_per_offset(correct, block_mask, None if block_size is None else block_size - 1)
 
     def _reduce(
-        self,
-        token_nll: Tensor,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None,
-        block_size: int | None,
-        draft_correct_per_pos: Tensor | None = None,
-        draft_count_per_pos: Tensor | None = None,
-        *,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, token_nll: Tensor, block_mask: Tensor, num_tokens: Count, block_size: int | None,
+        draft_correct_per_pos: Tensor | None = None, draft_count_per_pos: Tensor | None = None, *,
+        num_blocks: Count = None, num_sequences: Count = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Weight, mask, sum and normalize a per-token NLL ``[B, T]`` that was computed elsewhere.
 
         This method and ``_chunk_nll`` exist for external callers. :meth:`forward` and :meth:`forward_fused` pass the
@@ -394,10 +302,9 @@ class DFlashDecayLoss(DraftLoss):
         hidden_chunk: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None, target_chunk: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return NLL and argmax match ``[chunk]`` of rows ``[chunk, D]``; the NLL is differentiable per row."""
-        names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
-        head = lm_head_weight, lm_head_bias, None
-        call = checked(names, hidden_chunk, target_chunk, Options(with_correct=True), head)
-        rows = linear_token_nll_unchecked(hidden_chunk, call.head, targets=call.ids, active=None, options=call.options)
+        names = _checks.Names("logits", "target_chunk", "lm_head_weight", "lm_head_bias", "hidden_chunk")
+        logits = LinearLogits(hidden_chunk, lm_head_weight, lm_head_bias)
+        rows = token_nll_unchecked(checked(names, logits, target_chunk, Options(with_correct=True)))
         assert rows.correct is not None
         return rows.nll, rows.correct
 

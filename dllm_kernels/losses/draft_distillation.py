@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._backends._divergence import DivergenceSpec
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._core._results import Divergence
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import Counts
-from dllm_kernels.losses._common import DLLMLossOutput, as_batch, extra_as_batch, sum_of_rows
+from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, sum_of_rows
 from dllm_kernels.losses._draft import DraftCall, DraftLoss, DraftResult
-from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.ops.divergence import TeacherInput, head_of_teacher
+from dllm_kernels.rows._divergence import DivergenceSpec
+from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows
+from dllm_kernels.rows._results import Divergence
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
-OF_OP = ("kind", "teacher", "temperature", "teacher_transform", *OPTIONS)  # attributes that the op takes
 CONFIDENCE = ("target", "teacher", "acceptance")
 # Objectives of block-drafter trainers with their default settings. Their blocks hold a row for the anchor, which is
 # masked if it predicts nothing.
@@ -40,35 +40,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "speculators-dspark": {"kind": "kl", "loss_gamma": 4.0, "normalize": "rows", "anchor_row": True},
 }  # fmt: skip
-
-
-class _Teacher(NamedTuple):
-    """Logits or hidden states of the target model, their argument name, and the options of the op."""
-
-    name: str
-    x: Tensor | None
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, name: str, x: Tensor | None, **options: Any) -> _Teacher:
-        """Build the record, omitting options that are None."""
-        given = {option: value for option, value in options.items() if value is not None}
-        if x is None and given:
-            raise ValueError(f"{name} must be given with {', '.join(given)}, got None")
-        return cls(name, x, given)
-
-    def as_batch(self) -> _Teacher:
-        """Return the teacher of packed rows with a batch dimension."""
-        options = dict(self.options)
-        for name, change in (("teacher_rows", as_batch), ("teacher_extra", extra_as_batch)):
-            if name in options:
-                options[name] = change(options[name])
-        return replaced(self, x=as_batch(self.x, 2), options=options)
-
-    def check(self, rows: ModelOutput, targets: Tensor) -> None:
-        """Check the teacher's hidden states against a shared head; the op checks the rest."""
-        if self.x is not None and rows.weight is not None and "teacher_weight" not in self.options:
-            _checks.check_rows(replaced(rows.names, rows=self.name), self.x, targets, rows.weight, rows.bias)
 
 
 class DraftDistillationLoss(DraftLoss):
@@ -105,8 +76,9 @@ class DraftDistillationLoss(DraftLoss):
             "sequences": the number of sequences with a valid row. "sequence_blocks": the sum of each sequence is
             divided by its number of blocks with a valid row. The total is divided by the number of sequences with a
             valid row.
-        position_weights: {position_weights}
-        dpace_alpha: {dpace_alpha}
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
+            C. The names used by trainers are accepted too.
+        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
         confidence: the confidence from which D-PACE computes its weights. "target": the draft's probability of the
             target token. "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden
             states they cost one more matrix product, two more (none if ``kind`` is "teacher_ce") and none. With a
@@ -118,16 +90,23 @@ class DraftDistillationLoss(DraftLoss):
         confidence_weight: c, the coefficient of the confidence term.
         temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the
             acceptance rate of the distributions at this temperature.
-        teacher: {teacher} With "acceptance", the confidence is always the acceptance rate over all columns. With
-            "teacher", it is the probability of the likeliest token among those of the draft.
+        teacher: distribution q of the loss with ``draft_to_target``. "draft": the softmax over these columns. "full":
+            their probabilities in the softmax over all columns of the teacher, which sum to a mass M. kl and soft_ce
+            are then weighted by M. a in tv, l1, nla and lk is the acceptance rate. rkl increases by -log M, jsd by
+            -beta (1 - M) log beta. teacher_ce is 0 if the student does not have the argmax. ce does not change. With
+            "acceptance", the confidence is always the acceptance rate over all columns. With "teacher", it is the
+            probability of the likeliest token among those of the draft.
         beta, floor: options of :func:`divergence`, of the kinds "jsd" and "nla".
         eta, kl_scale, alpha, base: options of :func:`divergence`, of the kind "lk"; alpha is "row" or "mean", base "kl"
             or "soft_ce". With D-PACE all valid rows have equal weight in the mean.
-        chunk_size: rows per chunk of logits in :meth:`forward_fused`; None: chosen from the sizes.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        teacher_transform: {teacher_transform}
+        chunk_size: rows per chunk of logits of a record that has no ``chunk_size``; None: chosen from the sizes.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
+            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: ``softcap``, ``scale`` and
+            ``skip_id`` apply to the teacher's logits too.
         reduction: "total", or "none" to also return the loss of each row. From hidden states with a trainable head
             "none" takes two more products.
         backend: "auto", "triton" or "torch".
@@ -140,33 +119,15 @@ class DraftDistillationLoss(DraftLoss):
     """
 
     def __init__(
-        self,
-        kind: str | Mapping[str, float] = "kl",
-        loss_gamma: float | str | None = 7.0,
-        *,
-        normalize: str = "tokens",
-        position_weights: str = "decay",
-        dpace_alpha: float = 0.5,
-        confidence: str = "target",
-        anchor_row: bool = False,
-        decay_from: int = 0,
-        confidence_weight: float = 1.0,
-        temperature: float = 1.0,
-        teacher: str = "draft",
-        beta: float | None = None,
-        floor: float | None = None,
-        eta: float | None = None,
-        kl_scale: float | None = None,
-        alpha: str | None = None,
-        base: str | None = None,
-        chunk_size: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        teacher_transform: Mapping[str, Any] | None = None,
-        reduction: str = "total",
+        self, kind: str | Mapping[str, float] = "kl", loss_gamma: float | str | None = 7.0, *,
+        normalize: str = "tokens", position_weights: str = "decay", dpace_alpha: float = 0.5,
+        confidence: str = "target", anchor_row: bool = False, decay_from: int = 0, confidence_weight: float = 1.0,
+        temperature: float = 1.0, teacher: str = "draft", beta: float | None = None, floor: float | None = None,
+        eta: float | None = None, kl_scale: float | None = None, alpha: str | None = None, base: str | None = None,
+        chunk_size: int | None = None, softcap: float | None = None, scale: float | None = None,
+        skip_id: int | None = None, teacher_transform: Mapping[str, Any] | None = None, reduction: str = "total",
         backend: str = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(
             loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row, decay_from,
@@ -223,34 +184,31 @@ class DraftDistillationLoss(DraftLoss):
         _checks.check_choice("name", name, PRESETS)
         return cls(**{**PRESETS[name], **changes})
 
-    @from_hidden_states("forward_fused")
     def forward(
-        self,
-        logits: Tensor,
-        teacher_logits: Tensor | None,
-        target_ids: Tensor | None,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        *,
-        teacher_rows: Tensor | None = None,
-        draft_to_target: Tensor | None = None,
-        confidence_logits: Tensor | None = None,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
+        self, logits: Logits, teacher_logits: Logits | None, target_ids: Tensor | None, block_mask: Tensor,
+        num_tokens: int | Tensor | None = None, block_size: int | None = None, *, teacher_rows: Tensor | None = None,
+        draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None,
+        num_blocks: int | Tensor | None = None, num_sequences: int | Tensor | None = None,
         total_weight: float | Tensor | None = None,
-    ) -> DLLMLossOutput:
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss, the acceptance rates and the draft accuracy from logits.
+
+        From records (:class:`LinearLogits`) the logits of both models exist one chunk at a time. The gradient is
+        computed in the forward pass, for the rows that are not masked: three matrix products with a frozen head, four
+        with a trainable one. Some settings of ``confidence``, ``alpha`` and ``reduction`` take more. The accuracy is
+        computed from logits rounded to the compute dtype.
 
         If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss
         of the whole step. Packed input without a batch dimension, ``[T, V]`` of both models with every other tensor per
         row ``[T]``, is a batch of one sequence.
 
         Args:
-            logits: the draft's ``[B, T, V]``. T is blocks * (block_size - 1), or blocks * block_size with
+            logits: the draft's ``[B, T, V]``, or their record. In the ``extra`` of a drafter's Markov head, u is the
+                embedding of the previous token. T is blocks * (block_size - 1), or blocks * block_size with
                 ``anchor_row``.
-            teacher_logits: the target model's ``[B, T, V]`` for the same positions, a constant. With ``teacher_rows``
-                it may have any number of rows. None: no teacher, which ``kind="ce"`` allows.
+            teacher_logits: the target model's ``[B, T, V]`` for the same positions, or their record, a constant. With
+                ``teacher_rows`` it may have any number of rows, such as all positions of the sequences from which the
+                blocks were drawn. None: no teacher, which ``kind="ce"`` allows.
             target_ids: ``[B, T]`` integers; -100: no target at this position. Used by kind "ce" and by
                 ``confidence="target"`` only; otherwise it may be None.
             block_mask: ``[B, T]``, 0 for rows that predict nothing. Fractions are weights. A constant.
@@ -260,8 +218,10 @@ class DraftDistillationLoss(DraftLoss):
                 counted per offset. None: each sequence is one block, and no accuracy is counted.
             teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's
                 rows are numbered through all dimensions but the last. None: the two have the same layout.
-            draft_to_target: {draft_to_target} ``target_ids`` are ids of the draft's vocabulary. None: both have the
-                same vocabulary.
+            draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token the
+                teacher's column, all distinct. Offsets such as d2t of EAGLE-3 are converted by ``torch.arange(len(d2t))
+                + d2t``. The acceptance rate and the argmax match cover all columns of the teacher. ``target_ids`` are
+                ids of the draft's vocabulary. None: both have the same vocabulary.
             confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a
                 gradient for it.
             num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
@@ -282,100 +242,25 @@ class DraftDistillationLoss(DraftLoss):
             ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or the teacher or the
                 targets are needed and None.
         """
-        rows = ModelOutput(LOGITS, self._options(), logits)
-        teacher = _Teacher.of(
-            "teacher_logits", teacher_logits, teacher_rows=teacher_rows, draft_to_target=draft_to_target
+        weighting, spec, options = self._checked_weighting(), self._checked_spec(), self._options()
+        logits, teacher = TeacherInput.opened(
+            logits, options.transform, teacher_logits, teacher_rows, draft_to_target, self.teacher_transform
         )
+        if teacher_logits is None:
+            _check_none_given("teacher_logits", teacher_rows=teacher_rows, draft_to_target=draft_to_target)
+        rows = ModelOutput.of(logits, options)
+        if self.chunk_size is not None:
+            rows = rows.in_chunks_of(self.chunk_size)
         counts = Counts(num_tokens, num_blocks, num_sequences, total_weight)
-        return self._loss(rows, teacher, target_ids, block_mask, block_size, counts, confidence_logits)
-
-    def forward_fused(
-        self,
-        hidden: Tensor,
-        lm_head_weight: Tensor,
-        teacher_hidden: Tensor | None,
-        target_ids: Tensor | None,
-        block_mask: Tensor,
-        num_tokens: int | Tensor | None = None,
-        block_size: int | None = None,
-        lm_head_bias: Tensor | None = None,
-        *,
-        teacher_weight: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        teacher_extra: _checks.Extra | None = None,
-        teacher_rows: Tensor | None = None,
-        draft_to_target: Tensor | None = None,
-        confidence_logits: Tensor | None = None,
-        num_blocks: int | Tensor | None = None,
-        num_sequences: int | Tensor | None = None,
-        total_weight: float | Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
-    ) -> DLLMLossOutput:
-        """Compute the loss from hidden states and LM heads; the logits of both models exist one chunk at a time.
-
-        The gradient is computed in the forward pass, for the rows that are not masked: three matrix products with a
-        frozen head, four with a trainable one. Some settings of ``confidence``, ``alpha`` and ``reduction`` take more.
-        Packed input without a batch dimension is a batch of one sequence, as in :meth:`forward`.
-
-        Args:
-            hidden: the draft's ``[B, T, D]``.
-            lm_head_weight: the draft's head ``[V, D]``.
-            teacher_hidden: the target model's ``[B, T, D']``, a constant. With ``teacher_rows`` it may have any number
-                of rows, such as all positions of the sequences from which the blocks were drawn. None: as in
-                :meth:`forward`.
-            target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
-            lm_head_bias: ``[V]`` or None.
-            teacher_weight: the target model's head ``[V, D']``, a constant. None: the teacher shares ``lm_head_weight``
-                and ``lm_head_bias``, but not ``extra``.
-            teacher_bias: ``[V]``, the bias of ``teacher_weight``, or None.
-            teacher_extra: low-rank second part of the teacher's head, (u, one row per row of ``teacher_hidden``; U
-                ``[V, r]``), a constant, or None.
-            teacher_rows: as in :meth:`forward`. The rows are copied one chunk at a time.
-            draft_to_target, confidence_logits, num_blocks, num_sequences, total_weight: as in :meth:`forward`.
-            extra: low-rank second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added
-                to the logits. In a drafter's Markov head, u is the embedding of the previous token.
-            num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
-                host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is computed from logits rounded to the compute
-            dtype.
-
-        Raises:
-            TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, ``num_active`` is
-                outside [0, number of rows], or the teacher or the targets are needed and None.
-        """
-        options = self._options(chunk_size=self.chunk_size, num_active=num_active, logits_dtype=logits_dtype)
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        teacher = _Teacher.of(
-            "teacher_hidden", teacher_hidden, teacher_rows=teacher_rows, draft_to_target=draft_to_target,
-            teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_extra=teacher_extra,
-        )  # fmt: skip
-        counts = Counts(num_tokens, num_blocks, num_sequences, total_weight)
-        return self._loss(rows, teacher, target_ids, block_mask, block_size, counts, confidence_logits)
-
-    def _loss(
-        self, rows: ModelOutput, teacher: _Teacher, target_ids: Tensor | None, block_mask: Tensor,
-        block_size: int | None, counts: Counts, confidence_logits: Tensor | None,
-    ) -> DLLMLossOutput:  # fmt: skip
-        weighting = self._checked_weighting()
-        spec = self._checked_spec()
         if rows.packed(block_mask if target_ids is None else target_ids):
-            rows, teacher, counts = rows.as_batch(), teacher.as_batch(), counts.as_batch()
+            rows, teacher, counts = rows.as_batch(), _as_batch(teacher), counts.as_batch()
             target_ids, block_mask, confidence_logits = map(as_batch, (target_ids, block_mask, confidence_logits))
-        if target_ids is None:  # the mask gives the row shape
-            rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
-        targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
-        teacher.check(rows, targets)
-        self._check_required(spec, teacher, target_ids, confidence_logits)
-        target_ids, block_mask, confidence_logits = all_plain(target_ids, block_mask, confidence_logits)
+        rows, targets = _checked_layout(rows, target_ids, block_mask, confidence_logits)
+        self._check_required(rows, teacher, spec, target_ids, confidence_logits)
+        targets, block_mask, confidence_logits = all_plain(targets, block_mask, confidence_logits)
         counts, block_size = self._checked_counts(counts, block_mask), _checks.checked_size("block_size", block_size)
         call = _Call(
-            weighting, self._returns_rows(), rows, target_ids, block_mask, block_size, counts, self, teacher, spec
+            weighting, self._returns_rows(), rows, targets, block_mask, block_size, counts, self, teacher, spec
         )
         found = call.compute()
         total = found.loss
@@ -387,6 +272,34 @@ class DraftDistillationLoss(DraftLoss):
                 found = replaced(found, value=found.value + self.confidence_weight * learned)
         return replaced(call.output(found), total_loss=total)
 
+    def forward_fused(
+        self, hidden: Tensor, lm_head_weight: Tensor, teacher_hidden: Tensor | None, target_ids: Tensor | None,
+        block_mask: Tensor, num_tokens: Count = None, block_size: int | None = None, lm_head_bias: Tensor | None = None,
+        *, teacher_weight: Tensor | None = None, teacher_bias: Tensor | None = None,
+        teacher_extra: _checks.Extra | None = None, teacher_rows: Tensor | None = None,
+        draft_to_target: Tensor | None = None, confidence_logits: Tensor | None = None, num_blocks: Count = None,
+        num_sequences: Count = None, total_weight: float | Tensor | None = None, extra: _checks.Extra | None = None,
+        num_active: int | None = None, logits_dtype: torch.dtype | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
+        """Compute :meth:`forward` of two ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
+
+        The teacher's are ``teacher_hidden``, ``teacher_weight``, ``teacher_bias`` and ``teacher_extra``. Without
+        ``teacher_weight`` it shares ``lm_head_weight`` and ``lm_head_bias``, but not ``extra``.
+        """
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, num_active=num_active)
+        teacher, of_head = None, {
+            "teacher_weight": teacher_weight, "teacher_bias": teacher_bias, "teacher_extra": teacher_extra,
+        }  # fmt: skip
+        if teacher_hidden is None:
+            _check_none_given("teacher_hidden", teacher_rows=teacher_rows, draft_to_target=draft_to_target, **of_head)
+        else:
+            teacher = head_of_teacher(logits, teacher_hidden, *of_head.values())
+        return DraftDistillationLoss.forward(
+            self, logits, teacher, target_ids, block_mask, num_tokens, block_size, teacher_rows=teacher_rows,
+            draft_to_target=draft_to_target, confidence_logits=confidence_logits, num_blocks=num_blocks,
+            num_sequences=num_sequences, total_weight=total_weight,
+        )  # fmt: skip
+
     def _checked_spec(self) -> DivergenceSpec:
         """Return the spec of the kinds and check the other settings; attributes may be reassigned between calls."""
         spec = checked_spec(self.kind, teacher=self.teacher, **{name: getattr(self, name) for name in OPTIONS})
@@ -396,39 +309,54 @@ class DraftDistillationLoss(DraftLoss):
         return spec
 
     def _check_required(
-        self, spec: DivergenceSpec, teacher: _Teacher, target_ids: Tensor | None, confidence_logits: Tensor | None
-    ) -> None:
+        self, rows: ModelOutput, teacher: TeacherInput, spec: DivergenceSpec, target_ids: Tensor | None,
+        confidence_logits: Tensor | None,
+    ) -> None:  # fmt: skip
         """Raise ValueError if targets or a teacher are required by the settings and not given."""
         confidence = None if self._weighting == "decay" else self.confidence
         needs_targets = [f"kind={self.kind!r}"] if spec.wants_targets else []
         needs_targets += [f"confidence={confidence!r}"] if confidence == "target" else []
         if target_ids is None and needs_targets:
             raise ValueError(f"target_ids must be given for {' and '.join(needs_targets)}, got None")
-        if teacher.x is not None:
+        if teacher.logits is not None:
             return
         needs_teacher = [] if all(term.kind == "ce" for term in spec.terms) else [f"kind={self.kind!r}"]
         needs_teacher += [f"confidence={confidence!r}"] if confidence in ("teacher", "acceptance") else []
         needs_teacher += [] if confidence_logits is None else ["confidence_logits"]
         needs_teacher += [] if self.temperature == 1 else [f"temperature={self.temperature}"]
         if needs_teacher:
-            raise ValueError(f"{teacher.name} must be given for {' and '.join(needs_teacher)}, got None")
+            name = "teacher_logits" if rows.stored else "teacher_hidden"
+            raise ValueError(f"{name} must be given for {' and '.join(needs_teacher)}, got None")
 
 
-def _check_layout(
+def _check_none_given(teacher: str, **others: Any) -> None:
+    """Raise if one of the other arguments is given without the teacher."""
+    if names := [name for name, value in others.items() if value is not None]:
+        raise ValueError(f"{teacher} must be given with {', '.join(names)}, got None")
+
+
+def _as_batch(teacher: TeacherInput) -> TeacherInput:
+    """Return the teacher of packed rows with a batch dimension."""
+    logits = map_rows(teacher.logits, lambda t: as_batch(t, 2))
+    return replaced(teacher, logits=logits, rows=as_batch(teacher.rows))
+
+
+def _checked_layout(
     rows: ModelOutput, target_ids: Tensor | None, block_mask: Tensor, confidence_logits: Tensor | None
-) -> Tensor:
-    """Check the rows and the per-row arguments; return the targets, or -100 everywhere if there are none."""
-    if target_ids is None:
+) -> tuple[ModelOutput, Tensor]:
+    """Check the rows and the per-row arguments; return the rows, and the targets, -100 everywhere if there are none."""
+    if target_ids is None:  # the mask gives the row shape
+        rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
         _checks.check_tensor("block_mask", block_mask)
         _checks.check_mask("block_mask", block_mask, block_mask.shape)
         target_ids = torch.full_like(block_mask, IGNORE, dtype=torch.int64)
-    rows.check(target_ids)
+    rows = rows.checked(target_ids)
     _checks.check_masks_like("target_ids", target_ids, block_mask=block_mask)
     _checks.check_constant("block_mask", block_mask)
     rows.check_targets(target_ids, block_mask)
     if confidence_logits is not None:
         _checks.check_like("block_mask", block_mask, _checks.FLOAT_DTYPES, confidence_logits=confidence_logits)
-    return target_ids
+    return rows, target_ids
 
 
 @dataclass(frozen=True)
@@ -436,7 +364,7 @@ class _Call(DraftCall):
     """One call with a teacher."""
 
     loss: DraftDistillationLoss
-    teacher: _Teacher
+    teacher: TeacherInput
     spec: DivergenceSpec
 
     @property
@@ -450,7 +378,7 @@ class _Call(DraftCall):
         D-PACE may compute its weights from the divergences. It also gives the weight 0 to valid rows after the end of a
         block. A weighted sum would not read them, so that they would count as misses.
         """
-        if self.teacher.x is None:
+        if self.teacher.logits is None:
             return self.cross_entropy(sum(term.coefficient for term in self.spec.terms))
         if self.returns_rows or self.confidence is not None:
             return self._rows()
@@ -492,21 +420,16 @@ class _Call(DraftCall):
             return torch.exp(-each.value / term.coefficient)
         if self.confidence == "target":
             return self._target_probabilities()
-        overrides = {"kind": "teacher_ce", "teacher": "draft", "temperature": 1.0, **dict.fromkeys(OPTIONS)}
         with torch.no_grad():
-            return torch.exp(-self._divergence(self._active_mask, **overrides).value)
+            of_best = self._divergence(self._active_mask, spec=checked_spec("teacher_ce"), temperature=1.0)
+        return torch.exp(-of_best.value)
 
     def _target_probabilities(self) -> Tensor:
         """Compute the draft's probability of the target tokens."""
-        assert self.target_ids is not None
         with torch.no_grad():
             return torch.exp(-self.rows.per_row(self.target_ids, self.block_mask).nll)
 
     def _divergence(self, weights: Tensor, **changes: Any) -> Divergence:
-        """Compute the divergence of the active rows; ``changes`` override the options of the loss."""
-        assert self.teacher.x is not None
-        overrides = {name: getattr(self.loss, name) for name in OF_OP}
-        overrides |= self.teacher.options | changes
-        if self.spec.wants_targets and "kind" not in changes:
-            overrides["targets"] = self.target_ids
-        return self.rows.divergence(self.teacher.x, weights, **overrides)
+        """Compute the divergence of the active rows; ``changes`` override the settings of the loss."""
+        settings = {"spec": self.spec, "temperature": self.loss.temperature, **changes}
+        return self.rows.divergence(self.teacher, weights, self.target_ids, **settings)

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._plain import plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses._block_weights import checked_prefix, given_rows, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
 from dllm_kernels.ops.dpace_weights import accepted_prefix, accepted_rows, anchor_rows, check_probabilities
@@ -46,18 +45,10 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
     return {"draft_acc": overall, **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)}}
 
 
-@of_computed
 def acceptance_length(
-    output: DLLMLossOutput | torch.Tensor,
-    mask: torch.Tensor,
-    block_size: int,
-    *,
-    anchor_row: bool = False,
-    bonus: bool = False,
-    sampling: bool = False,
-    group: Any = None,
-    prefix: torch.Tensor | None = None,
-) -> torch.Tensor:
+    output: DLLMLossOutput | torch.Tensor, mask: torch.Tensor, block_size: int, *, anchor_row: bool = False,
+    bonus: bool = False, sampling: bool = False, group: Any = None, prefix: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     r"""Compute the mean number of accepted drafted tokens per block, by greedy verification or by sampling.
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ and } m_i \ne 0]
@@ -97,24 +88,16 @@ def acceptance_length(
             another loss. On CPU, also if a match is neither 0 nor 1, a rate of a valid row is outside [0, 1], or a
             prefix is outside [1, rows of a block] or not that of the loss call.
     """
-    stats = acceptance_stats(
-        output, mask, block_size, anchor_row=anchor_row, bonus=bonus, sampling=sampling, prefix=prefix
-    )
+    flags = {"anchor_row": anchor_row, "bonus": bonus, "sampling": sampling}
+    stats = acceptance_stats(output, mask, block_size, prefix=prefix, **flags)
     total, count = _summed(torch.stack(stats), group)
     return total / count.clamp(min=1)
 
 
-@of_computed
 def acceptance_stats(
-    output: DLLMLossOutput | torch.Tensor,
-    mask: torch.Tensor,
-    block_size: int,
-    *,
-    anchor_row: bool = False,
-    bonus: bool = False,
-    sampling: bool = False,
-    prefix: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    output: DLLMLossOutput | torch.Tensor, mask: torch.Tensor, block_size: int, *, anchor_row: bool = False,
+    bonus: bool = False, sampling: bool = False, prefix: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     r"""Return numerator and denominator of :func:`acceptance_length`, to be summed over micro-batches and ranks.
 
     Examples:

@@ -1,6 +1,7 @@
 """Blocks for training a block drafter: anchors in a sequence, the tokens of their blocks, and random prefixes.
 
-All draws are those of the corruption routines (``_random/_philox.py``): a seed gives the same blocks on every device.
+All draws are those of the corruption routines (``corruption/_philox.py``): a seed gives the same blocks on every
+device.
 As there, the arrays are NumPy's on a CPU, where a NumPy call costs a fifth of a torch call.
 """
 
@@ -17,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._corruption._topk import on_host
-from dllm_kernels._random import _philox, _seeds
-from dllm_kernels._random._rules import Array
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._checks import type_name
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._checks import type_name
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import all_plain
+from dllm_kernels.corruption import _philox, _seeds
+from dllm_kernels.corruption._rules import Array
+from dllm_kernels.corruption._topk import on_host
 
 # The longest block of a sampled prefix, whose lengths are compared one by one.
 MOST_PREFIX = 2**16
@@ -32,15 +33,9 @@ _POSITION_BITS, _NONE = 30, 2**63 - 1
 
 
 def sample_anchors(
-    loss_mask: Tensor,
-    num: int,
-    block_size: int,
-    *,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    segment_ids: Tensor | None = None,
-    overlap: bool = True,
-) -> tuple[Tensor, Tensor]:
+    loss_mask: Tensor, num: int, block_size: int, *, seeds: Tensor | None = None,
+    generator: torch.Generator | None = None, segment_ids: Tensor | None = None, overlap: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Sample the first positions of blocks to train a drafter on, ``num`` per row, without replacement.
 
     A candidate is a supervised position with ``block_size - 1`` supervised tokens directly after it, in the same
@@ -55,12 +50,13 @@ def sample_anchors(
         (tensor([[1, 2, 0]]), tensor([[ True,  True, False]]))
 
     Args:
-        loss_mask: {loss_mask}
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; as integers, 0 and 1.
         num: anchors per row.
         block_size: positions of a block, the anchor included.
         seeds: int64 ``[B]``, one seed per row, instead of a generator. Row b then depends only on ``seeds[b]``, its own
             mask and segments, and the options.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         segment_ids: ``[B, L]`` integers, the document of each token of a packed row; None: one document per row. Equal
             ids of adjacent tokens mean the same document, a negative id means none.
         overlap: False: the blocks of a row share no tokens.
@@ -244,14 +240,9 @@ def block_targets(
 
 
 def sample_prefix(
-    shape: Sequence[int],
-    block_size: int,
-    base: float,
-    *,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
-) -> Tensor:
+    shape: Sequence[int], block_size: int, base: float, *, seeds: Tensor | None = None,
+    generator: torch.Generator | None = None, device: torch.device | str | None = None,
+) -> Tensor:  # fmt: skip
     """Sample how many tokens of each block precede the first predicted one, the anchor included.
 
     The length l lies in [min(2, block_size - 1), block_size - 1] and has a probability proportional to ``base ** l``.
@@ -264,7 +255,8 @@ def sample_prefix(
         base: a positive number; below 1 short prefixes are more likely.
         seeds: int64 ``[shape[0]]``, one seed per row, instead of a generator. Use other seeds than for the anchors,
             because both take their draws from the same stream.
-        generator: {generator}
+        generator: source of one seed per call, which each row uses with its index. A CPU generator can be used for
+            tensors on any device and gives the same result on all of them. None: the default generator of the device.
         device: device of the result; None: the device of the generator or the seeds, otherwise the CPU.
 
     Returns:

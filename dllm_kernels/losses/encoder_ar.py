@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._common import (
     REDUCTIONS,
     Count,
@@ -23,29 +19,21 @@ from dllm_kernels.losses._common import (
     next_tokens,
     shift_left,
 )
-from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
-from dllm_kernels.ops.linear_nll import linear_token_nll
+from dllm_kernels.losses._model_output import NAMES, ModelOutput
 from dllm_kernels.ops.token_nll import token_nll_unchecked
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 NORMALIZE = ("tokens", "sequences")
+ENCODER = _checks.Names("encoder_logits", "input_ids", "lm_head_weight", "lm_head_bias")
 
 
-def _per_token_nll_fused(
-    hidden: torch.Tensor, weight: torch.Tensor, target_ids: torch.Tensor, **options: Any
-) -> torch.Tensor:
-    return linear_token_nll(hidden, weight, target_ids, **options).nll
-
-
-@from_hidden_states(_per_token_nll_fused)
 def compute_per_token_nll(
-    logits: torch.Tensor,
-    target_ids: torch.Tensor,
-    *,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    backend: str = "auto",
-) -> torch.Tensor:
+    logits: Logits, target_ids: torch.Tensor, *, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
     r"""Negative log-likelihood of every token, :math:`\log\sum_v e^{z_{iv}} - z_{i,y_i}`.
 
     Source: cross-entropy with a one-hot target, -log softmax(z)[y].
@@ -53,9 +41,10 @@ def compute_per_token_nll(
     Args:
         logits: ``[B, L, V]``, any float dtype.
         target_ids: ``[B, L]`` integers; -100 gives 0.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -66,26 +55,15 @@ def compute_per_token_nll(
         ValueError: shapes, dtypes or devices do not match.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
-    call = checked(LOGITS, logits, target_ids, options)
-    return token_nll_unchecked(logits, targets=call.ids, active=None, options=call.options).nll
+    return token_nll_unchecked(checked(NAMES, logits, target_ids, options)).nll
 
 
-@from_hidden_states("encoder_ar_loss_fused")
 def encoder_ar_loss(
-    encoder_logits: torch.Tensor,
-    input_ids: torch.Tensor,
-    valid_mask: torch.Tensor | None = None,
-    num_tokens: int | torch.Tensor | None = None,
-    *,
-    segment_ids: torch.Tensor | None = None,
-    normalize: str = "tokens",
-    num_sequences: int | torch.Tensor | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    reduction: str = "total",
-    backend: str = "auto",
-) -> torch.Tensor:
+    encoder_logits: Logits, input_ids: torch.Tensor, valid_mask: torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None, *, segment_ids: torch.Tensor | None = None, normalize: str = "tokens",
+    num_sequences: int | torch.Tensor | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
     r"""Next-token cross-entropy over the pairs of a valid position and a valid next position.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i < S} m_i m_{i+1} \, \text{nll}(z_i, x_{i+1})
@@ -116,9 +94,10 @@ def encoder_ar_loss(
         normalize: "tokens", the mean over pairs; or "sequences", the mean over sequences of the mean over their pairs.
         num_sequences: N with "sequences", as ``max(n, 1)``, such as the number of the whole step; int or 0-d tensor.
             None: the number of sequences of this call with at least one pair.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", the loss; or "none", the NLL per row, 0 for rows that are not scored, for a custom
             denominator. Row i predicts token i + 1. The rows are not divided by ``num_tokens``, which is still checked.
         backend: "auto", "triton" or "torch".
@@ -132,69 +111,46 @@ def encoder_ar_loss(
         ValueError: shapes, dtypes or devices do not match, ``reduction`` or ``normalize`` is unknown, or a count
             belongs to the other normalization.
     """
-    options = Options(Transform(softcap, scale, skip_id), backend=backend)
-    rows = ModelOutput(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
+    rows = ModelOutput.of(encoder_logits, Options(Transform(softcap, scale, skip_id), backend=backend), ENCODER)
     pairs = _Pairs(input_ids, valid_mask, segment_ids)
-    return _next_token(rows, pairs, normalize, num_tokens, num_sequences, reduction)
+    if rows.packed(pairs.input_ids):
+        rows, pairs = rows.as_batch(), _Pairs(*map(as_batch, pairs))
+    rows = rows.checked(pairs.input_ids)
+    _checks.check_choice("reduction", reduction, REDUCTIONS)
+    _checks.check_choice("normalize", normalize, NORMALIZE)
+    check_counts(num_tokens=num_tokens, num_sequences=num_sequences)
+    for name, count, of in (("num_tokens", num_tokens, "tokens"), ("num_sequences", num_sequences, "sequences")):
+        if count is not None and normalize != of:
+            raise ValueError(f"{name} must be None unless normalize is {of!r}, got it with normalize={normalize!r}")
+    pairs = _Pairs(*all_plain(*pairs))
+    scored, targets = pairs.scored(), next_tokens(pairs.input_ids)
+    rows.check_targets(pairs.input_ids, scored[:, :-1], shift=1)
+    if reduction == "none":
+        return rows.per_row(targets, scored).nll
+    weights = scored.to(rows.accum_dtype)
+    if normalize == "tokens":
+        weights = divide(weights, num_tokens, scored)
+    else:
+        of_sequence = scored.sum(1, keepdim=True)
+        weights = divide(weights / of_sequence.clamp(min=1), num_sequences, of_sequence > 0)
+    return rows.weighted(targets, weights).loss
 
 
 def encoder_ar_loss_fused(
-    hidden: torch.Tensor,
-    lm_head_weight: torch.Tensor,
-    input_ids: torch.Tensor,
-    valid_mask: torch.Tensor | None = None,
-    num_tokens: int | torch.Tensor | None = None,
-    *,
-    lm_head_bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    segment_ids: torch.Tensor | None = None,
-    normalize: str = "tokens",
-    num_sequences: int | torch.Tensor | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    reduction: str = "total",
+    hidden: Tensor, lm_head_weight: Tensor, input_ids: Tensor, valid_mask: Tensor | None = None,
+    num_tokens: Count = None, *, lm_head_bias: Tensor | None = None, extra: _checks.Extra | None = None,
+    chunk_size: int | None = None, num_active: int | None = None, logits_dtype: torch.dtype | None = None,
+    segment_ids: Tensor | None = None, normalize: str = "tokens", num_sequences: Count = None,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None, reduction: str = "total",
     backend: str = "auto",
-) -> torch.Tensor:
-    """Compute :func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
-
-    Args:
-        hidden: ``[B, S, D]``; ``[S, D]`` with ids and mask ``[S]`` is a batch of one sequence.
-        lm_head_weight: ``[V, D]``.
-        input_ids, valid_mask, num_tokens: as in :func:`encoder_ar_loss`.
-        lm_head_bias: ``[V]`` or None.
-        extra: {extra}
-        chunk_size: {chunk_size}
-        num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
-            if the bound is too small.
-        logits_dtype: {logits_dtype}
-        segment_ids, normalize, num_sequences: as in :func:`encoder_ar_loss`.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        0-d loss, float32 (float64 for float64 hidden states), or ``[B, S]`` as in :func:`encoder_ar_loss`.
-
-    Raises:
-        TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows],
-            ``reduction`` or ``normalize`` is unknown, or a count belongs to the other normalization.
-
-    Source: :func:`encoder_ar_loss` of the projected hidden states.
-    """
-    options = Options(
-        Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size, num_active=num_active,
-        logits_dtype=logits_dtype,
+) -> Tensor:  # fmt: skip
+    """Compute :func:`encoder_ar_loss` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
+    logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
+    return encoder_ar_loss(
+        logits, input_ids, valid_mask, num_tokens, segment_ids=segment_ids, normalize=normalize,
+        num_sequences=num_sequences, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction,
+        backend=backend,
     )  # fmt: skip
-    rows = ModelOutput(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
-    pairs = _Pairs(input_ids, valid_mask, segment_ids)
-    return _next_token(rows, pairs, normalize, num_tokens, num_sequences, reduction)
 
 
 class _Pairs(NamedTuple):
@@ -215,29 +171,3 @@ class _Pairs(NamedTuple):
             return valid & shift_left(valid, False)
         _checks.check_like("input_ids", input_ids, _checks.INT_DTYPES, segment_ids=segment_ids)
         return valid & shift_left(valid & next_token_mask(segment_ids), False)
-
-
-def _next_token(
-    rows: ModelOutput, pairs: _Pairs, normalize: str, num_tokens: Count, num_sequences: Count, reduction: str
-) -> torch.Tensor:
-    if rows.packed(pairs.input_ids):
-        rows, pairs = rows.as_batch(), _Pairs(*map(as_batch, pairs))
-    rows.check(pairs.input_ids)
-    _checks.check_choice("reduction", reduction, REDUCTIONS)
-    _checks.check_choice("normalize", normalize, NORMALIZE)
-    check_counts(num_tokens=num_tokens, num_sequences=num_sequences)
-    for name, count, of in (("num_tokens", num_tokens, "tokens"), ("num_sequences", num_sequences, "sequences")):
-        if count is not None and normalize != of:
-            raise ValueError(f"{name} must be None unless normalize is {of!r}, got it with normalize={normalize!r}")
-    pairs = _Pairs(*all_plain(*pairs))
-    scored, targets = pairs.scored(), next_tokens(pairs.input_ids)
-    rows.check_targets(pairs.input_ids, scored[:, :-1], shift=1)
-    if reduction == "none":
-        return rows.per_row(targets, scored).nll
-    weights = scored.to(rows.accum_dtype)
-    if normalize == "tokens":
-        weights = divide(weights, num_tokens, scored)
-    else:
-        of_sequence = scored.sum(1, keepdim=True)
-        weights = divide(weights / of_sequence.clamp(min=1), num_sequences, of_sequence > 0)
-    return rows.weighted(targets, weights).loss

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils._checks import Extra, check_constant, check_finite, check_number, check_tensor
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain
+from dllm_kernels._checks import Extra, check_constant, check_finite, check_number, check_tensor
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,
@@ -25,6 +24,7 @@ from dllm_kernels.losses._common import (
     weighted_rows,
 )
 from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.rows._interface import IGNORE
 
 
 class HybridDiffusionLLMLoss(DiffusionLoss):
@@ -58,28 +58,25 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     Args:
         alpha: weight of the diffusion part, a finite constant.
-        fp32_upcast: {fp32_upcast}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the diffusion part,
             with ``alpha`` in their weights, followed by the rows of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
-        shift: {shift} This applies to the diffusion part. The rows of the AR part always predict the next token.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, masks and
+            weights are shifted, never the logits. Token 0 is not predicted. Row i of ``row_losses`` and ``row_weights``
+            holds token i + 1, and the last row is 0. This applies to the diffusion part. The rows of the AR part always
+            predict the next token.
     """
 
     def __init__(
-        self,
-        alpha: float = 1.0,
-        fp32_upcast: bool = True,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-        shift: bool = False,
-    ) -> None:
+        self, alpha: float = 1.0, fp32_upcast: bool = True, *, softcap: float | None = None, scale: float | None = None,
+        skip_id: int | None = None, reduction: str = "total", backend: str = "auto", shift: bool = False,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(
             fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
@@ -95,37 +92,19 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
-        """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``.
 
-        Args:
-            hidden: ``[B, L, D]``; or ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
-            lm_head_weight: ``[V, D]``.
-            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in
-                :meth:`forward`.
-            causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: the AR rows of ``hidden``, if any.
-            noisy_input_ids: not used.
-            lm_head_bias: ``[V]`` or None.
-            extra: {extra} With two branches pass both in ``hidden``, not one in ``causal_hidden``.
-            chunk_size: {chunk_size}
-            num_active: upper bound on the number of rows of nonzero weight in both branches together; None: read back
-                from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`.
-
-        Raises:
-            TypeError: an argument that should be a tensor is not.
-            ValueError: as in :meth:`forward`.
+        ``causal_hidden [B, L, D]`` are the hidden states of ``causal_logits``, of the same head without ``extra``. As
+        in the original, it precedes ``noisy_input_ids``.
         """
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
-            num_ar_tokens, causal_hidden=causal_hidden, noisy_input_ids=noisy_input_ids, lm_head_bias=lm_head_bias,
-            extra=extra, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
+            num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,
+            chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
         )  # fmt: skip
 
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: Tensor | None, noisy_input_ids: Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: Tensor | None
     ) -> DLLMLossOutput:
         ids = batch.target_ids
         check_tensor(rows.names.rows, rows.x)
@@ -133,9 +112,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         concatenated = causal is None and _is_longer(rows.x, ids)
         branches = concatenated and batch.loss_mask_ar is not None
         # without an AR part, any number of positions may follow the diffusion rows
-        rows.check(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
-        causal_name = f"causal_{rows.names.rows}"
-        batch.check_unused(**{causal_name: causal, "noisy_input_ids": noisy_input_ids})
+        width = 2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None
+        rows = rows.checked(ids, width=width, branches=1 if causal is None or batch.loss_mask_ar is None else 2)
+        batch.check_unused(causal=causal, noisy_input_ids=noisy_input_ids)
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
@@ -145,14 +124,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             rows.check_targets(ids, batch.loss_mask_ar[:, 1:], shift=1)
         if causal is None or batch.loss_mask_ar is None:
             return self._one_call(rows, batch, targets.long(), weights, divided)
-        if rows.extra is not None:
-            raise ValueError(
-                "extra must be None with causal_hidden, got both; pass both branches as one hidden [B, 2 L, D], with "
-                "one row of extra[0] per row"
-            )
-        other = rows.of(causal, causal_name)
-        other.check(ids)
-        return self._two_branches(rows, other, batch, targets.long(), weights, divided)
+        return self._two_branches(rows, causal.checked(ids, branches=2), batch, targets.long(), weights, divided)
 
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""
@@ -199,19 +171,20 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     ) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head; see :meth:`_one_call`."""
         shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
+        both = rows.stack(other)
         if not self._returns_rows():
             weight_sum = weights.sum() + ar.sum()
-            if rows.weight is None:
+            if both is None:
                 diffusion = rows.weighted(targets, divided).loss
                 total = diffusion + other.weighted(shifted, divided_ar).loss
                 return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
-            out = rows.stack(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
+            out = both.weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
             return DLLMLossOutput(out.loss, logged_sum(out.nll[0], divided), weight_sum=weight_sum)
-        if rows.weight is not None:
-            both = rows.stack(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+        if both is None:
+            nlls = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
         else:
-            both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
-        nll, all_weights, all_divided = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
+            nlls = (*both.per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll,)
+        nll, all_weights, all_divided = (torch.cat(pair, 1) for pair in (nlls, (weights, ar), (divided, divided_ar)))
         return _per_row_output(nll, all_weights, all_divided, targets.shape[1])
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, logged_sum, next_tokens, shift_left
-from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
+from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.rows._logits import LinearLogits, Logits
 
 CLEAN_MIN = 1e-6
 
@@ -35,9 +35,10 @@ class IDLMLoss(TransformedLoss):
         auto_balance: True to use the constant alpha ``CE(noisy) / max(CE(clean), 1e-6)`` instead, so that both terms
             have equal weight. It is known only after the forward pass, so from hidden states with a trainable head the
             logits are computed twice.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the masked copy
             followed by the rows of the clean copy, with alpha in their weights.
         backend: "auto", "triton" or "torch".
@@ -48,33 +49,19 @@ class IDLMLoss(TransformedLoss):
     """
 
     def __init__(
-        self,
-        clean_loss_weight: float = 0.2,
-        auto_balance: bool = False,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-    ) -> None:
+        self, clean_loss_weight: float = 0.2, auto_balance: bool = False, *, softcap: float | None = None,
+        scale: float | None = None, skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         _checks.check_finite("clean_loss_weight", clean_loss_weight)
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
-    @from_hidden_states("forward_fused")
     def forward(
-        self,
-        logits: torch.Tensor,
-        target_ids: torch.Tensor,
-        answer_mask: torch.Tensor,
-        valid_mask: torch.Tensor,
-        *,
-        seq_len: int,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-    ) -> DLLMLossOutput:
+        self, logits: Logits, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, *,
+        seq_len: int, num_diffusion_tokens: int | torch.Tensor | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
         """Compute the loss from logits.
 
         Packed input without a batch dimension, ``[2 T, V]`` with targets and masks ``[T]``, is a batch of one sequence.
@@ -97,60 +84,14 @@ class IDLMLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices do not match, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
-        rows = ModelOutput(LOGITS, self._options(), logits)
-        return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
-
-    def forward_fused(
-        self,
-        hidden: torch.Tensor,
-        lm_head_weight: torch.Tensor,
-        target_ids: torch.Tensor,
-        answer_mask: torch.Tensor,
-        valid_mask: torch.Tensor,
-        *,
-        seq_len: int,
-        num_diffusion_tokens: int | torch.Tensor | None = None,
-        lm_head_bias: torch.Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        chunk_size: int | None = None,
-        num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
-    ) -> DLLMLossOutput:
-        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
-
-        Args:
-            hidden: ``[B, 2 L, D]``: the masked copy, then the clean copy.
-            lm_head_weight: ``[V, D]``.
-            target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens: as in :meth:`forward`.
-            lm_head_bias: ``[V]`` or None.
-            extra: {extra}
-            chunk_size: {chunk_size}
-            num_active: upper bound on the number of scored rows in both copies together; None: read back from a GPU, a
-                host sync. The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-
-        Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`.
-
-        Raises:
-            TypeError: as in :meth:`forward`.
-            ValueError: as in :meth:`forward`.
-        """
-        options = self._options(chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype)
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
-
-    def _loss(
-        self, rows: ModelOutput, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, seq_len: int,
-        num_diffusion_tokens: Count,
-    ) -> DLLMLossOutput:  # fmt: skip
+        rows = ModelOutput.of(logits, self._options())
         _checks.checked_bool("auto_balance", self.auto_balance)  # the attributes may have been reassigned
         _checks.check_finite("clean_loss_weight", self.clean_loss_weight)
         if rows.packed(target_ids):
             rows = rows.as_batch()
             target_ids, answer_mask, valid_mask = map(_common.as_batch, (target_ids, answer_mask, valid_mask))
         _checks.check_tensor("target_ids", target_ids)
-        rows.check(target_ids, width=2 * target_ids.shape[1] if target_ids.dim() == 2 else None)
+        rows = rows.checked(target_ids, width=2 * target_ids.shape[1] if target_ids.dim() == 2 else None)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
         targets, L = next_tokens(target_ids), target_ids.shape[1]
         _checks.checked_int("seq_len", seq_len)
@@ -169,6 +110,19 @@ class IDLMLoss(TransformedLoss):
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
         weight_sum = (1 + self.clean_loss_weight) * count.to(rows.accum_dtype)
         return DLLMLossOutput(out.loss, logged_sum(out.nll[:, :L], weights), weight_sum=weight_sum)
+
+    def forward_fused(
+        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, *,
+        seq_len: int, num_diffusion_tokens: Count = None, lm_head_bias: Tensor | None = None,
+        extra: _checks.Extra | None = None, chunk_size: int | None = None, num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> DLLMLossOutput:  # fmt: skip
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
+        return IDLMLoss.forward(
+            self, logits, target_ids, answer_mask, valid_mask, seq_len=seq_len,
+            num_diffusion_tokens=num_diffusion_tokens,
+        )  # fmt: skip
 
     def _per_row_output(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
         """Compute the output from per-row NLLs of both halves ``[B, 2 L]``; ``weights`` is ``scored`` / count."""

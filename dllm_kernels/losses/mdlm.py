@@ -49,16 +49,20 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         True
 
     Args:
-        fp32_upcast: {fp32_upcast}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         reduction: "total" returns the loss only. "none" also returns ``row_losses`` and ``row_weights`` of
             :class:`DLLMLossOutput`, for custom denominators. ``row_losses`` is :math:`\text{nll}_i / p_i`, before the
             division by N, differentiable with any gradient per row. From hidden states with a trainable head the logits
             are then computed twice.
         backend: "auto", "triton" or "torch".
-        shift: {shift} N is used as given, so do not count token 0 in it.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, masks and
+            weights are shifted, never the logits. Token 0 is not predicted. Row i of ``row_losses`` and ``row_weights``
+            holds token i + 1, and the last row is 0. N is used as given, so do not count token 0 in it.
     """
 
     def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:

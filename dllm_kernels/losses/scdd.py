@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import plain, readable_without_sync
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import DLLMLossOutput, divide, next_tokens, shift_left, single_loss
 from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -140,13 +140,15 @@ class SCDDLoss(DiffusionLoss):
         max_ratio, gamma_shape, t_peak: settings of :func:`scdd_schedule`.
         chunk_size: rows per chunk of logits in :meth:`forward_fused`, unless overridden there; None: chosen from the
             sizes. Not used from logits.
-        softcap: {softcap}
-        scale: {scale}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is T times the term of
             each position, and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
-        shift: {shift} If the denominator is counted, it does not include token 0. The time of a sequence is read in
-            column 0 of ``p_mask`` in either case.
+        shift: True for a model whose row i predicts token i + 1 (Dream, DiffuCoder, Fast-dLLM v2). Targets, masks and
+            weights are shifted, never the logits. Token 0 is not predicted. Row i of ``row_losses`` and ``row_weights``
+            holds token i + 1, and the last row is 0. If the denominator is counted, it does not include token 0. The
+            time of a sequence is read in column 0 of ``p_mask`` in either case.
 
     Raises:
         TypeError: an argument that should be an int or a number is not.
@@ -154,20 +156,10 @@ class SCDDLoss(DiffusionLoss):
     """
 
     def __init__(
-        self,
-        mask_token_id: int,
-        num_timesteps: int = 1000,
-        max_ratio: float = 0.1,
-        gamma_shape: float = 1.0,
-        t_peak: float = 0.5,
-        chunk_size: int | None = None,
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-        shift: bool = False,
-    ) -> None:
+        self, mask_token_id: int, num_timesteps: int = 1000, max_ratio: float = 0.1, gamma_shape: float = 1.0,
+        t_peak: float = 0.5, chunk_size: int | None = None, *, softcap: float | None = None, scale: float | None = None,
+        reduction: str = "total", backend: str = "auto", shift: bool = False,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend, shift=shift)
         self.mask_token_id = mask_token_id
@@ -179,14 +171,14 @@ class SCDDLoss(DiffusionLoss):
         self._check_settings()
 
     def _loss(
-        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
         self._check_settings()
-        rows.check(batch.target_ids)
+        rows = rows.checked(batch.target_ids)
         if self.mask_token_id >= rows.vocabulary:
             raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
         rows = rows.transformed(skip_id=self.mask_token_id)
-        batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
+        batch.check_unused(causal=causal, noise_mask=batch.noise_mask)
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
         supervised, count = batch.supervised, batch.num_diffusion_tokens

@@ -13,13 +13,6 @@ from dllm_kernels.mtp.depths import MTPLossOutput, calculate_mtp_loss, mtp_label
 from dllm_kernels.mtp.pipeline import MTPLossConfig, PipelineCausalLMLoss, mtp_loss_scaling_factor
 
 __all__ = [
-    "FusedLinearCrossEntropy",
-    "MTPLossConfig",
-    "MTPLossOutput",
-    "MaskedCrossEntropy",
-    "PipelineCausalLMLoss",
-    "calculate_loss",
-    "calculate_mtp_loss",
-    "mtp_labels",
-    "mtp_loss_scaling_factor",
-]
+    "FusedLinearCrossEntropy", "MTPLossConfig", "MTPLossOutput", "MaskedCrossEntropy", "PipelineCausalLMLoss",
+    "calculate_loss", "calculate_mtp_loss", "mtp_labels", "mtp_loss_scaling_factor",
+]  # fmt: skip

@@ -12,19 +12,19 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._head import HOOKS
-from dllm_kernels._utils._plain import all_plain, plain_count
+from dllm_kernels import _checks
+from dllm_kernels._graph._plain import all_plain, plain_count
+from dllm_kernels.head._module import HOOKS
+from dllm_kernels.head._parameters import head_bias, head_weight
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.mtp.head import head_bias, head_weight
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._options import Options
 
-LOGITS = _checks.Names("logits", "labels")
-HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
+NAMES = _checks.Names("logits", "labels", "lm_weight", "lm_bias", "hidden_states")
 
 
 class CrossEntropy(TransformedLoss):
@@ -34,10 +34,10 @@ class CrossEntropy(TransformedLoss):
 
     ignore_index: int
 
-    def checked_targets(self, names: _checks.Names, rows: Tensor, labels: Tensor, *head: Tensor | None) -> Tensor:
-        """Check the rows, the head and the labels; return the labels as targets of the ops, -100 if ignored."""
-        _checks.check_rows(names, rows, labels, *head)
-        return self.targets_of(labels)
+    def checked(self, names: _checks.Names, logits: Logits, labels: Tensor) -> tuple[ModelOutput, Tensor]:
+        """Validate logits, or their record, and labels; return both, with the labels as targets of the ops."""
+        rows = ModelOutput.of(logits, self._options(), names).of_any_shape(labels)
+        return rows, self.targets_of(labels)
 
     def targets_of(self, labels: Tensor) -> Tensor:
         """Return the labels as targets of the ops, -100 if ignored."""
@@ -49,10 +49,17 @@ class CrossEntropy(TransformedLoss):
 
         ``shift``: offset of a target in the caller's tensor, for the error message.
         """
-        _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, skip_id=self.skip_id)
+        _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, excluded=self.skip_id)
 
-    def reduced(self, rows: ModelOutput, targets: Tensor, weights: Tensor, num_label_tokens: Count) -> Tensor:
-        """Compute the loss from the weights of the positions."""
+    def _loss(
+        self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
+    ) -> Tensor:
+        check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
+        rows, targets = self.checked(NAMES, logits, labels)
+        shape = _shape_of_rows(rows, labels)
+        weights = position_weights(rows.x, labels, self.ignore_index, mask, loss_weights)
+        self.check_range("labels", targets, rows.vocabulary, weights)
+        targets, weights = targets.reshape(shape), weights.reshape(shape)
         if self._returns_rows():
             return rows.per_row(targets, weights).nll.flatten()
         return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
@@ -64,12 +71,15 @@ class MaskedCrossEntropy(CrossEntropy):
     Source: cross-entropy with one-hot targets, -log softmax(z)[y].
 
     Args:
-        fp32_upcast: {fp32_upcast}
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
         ignore_index: label to ignore; -100 is ignored too.
         reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
-        softcap: {softcap} Use no ``softcap`` if the model already caps its logits.
-        scale: {scale}
-        skip_id: {skip_id}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap. Use no ``softcap`` if
+            the model already caps its logits.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -79,34 +89,22 @@ class MaskedCrossEntropy(CrossEntropy):
     """
 
     def __init__(
-        self,
-        fp32_upcast: bool = True,
-        ignore_index: int = IGNORE,
-        reduction: str = "sum",
-        *,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+        self, fp32_upcast: bool = True, ignore_index: int = IGNORE, reduction: str = "sum", *,
+        softcap: float | None = None, scale: float | None = None, skip_id: int | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
 
-    @from_hidden_states("_forward_fused")
     def forward(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        mask: Tensor | None = None,
-        num_label_tokens: Count = None,
+        self, logits: Logits, labels: Tensor, mask: Tensor | None = None, num_label_tokens: Count = None,
         loss_weights: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Compute the loss.
 
         Args:
-            logits: ``[..., V]``, any float dtype.
+            logits: ``[..., V]``, any float dtype, or a :class:`~dllm_kernels.ops.LinearLogits`.
             labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in
                 ``[B, S, V]`` with ``[B * S]``; ``[S, B]`` with ``[B, S, V]`` is rejected, although the sizes are equal.
             mask: one entry per label, in any shape, or a single entry, or None; 0 ignores a position.
@@ -121,39 +119,11 @@ class MaskedCrossEntropy(CrossEntropy):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match, or an option needs ``reduction="sum"``.
         """
-        rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
-        return self._loss(rows, labels, mask, num_label_tokens, loss_weights)
+        return self._loss(logits, labels, mask, num_label_tokens, loss_weights)
 
-    def _forward_fused(
-        self,
-        hidden: Tensor,
-        labels: Tensor,
-        mask: Tensor | None = None,
-        num_label_tokens: Count = None,
-        loss_weights: Tensor | None = None,
-        *,
-        logits_dtype: torch.dtype | None = None,
-        **head: Any,
-    ) -> Tensor:
-        """Compute the loss of deferred logits."""
-        options = self._options(round_nll=self._rounds(), logits_dtype=logits_dtype)
-        rows = ModelOutput(LOGITS, options, hidden, **head)
-        return self._loss(rows, labels, mask, num_label_tokens, loss_weights)
-
-    def _rounds(self) -> bool:
-        """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
-        return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
-
-    def _loss(
-        self, rows: ModelOutput, labels: Tensor, mask: Tensor | None, num_label_tokens: Count,
-        loss_weights: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        targets = self.checked_targets(rows.names, rows.x, labels, rows.weight, rows.bias)
-        shape = _rows_of(rows.x, labels)
-        weights = position_weights(rows.x, labels, self.ignore_index, mask, loss_weights)
-        self.check_range("labels", targets, rows.vocabulary, weights)
-        return self.reduced(rows, targets.reshape(shape), weights.reshape(shape), num_label_tokens)
+    def _options(self, **others: Any) -> Options:
+        rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # the attribute may have been reassigned
+        return super()._options(round_nll=rounds, **others)
 
 
 class FusedLinearCrossEntropy(CrossEntropy):
@@ -168,9 +138,10 @@ class FusedLinearCrossEntropy(CrossEntropy):
             effect.
         reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
         impl: ignored; accepted so that a configuration written for another implementation still loads.
-        scale: {scale}
-        skip_id: {skip_id}
-        chunk_size: {chunk_size}
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -180,17 +151,9 @@ class FusedLinearCrossEntropy(CrossEntropy):
     """
 
     def __init__(
-        self,
-        ignore_index: int = IGNORE,
-        logit_softcapping: float = 0,
-        reduction: str = "sum",
-        impl: str = "cce",
-        *,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        chunk_size: int | None = None,
-        backend: str = "auto",
-    ) -> None:
+        self, ignore_index: int = IGNORE, logit_softcapping: float = 0, reduction: str = "sum", impl: str = "cce", *,
+        scale: float | None = None, skip_id: int | None = None, chunk_size: int | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         if logit_softcapping is not None:
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
@@ -211,38 +174,27 @@ class FusedLinearCrossEntropy(CrossEntropy):
     def softcap(self, value: float | None) -> None:
         self.logit_softcapping = value or 0
 
-    def rows(
-        self,
-        hidden_states: Tensor,
-        lm_weight: Tensor,
-        lm_bias: Tensor | None,
-        logits_dtype: torch.dtype | None = None,
-        extra: _checks.Extra | None = None,
-    ) -> ModelOutput:
-        """Return hidden states and head with the options of the ops."""
-        _checks.check_logits_dtype(logits_dtype)
-        wide = logits_dtype == torch.float32 and hidden_states.dtype != torch.float64
-        options = self._options(chunk_size=self.chunk_size, logits_dtype=torch.float32 if wide else None)
-        return ModelOutput(HIDDEN, options, hidden_states, lm_weight, lm_bias, extra)
+    def record(
+        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, extra: _checks.Extra | None,
+        dtype: torch.dtype | None,
+    ) -> LinearLogits:  # fmt: skip
+        """Return the record of the logits of the loss."""
+        _checks.check_logits_dtype(dtype)
+        of_float64 = getattr(hidden_states, "dtype", None) == torch.float64
+        wide = torch.float32 if dtype == torch.float32 and not of_float64 else None
+        return LinearLogits(hidden_states, lm_weight, lm_bias, extra, logits_dtype=wide, chunk_size=self.chunk_size)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        labels: Tensor,
-        lm_weight: Tensor,
-        num_label_tokens: Count = None,
-        grad_reduce_group: Any = None,
-        loss_weights: Tensor | None = None,
-        *,
-        lm_bias: Tensor | None = None,
-        logits_dtype: torch.dtype | None = None,
-        extra: _checks.Extra | None = None,
-    ) -> Tensor:
+        self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,
+        grad_reduce_group: Any = None, loss_weights: Tensor | None = None, *, lm_bias: Tensor | None = None,
+        logits_dtype: torch.dtype | None = None, extra: _checks.Extra | None = None,
+    ) -> Tensor:  # fmt: skip
         """Compute the loss.
 
         Args:
             hidden_states: ``[..., D]``.
-            labels: ``[...]`` integers; not modified.
+            labels: ``[...]`` integers; not modified. Leading dimensions may be merged as in
+                :class:`MaskedCrossEntropy`.
             lm_weight: ``[V, D]``; may be sharded (a DTensor).
             num_label_tokens: divides the sum; int or 0-d tensor, not negative. A count of 0 gives a loss of 0. A
                 negative tensor on a GPU gives NaN, because its sign is not read. Only with ``reduction="sum"``.
@@ -252,7 +204,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             lm_bias: ``[V]`` or None.
             logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. Any other dtype
                 changes nothing: the logits are never narrower than the operands.
-            extra: {extra}
+            extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+                ``[V, r]``), or None. ``U u`` is added to the logits.
 
         Returns:
             0-d loss; with ``reduction="none"`` one value per position, flattened.
@@ -261,24 +214,16 @@ class FusedLinearCrossEntropy(CrossEntropy):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match, or an option needs ``reduction="sum"``.
         """
-        check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        targets = self.checked_targets(HIDDEN, hidden_states, labels, lm_weight, lm_bias)
-        _checks.check_shape(
-            "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
-        )
-        _checks.checked_extra(HIDDEN, hidden_states, lm_weight, extra)
-        weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
-        rows = self.rows(hidden_states, lm_weight, lm_bias, logits_dtype, extra)
-        self.check_range("labels", targets, rows.vocabulary, weights)
-        return self.reduced(rows, targets, weights, num_label_tokens)
+        logits = self.record(hidden_states, lm_weight, lm_bias, extra, logits_dtype)
+        return self._loss(logits, labels, None, num_label_tokens, loss_weights)
 
 
-def _rows_of(logits: Tensor, labels: Tensor) -> torch.Size:
-    """Return the row shape of the logits; check that it equals the labels' shape up to merged adjacent dimensions."""
-    rows = logits.shape[:-1]
-    if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
-        _checks.check_shape("labels", labels, rows, "that of logits without its last dimension")
-    return rows
+def _shape_of_rows(rows: ModelOutput, labels: Tensor) -> torch.Size:
+    """Return the shape of the rows; check that it equals the labels' shape up to merged adjacent dimensions."""
+    shape = rows.x.shape[:-1]
+    if not (_merges(shape, labels.shape) or _merges(labels.shape, shape)):
+        _checks.check_shape("labels", labels, shape, f"that of {rows.names.rows} without its last dimension")
+    return shape  # type: ignore[no-any-return]
 
 
 def _merges(fine: torch.Size, coarse: torch.Size) -> bool:
@@ -417,9 +362,9 @@ def takes_hidden_states(loss_fn: nn.Module) -> bool:
     return False
 
 
-def is_plain_fused(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
-    """Return True if the loss is a :class:`FusedLinearCrossEntropy` without overridden forward and without hooks."""
-    own = isinstance(loss_fn, FusedLinearCrossEntropy) and type(loss_fn).forward is FusedLinearCrossEntropy.forward
+def is_plain(loss_fn: nn.Module) -> TypeGuard[CrossEntropy]:
+    """Return True if the loss is one of the two base losses, without overridden forward and without hooks."""
+    own = type(loss_fn).forward in (MaskedCrossEntropy.forward, FusedLinearCrossEntropy.forward)
     return own and "forward" not in vars(loss_fn) and not any(getattr(loss_fn, hooks) for hooks in HOOKS)
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import Deferred
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, plain, plain_count, readable_without_sync
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, plain, plain_count, readable_without_sync
+from dllm_kernels.head._parameters import gathered_once, head_bias, head_weight, logits_of
 from dllm_kernels.losses._common import Count, shift_left
+from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.mtp import cross_entropy as base
-from dllm_kernels.mtp.cross_entropy import CrossEntropy, normalized, position_weights, to_int64
-from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
+from dllm_kernels.mtp.cross_entropy import CrossEntropy, FusedLinearCrossEntropy, normalized, position_weights, to_int64
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
+from dllm_kernels.rows._transform import Transform
 
 
 @dataclass(frozen=True)
@@ -102,33 +104,21 @@ def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[False] =
 @overload
 def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[True], **options: Any) -> MTPLossOutput: ...
 def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish the return types
-    loss_fn: nn.Module,
-    *,
-    mtp_per_depth_h: list[Tensor] | None = None,
-    mtp_per_depth_logits: list[Tensor] | None = None,
-    mtp_per_depth_targets: Sequence[Tensor] | None = None,
-    labels: Tensor,
-    model: nn.Module,
-    scaling_factor: float = 0.1,
-    num_label_tokens: Count = None,
-    ignore_index: int | None = IGNORE,
-    cu_seqlens: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    lm_weight: Tensor | None = None,
-    logits_dtype: torch.dtype | None = None,
-    grad_reduce_group: Any = None,
-    loss_weights: Tensor | None = None,
-    return_per_depth: bool = False,
-    lm_bias: Tensor | None = None,
+    loss_fn: nn.Module, *, mtp_per_depth_h: list[Tensor] | None = None,
+    mtp_per_depth_logits: list[Logits] | None = None, mtp_per_depth_targets: Sequence[Tensor] | None = None,
+    labels: Tensor, model: nn.Module, scaling_factor: float = 0.1, num_label_tokens: Count = None,
+    ignore_index: int | None = IGNORE, cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None,
+    lm_weight: Tensor | None = None, logits_dtype: torch.dtype | None = None, grad_reduce_group: Any = None,
+    loss_weights: Tensor | None = None, return_per_depth: bool = False, lm_bias: Tensor | None = None,
     extra: _checks.Extra | None = None,
-) -> Tensor | MTPLossOutput:
+) -> Tensor | MTPLossOutput:  # fmt: skip
     r"""Compute the multi-token-prediction auxiliary loss.
 
     .. math:: L = \frac{\text{scaling\_factor}}{D} \sum_{k=0}^{D-1} \text{loss\_fn}(\text{depth } k,\;
               \text{labels shifted left by } k + 1)
 
-    With :class:`FusedLinearCrossEntropy` all depths are one call: one compaction of the counted rows and one pass over
-    the LM head. A sharded head is gathered once.
+    With :class:`FusedLinearCrossEntropy`, or logits that are records of one head, all depths are one call: one
+    compaction of the counted rows and one pass over the LM head. A sharded head is gathered once.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, eq. 24 (each depth) and 25 (their mean,
     scaled).
@@ -152,7 +142,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     Args:
         loss_fn: the base loss of the main path.
         mtp_per_depth_h: D tensors ``[B, S, H]`` (``[1, T, H]`` with flat labels), the hidden states of each depth.
-        mtp_per_depth_logits: D tensors ``[B, S, V]`` instead; pass exactly one of the two.
+        mtp_per_depth_logits: D tensors ``[B, S, V]`` or :class:`~dllm_kernels.ops.LinearLogits` instead; pass exactly
+            one of the two.
         mtp_per_depth_targets: D tensors shaped like ``labels``, already shifted and masked; ``cu_seqlens`` and
             ``seq_idx`` must then be None.
         labels: ``[B, S]`` or ``[T]`` integers, not shifted.
@@ -172,7 +163,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
             logits are computed twice.
         lm_bias: ``[V]``, the bias of the head; None: the bias of the model's head.
-        extra: {extra} u has one row per row of ``mtp_per_depth_h``.
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits. u has one row per row of ``mtp_per_depth_h``.
 
     Returns:
         The scaled loss, 0-d; or :class:`MTPLossOutput`.
@@ -188,54 +180,46 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     _checks.check_logits_dtype(logits_dtype)
     factor = _checked_factor(scaling_factor)
     labels = to_int64(labels)
-    outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
+    outputs, name = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
         targets = _given_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
-        origins = [(f"mtp_per_depth_targets[{k}]", 0) for k in range(len(outputs))]
     else:
         packed = _sub_sequences(labels, cu_seqlens, seq_idx)
-        targets = [mtp_labels(labels, k, own_index, packed) for k in range(len(outputs))]
-        origins = [("labels", k + 1) for k in range(len(outputs))]
+        targets = [_Target(mtp_labels(labels, k, own_index, packed), "labels", k + 1) for k in range(len(outputs))]
     low_rank = _extra_of_depths(extra, outputs)
     factor = factor / len(outputs)
-    common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
-    if base.is_plain_fused(loss_fn) and loss_fn.reduction != "none":
-        weight = head_weight(model) if lm_weight is None else lm_weight
-        bias = head_bias(model) if lm_bias is None else lm_bias
-        checked = []
-        for k, (output, target, (name, _)) in enumerate(zip(outputs, targets, origins, strict=True)):
-            names = replaced(base.HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=name)
-            checked.append(loss_fn.checked_targets(names, output, target, weight, bias))
-            _checks.checked_extra(names, output, weight, low_rank[k])
-        base.check_sum_only(loss_fn.reduction, **common)
-        counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
-        for target, weights, (name, shift) in zip(checked, counted, origins, strict=True):
-            loss_fn.check_range(name, target, weight.shape[0], weights, shift)
-        divided = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
-        pair = None if extra is None else (torch.stack([u for u, _ in filter(None, low_rank)]), extra[1])
-        rows = loss_fn.rows(torch.stack(outputs), weight, bias, logits_dtype, pair)  # all depths in one call
-        if not return_per_depth:
-            return rows.weighted(torch.stack(checked), divided * factor).loss
-        parts = (rows.per_row(torch.stack(checked), divided).nll * divided).flatten(1).sum(1)
-        total, losses = parts.sum() * factor, list(parts.unbind())
-    else:
-        common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
-        common["lm_bias"] = lm_bias
-        given_head = not are_logits and not (lm_weight is None and lm_bias is None)
-        if base.takes_hidden_states(loss_fn) or given_head:
+    from_hidden, are_logits = base.takes_hidden_states(loss_fn), name == "mtp_per_depth_logits"
+    counts: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
+    if base.is_plain(loss_fn) and loss_fn.reduction != "none" and (from_hidden or (are_logits and extra is None)):
+        if isinstance(loss_fn, FusedLinearCrossEntropy):
             weight = head_weight(model) if lm_weight is None else lm_weight
-            if given_head:
-                names = replaced(base.HIDDEN, rows="mtp_per_depth_h[0]")
-                _checks.check_rows(names, outputs[0], labels, weight, lm_bias)
-            common["lm_weight"] = gathered_once(weight, outputs[0])
-        losses = [
-            _depth_loss(loss_fn, output, target, are_logits, origin, extra=pair, **common)
-            for output, target, origin, pair in zip(outputs, targets, origins, low_rank, strict=True)
-        ]
-        total = torch.stack(losses).sum(0) * factor
-        if not return_per_depth:
-            return total
-        counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
+            bias = head_bias(model) if lm_bias is None else lm_bias
+            pairs = zip(outputs, low_rank, strict=True)
+            outputs = [loss_fn.record(rows_of(h), weight, bias, pair, logits_dtype) for h, pair in pairs]
+        else:
+            outputs = [opened(z, Transform(loss_fn.softcap, loss_fn.scale, loss_fn.skip_id)) for z in outputs]
+        records = [z for z in outputs if isinstance(z, LinearLogits)]
+        if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
+            rows, ids, weights, divided = _stacked(loss_fn, name, records, targets, counts)
+            if not return_per_depth:
+                return rows.weighted(ids, divided * factor).loss
+            parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
+            return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
+    common = counts | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
+    common |= {"logits_dtype": logits_dtype}
+    given_head = not are_logits and not (lm_weight is None and lm_bias is None)
+    if from_hidden or given_head:
+        weight = head_weight(model) if lm_weight is None else lm_weight
+        if given_head:
+            names = replaced(base.NAMES, rows="mtp_per_depth_h[0]")
+            _checks.check_rows(names, rows_of(outputs[0]), labels, (weight, lm_bias))
+        common["lm_weight"] = gathered_once(weight, rows_of(outputs[0]))
+    depths = zip(outputs, targets, low_rank, strict=True)
+    losses = [_depth_loss(loss_fn, z, target, are_logits, extra=pair, **common) for z, target, pair in depths]
+    total = torch.stack(losses).sum(0) * factor
+    if not return_per_depth:
+        return total
+    counted = [position_weights(rows_of(outputs[0]), t.ids, own_index, None, loss_weights) for t in targets]
     return MTPLossOutput(total, losses, torch.stack(counted).sum())
 
 
@@ -249,9 +233,18 @@ def _checked_factor(scaling_factor: Any) -> float | Tensor:
     return factor.detach().reshape(()) if isinstance(factor, Tensor) else factor
 
 
+class _Target(NamedTuple):
+    """Labels of one depth, the caller's name of the tensor that has them, and their offset in it."""
+
+    ids: Tensor
+    name: str
+    shift: int = 0
+
+
 def _depth_outputs(
-    loss_fn: nn.Module, hidden: list[Tensor] | None, logits: list[Tensor] | None, labels: Tensor
-) -> tuple[list[Tensor], bool]:
+    loss_fn: nn.Module, hidden: list[Tensor] | None, logits: list[Logits] | None, labels: Tensor
+) -> tuple[list[Logits], str]:
+    """Return the outputs of all depths, and the name of the argument that has them."""
     if (hidden is None) == (logits is None):
         got = "neither" if hidden is None else "both"
         raise ValueError(f"exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got {got}")
@@ -259,23 +252,24 @@ def _depth_outputs(
         raise ValueError(
             f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
-    outputs = _as_list(f"mtp_per_depth_{'h' if logits is None else 'logits'}", hidden if logits is None else logits)
+    name, given = ("mtp_per_depth_h", hidden) if logits is None else ("mtp_per_depth_logits", logits)
+    outputs: list[Logits] = _as_list(name, given)
     if not outputs:
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
-        if not isinstance(output, Deferred):
-            _checks.check_float(f"mtp_per_depth_{'h' if logits is None else 'logits'}[{k}]", output)
-        if labels.dim() == 1 and output.dim() == 3 and output.shape[0] == 1:
-            outputs[k] = output = output.squeeze(0)
-        if output.shape[:-1] != labels.shape:
+        _checks.check_float(f"{name}[{k}]", rows_of(output))
+        if labels.dim() == 1 and rows_of(output).dim() == 3 and rows_of(output).shape[0] == 1:
+            outputs[k] = map_rows(output, lambda t: t.squeeze(0))
+        x = rows_of(outputs[k])
+        if x.shape[:-1] != labels.shape:
             raise ValueError(
-                f"the output of MTP depth {k} must have shape {(*labels.shape, *output.shape[-1:])} to go with "
-                f"labels, got {tuple(output.shape)}"
+                f"the output of MTP depth {k} must have shape {(*labels.shape, *x.shape[-1:])} to go with "
+                f"labels, got {tuple(x.shape)}"
             )
-    return outputs, logits is not None
+    return outputs, name
 
 
-def _as_list(name: str, tensors: Any) -> list[Tensor]:
+def _as_list(name: str, tensors: Any) -> list[Any]:
     """Return the tensors of all depths as a list, also those of a tensor ``[D, ...]``."""
     try:
         return list(tensors)
@@ -283,7 +277,7 @@ def _as_list(name: str, tensors: Any) -> list[Tensor]:
         raise TypeError(f"{name} must be a list of tensors, one per depth, got {_checks.type_name(tensors)}") from None
 
 
-def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Tensor]) -> list[_checks.Extra | None]:
+def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Logits]) -> list[_checks.Extra | None]:
     """Return the low-rank part of the head for each depth, with rows laid out like the depth's output."""
     u, second = _checks.checked_pair("extra", extra, "(u, U)")
     if u is None or second is None:
@@ -292,12 +286,12 @@ def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Tensor]) -> list
         raise ValueError(
             f"extra[0] must have shape ({len(outputs)}, B, S, r), one tensor of rows per depth, got {tuple(u.shape)}"
         )
-    return [(v.squeeze(0) if v.dim() == x.dim() + 1 else v, second) for v, x in zip(u, outputs, strict=True)]
+    return [(v.squeeze(0) if v.dim() == rows_of(x).dim() + 1 else v, second) for v, x in zip(u, outputs, strict=True)]
 
 
 def _given_targets(
     targets: Sequence[Tensor], depths: int, labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None
-) -> list[Tensor]:
+) -> list[_Target]:
     if cu_seqlens is not None or seq_idx is not None:
         raise ValueError("mtp_per_depth_targets must not be combined with cu_seqlens or seq_idx")
     each = _as_list("mtp_per_depth_targets", targets)
@@ -306,22 +300,40 @@ def _given_targets(
     for k, target in enumerate(each):
         _checks.check_ids(f"mtp_per_depth_targets[{k}]", target)
         _checks.check_shape(f"mtp_per_depth_targets[{k}]", target, labels.shape, "that of labels")
-    return each
+    return [_Target(target, f"mtp_per_depth_targets[{k}]") for k, target in enumerate(each)]
 
 
-def _depth_loss(
-    loss_fn: nn.Module, output: Tensor, labels: Tensor, are_logits: bool, origin: tuple[str, int], **common: Any
-) -> Tensor:
+def _stacked(
+    loss_fn: CrossEntropy, name: str, records: list[LinearLogits], targets: list[_Target], counts: dict[str, Any]
+) -> tuple[ModelOutput, Tensor, Tensor, Tensor]:
+    """Validate all depths; return their rows, targets and weights, before and over the denominator, stacked."""
+    base.check_sum_only(loss_fn.reduction, **counts)
+    parts = []
+    for k, (record, target) in enumerate(zip(records, targets, strict=True)):
+        names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
+        rows, ids = loss_fn.checked(names, record, target.ids)
+        weights = position_weights(rows.x, target.ids, loss_fn.ignore_index, None, counts["loss_weights"])
+        loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
+        parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
+    (first, *others), *tensors = zip(*parts, strict=True)
+    stacked = first.stack(*others)
+    assert stacked is not None  # the caller compared the heads
+    bounds: list[Any] = [record.num_active for record in records]
+    logits = replaced(stacked.logits, num_active=None if None in bounds else sum(bounds))
+    return replaced(stacked, logits=logits), *map(torch.stack, tensors)
+
+
+def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
+    rows: dict[str, Any] = {"hidden_states": output}
     if base.takes_hidden_states(loss_fn):
-        rows, V = {"hidden_states": output}, common["lm_weight"].shape[0]
+        V = common["lm_weight"].shape[0]
     else:
         weight, bias = common.pop("lm_weight", None), common.pop("lm_bias")
-        logits = output if are_logits else logits_of(output, common["model"], weight, bias)
-        rows, V = {"logits": logits}, logits.shape[-1]
+        logits = output if are_logits else logits_of(rows_of(output), common["model"], weight, bias)
+        rows, V = {"logits": logits}, vocabulary_of(logits)
     if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
-        name, shift = origin
         counted = plain(common["loss_weights"])
         if counted is not None:
-            _checks.check_like("labels", labels, loss_weights=counted)
-        loss_fn.check_range(name, loss_fn.targets_of(labels), V, counted, shift)
-    return base.calculate_loss(loss_fn, labels=labels, **rows, **common)
+            _checks.check_like("labels", target.ids, loss_weights=counted)
+        loss_fn.check_range(target.name, loss_fn.targets_of(target.ids), V, counted, target.shift)
+    return base.calculate_loss(loss_fn, labels=target.ids, **rows, **common)

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._utils._checks import type_name
+from dllm_kernels._checks import type_name
+from dllm_kernels.head._parameters import gathered_once, head_weight
 from dllm_kernels.mtp.cross_entropy import calculate_loss, checked_ignore_index, required, takes_hidden_states
 from dllm_kernels.mtp.depths import calculate_mtp_loss
-from dllm_kernels.mtp.head import gathered_once, head_weight
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits
 
 
 def mtp_loss_scaling_factor(model: nn.Module, default: float = 0.1) -> float:
@@ -41,20 +42,14 @@ class PipelineCausalLMLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        loss_fn: nn.Module,
-        model: nn.Module,
-        scaling_factor: float | None = None,
-        ignore_index: int | None = IGNORE,
-        grad_reduce_group: Any = None,
-    ) -> None:
+        self, loss_fn: nn.Module, model: nn.Module, scaling_factor: float | None = None,
+        ignore_index: int | None = IGNORE, grad_reduce_group: Any = None,
+    ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        self.loss_fn = loss_fn
-        self.model = model
-        self.scaling_factor = scaling_factor
+        self.loss_fn, self.model = loss_fn, model
+        self.scaling_factor, self.grad_reduce_group = scaling_factor, grad_reduce_group
         self.ignore_index = checked_ignore_index(ignore_index, loss_fn)
-        self.grad_reduce_group = grad_reduce_group
         self.cu_seqlens: torch.Tensor | None = None
 
     @staticmethod
@@ -70,10 +65,10 @@ class PipelineCausalLMLoss(nn.Module):
         """Compute the loss of one micro-batch.
 
         Args:
-            output: logits ``[B, S, V]`` (hidden states ``[B, S, H]`` if ``loss_fn`` takes hidden states); an object or
-                mapping with ``logits`` and, for MTP, ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and
-                ``mtp_loss_scaling_factor``; or a tuple ``(logits, *mtp_per_depth_h[, seq_idx])`` with ``seq_idx`` a
-                ``[B, S]`` int32 tensor.
+            output: logits ``[B, S, V]``, also as :class:`~dllm_kernels.ops.LinearLogits` (hidden states ``[B, S, H]``
+                if ``loss_fn`` takes hidden states); an object or mapping with ``logits`` and, for MTP,
+                ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and ``mtp_loss_scaling_factor``; or a tuple ``(logits,
+                *mtp_per_depth_h[, seq_idx])`` with ``seq_idx`` a ``[B, S]`` int32 tensor.
             labels: ``[B, S]`` integers, not shifted for MTP.
 
         Returns:
@@ -84,6 +79,8 @@ class PipelineCausalLMLoss(nn.Module):
             ValueError: a base loss that takes hidden states is given a tuple, the head has more than weight and bias,
                 or a tuple holds integers that are not a ``seq_idx``.
         """
+        if isinstance(output, LinearLogits):  # a tuple itself
+            output = {"logits": output}
         seq_idx, output = self._extract_seq_idx_tail(output)
         _check_output(output)
         linear = takes_hidden_states(self.loss_fn)
@@ -141,7 +138,7 @@ class PipelineCausalLMLoss(nn.Module):
 def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
-        known = len(output) > 0 and isinstance(output[0], torch.Tensor)
+        known = len(output) > 0 and isinstance(output[0], (torch.Tensor, LinearLogits))
         for i, part in enumerate(output[1:], start=1):
             if isinstance(part, torch.Tensor) and not part.is_floating_point():
                 dtype = str(part.dtype).removeprefix("torch.")

@@ -2,7 +2,7 @@ r"""Weighted divergence of student rows to teacher rows, for distillation, witho
 
 p is the softmax of a row of the student's logits. q is the softmax of a row of the teacher's logits, a constant. a =
 sum_v min(p_v, q_v) is the acceptance rate of speculative decoding with the student as the draft model. The kinds and
-their gradients are defined in ``_backends/_kinds.py``.
+their gradients are defined in ``rows/_divergence_kinds.py``.
 
 From hidden states, each chunk of rows of nonzero weight takes these steps. Two matrix products compute the student's
 and the teacher's logits, each in a buffer that all chunks reuse. One pass over both computes the divergence, a and the
@@ -30,41 +30,46 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._divergence import (
-    KEPT_STATS,
-    DivergenceRequest,
-    DivergenceSpec,
-    Kept,
-    Whole,
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import all_plain, any_dtensor, readable_without_sync
+from dllm_kernels.rows._call import (
+    Call,
+    checked,
+    checked_rows,
+    flat_ids,
+    flat_values,
+    name_of_rows,
+    row_marks,
+    times_upstream,
 )
-from dllm_kernels._backends._rows import IGNORE, as_blv
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
-from dllm_kernels._core._divergence_spec import Comparison, checked_spec
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._kept_gradients import gradient_specs, keep_gradients, scale_gradients
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks, times_upstream
-from dllm_kernels._core._setup import (
-    NO_GRADIENTS,
-    Gradients,
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, float16_scaling, no_autocast
+from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceSpec, Kept, Whole
+from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import IGNORE, as_blv
+from dllm_kernels.rows._kept_gradients import gradient_specs, keep_gradients, scale_gradients
+from dllm_kernels.rows._logits import (
     Head,
-    NeedsGrad,
-    Setup,
-    Split,
-    compute_dtype,
+    LinearLogits,
+    Logits,
+    both_opened,
+    detached,
     flat_rows,
+    rows_of,
+    vocabulary_of,
 )
-from dllm_kernels._core._teacher import Teacher, gather, rows_at
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain, any_dtensor, readable_without_sync
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._setup import NO_GRADIENTS, Gradients, NeedsGrad, Setup, Split, compute_dtype, stored
+from dllm_kernels.rows._teacher import Teacher, gather, rows_at
+from dllm_kernels.rows._transform import Transform
 
-SEPARATE_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
-SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
+NAMES = _checks.Names()
+TEACHER = _checks.Names(
+    "teacher_logits", "targets", "teacher_weight", "teacher_bias", "teacher_hidden", "teacher_extra"
+)
 Kind = str | Mapping[str, float]
 # Has a second derivative.
 SOFTMAX = "torch.softmax and what follows from it"
@@ -73,32 +78,14 @@ SOFTMAX_OF_HEAD = "torch.softmax of the logits, torch.nn.functional.linear(hidde
 COPY_BYTES = 64 << 20
 
 
-@from_hidden_states("linear_divergence")
 def divergence(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    weights: Tensor | None = None,
-    *,
-    kind: Kind = "kl",
-    targets: Tensor | None = None,
-    teacher_rows: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    teacher: str = "draft",
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    beta: float | None = None,
-    floor: float | None = None,
-    eta: float | None = None,
-    kl_scale: float | None = None,
-    alpha: str | None = None,
-    base: str | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    teacher_transform: Mapping[str, Any] | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> Divergence:
+    logits: Logits, teacher_logits: Logits, weights: Tensor | None = None, *, kind: Kind = "kl",
+    targets: Tensor | None = None, teacher_rows: Tensor | None = None, draft_to_target: Tensor | None = None,
+    teacher: str = "draft", temperature: float = 1.0, reduction: str = "sum", beta: float | None = None,
+    floor: float | None = None, eta: float | None = None, kl_scale: float | None = None, alpha: str | None = None,
+    base: str | None = None, softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    teacher_transform: Mapping[str, Any] | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> Divergence:  # fmt: skip
     r"""Weighted sum of the divergence of each row of student logits to the teacher's row.
 
     .. math:: \text{loss} = \sum_i w_i \, T^2 \sum_k c_k D_k(p_i, q_i), \qquad
@@ -121,45 +108,85 @@ def divergence(
 
     The teacher is a constant. Rows of weight 0 are read in neither model. A NaN affects only its own row. A logit of
     ``-inf`` is a probability of 0. In the gradient of a, p and q that are equal up to a relative difference of 2**-18
-    (rounding) count as p <= q. The forward pass saves nine values per row. The backward pass reads the logits of both
-    models once and can run more than once.
+    (rounding) count as p <= q.
+
+    From stored logits, the forward pass saves nine values per row. The backward pass reads the logits of both models
+    once and can run more than once.
+
+    From records (:class:`LinearLogits`), the logits of both models exist one chunk at a time. The forward pass computes
+    the gradients, for rows of nonzero weight and for inputs that require a gradient. Backward scales them in place by
+    the upstream gradient, so it can run only once. A call takes 3 matrix products with a frozen head, 4 with a
+    trainable head, and 2 if no gradient is required. ``alpha="mean"`` takes 2 more. With ``reduction="none"`` a frozen
+    head takes 3 products. A trainable head takes 6, because backward recomputes the logits. A smaller vocabulary
+    multiplies the whole head of the teacher; its columns are copied one chunk at a time.
+
+    If only one of the two models has stored logits, all logits of the other one are computed, too.
+
+    Examples:
+        >>> hidden, weight = torch.zeros(2, 8, requires_grad=True), torch.zeros(10, 8)
+        >>> teacher = LinearLogits(torch.zeros(2, 4), torch.zeros(10, 4), softcap=30.0)
+        >>> out = divergence(LinearLogits(hidden, weight), teacher, kind="soft_ce")
+        >>> [round(x, 4) for x in out.value.tolist()]
+        [2.3026, 2.3026]
 
     Args:
-        logits: {logits} The student's logits.
-        teacher_logits: ``[..., V]``, of the dtype of ``logits``. Its leading dimensions must be the leading dimensions
-            of ``logits`` unless ``teacher_rows`` is given.
-        weights: {weights} None: ones.
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides. The student's logits. A row is active,
+            for ``num_active`` of a record, if its weight is not 0.
+        teacher_logits: ``[..., V]`` or their record, of the dtype of ``logits``. The leading dimensions must be the
+            leading dimensions of ``logits`` unless ``teacher_rows`` is given. A record with the weight and the bias of
+            the student's shares their conversion. Its transform precedes the one of the call; its ``skip_id`` must be
+            None with ``draft_to_target``. Its ``logits_dtype``, ``chunk_size`` and ``num_active`` are not read, because
+            the chunks are those of ``logits``.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
         kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass.
             A kind with coefficient 0 is omitted.
-        targets: {divergence_targets}
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value raises an
+            IndexError on a CPU and gives NaN in that row on a GPU.
         teacher_rows: ``[...]`` integers: for each student row, the index of its teacher row. The index runs over the
             flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
-            NaN in that row. None: student and teacher have the same layout.
-        draft_to_target: {draft_to_target} None: both have the same vocabulary.
-        teacher: {teacher}
-        temperature: {divergence_temperature}
-        reduction: {divergence_reduction}
-        beta: {jsd_beta}
-        floor: {nla_floor}
-        eta: {lk_eta}
-        kl_scale: {lk_kl_scale}
-        alpha: {lk_alpha}
-        base: {lk_base}
-        softcap: {softcap}
-        scale: {scale} The division by ``temperature`` follows.
-        skip_id: {skip_id} It is a column of the student.
-        teacher_transform: {teacher_transform}
-        check_targets: {check_targets} ``teacher_rows`` and ``draft_to_target`` are checked too.
+            NaN in that row. The rows of a record are copied one chunk at a time. None: student and teacher have the
+            same layout.
+        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token the teacher's
+            column, all distinct. Offsets such as d2t of EAGLE-3 are converted by ``torch.arange(len(d2t)) + d2t``. The
+            acceptance rate and the argmax match cover all columns of the teacher. None: both have the same vocabulary.
+        teacher: distribution q of the loss with ``draft_to_target``. "draft": the softmax over these columns. "full":
+            their probabilities in the softmax over all columns of the teacher, which sum to a mass M. kl and soft_ce
+            are then weighted by M. a in tv, l1, nla and lk is the acceptance rate. rkl increases by -log M, jsd by
+            -beta (1 - M) log beta. teacher_ce is 0 if the student does not have the argmax. ce does not change.
+        temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
+        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
+            upstream gradient per row.
+        beta: option of ``jsd``, in [0, 1]; None: 0.5.
+        floor: option of ``nla``; None: 1e-5.
+        eta: option of ``lk``, any number; None: 3.
+        kl_scale: option of ``lk``, in [0, 1]; None: 1.
+        alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
+            mean of a over the call, which takes one more pass over the logits. None: "row".
+        base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1. The division by
+            ``temperature`` follows.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted. It is a
+            column of the student.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
+            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: ``softcap``, ``scale`` and
+            ``skip_id`` apply to the teacher's logits too.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU. ``teacher_rows`` and
+            ``draft_to_target`` are checked too.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`Divergence`.
+        :class:`Divergence`. ``loss`` is differentiable in the logits, or in the tensors of the student's record.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices do not match, a number is out of range, an option belongs to another kind,
             or a kind or the backend is unknown. On CPU, also if ``draft_to_target`` holds a column twice.
         IndexError: a target, row or column is out of range and checked, see ``check_targets``.
+        RuntimeError: a second backward pass through the same loss of records, with ``reduction="sum"``.
 
     Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2
     (a); arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
@@ -167,235 +194,213 @@ def divergence(
     spec = checked_spec(
         kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
     )
-    _checks.check_float("logits", logits)
-    targets, weights = _defaults(logits, targets, weights, spec)
     options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
-    _, targets, _, weights, options = checked(_checks.LOGITS, logits, targets, options, weights=weights)
-    _checks.check_float("teacher_logits", teacher_logits)
-    _checks.check_dtype("teacher_logits", teacher_logits, (logits.dtype,))
-    if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
-        raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
-    rows, columns = all_plain(teacher_rows, draft_to_target)
-    given = Teacher(teacher_logits.detach(), rows=rows, columns=columns)
-    V, teacher_V = logits.shape[-1], teacher_logits.shape[-1]
-    given = _checked_teacher("logits", logits, given, (V, teacher_V), weights, options)
-    comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
-    return divergence_unchecked(
-        logits, teacher=given, ids=targets, weights=weights, comparison=comparison, options=options
+    logits, given = TeacherInput.opened(
+        logits, options.transform, teacher_logits, teacher_rows, draft_to_target, teacher_transform
     )
+    call = checked(NAMES, logits, _targets(logits, targets, weights, spec), options, weights=weights)
+    return divergence_unchecked(*compared(NAMES, call, given, spec, temperature, reduction))
 
 
 def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    weights: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    teacher_weight: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    teacher_extra: _checks.Extra | None = None,
-    kind: Kind = "kl",
-    targets: Tensor | None = None,
-    teacher_rows: Tensor | None = None,
-    draft_to_target: Tensor | None = None,
-    teacher: str = "draft",
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    beta: float | None = None,
-    floor: float | None = None,
-    eta: float | None = None,
-    kl_scale: float | None = None,
-    alpha: str | None = None,
-    base: str | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    teacher_transform: Mapping[str, Any] | None = None,
-    check_targets: bool | None = None,
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, weights: Tensor | None = None, *,
+    bias: Tensor | None = None, extra: _checks.Extra | None = None, teacher_weight: Tensor | None = None,
+    teacher_bias: Tensor | None = None, teacher_extra: _checks.Extra | None = None, kind: Kind = "kl",
+    targets: Tensor | None = None, teacher_rows: Tensor | None = None, draft_to_target: Tensor | None = None,
+    teacher: str = "draft", temperature: float = 1.0, reduction: str = "sum", beta: float | None = None,
+    floor: float | None = None, eta: float | None = None, kl_scale: float | None = None, alpha: str | None = None,
+    base: str | None = None, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, teacher_transform: Mapping[str, Any] | None = None, check_targets: bool | None = None,
     backend: str = "auto",
-) -> Divergence:
-    r"""Compute :func:`divergence` from hidden states and LM heads; the logits of both models exist one chunk at a time.
+) -> Divergence:  # fmt: skip
+    """Compute :func:`divergence` of two ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes.
 
-    The forward pass computes the gradients, for rows of nonzero weight and for inputs that require a gradient. Backward
-    scales them in place by the upstream gradient, so it can run only once. A call takes 3 matrix products with a frozen
-    head, 4 with a trainable head, and 2 if no gradient is required. ``alpha="mean"`` takes 2 more. With
-    ``reduction="none"`` a frozen head takes 3 products. A trainable head takes 6, because backward recomputes the
-    logits.
+    The teacher's are ``teacher_hidden``, ``teacher_weight``, ``teacher_bias`` and ``teacher_extra``. Without
+    ``teacher_weight`` it shares ``weight`` and ``bias``, but not ``extra``.
+    """
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)
+    return divergence(
+        logits, head_of_teacher(logits, teacher_hidden, teacher_weight, teacher_bias, teacher_extra), weights,
+        kind=kind, targets=targets, teacher_rows=teacher_rows, draft_to_target=draft_to_target, teacher=teacher,
+        temperature=temperature, reduction=reduction, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha,
+        base=base, softcap=softcap, scale=scale, skip_id=skip_id, teacher_transform=teacher_transform,
+        check_targets=check_targets, backend=backend,
+    )  # fmt: skip
+
+
+def head_of_teacher(student: LinearLogits, hidden: Any, weight: Any, bias: Any, extra: Any) -> LinearLogits:
+    """Return the record of a teacher, which shares the student's weight and bias if ``weight`` is None."""
+    if weight is None:
+        if bias is not None:
+            raise ValueError("teacher_bias requires teacher_weight: the student's head is taken with its bias")
+        weight, bias = student.weight, student.bias
+    return LinearLogits(hidden, weight, bias, extra)
+
+
+class TeacherInput(NamedTuple):
+    """Teacher as the caller gave it.
+
+    Attributes:
+        logits: logits ``[..., V']`` or their record, or None.
+        rows: ``teacher_rows`` of the public function, or None.
+        columns: ``draft_to_target``, or None.
+        transform: transform that follows the record's own.
+        scale: name of the argument that has the scale of this transform.
+    """
+
+    logits: Any
+    rows: Tensor | None
+    columns: Tensor | None
+    transform: Transform
+    scale: str
+
+    @classmethod
+    def opened(
+        cls, logits: Any, transform: Transform, teacher_logits: Any, rows: Any, columns: Any, own: Any
+    ) -> tuple[Any, TeacherInput]:
+        """Open the logits of both models; return the student's, and the teacher with ``teacher_transform=own``."""
+        of_teacher, scale = transform, "scale"
+        if own is not None:
+            if not isinstance(own, Mapping):
+                raise TypeError(f"teacher_transform must be a dict or None, got {_checks.type_name(own)}")
+            for name in own:
+                if name not in Transform._fields:
+                    known = ", ".join(Transform._fields)
+                    raise ValueError(f"teacher_transform must have no keys but {known}, got {name!r}")
+            of_teacher, scale = Transform(**own), "teacher_transform['scale']"
+        logits, teacher_logits = both_opened(logits, teacher_logits, transform, of_teacher)
+        rows, columns = all_plain(rows, columns)
+        return logits, cls(teacher_logits, rows, columns, of_teacher, scale)
+
+
+def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> Any:
+    """Return the targets, by default all -100, and check that they and the weights fit the kinds."""
+    x = rows_of(logits)
+    _checks.check_float(name_of_rows(NAMES, logits), x)
+    _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
+    if targets is not None and not spec.wants_targets:
+        raise ValueError("targets only apply to kind='ce', which alone reads them")
+    if targets is None and spec.wants_targets:
+        raise ValueError("targets must be given for kind 'ce', got None")
+    return torch.full(x.shape[:-1], IGNORE, dtype=torch.int64, device=x.device) if targets is None else targets
+
+
+def compared(
+    names: _checks.Names, call: Call, given: TeacherInput, spec: DivergenceSpec, temperature: Any, reduction: Any
+) -> tuple[Call, Teacher, Comparison]:
+    """Validate the teacher and the options of a comparison; return the arguments of :func:`divergence_unchecked`.
 
     Args:
-        hidden: {hidden} The student's hidden states.
-        weight: {weight} It is the student's.
-        teacher_hidden: ``[..., D']``, of the dtype of ``hidden``, a constant. Its leading dimensions must be the
-            leading dimensions of ``hidden`` unless ``teacher_rows`` is given.
-        weights: {weights} None: ones.
-        bias: ``[V]``, the bias of ``weight``, or None.
-        extra: {extra} It is part of the student's head.
-        teacher_weight: ``[V', D']``, the teacher's LM head. None: the teacher shares ``weight`` and ``bias``, but not
-            ``extra``.
-        teacher_bias: ``[V']``, the bias of ``teacher_weight``, or None.
-        teacher_extra: low-rank second part of the teacher's head, (u, one row per row of ``teacher_hidden``; U
-            ``[V', r]``), a constant, or None.
-        kind: a name in the table of :func:`divergence`, or a dict of names and coefficients, all computed in one pass.
-        targets: {divergence_targets}
-        teacher_rows: ``[...]`` integers: for each student row, the index of its row of ``teacher_hidden``. The rows are
-            copied one chunk at a time. None: student and teacher have the same layout.
-        draft_to_target: {draft_to_target} The whole head of the teacher is multiplied. Its columns are copied one chunk
-            at a time. None: both have the same vocabulary.
-        teacher: {teacher}
-        temperature: {divergence_temperature}
-        reduction: {divergence_reduction}
-        beta: {jsd_beta}
-        floor: {nla_floor}
-        eta: {lk_eta}
-        kl_scale: {lk_kl_scale}
-        alpha: {lk_alpha}
-        base: {lk_base}
-        chunk_size: {chunk_size} It applies to each of the two models.
-        num_active: {num_active} A row is active if its weight is not 0.
-        logits_dtype: {logits_dtype}
-        softcap: {softcap}
-        scale: {scale} The division by ``temperature`` follows.
-        skip_id: {skip_id} It is a column of the student.
-        teacher_transform: {teacher_transform}
-        check_targets: {check_targets} ``teacher_rows`` and ``draft_to_target`` are checked too.
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        :class:`Divergence`. ``loss`` is differentiable in hidden, weight, bias and extra.
-
-    Raises:
-        TypeError: as in :func:`divergence`.
-        ValueError: as in :func:`divergence`, and ``chunk_size`` < 1.
-        IndexError: as in :func:`divergence`.
-        RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
-
-    Source: as in :func:`divergence`, of the projected hidden states.
+        names: names of the student's arguments.
+        call: the validated call of the student.
+        given: the teacher.
+        spec: weighted sum of kinds.
+        temperature: an argument of the public function.
+        reduction: an argument of the public function.
     """
-    spec = checked_spec(
-        kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
-    )
-    _checks.check_float("hidden", hidden)
-    weighted = weights is not None
-    targets, weights = _defaults(hidden, targets, weights, spec)
-    options = Options(
-        Transform(softcap, scale, skip_id), IGNORE, check_targets, backend, chunk_size, num_active, logits_dtype
-    )
-    head_, targets, _, weights, options = checked(
-        _checks.LINEAR, hidden, targets, options, (weight, bias, extra), weights=weights
-    )
-    names, teacher_head = SEPARATE_HEAD, (teacher_weight, teacher_bias)
-    if teacher_weight is None:
-        if teacher_bias is not None:
-            raise ValueError("teacher_bias requires teacher_weight: the student's head is taken with its bias")
-        names, teacher_head = SHARED_HEAD, (weight, bias)
-    _checks.check_rows(names, teacher_hidden, targets, *teacher_head)
-    its_weight: Any = teacher_head[0]
-    if compute_dtype(teacher_hidden, its_weight) != compute_dtype(hidden, weight):
-        raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
-    u, U = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
-    rows, columns = all_plain(teacher_rows, draft_to_target)
-    of_head = *(None if t is None else t.detach() for t in (teacher_weight, teacher_bias, u, U)), rows, columns
-    given = Teacher(teacher_hidden.detach(), *of_head)
-    V = weight.shape[0]
-    given = _checked_teacher("hidden", hidden, given, (V, its_weight.shape[0]), weights, options)
-    comparison, options = _checked_comparison(spec, given, options, V, temperature, reduction, teacher_transform)
-    comparison = replaced(comparison, weighted=weighted)
-    return divergence_unchecked(
-        hidden, head_, teacher=given, ids=targets, weights=weights, comparison=comparison, options=options
-    )
-
-
-def _defaults(x: Tensor, targets: Any, weights: Any, spec: DivergenceSpec) -> tuple[Any, Any]:
-    """Return (targets, weights), by default all -100 and all ones."""
-    _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
-    rows = x.shape[:-1]
-    if targets is None:
-        if spec.wants_targets:
-            raise ValueError("targets must be given for kind 'ce', got None")
-        targets = torch.full(rows, IGNORE, dtype=torch.int64, device=x.device)
-    elif not spec.wants_targets:
-        raise ValueError("targets only apply to kind='ce', which alone reads them")
-    return targets, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
-
-
-def _checked_teacher(
-    name: str, x: Tensor, teacher: Teacher, sizes: tuple[int, int], weights: Tensor, options: Options
-) -> Teacher:
-    """Validate the rows and columns of the teacher; return it with the inverse of its columns.
-
-    ``name`` is the argument with the student's rows ``x``, ``sizes`` those of the two vocabularies.
-    """
-    rows, columns, (V, teacher_V) = teacher.rows, teacher.columns, sizes
-    _check_rows(name, x, teacher.x, rows)
-    _check_columns(name, x, V, teacher_V, columns)
-    if rows is not None:
-        count = teacher.x.shape[:-1].numel()
-        _checks.check_target_range(options.check_targets, "teacher_rows", rows, count, None, counted=weights)
-    if columns is None:
-        return teacher
-    always = True if readable_without_sync(columns) else options.check_targets  # a sync on a GPU
-    _checks.check_target_range(always, "draft_to_target", columns, teacher_V, None)
-    inverse = _inverse(columns, teacher_V)
-    _check_distinct(columns, inverse)
-    return replaced(teacher, inverse=inverse)
-
-
-def _checked_comparison(
-    spec: DivergenceSpec, teacher: Teacher, options: Options, V: int, temperature: Any, reduction: Any,
-    teacher_transform: Any,
-) -> tuple[Comparison, Options]:  # fmt: skip
-    """Validate the remaining arguments; return the comparison, and the options with a tempered transform."""
+    call, teacher, transform = _checked_teacher(names, call, given)
+    per_row, T = _checks.is_per_row(reduction), _checks.checked_temperature(temperature)
     if teacher.columns is None:
         spec = replaced(spec, full=False)
-    per_row = _checks.is_per_row(reduction)
-    T = _checks.checked_temperature(temperature)
-    own = "scale" if teacher_transform is None else "teacher_transform['scale']"
-    transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T, own)
-    options = replaced(options, transform=_tempered(options.transform, T, "scale"))
-    return Comparison(spec, transform, T * T, per_row), options
+    options = replaced(call.options, transform=_tempered(call.options.transform, T, "scale"))
+    comparison = Comparison(spec, _tempered(transform, T, given.scale), T * T, per_row, call.weights is not None)
+    return replaced(call, options=options), teacher, comparison
 
 
-def _check_rows(name: str, x: Tensor, teacher: Tensor, index: Tensor | None) -> None:
-    rows, teacher_rows = tuple(x.shape[:-1]), tuple(teacher.shape[:-1])
-    _checks.check_same_device(name, x, **{f"teacher_{name}": teacher})
-    if index is not None:
-        _checks.check_ids("teacher_rows", index)
-        _checks.check_shape("teacher_rows", index, rows, f"that of {name} without its last dimension")
-        _checks.check_same_device(name, x, teacher_rows=index)
-        if math.prod(rows) and not math.prod(teacher_rows):
-            raise ValueError(f"teacher_{name} must have at least one row, got shape {tuple(teacher.shape)}")
-    elif teacher_rows != rows:
+def _tempered(transform: Transform, T: float, name: str) -> Transform:
+    """Append a division by the temperature T to the transform, whose scale is the argument ``name``."""
+    return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))
+
+
+def _checked_teacher(names: _checks.Names, call: Call, given: TeacherInput) -> tuple[Call, Teacher, Transform]:
+    """Validate the teacher; return the call, the teacher and the transform of its logits.
+
+    If one of the two models has stored logits, the other one's are stored, too.
+    """
+    student, logits, own_names = call.logits, given.logits, TEACHER
+    name, own_name, x = name_of_rows(names, student), name_of_rows(TEACHER, logits), rows_of(logits)
+    shared = isinstance(student, LinearLogits) and student.shares_weight(logits)
+    if shared:
+        own_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
+    if isinstance(logits, LinearLogits) and logits.skip_id is not None and given.columns is not None:
         raise ValueError(
-            f"teacher_{name} must have shape {(*rows, '*')}, the rows of {name}, unless teacher_rows is given, "
-            f"got {tuple(teacher.shape)}"
+            f"skip_id of teacher_logits must be None with draft_to_target, got {logits.skip_id}; pass the student's "
+            'column, teacher_transform={"skip_id": ...}'
         )
+    _checks.check_float(own_name, x)
+    _checks.check_same_device(name, call.x, **{own_name: x})
+    transform = given.transform.checked(vocabulary_of(student))
+    logits, transform, own_V = checked_rows(own_names, logits, call.ids, transform)
+    transform = transform.checked(own_V)
+    call, logits = _of_one_kind(call, logits)
+    if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
+        if compute_dtype(logits) != compute_dtype(call.logits):
+            raise ValueError(f"{own_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
+    else:
+        _checks.check_dtype(own_name, rows_of(logits), (call.x.dtype,))
+    _check_rows(name, call, own_name, x, given.rows)
+    inverse = _checked_columns(name, call, own_name, own_V, given.columns)
+    logits = detached(logits)
+    weight, bias, u, U = logits.head if isinstance(logits, LinearLogits) else (None, None, None, None)
+    if shared:
+        weight = bias = None
+    return call, Teacher(rows_of(logits), weight, bias, u, U, given.rows, given.columns, inverse), transform
 
 
-def _check_columns(name: str, x: Tensor, V: int, teacher_vocab_size: int, columns: Tensor | None) -> None:
-    if columns is not None:
-        _checks.check_ids("draft_to_target", columns)
-        _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
-        _checks.check_same_device(name, x, draft_to_target=columns)
-    elif teacher_vocab_size != V:
-        raise ValueError(
-            f"teacher_{name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
-            f"got {teacher_vocab_size}"
-        )
+def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:
+    """Return both models as records, or both with stored logits, of the wider dtype if a record asks for float32."""
+    student = call.logits
+    if isinstance(student, LinearLogits) == isinstance(teacher, LinearLogits):
+        return call, teacher
+    wide = next(z.logits_dtype for z in (student, teacher) if isinstance(z, LinearLogits))
+    both = [stored(z) if isinstance(z, LinearLogits) else z for z in (student, teacher)]
+    if wide is not None:
+        both = [z.to(torch.promote_types(z.dtype, wide)) for z in both]
+    return replaced(call, logits=both[0]), both[1]
 
 
-def _check_distinct(columns: Tensor, inverse: Tensor) -> None:
-    """Raise ValueError if a teacher column is repeated. Skipped on GPU, because it would cost a sync."""
-    if not readable_without_sync(columns) or int((inverse != IGNORE).sum()) == len(columns):
+def _check_rows(name: str, call: Call, teacher_name: str, teacher: Tensor, index: Tensor | None) -> None:
+    rows, teacher_rows = tuple(call.rows), teacher.shape[:-1]
+    if index is None:
+        if tuple(teacher_rows) != rows:
+            raise ValueError(
+                f"{teacher_name} must have shape {(*rows, '*')}, the rows of {name}, unless teacher_rows is given, "
+                f"got {tuple(teacher.shape)}"
+            )
         return
-    raise ValueError(
-        "draft_to_target must hold the distinct ids of the teacher's vocabulary, got repeated entries, which look like "
-        "the offsets d2t of EAGLE-3; pass torch.arange(n) + d2t, with n the size of the draft's vocabulary"
-    )
+    _checks.check_ids("teacher_rows", index)
+    _checks.check_shape("teacher_rows", index, rows, f"that of {name} without its last dimension")
+    _checks.check_same_device(name, call.x, teacher_rows=index)
+    count, check = teacher_rows.numel(), call.options.check_targets
+    if math.prod(rows) and not count:
+        raise ValueError(f"{teacher_name} must have at least one row, got shape {tuple(teacher.shape)}")
+    _checks.check_target_range(check, "teacher_rows", index, count, None, counted=call.weights)
+
+
+def _checked_columns(name: str, call: Call, teacher_name: str, teacher_V: int, columns: Tensor | None) -> Tensor | None:
+    """Validate the teacher's columns; return the student's column of each, or None if both have the same vocabulary."""
+    V = vocabulary_of(call.logits)
+    if columns is None:
+        if teacher_V != V:
+            raise ValueError(
+                f"{teacher_name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
+                f"got {teacher_V}"
+            )
+        return None
+    _checks.check_ids("draft_to_target", columns)
+    _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
+    _checks.check_same_device(name, call.x, draft_to_target=columns)
+    known = readable_without_sync(columns)  # on a GPU it costs a sync
+    check = True if known else call.options.check_targets
+    _checks.check_target_range(check, "draft_to_target", columns, teacher_V, None)
+    inverse = _inverse(columns, teacher_V)
+    if known and int((inverse != IGNORE).sum()) != len(columns):
+        raise ValueError(
+            "draft_to_target must hold the distinct ids of the teacher's vocabulary, got repeated entries, which look "
+            "like the offsets d2t of EAGLE-3; pass torch.arange(n) + d2t, with n the size of the draft's vocabulary"
+        )
+    return inverse
 
 
 def _inverse(columns: Tensor, teacher_vocab_size: int) -> Tensor:
@@ -407,46 +412,29 @@ def _inverse(columns: Tensor, teacher_vocab_size: int) -> Tensor:
     return none.scatter_reduce_(0, inside, ids, "amax")
 
 
-def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
-    """Validate the teacher's own transform; default to the student's."""
-    if given is None:
-        return students
-    if not isinstance(given, Mapping):
-        raise TypeError(f"teacher_transform must be a dict or None, got {_checks.type_name(given)}")
-    for name in given:
-        if name not in Transform._fields:
-            raise ValueError(f"teacher_transform must have no keys but {', '.join(Transform._fields)}, got {name!r}")
-    return _checks.checked_transform(V, **given)
-
-
-def _tempered(transform: Transform, T: float, name: str) -> Transform:
-    """Append a division by the temperature T to the transform, whose scale is the argument ``name``."""
-    return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))
-
-
 def divergence_unchecked(
-    x: Tensor, head: Head | None = None, *, teacher: Teacher, ids: Tensor, weights: Tensor, comparison: Comparison,
-    options: Options, split: Split | None = None,
-) -> Divergence:  # fmt: skip
-    """Compute :func:`divergence`, or :func:`linear_divergence` with a head, of validated arguments."""
-    if any_dtensor(x, *(head or ()), *teacher):
+    call: Call, teacher: Teacher, comparison: Comparison, split: Split | None = None
+) -> Divergence:
+    """Compute :func:`divergence` of validated arguments."""
+    if call.on_ranks or any_dtensor(*teacher):
         from dllm_kernels.distributed.run import on_this_rank
 
         sums = () if comparison.per_row else ("loss",)
-        return on_this_rank(  # type: ignore[no-any-return]
-            divergence_unchecked, x, head, {"ids": ids, "weights": weights}, sums=sums, teacher=teacher,
-            comparison=comparison, options=options,
-        )  # fmt: skip
-    setup, rows = Setup.of(x, head, options, split), x.shape[:-1]
+        return on_this_rank(divergence_unchecked, call, sums=sums, teacher=teacher, comparison=comparison)  # type: ignore[no-any-return]
+    setup, rows, head = Setup.of(call.logits, call.options, split), call.rows, call.head
     teacher = teacher.flat(from_hidden=head is not None)
-    y = flat_ids(ids, rows, setup.transform.skip_id).squeeze(1) if comparison.spec.wants_targets else None
-    constants = teacher, y, flat_values(weights, setup.accum_dtype), comparison, setup
+    y = flat_ids(call.ids, rows, setup.transform).squeeze(1) if comparison.spec.wants_targets else None
+    if call.weights is None:
+        weights = torch.ones(rows.numel(), dtype=setup.accum_dtype, device=call.x.device)
+    else:
+        weights = flat_values(call.weights, setup.accum_dtype)
+    constants = teacher, y, weights, comparison, setup
     if head is None:
-        made = _Divergence.under(setup)(x, *constants)
+        made = _Divergence.under(setup)(call.x, *constants)
     else:
         recomputed = comparison.per_row and any(setup.needs) and not setup.needs.frozen_head
         function = _RecomputedDivergence if recomputed else _LinearDivergence
-        made = function.under(setup)(flat_rows(x), *constants, *head.flat)
+        made = function.under(setup)(flat_rows(call.x), *constants, *head.flat)
     loss, value, acceptance_rate, agree = made[:4]
     loss = loss.view(rows) if comparison.per_row else loss
     return Divergence(loss, value.view(rows), acceptance_rate.view(rows), agree.view(rows))
@@ -539,11 +527,6 @@ class _Kept(NamedTuple):
     stats: Any
     teacher_argmax: Any
     teacher_norms: Any
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "Tensor? mean_acceptance, Tensor? stats, Tensor? teacher_argmax, Tensor? teacher_norms"
 
 
 def _specs_of_rows(weights: Tensor, comparison: Comparison, setup: Setup) -> list[Spec]:
@@ -727,7 +710,7 @@ def _of_hidden(
         if comparison.per_row:
             scale = (weights != 0).to(weights.dtype)
         elif computes:
-            scale, factors, loss_scale = unit_scale(scale, setup)
+            scale, factors, loss_scale = float16_scaling(scale, setup)
             factors = factors._replace(hidden=None)  # applied in backward
         teacher, marks = teacher.converted(setup, with_whole=True), row_marks(weights) if comparison.weighted else None
         chunks = _chunks(hidden, head, teacher, marks, setup, needs, factors)
@@ -797,7 +780,7 @@ def _grad_of_hidden(
     """Recompute the logits chunk by chunk; return the gradients of hidden states and head."""
     full = comparison.spec.full
     with no_autocast(hidden):
-        scale, factors, loss_scale = unit_scale(_upstream(weights, grad_loss, comparison), setup)
+        scale, factors, loss_scale = float16_scaling(_upstream(weights, grad_loss, comparison), setup)
         marks = row_marks(weights)
         teacher = teacher.converted(setup, with_whole=full)
         listed = row_marks(scale)  # rows without an upstream gradient are not recomputed

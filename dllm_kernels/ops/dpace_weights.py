@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import all_plain, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._plain import all_plain, readable_without_sync
+from dllm_kernels.rows._dtypes import accum_dtype
 
 # Name -> variant; the long names are used by trainers.
 VARIANTS = {
@@ -21,7 +20,6 @@ VARIANTS = {
 ROUNDING = 0.01  # tolerance for probabilities computed in bfloat16
 
 
-@of_computed
 def dpace_weights(
     confidence: torch.Tensor, mask: torch.Tensor, *, alpha: float = 0.5, variant: str = "dpace",
     anchor_row: bool = False,

@@ -6,58 +6,43 @@ Maddison, Tarlow, Minka 2014, arXiv 1411.0030): with independent uniforms u_v,
     argmax_v x_v - ln(-ln u_v)
 
 has the distribution softmax(x). It needs neither the normalizer nor a second pass over the row. u depends only on the
-seed of the row and the column (``_random/_philox.py``), not on chunk, batch or device.
+seed of the row and the column (``corruption/_philox.py``), not on chunk, batch or device.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import LinearSample
-from dllm_kernels._core._rows import checked, flat_index, row_marks
-from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
-from dllm_kernels._random._noise import Noise
-from dllm_kernels._random._seeds import check_sources, resolve_seed
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._changing import packed, unpacked
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor, plain
-from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
-from dllm_kernels._utils._truncation import Truncation
+from dllm_kernels import _checks
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import any_dtensor, plain
+from dllm_kernels.corruption._noise import Noise
+from dllm_kernels.corruption._seeds import check_sources, resolve_seed
+from dllm_kernels.rows._call import Call, checked, flat_index, made_by_head, row_marks
+from dllm_kernels.rows._chunks import Chunks, no_autocast
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import Head, Logits, flat_rows
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import LinearSample
+from dllm_kernels.rows._setup import Setup, Split
+from dllm_kernels.rows._stats_interface import StatsRequest, StatsResult
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
+from dllm_kernels.rows._truncation import NO_TRUNCATION, Truncation
 
-NAMES = _checks.Names("hidden", "active", "head", "bias")
+NAMES = _checks.Names("hidden", "active", "head")
 
 
 def linear_sample(
-    hidden: Tensor,
-    head: Tensor,
-    *,
-    temperature: float = 1.0,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    bias: Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    untruncated_log_probs: bool = False,
-    return_top: int | None = None,
-    active: Tensor | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    backend: str = "auto",
-) -> LinearSample:
+    hidden: Logits, head: Tensor | None = None, *, temperature: float = 1.0, seeds: Tensor | None = None,
+    generator: torch.Generator | None = None, bias: Tensor | None = None, extra: _checks.Extra | None = None,
+    top_k: int | None = None, top_p: float | None = None, min_p: float | None = None,
+    untruncated_log_probs: bool = False, return_top: int | None = None, active: Tensor | None = None,
+    chunk_size: int | None = None, num_active: int | None = None, logits_dtype: torch.dtype | None = None,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None, backend: str = "auto",
+) -> LinearSample:  # fmt: skip
     r"""Choose a token for each row of hidden states: the most likely one, or a sample at a temperature.
 
     .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \text{arg max}_v \; x_v - \ln(-\ln u_v)
@@ -88,8 +73,8 @@ def linear_sample(
         [1, 0, 0]
 
     Args:
-        hidden: {hidden}
-        head: {weight}
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64. Or :class:`LinearLogits`, with ``head`` None.
+        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         temperature: T >= 0. The transformed logits are divided by T. 0 selects the most likely token, and the lowest id
             wins a tie; log-probabilities and entropy are then computed with T = 1.
         seeds: int64, of the shape of some leading dimensions of ``hidden``. With all of them, such as ``[B, L]`` for
@@ -97,7 +82,8 @@ def linear_sample(
             numbered in order. Equal seeds give equal noise, so use new seeds at each step. Not read at T = 0.
         generator: source of one seed per call, if ``seeds`` is None; None: the default generator of the device.
         bias: ``[V]`` or None.
-        extra: {extra}
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits.
         top_k: sample only from the k most likely tokens; None or 0: from all.
         top_p: then only from the fewest most likely tokens whose probability, among the tokens left by ``top_k``, is at
             least p, in (0, 1]; None or 1: from all. If the vocabulary is split over ranks, it needs ``top_k``.
@@ -107,11 +93,13 @@ def linear_sample(
             truncated distribution.
         return_top: also return the K most likely tokens of each row; None: not returned.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected. None: all rows.
-        chunk_size: {chunk_size}
-        num_active: {num_active}
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are
+            -100.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for ties. None:
             the dtype of the operands.
-        softcap: {softcap}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap; None: 1.
         skip_id: column that is never chosen, such as the MASK column, not the only one; None: every column can be
             chosen.
@@ -132,26 +120,27 @@ def linear_sample(
     et al. 2018, arXiv 1805.04833 (top-k); Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv
     2407.01082 (min-p); the order of transformers' ``GenerationMixin._get_logits_processor``.
     """
-    _checks.check_float("hidden", hidden)
+    logits = made_by_head(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
+    x = logits.hidden
+    _checks.check_float("hidden", x)
     _checks.check_number("temperature", temperature)
     _checks.check_factor("scale", scale)
-    rows, seeds = hidden.shape[:-1], plain(seeds)
-    _check_sources(hidden, seeds, generator)
+    seeds = plain(seeds)
+    _check_sources(x, seeds, generator)
     noise: dict[str, Any] = {}
     if temperature != 0:
         scale = _checks.tempered_scale(scale, _checks.checked_temperature(temperature, "0, or positive"))
-        if seeds is None and generator is None and any_dtensor(hidden, head):
+        if seeds is None and generator is None and any_dtensor(x, logits.weight):
             raise ValueError("seeds or generator must be given where hidden or head is a DTensor, got neither")
-        noise = _seeds_and_numbers(hidden, seeds, generator)
+        noise = _seeds_and_numbers(x, seeds, generator)
     options = Options(
-        Transform(softcap, scale, skip_id), check_targets=False, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, return_top=return_top, top_k=top_k, top_p=top_p, min_p=min_p,
-        untruncated_log_probs=untruncated_log_probs,
+        Transform(softcap, scale, skip_id), check_targets=False, backend=backend, return_top=return_top, top_k=top_k,
+        top_p=top_p, min_p=min_p, untruncated_log_probs=untruncated_log_probs,
     )  # fmt: skip
-    rows_only = torch.zeros((), dtype=torch.int64, device=hidden.device).expand(rows)  # there are no targets
-    head_, _, active, _, options = checked(NAMES, hidden, rows_only, options, (head, bias, extra), active=active)
-    _checks.check_column_left(skip_id, head)
-    return linear_sample_unchecked(hidden.detach(), head_.detached, active=active, **noise, options=options)
+    rows_only = torch.zeros((), dtype=torch.int64, device=x.device).expand(x.shape[:-1])  # there are no targets
+    call = checked(NAMES, logits, rows_only, options, active=active).detached
+    call.options.transform.check_leaves_a_column(logits.weight.shape[0])
+    return linear_sample_unchecked(call, **noise)
 
 
 def _check_sources(hidden: Tensor, seeds: Any, generator: Any) -> None:
@@ -176,20 +165,23 @@ def _seeds_and_numbers(hidden: Tensor, seeds: Tensor | None, generator: torch.Ge
 
 
 def linear_sample_unchecked(
-    hidden: Tensor, head: Head, *, active: Tensor | None, seeds: Tensor | None = None,
-    row_numbers: Tensor | None = None, options: Options, split: Split | None = None,
-) -> LinearSample:  # fmt: skip
+    call: Call, *, seeds: Tensor | None = None, row_numbers: Tensor | None = None, split: Split | None = None
+) -> LinearSample:
     """Compute :func:`linear_sample` of validated constants; ``seeds`` and ``row_numbers [...]`` are None at T = 0."""
-    if any_dtensor(hidden, *head):
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"active": active, "seeds": seeds, "row_numbers": row_numbers}
-        return on_this_rank(linear_sample_unchecked, hidden, head, per_row, options=options)  # type: ignore[no-any-return]
-    setup, x, rows = Setup.of(hidden, head, options, split), flat_rows(hidden), hidden.shape[:-1]
+        return on_this_rank(linear_sample_unchecked, call, {"seeds": seeds, "row_numbers": row_numbers})  # type: ignore[no-any-return]
+    options, rows, head = call.options, call.rows, call.head
+    assert head is not None
+    setup = Setup.of(call.logits, options, split)
     if setup.splits_rows and options.top_p is not None and options.top_k is None:  # the whole row would be sorted
         raise ValueError("top_k must be given with top_p if the vocabulary is split over ranks, got None; pass both")
     seeds, row_numbers = (None if t is None else flat_index(t) for t in (seeds, row_numbers))
-    ids, log_probs, entropy = _sample(x, head.flat, row_marks(active), seeds, row_numbers, Sampling.of(options), setup)
+    ids, log_probs, entropy = _sample(
+        flat_rows(call.x), head.flat, row_marks(call.active), seeds, row_numbers, options.return_top or 0,
+        options.truncation, options.untruncated_log_probs, setup,
+    )  # fmt: skip
     if options.return_top is None:
         return LinearSample(ids[:, 0].clone().view(rows), log_probs[:, 0].clone().view(rows), entropy.view(rows))
     top = (*rows, options.return_top)
@@ -199,63 +191,25 @@ def linear_sample_unchecked(
     )  # fmt: skip
 
 
-class Sampling(NamedTuple):
-    """Options of the sampling of a token; see :class:`Options`."""
-
-    return_top: int | None = None
-    truncation: Truncation | None = None
-    untruncated_log_probs: bool = False
-
-    @staticmethod
-    def schema() -> str:
-        """Return the arguments of a custom op that make up the record."""
-        return "SymInt? return_top, SymInt? top_k, float top_p, float min_p, Tensor? changing_shares, bool untruncated"
-
-    @classmethod
-    def of(cls, options: Options) -> Sampling:
-        """Take the fields from the options of a call."""
-        return cls(options.return_top, options.truncation, options.untruncated_log_probs)
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of :meth:`schema`; a share of 0 is None."""
-        top_k, *shares = self.truncation or (None, None, None)
-        (top_p, min_p), changing = packed([0.0 if share is None else share for share in shares])
-        return {
-            "return_top": self.return_top, "top_k": top_k, "top_p": top_p, "min_p": min_p, "changing_shares": changing,
-            "untruncated": self.untruncated_log_probs,
-        }  # fmt: skip
-
-    @classmethod
-    def from_arguments(
-        cls, *, return_top: int | None, top_k: int | None, top_p: float, min_p: float, changing_shares: Tensor | None,
-        untruncated: bool,
-    ) -> Sampling:  # fmt: skip
-        """Rebuild from :meth:`arguments`."""
-        shares = [None if share == 0 else share for share in unpacked((top_p, min_p), changing_shares)]
-        truncated = top_k is not None or any(share is not None for share in shares)
-        return cls(return_top, Truncation(top_k, *shares) if truncated else None, untruncated)
-
-
-def _specs(
-    hidden: Tensor, _head: Head, _marks: Any, _seeds: Any, _row_numbers: Any, sampling: Sampling, setup: Setup
-) -> list[Spec]:
-    N, k = hidden.shape[0], 1 + (sampling.return_top or 0)  # len() would specialise the graph
-    return [((N, k), torch.int64), ((N, k), setup.accum_dtype), ((N,), setup.accum_dtype)]
+def _specs(hidden: Tensor, *args: Any) -> list[Spec]:
+    *_, k, _truncation, _untruncated, setup = args
+    N = hidden.shape[0]  # len() would specialise the graph
+    return [((N, 1 + k), torch.int64), ((N, 1 + k), setup.accum_dtype), ((N,), setup.accum_dtype)]
 
 
 @opaque("linear_sample", _specs)
 def _sample(
-    hidden: Tensor, head: Head, marks: Tensor | None, seeds: Tensor | None, row_numbers: Tensor | None,
-    sampling: Sampling, setup: Setup,
+    hidden: Tensor, head: Head, marks: Tensor | None, seeds: Tensor | None, row_numbers: Tensor | None, k: int,
+    truncation: Truncation, untruncated_log_probs: bool, setup: Setup,
 ) -> list[Tensor]:  # fmt: skip
-    """Return (ids, log-probabilities ``[N, 1 + return_top]``, entropy) of N rows, the chosen token first.
+    """Return (ids, log-probabilities ``[N, 1 + k]``, entropy) of N rows, the chosen token first.
 
     ``marks [N]``: ``IGNORE`` in inactive rows; None if every row is active. Chooses a token in each row of a chunk;
-    then computes log-probabilities of it and of the most likely tokens.
+    then computes log-probabilities of it and of the k most likely tokens.
     """
-    k, transform = sampling.return_top or 0, setup.transform
+    transform, truncates = setup.transform, truncation != NO_TRUNCATION
     with no_autocast(hidden):
-        others = [] if sampling.truncation is None else [(len(head.weight), setup.accum_dtype)]
+        others = [(len(head.weight), setup.accum_dtype)] if truncates else []
         chunks = Chunks(hidden, head, marks, setup, others=others)
         rows, primitives, device = chunks.rows, chunks.primitives, hidden.device
         ids = rows.empty(1 + k, dtype=torch.int64, device=device)
@@ -266,18 +220,18 @@ def _sample(
             if seeds is not None and row_numbers is not None:
                 noise = Noise(rows.take(seeds, chunk), rows.take(row_numbers, chunk))
             whole = kept = logits, transform
-            if sampling.truncation is not None:
-                kept = primitives.truncated(*whole, sampling.truncation), NO_TRANSFORM
+            if truncates:
+                kept = primitives.truncated(*whole, truncation), NO_TRANSFORM
             chosen = primitives.sample(*kept, noise)[1].unsqueeze(1)
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
-            x, of_x = whole if sampling.untruncated_log_probs else kept
+            x, of_x = whole if untruncated_log_probs else kept
             request = StatsRequest(chosen, targets, transform=of_x, entropy=True)
             result = StatsResult(*primitives.stats.forward(x[None], request))
             rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
     # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.
-    ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
+    ids = ids.masked_fill(log_probs[:, :1].isnan(), transform.first_column)
     if marks is not None:
         ids = ids.masked_fill((marks == IGNORE).unsqueeze(1), IGNORE)
     return [ids, log_probs, entropy]

@@ -16,43 +16,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import StatsResult, Upstream
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core import _stats
-from dllm_kernels._core._chunks import Chunks, Factors, no_autocast
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._kept_gradients import keep_gradients, scale_gradients
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import RestObjective, RowObjective, RowStats
-from dllm_kernels._core._rows import checked
-from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._core._stats import Wanted
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states, of_computed
-from dllm_kernels._utils._own_graph import own_graph
-from dllm_kernels._utils._plain import all_plain, any_dtensor, has_values, plain
-from dllm_kernels._utils._transform import Transform
-from dllm_kernels.ops.row_stats import LINEAR, LOGITS, linear_row_stats_unchecked, row_stats
+from dllm_kernels import _checks
+from dllm_kernels._graph._own_graph import own_graph
+from dllm_kernels._graph._plain import all_plain, has_values
+from dllm_kernels.ops.row_stats import NAMES, row_stats_unchecked
+from dllm_kernels.rows import _stats
+from dllm_kernels.rows._call import Call, checked, name_of_rows
+from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._kept_gradients import keep_gradients, scale_gradients
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import RestObjective, RowObjective, RowStats
+from dllm_kernels.rows._setup import Gradients, Setup, Split
+from dllm_kernels.rows._stats import RequestedStats
+from dllm_kernels.rows._stats_interface import StatsResult, Upstream
+from dllm_kernels.rows._transform import Transform
 
 Fn = Callable[..., torch.Tensor]
 
 
-@from_hidden_states("linear_row_objective")
 def row_objective(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    fn: Fn,
-    *aux: torch.Tensor,
-    entropy: bool = False,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowObjective:
+    logits: Logits, ids: torch.Tensor, fn: Fn, *aux: torch.Tensor, entropy: bool = False,
+    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    check_targets: bool | None = None, backend: str = "auto",
+) -> RowObjective:  # fmt: skip
     r"""Sum over rows of a function of each row's statistics, such as log-probabilities and entropy.
 
     .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)
@@ -72,8 +62,11 @@ def row_objective(
         >>> out.loss.backward()
 
     Args:
-        logits: {logits}
-        ids: {ids}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id raises an IndexError on a CPU, see ``check_targets``; on a GPU it gives NaN in
+            that entry, as ``skip_id`` does everywhere. If the entry receives a gradient, the gradient of its row is NaN
+            too.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the
             others ``[R]``) and the matching R rows of each ``aux`` tensor. It returns ``[R]``, computed by torch
             operations. It may be called several times, each time with a subset of the rows. The subset may include
@@ -86,10 +79,13 @@ def row_objective(
         with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax;
             otherwise it is None.
         with_ids: True to compute ``stats.ids`` for ``fn``, the argmax; otherwise it is None.
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -103,119 +99,38 @@ def row_objective(
 
     Source: policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
-    aux, active = _checked_aux(fn, logits, aux, LOGITS.rows), plain(active)
-    stats = row_stats(
-        logits, ids, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids, softcap=softcap,
-        scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
-    )  # fmt: skip
-    return _objective_of(fn, aux, stats, active)
-
-
-@of_computed
-def linear_row_objective(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    fn: Fn,
-    *aux: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    entropy: bool = False,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowObjective:
-    r"""Compute :func:`row_objective` from hidden states and the LM head; the logits are computed once, chunk by chunk.
-
-    The forward pass computes the gradient and backward only scales it in place, so backward can run only once. Under
-    ``torch.compile`` the graph contains :func:`linear_row_stats` followed by ``fn``, which takes one more matrix
-    product.
-
-    Examples:
-        >>> # the clipped policy ratio with a k3 penalty of GRPO
-        >>> def clipped(stats, old, ref, advantages):
-        ...     # bounded before the exponential, see the notes on fn
-        ...     log_ratio = stats.log_probs - old
-        ...     above = log_ratio.clamp(max=math.log(1.2))
-        ...     below = log_ratio.clamp(math.log(0.8), math.log(3))
-        ...     ratio = torch.where(advantages > 0, above, below).exp()
-        ...     away = (ref - stats.log_probs).clamp(-20, 20)
-        ...     return 0.04 * (away.exp() - away - 1) - ratio * advantages
-        >>> hidden, weight = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8)
-        >>> tokens = torch.tensor([[3, 1, 4]])
-        >>> old = torch.full((1, 3), -math.log(10))
-        >>> mask = torch.tensor([[1, 1, 0]])
-        >>> advantages = torch.ones(1, 3)
-        >>> out = linear_row_objective(
-        ...     hidden, weight, tokens, clipped, old, old, advantages, active=mask
-        ... )
-        >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, the penalty 0
-        -1.0
-        >>> out.loss.backward()
-
-    Args:
-        hidden: {hidden}
-        weight: {weight}
-        ids: {ids}
-        fn: called as ``fn(stats, *aux)`` once per chunk of R rows; see :func:`row_objective`.
-        aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
-        bias: ``[V]`` or None.
-        extra: {extra}
-        entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
-        active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum and not projected. None: all
-            rows.
-        with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax of the
-            logits rounded to the compute dtype; otherwise it is None.
-        with_ids: True to compute ``stats.ids`` for ``fn``, the argmax of the same logits; otherwise it is None.
-        chunk_size: {chunk_size}
-        num_active: {num_active}
-        logits_dtype: {logits_dtype}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        :class:`RowObjective`. ``loss`` is differentiable in hidden, weight, bias and extra; all other fields are
-        detached.
-
-    Raises:
-        TypeError: as in :func:`row_objective`.
-        ValueError: as in :func:`row_objective`, and ``chunk_size`` < 1.
-        IndexError: as in :func:`row_objective`.
-        RuntimeError: a second backward pass through the same loss.
-
-    Source: :func:`row_objective` of the projected hidden states.
-    """
-    aux = _checked_aux(fn, hidden, aux, LINEAR.rows)
-    options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, with_ids=with_ids,
-        entropy=entropy,
-    )  # fmt: skip
-    call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
-    per_row: dict[str, Any] = {"ids": call.ids, "active": call.active}
-    if torch.compiler.is_compiling() or not has_values(hidden):
-        stats = linear_row_stats_unchecked(hidden, call.head, **per_row, options=call.options)
-        return _objective_of(fn, aux, stats, call.active, call.options.num_active)
-    return linear_row_objective_unchecked(hidden, call.head, **per_row, aux=aux, fn=fn, options=call.options)  # type: ignore[no-any-return]
-
-
-def _checked_aux(fn: Any, x: Any, aux: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Validate ``fn`` and ``aux``; return ``aux`` with DTensors gathered."""
     if not callable(fn):
         raise TypeError(f"fn must be a function of the row statistics, got {_checks.type_name(fn)}")
+    options = Options(
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
+        with_correct=with_correct, with_ids=with_ids, entropy=entropy,
+    )  # fmt: skip
+    call = checked(NAMES, logits, ids, options, active=active, several=True)
+    aux = _checked_aux(call, aux)
+    if call.head is None or torch.compiler.is_compiling() or not has_values(call.x):
+        return _objective_of(fn, aux, row_stats_unchecked(call), call)
+    return row_objective_unchecked(call, aux, fn=fn)  # type: ignore[no-any-return]
+
+
+def linear_row_objective(
+    hidden: Tensor, weight: Tensor, ids: Tensor, fn: Fn, *aux: Tensor, bias: Tensor | None = None,
+    extra: _checks.Extra | None = None, entropy: bool = False, active: Tensor | None = None, with_correct: bool = False,
+    with_ids: bool = False, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> RowObjective:  # fmt: skip
+    """Compute :func:`row_objective` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active, softcap, scale, skip_id)
+    return row_objective(
+        logits, ids, fn, *aux, entropy=entropy, active=active, with_correct=with_correct, with_ids=with_ids,
+        check_targets=check_targets, backend=backend,
+    )  # fmt: skip
+
+
+def _checked_aux(call: Call, aux: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Validate ``aux``; return it with DTensors gathered."""
+    name, x = name_of_rows(NAMES, call.logits), call.x
     aux = all_plain(*aux)
-    _checks.check_tensor(name, x)
     rows = tuple(x.shape[:-1])
     for i, t in enumerate(aux):
         _checks.check_tensor(f"aux[{i}]", t)
@@ -228,10 +143,9 @@ def _checked_aux(fn: Any, x: Any, aux: tuple[Any, ...], name: str) -> tuple[Any,
     return aux
 
 
-def _objective_of(
-    fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None, num_active: int | None = None
-) -> RowObjective:
+def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, call: Call) -> RowObjective:
     """Evaluate the objective of computed statistics, differentiable through them."""
+    active, bound = call.active, getattr(call.logits, "num_active", None)
     rows = stats.lse.dim()
     log_probs, lse, entropy, _, correct, ids = (
         None if t is None else t.detach().clone() for t in stats
@@ -239,32 +153,27 @@ def _objective_of(
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
     value = _checked_value(fn(RowStats(*flat[: len(stats)]), *flat[len(stats) :]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
-    if num_active is not None:  # fn may have ignored the NaN of a bound that is too small
+    if bound is not None:  # fn may have ignored the NaN of a bound that is too small
         count = torch.ones_like(stats.lse) if active is None else active != 0
-        value = torch.where(count.sum() > num_active, math.nan, value)
+        value = torch.where(count.sum() > bound, math.nan, value)
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct, ids)  # type: ignore[arg-type]
 
 
-def linear_row_objective_unchecked(
-    hidden: Tensor, head: Head, *, ids: Tensor, active: Tensor | None, aux: tuple[Tensor, ...], fn: Fn,
-    options: Options, split: Split | None = None,
-) -> Any:  # fmt: skip
-    """Compute :func:`linear_row_objective` of validated arguments with values; see :class:`Objective` for ``fn``.
+def row_objective_unchecked(call: Call, aux: tuple[Tensor, ...], *, fn: Fn, split: Split | None = None) -> Any:
+    """Compute :func:`row_objective` of a validated call with a head and values; see :class:`Objective` for ``fn``.
 
     The result is a :class:`RestObjective` if ``options.rest``.
     """
-    if any_dtensor(hidden, *head):
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"ids": ids, "active": active, "aux": aux}
-        return on_this_rank(
-            linear_row_objective_unchecked, hidden, head, per_row, sums=("loss",), fn=fn, options=options
-        )
-    setup, rows = Setup.of(hidden, head, options, split), hidden.shape[:-1]
-    wanted = Wanted.of(hidden, ids, active, None, options, setup)
+        return on_this_rank(row_objective_unchecked, call, {"aux": aux}, sums=("loss",), fn=fn)
+    setup, rows, ids, head = Setup.of(call.logits, call.options, split), call.rows, call.ids, call.head
+    assert head is not None
+    wanted = RequestedStats.of(call, None, setup)
     flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
-    objective = Objective(fn, ids.dim() == hidden.dim(), flat_aux)
-    loss, *made = _LinearRowObjective.under(setup)(flat_rows(hidden), wanted, objective, setup, *head.flat)
+    objective = Objective(fn, ids.dim() == call.x.dim(), flat_aux)
+    loss, *made = _LinearRowObjective.under(setup)(flat_rows(call.x), wanted, objective, setup, *head.flat)
     given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct, setup.with_ids)
     value, log_probs, *others = _stats.with_nones(made, given)
     of_rows: list[Any] = [None if t is None else t.view(rows) for t in others]
@@ -279,7 +188,7 @@ class _LinearRowObjective(Fused):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, wanted: Wanted, objective: Objective, setup: Setup, *head: Any
+        ctx: Any, hidden: Tensor, wanted: RequestedStats, objective: Objective, setup: Setup, *head: Any
     ) -> tuple[Tensor, ...]:
         loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
         link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
@@ -295,7 +204,7 @@ class _LinearRowObjective(Fused):
 
 
 def _objective(
-    hidden: Tensor, head: Head, wanted: Wanted, objective: Objective, setup: Setup
+    hidden: Tensor, head: Head, wanted: RequestedStats, objective: Objective, setup: Setup
 ) -> tuple[Tensor, Tensor, StatsResult, tuple[Gradients, Tensor | None, Tensor | None]]:
     """Compute the loss, the value and the statistics of each row, and what ``keep_gradients`` saves.
 

@@ -3,7 +3,7 @@ r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of
 For objectives that are not a weighted sum of NLLs. Examples are policy gradients (ratios and clipping of
 log-probabilities, entropy bonuses), distances between distributions that are known at a few ids, and bounds with a sum
 over the vocabulary. All outputs except ``correct`` and ``ids`` are differentiable, and one backward pass handles all
-their upstream gradients (``_backends/_row_stats.py``).
+their upstream gradients (``rows/_stats_interface.py``).
 
 From hidden states, the logits are computed in one buffer that all chunks of rows reuse. Backward recomputes them and
 overwrites them by their gradient. Nothing else of length V per row is kept.
@@ -17,45 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import StatsResult, Upstream
-from dllm_kernels._backends._rows import as_blv
-from dllm_kernels._core import _stats
-from dllm_kernels._core._chunks import Chunks, no_autocast, unit_scale
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._kept_gradients import gradient_specs
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import RestStats, RowStats
-from dllm_kernels._core._rows import as_marks, checked
-from dllm_kernels._core._setup import Gradients, Head, Setup, Split, flat_rows
-from dllm_kernels._core._stats import Wanted
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import all_plain, any_dtensor
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import all_plain
+from dllm_kernels.rows import _stats
+from dllm_kernels.rows._call import Call, as_marks, checked, name_of_rows
+from dllm_kernels.rows._chunks import Chunks, float16_scaling, no_autocast
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import as_blv
+from dllm_kernels.rows._kept_gradients import gradient_specs
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import RestStats, RowStats
+from dllm_kernels.rows._setup import Gradients, Setup, Split
+from dllm_kernels.rows._stats import RequestedStats
+from dllm_kernels.rows._stats_interface import StatsResult, Upstream
+from dllm_kernels.rows._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
-LOGITS = _checks.Names("logits", "ids")
-LINEAR = _checks.Names("hidden", "ids", "weight", "bias")
+NAMES = _checks.Names(targets="ids")
 
 
-@from_hidden_states("linear_row_stats")
 def row_stats(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    entropy: bool = False,
-    mix: Mix | None = None,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowStats:
+    logits: Logits, ids: torch.Tensor, *, entropy: bool = False, mix: Mix | None = None,
+    active: torch.Tensor | None = None, with_correct: bool = False, with_ids: bool = False,
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    check_targets: bool | None = None, backend: str = "auto",
+) -> RowStats:  # fmt: skip
     r"""Statistics of the softmax p of each active row of logits, differentiable in one backward pass.
 
     .. math::
@@ -76,17 +65,24 @@ def row_stats(
         >>> (out.log_probs.sum() - 0.01 * out.entropy.sum()).backward()  # one backward pass
 
     Args:
-        logits: {logits}
-        ids: {ids}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id raises an IndexError on a CPU, see ``check_targets``; on a GPU it gives NaN in
+            that entry, as ``skip_id`` does everywhere. If the entry receives a gradient, the gradient of its row is NaN
+            too.
         entropy: also return H.
-        mix: {mix}
+        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
+            legal; F is -inf if one of its logarithms is.
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
         with_correct: also return the argmax match: True if the first id is the argmax.
-        with_ids: {with_ids}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -104,133 +100,59 @@ def row_stats(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, with_ids=with_ids, entropy=entropy,
     )  # fmt: skip
-    call, mix = checked(LOGITS, logits, ids, options, active=active, several=True), _checked_mix("logits", logits, mix)
-    out: RowStats = row_stats_unchecked(logits, ids=call.ids, active=call.active, mix=mix, options=call.options)
-    return out
+    call = checked(NAMES, logits, ids, options, active=active, several=True)
+    return row_stats_unchecked(call, _checked_mix(call, mix))  # type: ignore[no-any-return]
 
 
 def linear_row_stats(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    entropy: bool = False,
-    mix: Mix | None = None,
-    active: torch.Tensor | None = None,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> RowStats:
-    r"""Statistics of ``softmax(weight @ hidden + bias)`` of each active row; the logits exist one chunk at a time.
-
-    See :func:`row_stats`. Backward recomputes the logits, so no tensor of vocabulary size is saved. Forward and
-    backward together take 3 matrix products with a frozen head and 4 with a trainable head. Forward alone takes 1.
-
-    Args:
-        hidden: {hidden}
-        weight: {weight}
-        ids: {ids}
-        bias: ``[V]`` or None.
-        extra: {extra}
-        entropy: also return the entropy.
-        mix: {mix}
-        active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
-        with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
-            compute dtype.
-        with_ids: {linear_ids}
-        chunk_size: {chunk_size}
-        num_active: {num_active}
-        logits_dtype: {logits_dtype}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        :class:`RowStats`, differentiable in hidden, weight, bias and extra.
-
-    Raises:
-        TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not match, ``chunk_size`` < 1, a number is out of range, or the backend
-            is unknown.
-        IndexError: an id is out of range and checked, see ``check_targets``.
-
-    Source: :func:`row_stats` of the projected hidden states.
-    """
-    _checks.checked_pair("mix", mix, "(a, b)")
-    options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, with_ids=with_ids,
-        entropy=entropy,
+    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, extra: _checks.Extra | None = None,
+    entropy: bool = False, mix: Mix | None = None, active: Tensor | None = None, with_correct: bool = False,
+    with_ids: bool = False, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> RowStats:  # fmt: skip
+    """Compute :func:`row_stats` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes."""
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active, softcap, scale, skip_id)
+    return row_stats(
+        logits, ids, entropy=entropy, mix=mix, active=active, with_correct=with_correct, with_ids=with_ids,
+        check_targets=check_targets, backend=backend,
     )  # fmt: skip
-    call = checked(LINEAR, hidden, ids, options, (weight, bias, extra), active=active, several=True)
-    mix = _checked_mix("hidden", hidden, mix)
-    out: RowStats = linear_row_stats_unchecked(
-        hidden, call.head, ids=call.ids, active=call.active, mix=mix, options=call.options
-    )
-    return out
 
 
-def _checked_mix(name: str, x: Tensor, mix: Mix | None) -> Any:
-    """Validate the tensors of a mixture; return them with DTensors gathered. ``name``: the caller's name of ``x``."""
+def _checked_mix(call: Call, mix: Mix | None) -> Any:
+    """Validate the tensors of a mixture; return them with DTensors gathered."""
     if mix is None:
         return None
+    name = name_of_rows(NAMES, call.logits)
     mix = all_plain(*mix)
     for i, t in enumerate(mix):
         part = f"mix[{i}]"
         _checks.check_float(part, t)
-        _checks.check_shape(part, t, x.shape[:-1], f"that of {name} without its last dimension")
-        _checks.check_same_device(name, x, **{part: t})
+        _checks.check_shape(part, t, call.rows, f"that of {name} without its last dimension")
+        _checks.check_same_device(name, call.x, **{part: t})
         _checks.check_constant(part, t)
         _checks.check_none_negative(part, t)
     return mix
 
 
-def row_stats_unchecked(
-    logits: Tensor, *, ids: Tensor, active: Tensor | None, mix: Mix | None = None, options: Options,
-    split: Split | None = None,
-) -> Any:  # fmt: skip
-    """Compute :func:`row_stats` of validated arguments; :class:`RestStats` if ``options.rest``."""
-    if any_dtensor(logits):
+def row_stats_unchecked(call: Call, mix: Mix | None = None, split: Split | None = None) -> Any:
+    """Compute :func:`row_stats` of a validated call; :class:`RestStats` if ``options.rest``."""
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"ids": ids, "active": active, "mix": mix}
-        return on_this_rank(row_stats_unchecked, logits, None, per_row, options=options)
-    setup = Setup.of(logits, None, options, split)
-    wanted = Wanted.of(logits, ids, active, mix, options, setup)
-    wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
-    made = _RowStats.under(setup)(logits, wanted, setup)
-    return _in_rows(made, ids, logits.shape[:-1], wanted, setup)
-
-
-def linear_row_stats_unchecked(
-    hidden: Tensor, head: Head, *, ids: Tensor, active: Tensor | None, mix: Mix | None = None, options: Options,
-    split: Split | None = None,
-) -> Any:  # fmt: skip
-    """Compute :func:`linear_row_stats` of validated arguments; :class:`RestStats` if ``options.rest``."""
-    if any_dtensor(hidden, *head):
-        from dllm_kernels.distributed.run import on_this_rank
-
-        per_row = {"ids": ids, "active": active, "mix": mix}
-        return on_this_rank(linear_row_stats_unchecked, hidden, head, per_row, options=options)
-    setup = Setup.of(hidden, head, options, split)
-    wanted = Wanted.of(hidden, ids, active, mix, options, setup)
-    made = _LinearRowStats.under(setup)(flat_rows(hidden), wanted, setup, *head.flat)
-    return _in_rows(made, ids, hidden.shape[:-1], wanted, setup)
+        return on_this_rank(row_stats_unchecked, call, {"mix": mix})
+    setup = Setup.of(call.logits, call.options, split)
+    wanted = RequestedStats.of(call, mix, setup)
+    if call.head is None:
+        wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
+        made = _RowStats.under(setup)(call.logits, wanted, setup)
+    else:
+        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *call.head.flat)
+    return _in_rows(made, call.ids, call.rows, wanted, setup)
 
 
 def _in_rows(
-    made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: Wanted, setup: Setup
+    made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: RequestedStats, setup: Setup
 ) -> RowStats | RestStats:
     """Return the outputs of a Function in the shape of the caller's rows."""
     stats = _stats.with_nones(made, (*_differentiable(wanted, setup), setup.with_correct, setup.with_ids))
@@ -238,7 +160,7 @@ def _in_rows(
     return _stats.named(log_probs.view(ids.shape), *[None if t is None else t.view(rows) for t in others])
 
 
-def _differentiable(wanted: Wanted, setup: Setup) -> tuple[bool, ...]:
+def _differentiable(wanted: RequestedStats, setup: Setup) -> tuple[bool, ...]:
     """Return which of log-probabilities, logsumexp, entropy, mixture and log r are results."""
     return True, setup.with_lse, wanted.with_entropy, wanted.mix_a is not None, wanted.with_rest
 
@@ -247,7 +169,7 @@ class _RowStats(Fused):
     """Statistics of rows of logits; backward computes the softmax again."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Wanted, setup: Setup) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, wanted: RequestedStats, setup: Setup) -> tuple[Tensor, ...]:
         return _saved(ctx, [logits], StatsResult(*_row_stats(logits, wanted, setup)), wanted, setup)
 
     @staticmethod
@@ -262,7 +184,7 @@ class _LinearRowStats(Fused):
     """Statistics of rows of hidden states; backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, wanted: Wanted, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, wanted: RequestedStats, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
         result = StatsResult(*_linear_row_stats(hidden, Head(*head), wanted, setup))
         return _saved(ctx, [hidden, *head], result, wanted, setup)
 
@@ -275,7 +197,7 @@ class _LinearRowStats(Fused):
 
 
 def _saved(
-    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: Wanted, setup: Setup
+    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: RequestedStats, setup: Setup
 ) -> tuple[Tensor, ...]:
     """Save what :func:`_restored` returns; return the outputs of a Function.
 
@@ -291,29 +213,29 @@ def _saved(
     return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct, result.best])
 
 
-def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], Wanted, StatsResult, Upstream]:
+def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], RequestedStats, StatsResult, Upstream]:
     """Return the inputs, the constants per row, the statistics and the upstream gradients."""
     ids, marks, a, b, *others = ctx.saved_tensors
     kept, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
-    wanted = Wanted(ids, marks, a, b, *ctx.wanted)
+    wanted = RequestedStats(ids, marks, a, b, *ctx.wanted)
     upstream = _stats.with_nones(grads, _differentiable(wanted, ctx.setup))  # type: ignore[arg-type]
     upstream = [None if g is None else g.contiguous() for g in upstream]
     return inputs, wanted, StatsResult(*kept), Upstream(*upstream)
 
 
-def _keeps_normalizer(wanted: Wanted, setup: Setup) -> bool:
+def _keeps_normalizer(wanted: RequestedStats, setup: Setup) -> bool:
     """Return True if (row_max, log_sum) of logits is a result, or read by a backward pass."""
     if setup.with_lse or setup.triton or setup.splits_rows or wanted.mix_a is not None:
         return True
     return wanted.with_entropy and any(setup.needs)
 
 
-def _specs(_logits: Tensor, wanted: Wanted, setup: Setup) -> list[Spec]:
+def _specs(_logits: Tensor, wanted: RequestedStats, setup: Setup) -> list[Spec]:
     return wanted.specs(setup, lse=_keeps_normalizer(wanted, setup))
 
 
 @opaque("row_stats", _specs)
-def _row_stats(logits: Tensor, wanted: Wanted, setup: Setup) -> StatsResult:
+def _row_stats(logits: Tensor, wanted: RequestedStats, setup: Setup) -> StatsResult:
     """Compute the statistics of logits."""
     request = wanted.request(setup, lse=_keeps_normalizer(wanted, setup))
     return _stats.statistics(setup.primitives(), as_blv(logits), request, rest=wanted.with_rest)
@@ -321,7 +243,7 @@ def _row_stats(logits: Tensor, wanted: Wanted, setup: Setup) -> StatsResult:
 
 @opaque("row_stats_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
 def _row_stats_grad(
-    logits: Tensor, wanted: Wanted, result: StatsResult, upstream: Upstream, setup: Setup
+    logits: Tensor, wanted: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
 ) -> tuple[Tensor]:
     """Compute the gradient with respect to the logits."""
     request, primitives = wanted.request(setup), setup.primitives()
@@ -333,7 +255,7 @@ def _row_stats_grad(
 
 
 @opaque("linear_row_stats", lambda _hidden, _head, wanted, setup: wanted.specs(setup))
-def _linear_row_stats(hidden: Tensor, head: Head, wanted: Wanted, setup: Setup) -> StatsResult:
+def _linear_row_stats(hidden: Tensor, head: Head, wanted: RequestedStats, setup: Setup) -> StatsResult:
     """Compute the statistics of hidden states ``[N, D]`` with one matrix product per chunk."""
     with no_autocast(hidden):
         chunks = Chunks(hidden, head, wanted.marks, setup)
@@ -348,7 +270,7 @@ def _linear_row_stats(hidden: Tensor, head: Head, wanted: Wanted, setup: Setup) 
 
 @opaque("linear_row_stats_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
 def _linear_row_stats_grad(
-    hidden: Tensor, head: Head, wanted: Wanted, result: StatsResult, upstream: Upstream, setup: Setup
+    hidden: Tensor, head: Head, wanted: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
 ) -> Gradients:
     """Recompute the logits chunk by chunk, and compute the gradients."""
     with no_autocast(hidden):
@@ -356,7 +278,7 @@ def _linear_row_stats_grad(
         c, size, with_gradient = _stats.coefficients(setup.primitives(), request, result, upstream)
         if setup.needs_loss_scaling:
             c = _stats.divided(c, size)
-        size, factors, loss_scale = unit_scale(size, setup)
+        size, factors, loss_scale = float16_scaling(size, setup)
         result = result._replace(entropy=None, mix_weight=None)  # not read by what follows
         chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows

@@ -24,40 +24,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import IGNORE, RowPrimitives
-from dllm_kernels._core._chunks import Chunks, no_autocast
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked, flat_ids, flat_values, row_marks
-from dllm_kernels._core._setup import Head, Setup, Split, flat_rows
-from dllm_kernels._utils import _changing, _checks
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor, plain
-from dllm_kernels._utils._transform import Transform, transformed
+from dllm_kernels import _checks
+from dllm_kernels._graph import _changing
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels._graph._plain import any_dtensor, plain
+from dllm_kernels.rows._call import Call, checked, flat_ids, flat_values, made_by_head, row_marks
+from dllm_kernels.rows._chunks import Chunks, no_autocast
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE, RowPrimitives
+from dllm_kernels.rows._logits import Head, Logits, flat_rows
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._setup import Setup, Split
+from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
+from dllm_kernels.rows._transform import Transform, transformed
 
-NAMES = _checks.Names("hidden", "bump_ids", "head", "bias")
+NAMES = _checks.Names("hidden", "bump_ids", "head")
 
 
 def soft_embedding(
-    hidden: Tensor,
-    head: Tensor,
-    embedding: Tensor,
-    *,
-    bias: Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    bump: float | Tensor | None = None,
-    bump_ids: Tensor | None = None,
-    active: Tensor | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> Tensor:
+    hidden: Logits, head: Tensor | None, embedding: Tensor, *, bias: Tensor | None = None,
+    extra: _checks.Extra | None = None, bump: float | Tensor | None = None, bump_ids: Tensor | None = None,
+    active: Tensor | None = None, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> Tensor:  # fmt: skip
     r"""Compute the expected row of ``embedding`` under the predicted distribution of each position.
 
     .. math:: e_i = \sum_v p_{iv} E_v, \qquad
@@ -67,12 +57,13 @@ def soft_embedding(
     no gradient, even if the inputs require one. The logits exist one chunk at a time. The op takes two matrix products.
 
     Args:
-        hidden: {hidden}
-        head: {weight}
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64. Or :class:`LinearLogits`, with ``head`` None.
+        head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         embedding: ``[V, E]``, of the dtype of ``hidden`` unless autocast is on. If embedding and head are tied, pass
             the head. The caller must apply any factor by which the model scales its embeddings.
         bias: ``[V]`` or None.
-        extra: {extra}
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits.
         bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for example the logit of
             a token that is already decided. -inf in a tensor excludes the token from its row. A large bump causes no
             loss of precision.
@@ -80,16 +71,20 @@ def soft_embedding(
             IndexError on a CPU and gives NaN in that row on a GPU; ``skip_id`` gives NaN. Required with ``bump``; None
             without it.
         active: ``[...]``, bool or numeric. Rows with entry 0 are not projected, and their result is 0. None: all rows.
-        chunk_size: {chunk_size}
-        num_active: {num_active}
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are
+            -100.
         logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. The probabilities are
             rounded once, to the dtype of the operands, before they multiply the embedding. None: the dtype of the
             operands.
-        softcap: {softcap}
-        scale: {scale}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: column that is never predicted, such as the MASK column; its probability is 0. None: every column can
             be predicted.
-        check_targets: {check_targets} The ids are ``bump_ids``.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU. The ids are ``bump_ids``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -104,25 +99,21 @@ def soft_embedding(
 
     Source: self-conditioning as in DiffusionGemma; introduced by Chen et al. 2022, arXiv 2208.04202, section 3.2.
     """
-    _checks.check_float("hidden", hidden)
+    logits = made_by_head(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
+    x, weight = logits.hidden, logits.weight
+    _checks.check_float("hidden", x)
     if (bump is None) != (bump_ids is None):
         given = "bump_ids" if bump is None else "bump"
         raise ValueError(f"bump and bump_ids must both be given or neither, got {given} alone")
     if bump_ids is None:
-        bump_ids = torch.full(hidden.shape[:-1], IGNORE, dtype=torch.int64, device=hidden.device)
-    options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, logits_dtype=logits_dtype,
-    )  # fmt: skip
-    head_, bump_ids, active, _, options = checked(NAMES, hidden, bump_ids, options, (head, bias, extra), active=active)
-    _check_embedding(hidden, head, embedding)
-    _checks.check_column_left(skip_id, head)
-    head_ = head_.detached
-    table = head_.weight if embedding is head else embedding.detach()  # tied
-    return soft_embedding_unchecked(
-        hidden.detach(), head_, bump_ids, embedding=table, bump=_checked_bump(hidden, bump), active=active,
-        options=options,
-    )  # fmt: skip
+        bump_ids = torch.full(x.shape[:-1], IGNORE, dtype=torch.int64, device=x.device)
+    options = Options(Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend)
+    call = checked(NAMES, logits, bump_ids, options, active=active).detached
+    _check_embedding(x, weight, embedding)
+    call.options.transform.check_leaves_a_column(weight.shape[0])
+    assert call.head is not None
+    table = call.head.weight if embedding is weight else embedding.detach()  # tied
+    return soft_embedding_unchecked(call, _checked_bump(x, bump), embedding=table)
 
 
 def _check_embedding(hidden: Tensor, head: Tensor, embedding: Tensor) -> None:
@@ -156,26 +147,26 @@ def _checked_bump(hidden: Tensor, bump: Any) -> Tensor | None:
 
 
 def soft_embedding_unchecked(
-    hidden: Tensor, head: Head, ids: Tensor, *, embedding: Tensor, bump: Tensor | None, active: Tensor | None,
-    options: Options, split: Split | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute :func:`soft_embedding` of validated constants; ``ids`` are the columns of the bumps."""
-    if any_dtensor(hidden, *head, embedding):
+    call: Call, bump: Tensor | None, *, embedding: Tensor, split: Split | None = None
+) -> Tensor:
+    """Compute :func:`soft_embedding` of validated constants; ``call.ids`` are the columns of the bumps."""
+    hidden, head, rows = call.x, call.head, call.rows
+    assert head is not None
+    if call.on_ranks or any_dtensor(embedding):
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"ids": ids, "bump": bump, "active": active}
-        return on_this_rank(soft_embedding_unchecked, hidden, head, per_row, embedding=embedding, options=options)  # type: ignore[no-any-return]
+        return on_this_rank(soft_embedding_unchecked, call, {"bump": bump}, embedding=embedding)  # type: ignore[no-any-return]
     if split is not None and split.other_rows:
         raise ValueError(
             "hidden must not have its rows split over ranks that have the same columns of the head, got rows "
             f"{tuple(hidden.shape[:-1])} of {split.shape} here; give each rank's own, hidden.to_local(), with a head "
             "that is plain or split by vocabulary"
         )
-    setup, rows = Setup.of(hidden, head, options, split), hidden.shape[:-1]
-    columns = flat_ids(ids, rows, setup.transform.skip_id)
+    setup = Setup.of(call.logits, call.options, split)
+    columns = flat_ids(call.ids, rows, setup.transform)
     values = None if bump is None else flat_values(bump, setup.accum_dtype)
     table = None if embedding is head.weight else embedding
-    (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(active), columns, values, setup)
+    (out,) = _expectation(flat_rows(hidden), head.flat, table, row_marks(call.active), columns, values, setup)
     return out.view(*rows, out.shape[1])
 
 

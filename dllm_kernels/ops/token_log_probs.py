@@ -6,13 +6,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._rows import checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._transform import Transform
-from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels.ops.row_stats import row_stats_unchecked
+from dllm_kernels.rows._call import checked
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
+
+NAMES = _checks.Names("logits_or_hidden", "ids", hidden="logits_or_hidden")
 
 
 class TokenLogProbs(NamedTuple):
@@ -27,25 +30,13 @@ class TokenLogProbs(NamedTuple):
     entropy: torch.Tensor | None = None
 
 
-@from_hidden_states("token_log_probs")
 def token_log_probs(
-    logits_or_hidden: torch.Tensor,
-    ids: torch.Tensor,
-    *,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-    active: torch.Tensor | None = None,
-    softcap: float | None = None,
-    skip_id: int | None = None,
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> TokenLogProbs:
+    logits_or_hidden: Logits, ids: torch.Tensor, *, weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, extra: _checks.Extra | None = None, temperature: float = 1.0,
+    with_entropy: bool = False, active: torch.Tensor | None = None, softcap: float | None = None,
+    skip_id: int | None = None, chunk_size: int | None = None, num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> TokenLogProbs:  # fmt: skip
     r"""Compute ``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
 
     Under ``torch.no_grad``, as for old and reference policies, the LM head takes one matrix product and nothing is
@@ -70,17 +61,26 @@ def token_log_probs(
         ids: ``[...]``, integers in ``[0, V)`` or -100; any other value, or ``skip_id``, gives NaN in that entry.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
-        extra: {extra} Only with ``weight``.
+        extra: low-rank second part of the head, in its dtype, (u ``[..., r]``, one row per row of hidden states; U
+            ``[V, r]``), or None. ``U u`` is added to the logits. Only with ``weight``.
         temperature: T > 0. The logits are divided by T, after the cap.
         with_entropy: also return the entropy of the predicted distribution of each token, differentiable.
         active: ``[...]``, bool or numeric; tokens with entry 0 are inactive. None: every token with an id other than
             -100.
-        softcap: {softcap}
-        skip_id: {skip_id}
-        chunk_size: {chunk_size} Only with ``weight``.
-        num_active: {num_active} Only with ``weight``.
-        logits_dtype: {logits_dtype} Only with ``weight``.
-        check_targets: {check_targets}
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device. Only with
+            ``weight``.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
+            too small, all floating results and all gradients are NaN, flags are False, and the ids of ``with_ids`` are
+            -100. Only with ``weight``.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+            Only with ``weight``.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -95,22 +95,18 @@ def token_log_probs(
     Source: the definition, :func:`row_stats` and :func:`linear_row_stats` with ``scale=1 / temperature``.
     """
     _checks.check_flags(with_entropy=with_entropy)
-    of_head = {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}
-    for name, value in {**of_head, "logits_dtype": logits_dtype}.items():
+    hidden: Any = logits_or_hidden
+    made = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)  # type: ignore[arg-type]
+    for name, value in zip(made._fields[2:], made[2:], strict=True):
         if value is not None and weight is None:
             raise ValueError(f"{name} requires weight, got weight=None")
+    logits = logits_or_hidden if weight is None else made
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
-        backend=backend, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, entropy=with_entropy,
+        backend=backend, entropy=with_entropy,
     )  # fmt: skip
-    names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
-    head = None if weight is None else (weight, bias, extra)
-    call = checked(names, logits_or_hidden, ids, options, head, active=active)
+    call = checked(NAMES, logits, ids, options, active=active)
     there = call.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
     there = there if call.active is None else there & (call.active != 0)
-    arguments: dict[str, Any] = {"ids": call.ids, "active": there, "options": call.options}
-    if weight is None:
-        out = row_stats_unchecked(logits_or_hidden, **arguments)
-    else:
-        out = linear_row_stats_unchecked(logits_or_hidden, call.head, **arguments)
+    out = row_stats_unchecked(replaced(call, active=there))
     return TokenLogProbs(out.log_probs, out.entropy)

@@ -13,40 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._rows import as_blv
-from dllm_kernels._core._fused import Fused, first_order, outputs
-from dllm_kernels._core._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._core._rows import checked, flat_targets, flat_values
-from dllm_kernels._core._setup import Setup, Split
-from dllm_kernels._utils._checks import LOGITS, check_constant, check_inplace, check_tensor
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._opaque import Spec, opaque
-from dllm_kernels._utils._plain import any_dtensor
-from dllm_kernels._utils._transform import Transform
-from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
+from dllm_kernels._checks import Names, check_constant, check_inplace, check_tensor
+from dllm_kernels._graph._opaque import Spec, opaque
+from dllm_kernels.ops._linear_nll import LinearTokenNLL, WeightedLinearNLL
+from dllm_kernels.rows._call import Call, checked, flat_targets, flat_values
+from dllm_kernels.rows._fused import Fused, first_order, outputs
+from dllm_kernels.rows._interface import as_blv
+from dllm_kernels.rows._logits import Logits, flat_rows
+from dllm_kernels.rows._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import TokenNLL, WeightedNLL
+from dllm_kernels.rows._setup import Setup, Split
+from dllm_kernels.rows._transform import Transform
 
+NAMES = Names()
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"  # has a second derivative
 
 
-@from_hidden_states(linear_token_nll)
 def token_nll(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    active: Tensor | None = None,
-    ignore_index: int = -100,
-    with_lse: bool = False,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    inplace_backward: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> TokenNLL:
+    logits: Logits, targets: Tensor, *, active: Tensor | None = None, ignore_index: int = -100, with_lse: bool = False,
+    with_correct: bool = False, with_ids: bool = False, inplace_backward: bool = False, softcap: float | None = None,
+    scale: float | None = None, skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> TokenNLL:  # fmt: skip
     r"""Negative log-likelihood of each target under the softmax of its row of logits.
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}
@@ -57,18 +45,23 @@ def token_nll(
     Source: cross-entropy with a one-hot target; one-pass logsumexp, Milakov and Gimelshein 2018, arXiv:1805.02867.
 
     Args:
-        logits: {logits}
-        targets: {targets}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value raises an IndexError on a CPU and
+            gives NaN in that row on a GPU, see ``check_targets``.
         active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
-        ignore_index: {ignore_index}
-        with_lse: {with_lse}
+        ignore_index: target of inactive rows.
+        with_lse: also return the logsumexp of each row.
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
-        with_ids: {with_ids}
-        inplace_backward: {inplace_backward}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
+        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -83,29 +76,15 @@ def token_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
         with_correct=with_correct, with_ids=with_ids, inplace_backward=inplace_backward,
     )  # fmt: skip
-    call = checked(LOGITS, logits, targets, options, active=active)
-    return token_nll_unchecked(logits, targets=call.ids, active=call.active, options=call.options)
+    return token_nll_unchecked(checked(NAMES, logits, targets, options, active=active))
 
 
-@from_hidden_states(weighted_linear_nll)
 def weighted_nll(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    *,
-    active: Tensor | None = None,
-    ignore_index: int = -100,
-    with_lse: bool = False,
-    with_correct: bool = False,
-    with_ids: bool = False,
-    round_nll: bool = False,
-    inplace_backward: bool = False,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> WeightedNLL:
+    logits: Logits, targets: Tensor, weights: Tensor, *, active: Tensor | None = None, ignore_index: int = -100,
+    with_lse: bool = False, with_correct: bool = False, with_ids: bool = False, round_nll: bool = False,
+    inplace_backward: bool = False, softcap: float | None = None, scale: float | None = None,
+    skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> WeightedNLL:  # fmt: skip
     r"""Weighted sum of the negative log-likelihood of each target.
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i
@@ -115,22 +94,27 @@ def weighted_nll(
     Source: the weighted sum of :func:`token_nll`, the common form of most losses before the denominator.
 
     Args:
-        logits: {logits}
-        targets: {targets}
-        weights: {weights}
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value raises an IndexError on a CPU and
+            gives NaN in that row on a GPU, see ``check_targets``.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient.
         active: ``[...]``, bool or numeric, nonzero for the rows to read; None: rows of nonzero weight. Pass it to
             compute the NLL and argmax match of rows of weight 0 too.
-        ignore_index: {ignore_index}
-        with_lse: {with_lse}
+        ignore_index: target of inactive rows.
+        with_lse: also return the logsumexp of each row.
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
-        with_ids: {with_ids}
+        with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
         round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
             computed in that dtype.
-        inplace_backward: {inplace_backward}
-        softcap: {softcap}
-        scale: {scale}
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -147,48 +131,48 @@ def weighted_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
         with_correct=with_correct, with_ids=with_ids, round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
-    call = checked(LOGITS, logits, targets, options, active=active, weights=weights)
-    return weighted_nll_unchecked(
-        logits, targets=call.ids, weights=call.weights, active=call.active, options=call.options
-    )
+    return weighted_nll_unchecked(checked(NAMES, logits, targets, options, active=active, weights=weights))
 
 
-def token_nll_unchecked(
-    logits: Tensor, *, targets: Tensor, active: Tensor | None, options: Options, split: Split | None = None
-) -> TokenNLL:
-    """Compute :func:`token_nll` of validated arguments."""
-    if any_dtensor(logits):
+def token_nll_unchecked(call: Call, split: Split | None = None) -> TokenNLL:
+    """Compute :func:`token_nll` of a validated call."""
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"targets": targets, "active": active}
-        return on_this_rank(token_nll_unchecked, logits, None, per_row, options=options)  # type: ignore[no-any-return]
-    setup, y = _setup(logits, options, split), flat_targets(targets, active, options)
-    made = _TokenNLL.under(setup)(logits, y, options.inplace_backward, setup)
-    return TokenNLL(*in_rows(made, logits.shape[:-1], setup))
+        return on_this_rank(token_nll_unchecked, call)  # type: ignore[no-any-return]
+    setup, y = _setup(call, split), flat_targets(call.ids, call.active, call.options)
+    if call.head is None:
+        made = _TokenNLL.under(setup)(call.logits, y, call.options.inplace_backward, setup)
+    else:
+        made = LinearTokenNLL.under(setup)(flat_rows(call.x), y, setup, *call.head.flat)
+    return TokenNLL(*in_rows(made, call.rows, setup))
 
 
-def weighted_nll_unchecked(
-    logits: Tensor, *, targets: Tensor, weights: Tensor, active: Tensor | None, options: Options,
-    split: Split | None = None,
-) -> WeightedNLL:  # fmt: skip
-    """Compute :func:`weighted_nll` of validated arguments."""
-    if any_dtensor(logits):
+def weighted_nll_unchecked(call: Call, split: Split | None = None) -> WeightedNLL:
+    """Compute :func:`weighted_nll` of a validated call."""
+    if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        per_row = {"targets": targets, "weights": weights, "active": active}
-        return on_this_rank(weighted_nll_unchecked, logits, None, per_row, sums=("loss",), options=options)  # type: ignore[no-any-return]
-    setup, y = _setup(logits, options, split), flat_targets(targets, active, options)
-    loss, *made = _WeightedNLL.under(setup)(
-        logits, y, flat_values(weights, setup.accum_dtype), active is not None, options.round_nll,
-        options.inplace_backward, setup,
-    )  # fmt: skip
-    return WeightedNLL(loss, *in_rows(made, logits.shape[:-1], setup))
+        return on_this_rank(weighted_nll_unchecked, call, sums=("loss",))  # type: ignore[no-any-return]
+    setup, options = _setup(call, split), call.options
+    weights, given = flat_values(call.weights, setup.accum_dtype), call.active is not None
+    if call.head is None:
+        y = flat_targets(call.ids, call.active, options)
+        loss, *made = _WeightedNLL.under(setup)(
+            call.logits, y, weights, given, options.round_nll, options.inplace_backward, setup
+        )
+    else:
+        y = flat_targets(call.ids, call.active if given else call.weights, options)
+        loss, *made = WeightedLinearNLL.under(setup)(
+            flat_rows(call.x), y, weights, given, options.round_nll, setup, *call.head.flat
+        )
+    return WeightedNLL(loss, *in_rows(made, call.rows, setup))
 
 
-def _setup(logits: Tensor, options: Options, split: Split | None) -> Setup:
-    if options.inplace_backward:
-        check_inplace(logits, as_blv(logits))
-    return Setup.of(logits, None, options, split)
+def _setup(call: Call, split: Split | None) -> Setup:
+    if call.options.inplace_backward and isinstance(call.logits, Tensor):
+        check_inplace(call.logits, as_blv(call.logits))
+    return Setup.of(call.logits, call.options, split)
 
 
 class _TokenNLL(Fused):

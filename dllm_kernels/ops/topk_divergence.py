@@ -5,7 +5,7 @@ Over the K ids and one bucket for all other columns, with the student's masses p
 
     D = sum over the K + 1 buckets of f(p, q).
 
-The statistics of a row are the log-probabilities at the ids and log r (``_core/_rest.py``). All that depends on them is
+The statistics of a row are the log-probabilities at the ids and log r (``rows/_rest.py``). All that depends on them is
 ``[N, K + 1]``, and computed in float64. From hidden states it is an objective of row statistics, whose gradient is made
 while a chunk of logits exists: two matrix products with a frozen head, three with a trainable head.
 """
@@ -18,48 +18,35 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._core._options import Options
-from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._rows import Checked, checked
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values, readable_without_sync
-from dllm_kernels._utils._target_range import first_true
-from dllm_kernels._utils._transform import Transform
-from dllm_kernels.ops.row_objective import linear_row_objective_unchecked
-from dllm_kernels.ops.row_stats import linear_row_stats_unchecked, row_stats_unchecked
+from dllm_kernels import _checks
+from dllm_kernels._checks._target_range import first_true
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, has_values, readable_without_sync
+from dllm_kernels.ops.row_objective import row_objective_unchecked
+from dllm_kernels.ops.row_stats import row_stats_unchecked
+from dllm_kernels.rows._call import Call, checked, name_of_rows
+from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits, opened, rows_of
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._transform import Transform
 
 Tensor = torch.Tensor
 KINDS = ("kl", "rkl", "jsd")
-LOGITS = _checks.Names("logits", "top_ids")
-LINEAR = _checks.Names("hidden", "top_ids", "weight", "bias")
+NAMES = _checks.Names(targets="top_ids")
 # Largest sum of K probabilities: the logarithms of a distribution, rounded to bfloat16, sum to less.
 MOST_MASS = 1.05
 EPS = torch.finfo(torch.float64).eps
 
 
-@from_hidden_states("linear_topk_divergence")
 def topk_divergence(
-    logits: torch.Tensor,
-    top_ids: torch.Tensor,
-    top_log_probs: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    *,
-    kind: str = "kl",
-    tail: bool = True,
-    beta: float | None = None,
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> Divergence:
+    logits: Logits, top_ids: torch.Tensor, top_log_probs: torch.Tensor, weights: torch.Tensor | None = None, *,
+    kind: str = "kl", tail: bool = True, beta: float | None = None, temperature: float = 1.0, reduction: str = "sum",
+    softcap: float | None = None, scale: float | None = None, skip_id: int | None = None,
+    check_targets: bool | None = None, backend: str = "auto",
+) -> Divergence:  # fmt: skip
     r"""Weighted sum of the divergence of each row of student logits to a teacher that is known at K ids.
 
     .. math:: \text{loss} = \sum_i w_i \, T^2 D(p_i, q_i)
@@ -94,19 +81,31 @@ def topk_divergence(
         >>> out.loss.backward()
 
     Args:
-        logits: {logits} The student's logits.
-        top_ids: {top_ids}
-        top_log_probs: {top_log_probs}
-        weights: {weights} None: ones.
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides. The student's logits.
+        top_ids: ``[..., K]``, K >= 1, integers in ``[0, V)``, distinct in each row, in any order. -100 marks a missing
+            entry, for rows of fewer than K ids. A repeated id raises a ValueError on a CPU and gives NaN in that row on
+            a GPU and under ``torch.compile``. Any other value raises an IndexError on a CPU and gives NaN in that row
+            on a GPU.
+        top_log_probs: ``[..., K]``, floating, the teacher's log-probability of each id, a constant; ignored at missing
+            ids. At float16 and bfloat16, rounding moves small masses into or out of the last bucket.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
         kind: "kl", "rkl" or "jsd".
-        tail: {topk_tail}
-        beta: {jsd_beta}
-        temperature: {topk_temperature}
-        reduction: {divergence_reduction}
-        softcap: {softcap}
-        scale: {scale} The division by ``temperature`` follows.
-        skip_id: {skip_id}
-        check_targets: {check_targets}
+        tail: True: all other columns are one more bucket. The teacher's mass of it is 0 if the probabilities sum to 1,
+            up to the rounding of ``top_log_probs``, or to more; ``rkl`` is then infinite. False: both distributions are
+            renormalised over the K ids, and ``top_log_probs`` may be logits.
+        beta: option of ``jsd``, in [0, 1]; None: 0.5.
+        temperature: T > 0. The student's logits are divided by T, and value and loss are multiplied by T squared.
+            ``top_log_probs`` must be those of the teacher's logits divided by T.
+        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
+            upstream gradient per row.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1. The division by
+            ``temperature`` follows.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
+        check_targets: raise an IndexError that names the first out-of-range target or id of an active row. None: the
+            environment variable ``DLLM_KERNELS_CHECK``, 1 or 0; if it is unset, True for eager calls on a CPU, and
+            False elsewhere. True also rejects ``skip_id``, and costs a host sync on a GPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -127,89 +126,31 @@ def topk_divergence(
     )  # fmt: skip
     fn = _BucketDivergence.checked(kind, beta, tail, temperature)
     options = replaced(options, rest=fn.tail)
-    call, teacher = _checked(LOGITS, logits, top_ids, options, top_log_probs, weights)
+    call, teacher = _checked(logits, top_ids, options, top_log_probs, weights)
     per_row = _checks.is_per_row(reduction)
-    stats = row_stats_unchecked(logits, ids=call.ids, active=call.active, options=call.options)
-    return _of_statistics(fn, stats, teacher, per_row)
+    if call.head is None or per_row or torch.compiler.is_compiling() or not has_values(call.x):
+        return _of_statistics(fn, row_stats_unchecked(call), teacher, per_row)
+    out = row_objective_unchecked(call, tuple(teacher), fn=partial(_weighted, fn))
+    return replaced(_of_statistics(fn, out, teacher, False), loss=out.loss)
 
 
 def linear_topk_divergence(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    top_ids: torch.Tensor,
-    top_log_probs: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    *,
-    bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
-    kind: str = "kl",
-    tail: bool = True,
-    beta: float | None = None,
-    temperature: float = 1.0,
-    reduction: str = "sum",
-    chunk_size: int | None = None,
-    num_active: int | None = None,
-    logits_dtype: torch.dtype | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    skip_id: int | None = None,
-    check_targets: bool | None = None,
-    backend: str = "auto",
-) -> Divergence:
-    r"""Compute :func:`topk_divergence` from hidden states and the LM head; the logits exist one chunk at a time.
+    hidden: Tensor, weight: Tensor, top_ids: Tensor, top_log_probs: Tensor, weights: Tensor | None = None, *,
+    bias: Tensor | None = None, extra: _checks.Extra | None = None, kind: str = "kl", tail: bool = True,
+    beta: float | None = None, temperature: float = 1.0, reduction: str = "sum", chunk_size: int | None = None,
+    num_active: int | None = None, logits_dtype: torch.dtype | None = None, softcap: float | None = None,
+    scale: float | None = None, skip_id: int | None = None, check_targets: bool | None = None, backend: str = "auto",
+) -> Divergence:  # fmt: skip
+    """Compute :func:`topk_divergence` of ``LinearLogits(hidden, weight, bias, extra, ...)``, whose arguments it takes.
 
-    The forward pass computes the gradients, and backward scales them in place, so it can run only once. A call takes 2
-    matrix products with a frozen head, 3 with a trainable head, and 1 if no gradient is required. With
-    ``reduction="none"``, and under ``torch.compile``, backward recomputes the logits: 3 and 4 products.
-
-    Args:
-        hidden: {hidden} The student's hidden states.
-        weight: {weight}
-        top_ids: {top_ids}
-        top_log_probs: {top_log_probs}
-        weights: {weights} None: ones.
-        bias: ``[V]`` or None.
-        extra: {extra}
-        kind: "kl", "rkl" or "jsd".
-        tail: {topk_tail}
-        beta: {jsd_beta}
-        temperature: {topk_temperature}
-        reduction: {divergence_reduction}
-        chunk_size: {chunk_size}
-        num_active: {num_active} A row is active if its weight is not 0 and it has an id.
-        logits_dtype: {logits_dtype}
-        softcap: {softcap}
-        scale: {scale} The division by ``temperature`` follows.
-        skip_id: {skip_id}
-        check_targets: {check_targets}
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        :class:`Divergence`, as in :func:`topk_divergence`. ``loss`` is differentiable in hidden, weight, bias and
-        extra.
-
-    Raises:
-        TypeError: as in :func:`topk_divergence`.
-        ValueError: as in :func:`topk_divergence`, and ``chunk_size`` < 1.
-        IndexError: as in :func:`topk_divergence`.
-        RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
-
-    Source: :func:`topk_divergence` of the projected hidden states.
+    A row is active, for ``num_active``, if its weight is not 0 and it has an id.
     """
-    options = Options(
-        Transform(softcap, _tempered(scale, temperature), skip_id), check_targets=check_targets, backend=backend,
-        chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=True,
+    logits = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)
+    return topk_divergence(
+        logits, top_ids, top_log_probs, weights, kind=kind, tail=tail, beta=beta, temperature=temperature,
+        reduction=reduction, softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets,
+        backend=backend,
     )  # fmt: skip
-    fn = _BucketDivergence.checked(kind, beta, tail, temperature)
-    options = replaced(options, rest=fn.tail)
-    call, teacher = _checked(LINEAR, hidden, top_ids, options, top_log_probs, weights, (weight, bias, extra))
-    arguments: dict[str, Any] = {"ids": call.ids, "active": call.active, "options": call.options}
-    per_row = _checks.is_per_row(reduction)
-    if per_row or torch.compiler.is_compiling() or not has_values(hidden):
-        return _of_statistics(fn, linear_row_stats_unchecked(hidden, call.head, **arguments), teacher, per_row)
-    objective = partial(_weighted, fn)
-    out = linear_row_objective_unchecked(hidden, call.head, fn=objective, aux=tuple(teacher), **arguments)
-    return replaced(_of_statistics(fn, out, teacher, False), loss=out.loss)
 
 
 class _Teacher(NamedTuple):
@@ -286,7 +227,7 @@ def _weighted(fn: _BucketDivergence, stats: Any, log_q: Tensor, missing: Tensor,
 def _of_statistics(fn: _BucketDivergence, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
     """Build the result from the statistics of all rows."""
     weights, dtype = teacher.weights, teacher.weights.dtype
-    inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if num_active is too small
+    inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if the bound is too small
     value, a = (torch.where(inactive, of_inactive, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
     loss = torch.where(inactive, of_inactive, weights * value)
     agree = stats.correct & ~a.isnan()
@@ -297,19 +238,18 @@ def _tempered(scale: Any, temperature: Any) -> Any:
     return _checks.tempered_scale(scale, _checks.checked_temperature(temperature))
 
 
-def _checked(
-    names: _checks.Names, x: Tensor, top_ids: Any, options: Options, top_log_probs: Any, weights: Any,
-    head: tuple[Any, Any, Any] | None = None,
-) -> tuple[Checked, _Teacher]:  # fmt: skip
+def _checked(logits: Any, top_ids: Any, options: Options, top_log_probs: Any, weights: Any) -> tuple[Call, _Teacher]:
     """Validate all tensors; return the call with each row's most likely id in front, and the teacher."""
-    tail = options.rest
-    _checks.check_float(names.rows, x)
+    logits = opened(logits, options.transform)
+    tail, x = options.rest, rows_of(logits)
+    name = name_of_rows(NAMES, logits)
+    _checks.check_float(name, x)
     ids, log_q, weights = all_plain(top_ids, top_log_probs, weights)
     _checks.check_ids("top_ids", ids)
     rows = tuple(x.shape[:-1])
     if ids.dim() != x.dim() or tuple(ids.shape[:-1]) != rows or ids.shape[-1] < 1:
         raise ValueError(
-            f"top_ids must have shape {(*rows, 'K')}, that of {names.rows} without its last dimension and K >= 1 ids, "
+            f"top_ids must have shape {(*rows, 'K')}, that of {name} without its last dimension and K >= 1 ids, "
             f"got {tuple(ids.shape)}"
         )
     _checks.check_float("top_log_probs", log_q)
@@ -317,14 +257,14 @@ def _checked(
     _checks.check_constant("top_log_probs", log_q)
     if weights is None:
         weights = torch.ones(rows, device=x.device)
-    _checks.check_weights("weights", weights, rows, f"that of {names.rows} without its last dimension")
+    _checks.check_weights("weights", weights, rows, f"that of {name} without its last dimension")
     _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
-    _checks.check_same_device(names.rows, x, top_log_probs=log_q, weights=weights, top_ids=ids)
+    _checks.check_same_device(name, x, top_log_probs=log_q, weights=weights, top_ids=ids)
     ids = ids.long()  # -100 is 156 in uint8
     missing = ids == IGNORE
     active = (weights != 0) & ~missing.all(-1)
     weights = torch.where(active, weights.detach(), 0).to(accum_dtype(x.dtype))
-    call = checked(names, x, ids, options, head, active=active, several=True)
+    call = checked(NAMES, logits, ids, options, active=active, several=True)
     repeated = _repeated(ids)
     unit = torch.finfo(accum_dtype(log_q.dtype)).eps / 2
     log_q = log_q.detach().to(torch.float64).masked_fill(missing, -math.inf)

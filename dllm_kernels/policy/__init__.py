@@ -12,12 +12,4 @@ from dllm_kernels.policy.loss import PolicyLoss, PolicyLossOutput
 from dllm_kernels.policy.objective import PolicyObjective, nll_weights
 from dllm_kernels.policy.views import PolicyViews, eubo, policy_views
 
-__all__ = [
-    "PolicyLoss",
-    "PolicyLossOutput",
-    "PolicyObjective",
-    "PolicyViews",
-    "eubo",
-    "nll_weights",
-    "policy_views",
-]
+__all__ = ["PolicyLoss", "PolicyLossOutput", "PolicyObjective", "PolicyViews", "eubo", "nll_weights", "policy_views"]

@@ -7,16 +7,20 @@ import math
 import torch
 from torch import Tensor
 
+from dllm_kernels._graph._opaque import opaque
 
-def quadrature_rule(like: Tensor, num: int) -> Tensor:
+
+@opaque("quadrature_rule", lambda like, num: [((2, num), torch.float32)])
+def quadrature_rule(like: Tensor, num: int) -> list[Tensor]:
     """Return ascending nodes t and g / t with weights g of sum 1, float32 ``[2, num]`` on the device of ``like``.
 
-    One fill per number, because copying a list to a GPU is a host sync. Not traced: see ``_compiled.py``.
+    One fill per number, because copying a list to a GPU is a host sync. Tracing Newton's method would unroll it, and
+    with a symbolic number of nodes it would build expressions without end.
     """
     nodes, factors = gauss_legendre(num)
     numbers = [*nodes, *(g / t for t, g in zip(nodes, factors, strict=True))]
     filled = [torch.full((), x, dtype=torch.float32, device=like.device) for x in numbers]
-    return torch.stack(filled).view(2, num)
+    return [torch.stack(filled).view(2, num)]
 
 
 def gauss_legendre(num: int) -> tuple[list[float], list[float]]:

@@ -5,9 +5,9 @@ r"""Policy-gradient loss: a :class:`PolicyObjective` of scores from noisy views,
 with i over tokens, or over sequences, whose score is the mean over their tokens.
 
 If every token is scored in at most one view, the objective of a row of logits depends on this row only. The forward
-pass then computes the gradients, and the logits are computed once (``linear_row_objective``): 2 matrix products with a
+pass then computes the gradients, and the logits are computed once (``row_objective``): 2 matrix products with a
 frozen head, 3 with a trainable head. Otherwise the upstream gradient of a row is known only after all rows of its
-score, so the loss uses ``linear_token_nll``: 2 and 4 products.
+score, so the loss uses ``token_nll``: 2 and 4 products.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._core._options import Options
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import from_hidden_states, of_computed
-from dllm_kernels._utils._plain import all_plain
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels import _checks
+from dllm_kernels._graph._named import replaced
+from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses._common import Count, check_counts, divide, next_tokens, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops import RowStats, linear_row_objective
+from dllm_kernels.ops import RowStats
+from dllm_kernels.ops.row_objective import row_objective_unchecked
 from dllm_kernels.policy.objective import PolicyObjective, score_metrics
 from dllm_kernels.policy.views import PolicyViews, of_next_tokens, scored_once, supervised_tokens
+from dllm_kernels.rows._call import Call, checked_logits
+from dllm_kernels.rows._interface import IGNORE
+from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 LEVELS = ("token", "sequence")
 NORMALIZE = ("tokens", "sequences", "none")
-LOGITS = _checks.Names("logits", "ids")
-HIDDEN = _checks.Names("hidden", "ids", "lm_head_weight", "lm_head_bias")
+NAMES = _checks.Names("logits", "ids", "lm_head_weight", "lm_head_bias")
 
 
 class PolicyLossOutput(NamedTuple):
@@ -138,33 +140,20 @@ class PolicyLoss(nn.Module):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__()
-        self.objective = objective
-        self.level = level
-        self.normalize = normalize
-        self.shift = shift
+        self.objective, self.level, self.normalize, self.shift = objective, level, normalize, shift
         self._check_settings()
 
-    @from_hidden_states("forward_fused")
     def forward(
-        self,
-        logits: Tensor,
-        ids: Tensor,
-        views: PolicyViews,
-        old: Tensor | None,
-        advantages: Tensor,
-        ref: Tensor | None = None,
-        *,
-        num_tokens: int | Tensor | None = None,
-        with_entropy: bool = False,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        skip_id: int | None = None,
-        backend: str = "auto",
-    ) -> PolicyLossOutput:
-        """Compute the loss from logits.
+        self, logits: Logits, ids: Tensor, views: PolicyViews, old: Tensor | None, advantages: Tensor,
+        ref: Tensor | None = None, *, num_tokens: int | Tensor | None = None, with_entropy: bool = False,
+        temperature: float = 1.0, softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
+    ) -> PolicyLossOutput:  # fmt: skip
+        """Compute the loss.
 
         Args:
-            logits: ``[K, B, L, V]``, output of the model on ``views.noisy``; any float dtype.
+            logits: ``[K, B, L, V]``, output of the model on ``views.noisy``, any float dtype; or the
+                :class:`LinearLogits` of hidden states ``[K, B, L, D]``. With ``level="token"`` and each token scored at
+                most once, backward of a record can run only once.
             ids: ``[B, L]`` integers, the clean tokens; -100: not scored.
             views: noisy views of ``ids``, from :func:`policy_views`.
             old: scores under the sampling policy, floating, constant. With ``level="token"`` ``[B, L]``, from
@@ -176,8 +165,9 @@ class PolicyLoss(nn.Module):
                 ``max(n, 1)``. None: counted from this call. Only with ``normalize="tokens"``.
             with_entropy: also return the mean entropy.
             temperature: T > 0. The logits are divided by T, after the cap.
-            softcap: {softcap}
-            skip_id: {skip_id}
+            softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
+            skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and
+                the NLL or log-probability of a target or id equal to it is NaN. None: every column can be predicted.
             backend: "auto", "triton" or "torch".
 
         Returns:
@@ -187,84 +177,25 @@ class PolicyLoss(nn.Module):
             TypeError: an argument has the wrong type.
             ValueError: shapes, dtypes or devices do not match, a value is out of range, ``old`` or ``ref`` is missing,
                 a constant requires a gradient, or ``num_tokens`` is given with another normalization.
-        """
-        options = Options(Transform(softcap, skip_id=skip_id), check_targets=False, backend=backend)
-        rows = ModelOutput(LOGITS, options, logits)
-        return self._loss(rows, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
-
-    @of_computed
-    def forward_fused(
-        self,
-        hidden: Tensor,
-        lm_head_weight: Tensor,
-        ids: Tensor,
-        views: PolicyViews,
-        old: Tensor | None,
-        advantages: Tensor,
-        ref: Tensor | None = None,
-        *,
-        num_tokens: int | Tensor | None = None,
-        with_entropy: bool = False,
-        lm_head_bias: Tensor | None = None,
-        extra: _checks.Extra | None = None,
-        chunk_size: int | None = None,
-        num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
-        temperature: float = 1.0,
-        softcap: float | None = None,
-        skip_id: int | None = None,
-        backend: str = "auto",
-    ) -> PolicyLossOutput:
-        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
-
-        With ``level="token"`` and each token scored at most once, backward can run only once.
-
-        Args:
-            hidden: ``[K, B, L, D]``, hidden states of the model on ``views.noisy``.
-            lm_head_weight: ``[V, D]``.
-            ids, views, old, advantages, ref, num_tokens, with_entropy: as in :meth:`forward`.
-            lm_head_bias: ``[V]`` or None.
-            extra: {extra}
-            chunk_size: {chunk_size}
-            num_active: upper bound on the number of scored rows of all views; None: read back from a GPU, a host sync.
-                The loss is NaN if the bound is too small.
-            logits_dtype: {logits_dtype}
-            temperature, softcap, skip_id, backend: as in :meth:`forward`.
-
-        Returns:
-            :class:`PolicyLossOutput`.
-
-        Raises:
-            TypeError: as in :meth:`forward`.
-            ValueError: as in :meth:`forward`, ``chunk_size`` < 1, or a ``num_active`` outside [0, number of rows].
             RuntimeError: a second backward pass, if the forward pass computed the gradients.
         """
-        options = Options(
-            Transform(softcap, skip_id=skip_id), check_targets=False, backend=backend, chunk_size=chunk_size,
-            num_active=num_active, logits_dtype=logits_dtype,
-        )  # fmt: skip
-        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
-        return self._loss(rows, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
-
-    def _loss(
-        self, rows: ModelOutput, ids: Tensor, views: PolicyViews, given: tuple[Tensor | None, ...], num_tokens: Count,
-        with_entropy: bool, temperature: float,
-    ) -> PolicyLossOutput:  # fmt: skip
         self._check_settings()
         _checks.check_flags(with_entropy=with_entropy)
-        temperature = _checks.checked_temperature(temperature)
-        _check_rows(rows, ids, views, int(self.shift))
-        rows = rows.transformed(scale=1 / temperature)
-        ids, *given = all_plain(ids, *given)  # type: ignore[assignment]
-        self._check_constants(ids, *given)
+        transform = Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id)
+        rows = ModelOutput.of(logits, Options(transform, check_targets=False, backend=backend), NAMES)
+        ids, old, advantages, ref = all_plain(ids, old, advantages, ref)
+        rows = _checked_rows(rows, ids, views, int(self.shift))
+        self._check_constants(ids, old, advantages, ref)
         self._check_num_tokens(num_tokens)
-        compiling = torch.compiler.is_compiling()  # linear_row_objective would recompute the logits in a graph
-        by_row = not compiling and self.level == "token" and rows.weight is not None and scored_once(views)
+        # In a graph, row_objective would recompute the logits.
+        eager = not torch.compiler.is_compiling() and has_values(rows.x)
+        by_row = eager and self.level == "token" and not rows.stored and scored_once(views)
         if self.shift:  # everything per token moves to the row that predicts it
             ids, views = next_tokens(ids), of_next_tokens(views)
-            given = [shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given]  # type: ignore[assignment]
+            given = old, advantages, ref
+            old, advantages, ref = (shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
-        c = self._constants(views, scored, given, num_tokens, rows.accum_dtype)
+        c = self._constants(views, scored, (old, advantages, ref), num_tokens, rows.accum_dtype)
         if by_row:
             loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
@@ -279,27 +210,38 @@ class PolicyLoss(nn.Module):
         entropy = None if entropy is None else _mean(entropy.detach(), scored)
         return PolicyLossOutput(loss, ratio, clip_fraction, kl, entropy)
 
+    def forward_fused(
+        self, hidden: Tensor, lm_head_weight: Tensor, ids: Tensor, views: PolicyViews, old: Tensor | None,
+        advantages: Tensor, ref: Tensor | None = None, *, num_tokens: Count = None, with_entropy: bool = False,
+        lm_head_bias: Tensor | None = None, extra: _checks.Extra | None = None, chunk_size: int | None = None,
+        num_active: int | None = None, logits_dtype: torch.dtype | None = None, temperature: float = 1.0,
+        softcap: float | None = None, skip_id: int | None = None, backend: str = "auto",
+    ) -> PolicyLossOutput:  # fmt: skip
+        """Compute :meth:`forward` of ``LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, ...)``."""
+        logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, chunk_size, num_active)
+        return PolicyLoss.forward(
+            self, logits, ids, views, old, advantages, ref, num_tokens=num_tokens, with_entropy=with_entropy,
+            temperature=temperature, softcap=softcap, skip_id=skip_id, backend=backend,
+        )  # fmt: skip
+
     def _of_rows(
         self, rows: ModelOutput, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
         objective = self.objective
-        given = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
+        constants = {name: t.expand(scored.shape) for name, t in c._asdict().items() if t is not None}
 
-        def value(stats: RowStats, weights: Tensor, *constants: Tensor) -> Tensor:
-            of_rows = _Constants(**dict(zip(given, constants, strict=True)))
-            scores = weights * stats.log_probs
-            return of_rows.factors * objective(scores, of_rows.old, of_rows.advantages, of_rows.ref)
+        def value(stats: RowStats, weights: Tensor, *values: Tensor) -> Tensor:
+            chunk = _Constants(**dict(zip(constants, values, strict=True)))
+            return chunk.factors * objective(weights * stats.log_probs, chunk.old, chunk.advantages, chunk.ref)
 
-        assert rows.weight is not None
-        out = linear_row_objective(
-            rows.x, rows.weight, ids.expand(scored.shape), value, views.weights, *given.values(), entropy=with_entropy,
-            active=scored, **rows.keywords(),
-        )  # fmt: skip
+        options = replaced(rows.options, with_lse=True, entropy=with_entropy)
+        call = Call(rows.logits, options, ids.expand(scored.shape), scored)
+        out = row_objective_unchecked(call, (views.weights, *constants.values()), fn=value)
         return out.loss, out.log_probs, out.entropy
 
     def _constants(
-        self, views: PolicyViews, scored: Tensor, given: tuple[Tensor | None, ...], num_tokens: Count,
+        self, views: PolicyViews, scored: Tensor, constants: tuple[Tensor | None, ...], num_tokens: Count,
         dtype: torch.dtype,
     ) -> _Constants:  # fmt: skip
         n = supervised_tokens(views)
@@ -311,7 +253,7 @@ class PolicyLoss(nn.Module):
             t = t[:, None] if t.dim() < counted.dim() else t
             return torch.where(counted, t.detach().to(dtype), 0.0)
 
-        old, advantages, ref = map(clean, given)
+        old, advantages, ref = map(clean, constants)
         assert advantages is not None
         return _Constants(counted, self._factors(counted, n, num_tokens, dtype), advantages, old, ref)
 
@@ -347,11 +289,11 @@ class PolicyLoss(nn.Module):
             raise ValueError(f"num_tokens must be None unless normalize is 'tokens', got it with {self.normalize!r}")
 
 
-def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int) -> None:
-    """Validate rows ``[K, B, L, V]`` or ``[K, B, L, D]``, head, ids from column ``shift`` on, views and transform."""
+def _checked_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int) -> ModelOutput:
+    """Validate rows ``[K, B, L, V]`` or ``[K, B, L, D]``, head, ids from column ``shift`` on, views and options."""
+    logits, options, V = checked_logits(NAMES, rows.logits, ids, rows.options)
     names, x = rows.names, rows.x
-    V = _checks.check_rows(names, x, ids, rows.weight, rows.bias)
-    _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if rows.weight is None else "[K, B, L, D]")
+    _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if rows.stored else "[K, B, L, D]")
     _checks.check_ndim("ids", ids, 2, "[B, L]")
     if not isinstance(views, PolicyViews):
         raise TypeError(f"views must be PolicyViews, got {_checks.type_name(views)}")
@@ -361,18 +303,15 @@ def _check_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int) 
     _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
     _checks.check_same_device(names.rows, x, views=views.scored)
     _checks.check_constant("views.weights", views.weights)
-    if rows.weight is not None:
-        _checks.checked_extra(names, x, rows.weight, rows.extra)
-    _checks.checked_transform(V, *rows.options.transform)
-    skip_id = rows.options.transform.skip_id
-    counted = views.scored.any(0)[:, shift:]
-    _checks.check_target_range(None, "ids", ids[:, shift:], V, counted=counted, shift=shift, skip_id=skip_id)
+    counted, ids = views.scored.any(0)[:, shift:], ids[:, shift:]
+    _checks.check_target_range(None, "ids", ids, V, counted=counted, shift=shift, excluded=options.transform.skip_id)
+    return ModelOutput(names, options, logits)
 
 
 def _log_probs(rows: ModelOutput, ids: Tensor, scored: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
     """Compute the log-probability of each scored token, differentiable, and the entropies if requested."""
     ids = ids.expand(scored.shape)
-    if rows.weight is None or entropy:
+    if rows.stored or entropy:
         out = rows.stats(ids, scored, entropy=entropy)
         return out.log_probs, out.entropy
     return -rows.per_row(ids, scored).nll, None

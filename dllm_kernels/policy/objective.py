@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._own_graph import own_graph
+from dllm_kernels import _checks
+from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels.ops import RowStats
+from dllm_kernels.rows._dtypes import accum_dtype
 
 KINDS = ("clip", "cispo", "reinforce")
 KL_KINDS = ("k1", "k2", "k3")
@@ -110,7 +109,6 @@ class PolicyObjective:
         elif self.kl_coef != 0:
             raise ValueError(f"kl must be given for kl_coef={self.kl_coef}, got None")
 
-    @of_computed
     def __call__(
         self, scores: Tensor | RowStats, old: Tensor | None, advantages: Tensor, ref: Tensor | None = None
     ) -> Tensor:
@@ -230,7 +228,6 @@ def score_metrics(
     return ScoreMetrics(ratio, clipped.to(s.dtype), kl)
 
 
-@of_computed
 def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Tensor:
     r"""Compute NLL weights so that the weighted sum of NLLs has the gradient of an objective.
 

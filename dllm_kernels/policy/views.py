@@ -6,7 +6,7 @@ with i over the tokens scored in view k. The expected sum of the weights of a su
 scale of a log-likelihood. Under "coupled" it is 3/2, because each of the three views contributes 1/2.
 
 **Random bits.** Each row has a seed. Draw n of a row is a level and one number per position, as the corruption routines
-draw them under child seed n (``dllm_kernels._random._philox`` documents the layout). ``seeds`` are the seeds of the
+draw them under child seed n (``dllm_kernels.corruption._philox`` documents the layout). ``seeds`` are the seeds of the
 rows. With a generator, one seed per call is drawn from it, and its child seed b is the seed of row b.
 """
 
@@ -19,16 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._corruption._topk import check_start_range
-from dllm_kernels._random import _philox, _seeds
-from dllm_kernels._utils import _checks
-from dllm_kernels._utils._deferred import of_computed
-from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._plain import is_dtensor, plain, readable_without_sync
-from dllm_kernels.corruption import checked_mask_id, checked_start, corrupt_uniform, sample_level
+from dllm_kernels import _checks
+from dllm_kernels._checks._backend import use_triton
+from dllm_kernels._graph._plain import is_dtensor, plain, readable_without_sync
+from dllm_kernels.corruption import _philox, _seeds, checked_mask_id, checked_start, corrupt_uniform, sample_level
+from dllm_kernels.corruption._topk import check_start_range
 from dllm_kernels.losses._common import shift_left
 from dllm_kernels.policy._quadrature import quadrature_rule
+from dllm_kernels.rows._dtypes import accum_dtype
 
 _LEAST_LEVEL = 2.0**-24  # of drawn levels, as in the corruption routines; the maximum is 1 minus this
 _EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)
@@ -75,9 +73,8 @@ class PolicyViews:
             _check_field("num_supervised", self.num_supervised, _checks.INT_DTYPES)
             _checks.check_shape("num_supervised", self.num_supervised, self.scored.shape[1:2], "one per row")
             _checks.check_none_negative("num_supervised", self.num_supervised)
-        _checks.check_same_device(
-            "scored", self.scored, noisy=self.noisy, weights=self.weights, num_supervised=self.num_supervised
-        )
+        others: dict[str, Any] = {name: getattr(self, name) for name in ("noisy", "weights", "num_supervised")}
+        _checks.check_same_device("scored", self.scored, **others)
         if self.scheme is not None:
             _checks.check_choice("scheme", self.scheme, SCHEMES)
 
@@ -85,7 +82,6 @@ class PolicyViews:
         """Yield noisy, scored and weights."""
         return iter((self.noisy, self.scored, self.weights))
 
-    @of_computed
     def token_scores(self, log_probs: Tensor) -> Tensor:
         r"""Score each token: :math:`\sum_k w_{kbi} \, l_{kbi}`.
 
@@ -103,7 +99,6 @@ class PolicyViews:
         log_probs = torch.where(self.scored, _checked_log_probs(log_probs, self), 0.0)
         return (self.weights.to(log_probs.dtype) * log_probs).sum(0)
 
-    @of_computed
     def sequence_scores(self, log_probs: Tensor, *, mean: bool = False) -> Tensor:
         r"""Score each sequence: :math:`S_b = \sum_k \sum_i w_{kbi} \, l_{kbi}`.
 
@@ -141,13 +136,8 @@ def scored_once(views: PolicyViews) -> bool:
 def of_next_tokens(views: PolicyViews) -> PolicyViews:
     """Return views in which row i scores token i + 1. Token 0 is neither scored nor, if a view scores it, counted."""
     n = views.num_supervised
-    return PolicyViews(
-        noisy=views.noisy,
-        scored=shift_left(views.scored, False),
-        weights=shift_left(views.weights, 0),
-        num_supervised=None if n is None else n - views.scored[..., :1].any(0).sum(-1),
-        scheme=views.scheme,
-    )
+    n = None if n is None else n - views.scored[..., :1].any(0).sum(-1)
+    return PolicyViews(views.noisy, shift_left(views.scored, False), shift_left(views.weights, 0), n, views.scheme)
 
 
 def _version(t: Tensor) -> int:
@@ -156,20 +146,11 @@ def _version(t: Tensor) -> int:
 
 
 def policy_views(
-    ids: Tensor,
-    loss_mask: Tensor,
-    mask_token_id: int,
-    scheme: str,
-    *,
-    num: int = 1,
-    level: float | Tensor | None = None,
-    prompt_prob: float = 0.0,
-    step_map: Tensor | None = None,
-    seeds: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    start: Tensor | None = None,
+    ids: Tensor, loss_mask: Tensor, mask_token_id: int, scheme: str, *, num: int = 1,
+    level: float | Tensor | None = None, prompt_prob: float = 0.0, step_map: Tensor | None = None,
+    seeds: Tensor | None = None, generator: torch.Generator | None = None, start: Tensor | None = None,
     backend: str = "auto",
-) -> PolicyViews:
+) -> PolicyViews:  # fmt: skip
     r"""Build noisy views of completions, with the weights of their log-probabilities in the score.
 
     With n supervised tokens in a row and t a level in (0, 1):
@@ -232,7 +213,10 @@ def policy_views(
             tokens that were not generated. A generated token is masked also if it is not supervised.
         seeds: int64 ``[B]``, one seed per row.
         generator: source of random bits if there are no ``seeds``, see :mod:`dllm_kernels.corruption`.
-        start: {start} They are not supervised either.
+        start: int64 ``[B]``, in [0, L], the first column of each row that is not left padding; None: 0. The row is
+            corrupted as if it began there, so that with ``seeds`` it has the same noise as without padding. Columns
+            before it never change. Checked on CPU; on a GPU it is clamped, because a check would cost a host sync. They
+            are not supervised either.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -278,7 +262,6 @@ def policy_views(
     return views
 
 
-@of_computed
 def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     r"""Compute an upper bound on the evidence of each sequence, for completions with negative advantage.
 
@@ -348,17 +331,11 @@ class _ViewArguments(NamedTuple):
 
     def masks(self, level: Tensor, *, exact: bool = False, among: Tensor | None = None) -> Tensor:
         """Draw one mask per draw and row, ``[num, B, L]``, at the levels ``[num, B]``."""
-        shape = (self.num, *self.ids.shape)
-        noise = corrupt_uniform(
-            self.ids.expand(shape).flatten(0, 1),
-            (self.supervised if among is None else among).expand(shape).flatten(0, 1),
-            self.mask_id,
-            level=level.flatten(),
-            exact=exact,
-            seeds=self.seeds.flatten(),
-            start=None if self.start is None else self.start.repeat(self.num),
-            backend=self.backend,
-        )[1]
+        shape, among = (self.num, *self.ids.shape), self.supervised if among is None else among
+        ids, among = (t.expand(shape).flatten(0, 1) for t in (self.ids, among))
+        start = None if self.start is None else self.start.repeat(self.num)
+        of_rows: dict[str, Any] = {"level": level.flatten(), "seeds": self.seeds.flatten(), "start": start}
+        noise = corrupt_uniform(ids, among, self.mask_id, exact=exact, backend=self.backend, **of_rows)[1]
         return noise.view(shape)
 
     def filled(self, value: float, columns: int) -> Tensor:
@@ -428,12 +405,8 @@ def _count(rows: _ViewArguments) -> _Made:
 
 
 def _quadrature(rows: _ViewArguments) -> _Made:
-    rule: Callable[[Tensor, int], Tensor] = quadrature_rule
-    if torch.compiler.is_compiling():
-        from dllm_kernels.policy import _compiled
-
-        rule = _compiled.quadrature_rule
-    level, weight = rule(rows.ids, rows.num)[..., None]
+    (rule,) = quadrature_rule(rows.ids, rows.num)
+    level, weight = rule[..., None]
     scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
     return _Made(scored, scored, weight)
 

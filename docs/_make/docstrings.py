@@ -9,8 +9,6 @@ from typing import Any
 
 import griffe
 
-from dllm_kernels._utils._doc import filled
-
 #: Page of the API reference -> the module whose ``__all__`` it shows.
 PAGES = {
     "losses": "dllm_kernels.losses",
@@ -134,6 +132,4 @@ class Docstrings(griffe.Extension):
         if obj.name == "__init__":
             obj.docstring = None  # it refers readers of ``help()`` to the class, whose page this is
         if obj.docstring is not None:
-            obj.docstring.value = markdown(
-                filled(obj.docstring.value), obj.module.path if not obj.is_module else obj.path
-            )
+            obj.docstring.value = markdown(obj.docstring.value, obj.module.path if not obj.is_module else obj.path)

@@ -31,8 +31,10 @@ ROUTINES = {
 }
 NOISE = {
     "routine": list(ROUTINES),
-    "ids": [torch.int64, torch.int32, torch.int16, torch.int8],
-    "mask": [torch.bool, torch.int64, torch.float32, torch.bfloat16, torch.float64, None],
+    "ids": [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8],
+    "mask": [
+        torch.bool, torch.int64, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, None,
+    ],
     "supervised": ["some", "all", "none"],
     "rows": [3, 1, 0],
     "layout": ["contiguous", "transposed", "strided", "expanded"],
@@ -43,8 +45,8 @@ NOISE = {
     "start": [False, True],
     "eps": [None, 0.0, 1.0],
     "backend": ["torch", "triton"],
-    "around": ["nothing", "inference", "no_grad", "default dtype", "deterministic", "compiled"],
-}
+    "around": ["nothing", "inference", "no_grad", "float64 by default", "bfloat16 by default", "compiled"],
+}  # fmt: skip
 HAS = {name: set(inspect.signature(function).parameters) for name, function in ROUTINES.items()}
 
 
@@ -93,7 +95,8 @@ def options_of(case, ids):
     if case["parts"] == "blocks":
         options["block_size"] = BLOCK
     if case["parts"] == "segments":
-        options["segment_ids"] = torch.randint(-1, 3, (B, L)).sort(1).values
+        dtype = (torch.int64, torch.int32, torch.int16, torch.int8)[torch.randint(4, ())]
+        options["segment_ids"] = torch.randint(-1, 3, (B, L), dtype=dtype)
     if case["routine"] == "mix":
         options |= {"mask_prob": torch.rand(B) / 2, "uniform_prob": torch.rand(B) / 2}
     if case["level"]:
@@ -106,7 +109,8 @@ def surrounding(name):
     return {
         "inference": torch.inference_mode,
         "no_grad": torch.no_grad,
-        "default dtype": lambda: default_dtype(torch.float64),
+        "float64 by default": lambda: default_dtype(torch.float64),
+        "bfloat16 by default": lambda: default_dtype(torch.bfloat16),
     }.get(name, contextlib.nullcontext)()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from dllm_kernels import fused_head
+from dllm_kernels.generate import schedule
 from tests.conftest import DEVICE, every_time
 from tests.support.generation import (
     CHOICES,
@@ -37,7 +38,7 @@ TABLE = {
     "temperature": [0, 1.0, 0.6],
     "truncation": [*TRUNCATIONS, {"top_k": 0, "top_p": 1, "min_p": 0}],
     "plan": PLANS,
-    "cfg_scale": [0, 0.7],
+    "cfg_scale": [0, 0.7, 1.5],
     "suppress_ids": [None, {3, 7, 11}, torch.tensor([2, 4])],
     "eos": ["none", "one", "many", "many, delayed", "many, padded by another"],
     "prompts": ["given", "with holes", "with MASK tokens that stay"],
@@ -53,6 +54,7 @@ TABLE = {
     "ids": [torch.int64, torch.int32, torch.uint8],
     "chunk_size": [None, 1, 5],
     "logits_dtype": [None, torch.float32],
+    "backend": ["torch", "triton"],
 }  # fmt: skip
 OUTPUTS = {
     "tensor": lambda z: z,
@@ -111,7 +113,6 @@ def model_of(chosen):
     model = Dropping(head, chosen["output"])
     if head in OF_PEFT:
         adapt(model, head)
-    model.seen = SimpleNamespace(append=lambda _: None)
     return model.to(DEVICE, chosen["dtype"]).train(chosen["mode"] == "training")
 
     def forward(self, *args, **kwargs):
@@ -137,6 +138,13 @@ def surrounding(name, model):
         yield
 
 
+def steps_of_blocks(step_map, P, options):
+    """Count the steps of each block: each row with a masked token in the block decodes at least one per step."""
+    for start, stop, _ in schedule(N, options.get("block_size") or N, options["steps"], infill=True):
+        block = step_map[:, P + start if start else 0 : P + stop]
+        yield max(len(set(row) - {-1}) for row in block.tolist())
+
+
 def call(chosen, model, ids, on, **options):
     if chosen["around"] == "checkpoint":
         return torch.utils.checkpoint.checkpoint(generate, model, ids, on, **options, use_reentrant=False)
@@ -144,7 +152,7 @@ def call(chosen, model, ids, on, **options):
 
 
 CASES = pairs(TABLE, excluded)
-EVERY_DAY = [number for number, case in enumerate(CASES) if case["head"] not in OF_PEFT][:8]  # its import is slow
+EVERY_DAY = [number for number, case in enumerate(CASES) if case["head"] not in OF_PEFT][:14]  # its import is slow
 
 
 @pytest.mark.parametrize("number", every_time(EVERY_DAY, range(len(CASES))))
@@ -172,7 +180,7 @@ def test_pairs_of_features(number):
     ours = {
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None, "delay_eos": "delayed" in chosen["eos"],
         "pad_token_id": 1 if "another" in chosen["eos"] else None, "infill": infill, **options,
-        **{name: chosen[name] for name in ("suppress_ids", "cfg_scale", "shift", "chunk_size")},
+        **{name: chosen[name] for name in ("suppress_ids", "cfg_scale", "shift", "chunk_size", "backend")},
         "head": model.project if chosen["head"] == "given" else None,
     }  # fmt: skip
     if chosen["around"] == "subclass of int":
@@ -194,7 +202,13 @@ def test_pairs_of_features(number):
         out = call(chosen, model, ids.to(chosen["ids"]), on, **ours, **drawn)
     assert [m.training for m in model.modules()] == modes
     assert not any(t.requires_grad for t in out)
+    assert type(out.ids) is torch.Tensor
     P = ids.shape[1]
+    assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
+    assert torch.equal(out.generated, out.step_map >= 0)
+    if chosen["eos"] == "none":  # no decoded token is cut off
+        assert len(model.seen) == sum(steps_of_blocks(out.step_map, P, options))
+        assert {len(seen) for seen, _ in model.seen} == {len(prompts) * (1 + (chosen["cfg_scale"] > 0))}
     for row, (prompt, seed) in enumerate(zip(prompts, rows.tolist(), strict=True)):
         with torch.no_grad():
             tokens, log_probs, steps = expected(plain, prompt, seed, **of_oracle)

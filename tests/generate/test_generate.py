@@ -17,15 +17,9 @@ from dllm_kernels import DiffusionGeneration, policy_views
 from dllm_kernels.generate import _Tokens, schedule
 from tests.conftest import DEVICE, every_time
 from tests.support.generation import (
-    CHOICES,
-    EOS,
     MASK,
-    OTHERS,
-    PLANS,
     PROMPTS,
     SEEDS,
-    TEMPERATURES,
-    TRUNCATIONS,
     D,
     Encoder,
     N,
@@ -37,44 +31,6 @@ from tests.support.generation import (
     model_of,
     padded,
 )
-
-
-def steps_of_blocks(step_map, P, options):
-    """Count the steps of each block: each row with a masked token in the block decodes at least one per step."""
-    for start, stop, _ in schedule(N, options.get("block_size") or N, options["steps"], infill=True):
-        block = step_map[:, P + start if start else 0 : P + stop]
-        yield max(len(set(row) - {-1}) for row in block.tolist())
-
-
-@pytest.mark.everyday(9)
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: "+".join(other))
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("shift", [False, True])
-@torch.no_grad()
-def test_parity(shift, plan, truncation, temperature, other, choice, backend):
-    """Each row of a batch with left padding has the tokens, log-probabilities and steps of the row alone."""
-    prompts = ([1, MASK, 3, MASK], [4], [5, MASK]) if "infill" in other else PROMPTS
-    model, (ids, on) = model_of(), padded(prompts, before=1)
-    options = {"temperature": temperature, **truncation, **plan, **choice, **other}
-    if "threshold" in choice and plan["steps"] == 6:
-        options["steps"] = None
-    plain, model.shift = copy.deepcopy(model), int(shift)
-    delayed = {"eos_token_id": EOS, "pad_token_id": 0} if "delay_eos" in other else {}
-    out = generate(model, ids, on, shift=shift, seeds=SEEDS, backend=backend, **options, **delayed)
-    P = ids.shape[1]
-    assert torch.equal(out.ids[:, :P][~out.generated[:, :P]], ids[~out.generated[:, :P]])
-    assert [t.dtype for t in out] == [torch.int64, torch.bool, torch.float64, torch.int64]
-    assert_rows_as_expected(out, plain, prompts, **options, **({"eos_token_ids": EOS} if delayed else {}))
-    assert {len(seen) for seen, _ in model.seen} == {len(prompts) * (1 + ("cfg_scale" in other))}
-    ends_early = delayed and "block_size" in plan
-    if not ends_early and not {"threshold", "infill"} & {*choice, *other}:
-        assert len(model.seen) == options["steps"]
-    if not delayed:  # no decoded token is cut off
-        assert len(model.seen) == sum(steps_of_blocks(out.step_map, P, options))
 
 
 @pytest.mark.exhaustive
@@ -121,35 +77,6 @@ def test_steps_are_in_proportion_to_the_tokens(length, size):
             assert 1 <= own <= stop - start
             assert abs(own - steps * (stop - start) / length) < 1
     assert [stop - start for start, stop, _ in plan] == [own for *_, own in plan]
-
-
-def test_one_token_per_step_in_a_short_last_block():
-    model, (ids, on) = model_of(), padded()
-    out = generate(model, ids, on, block_size=4, steps=N)
-    assert len(model.seen) == N
-    assert torch.equal(out.step_map[:, -N:].sort(1).values, torch.arange(N, device=DEVICE).expand(3, -1))
-
-
-@pytest.mark.many_draws
-@pytest.mark.parametrize(
-    "options",
-    [{"remasking": "random"}, {"threshold": 0.2, "steps": None}, {"infill": True, "steps": 9},
-     {"infill": True, "remasking": "random"}, {"infill": True, "position_temperature": 0.1}],
-    ids=str,
-)  # fmt: skip
-def test_a_row_depends_only_on_its_seed_and_prompt(options):
-    """Rows of a batch have other padding, other holes and other numbers of steps than alone."""
-    prompts = ([1, MASK, 3], [4], [5, MASK]) if "infill" in options else PROMPTS
-    model, (ids, on) = model_of(), padded(prompts)
-    options = {"temperature": 0.9, "block_size": 4, **options}
-    whole = generate(model, ids, on, seeds=SEEDS, **options)
-    for row, prompt in enumerate(prompts):
-        alone = generate(model, torch.tensor([prompt], device=DEVICE), seeds=SEEDS[row, None], **options)
-        assert torch.equal(alone.ids[0], whole.ids[row, -alone.ids.shape[1] :])
-        assert torch.equal(alone.step_map[0], whole.step_map[row, -alone.ids.shape[1] :])
-    other = generate(model, ids, on, seeds=SEEDS + 1, **options)
-    assert not torch.equal(other.ids, whole.ids)
-    assert not torch.equal(other.step_map, whole.step_map)
 
 
 @pytest.mark.many_draws
@@ -299,22 +226,6 @@ class Flat(nn.Module):
 
     def forward(self, ids):
         return self.lm_head(self.embedding(ids).flatten(0, 1))
-
-
-OUTPUTS = {
-    "attribute": lambda z: SimpleNamespace(logits=z),
-    "mapping": lambda z: {"loss": None, "logits": z.float()},
-    "tuple": lambda z: (z.contiguous(), None),
-}
-
-
-@pytest.mark.parametrize("change", OUTPUTS.values(), ids=OUTPUTS)
-def test_models_with_other_outputs(change):
-    ids, on = padded()
-    expected = generate(model_of(), ids, on)
-    found = generate(Returning(model_of(), change), ids, on)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert type(found.ids) is torch.Tensor
 
 
 class Careless(Encoder):
@@ -500,22 +411,6 @@ def test_guidance_takes_the_memory_of_one_forward_pass_and_a_chunk(dtype):
     assert guided < plain + 2 * N * vocabulary * dtype.itemsize / 20
 
 
-@pytest.mark.exhaustive
-@torch.no_grad()
-def test_a_lora_head():
-    peft = pytest.importorskip("peft")
-    model, (ids, on) = model_of().float(), padded()
-    config = peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False)
-    adapted = peft.inject_adapter_in_model(config, copy.deepcopy(model))
-    merged, layer = copy.deepcopy(model), adapted.lm_head
-    merged.lm_head.weight += layer.get_delta_weight("default")
-    options = {"temperature": 0.8, "seeds": SEEDS, "block_size": 3, "cfg_scale": 0.7, "suppress_ids": [2]}
-    found, same, plain = (generate(m, ids, on, **options) for m in (adapted, merged, model))
-    assert torch.equal(found.ids, same.ids)
-    assert not torch.equal(found.ids, plain.ids)
-    torch.testing.assert_close(found.log_probs, same.log_probs)
-
-
 @torch.no_grad()
 def test_float32_logits_of_16_bit_operands():
     model, (ids, on) = model_of().bfloat16(), padded()
@@ -546,13 +441,6 @@ def test_no_prompt_no_row_and_masks_of_other_dtypes():
         assert model.seen[-1][1].dtype == dtype
     given = {"attention_mask": torch.cat([on, on.new_ones(3, N)], 1)}
     assert torch.equal(generate(model, ids, model_kwargs=given).ids, expected.ids)
-
-
-def test_mask_tokens_of_the_prompt_stay():
-    model, ids = model_of(), torch.tensor([[1, MASK, 2]], device=DEVICE)
-    out = generate(model, ids, temperature=1.0, seeds=SEEDS[:1])
-    assert out.ids[0, :3].tolist() == [1, MASK, 2]
-    assert (out.ids[0, 3:] != MASK).all()
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ import copy
 import pickle
 import threading
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -319,6 +320,9 @@ TWO = {
     ).total_loss,
     "divergence": lambda y, z, x: dllm_kernels.divergence(y, z, x.p).loss,
     "divergence, tempered": lambda y, z, x: dllm_kernels.divergence(y / 2, z / 2, kind="rkl", softcap=3.0).loss,
+    "divergence, a transform each": lambda y, z, x: dllm_kernels.divergence(
+        y / 2, z * 3, kind="tv", teacher_transform={"scale": 0.5}
+    ).loss,
     "distillation": lambda y, z, x: dllm_kernels.DraftDistillationLoss("kl")(y, z, x.ids, x.masked).total_loss,
     "log-probs": lambda y, z, x: (
         dllm_kernels.token_log_probs(y / 0.5, x.ids, temperature=2.0).log_probs.sum() + z[0, 0].logsumexp(-1)
@@ -355,6 +359,7 @@ def head_loss(x, weights):
 
 REINFORCE = dllm_kernels.PolicyObjective("reinforce")
 DECAY = dllm_kernels.DFlashDecayLoss()
+ROWS = dllm_kernels.ops.LinearLogits(torch.ones(1, B, L, D, device=DEVICE), torch.ones(V, D, device=DEVICE))
 # Functions of log-probabilities; a result without a gradient is a constant.
 DOORS = {
     "token_scores": lambda lp, x: views_of(x).token_scores(lp[None]),
@@ -369,8 +374,8 @@ DOORS = {
 }  # fmt: skip
 CONSTANT_DOORS = {  # the argument must not require a gradient
     "old": lambda lp, x: dllm_kernels.PolicyObjective()(x.old, lp, x.advantages),
-    "fused policy loss": lambda lp, x: dllm_kernels.PolicyLoss(REINFORCE).forward_fused(
-        torch.ones(1, B, L, D, device=DEVICE), torch.ones(V, D, device=DEVICE), x.ids, views_of(x), lp, lp
+    "fused policy loss": lambda lp, x: dllm_kernels.PolicyLoss(REINFORCE)(
+        ROWS, x.ids, views_of(x), lp, lp
     ).loss,
     "dpace_weights": lambda lp, x: dllm_kernels.dpace_weights(lp / -100, x.masked),
     "acceptance_length": lambda lp, x: dllm_kernels.acceptance_length(lp / -100, x.masked, 5, sampling=True),
@@ -380,6 +385,18 @@ CONSTANT_DOORS = {  # the argument must not require a gradient
     "gumbel_topk": lambda lp, x: dllm_kernels.gumbel_topk(lp[0], 3, uniform=torch.full((L,), 0.5, device=DEVICE)),
     "gumbel_topk of rows": lambda lp, x: dllm_kernels.batched_gumbel_topk(lp, 3, seeds=x.ids[:, 0]),
     "gumbel_topk_mask": lambda lp, x: dllm_kernels.gumbel_topk_mask(lp, 3, seeds=x.ids[:, 0]),
+    "uniform numbers": lambda lp, x: dllm_kernels.gumbel_topk_mask(lp * 0, 3, uniform=lp.exp()),
+    "loss mask": lambda lp, x: dllm_kernels.corrupt_uniform(x.ids, -lp, V - 1, seeds=x.ids[:, 0])[1],
+    "loss mask of blocks": lambda lp, x: dllm_kernels.corrupt_blockwise(x.ids, -lp, V - 1, 4, seeds=x.ids[:, 0])[1],
+    "level": lambda lp, x: dllm_kernels.corrupt_uniform(
+        x.ids, x.masked, V - 1, level=lp[:, 0].exp(), seeds=x.ids[:, 0]
+    )[2],
+    "level of views": lambda lp, x: dllm_kernels.policy_views(
+        x.ids, -lp, V - 1, "elbo", level=lp[:, 0].exp(), seeds=x.ids[:, 0]
+    ).weights,
+    "weights of views": lambda lp, x: dllm_kernels.PolicyLoss(dllm_kernels.PolicyObjective(kl="k2", kl_coef=0.1))(
+        ROWS, x.ids, replace(views_of(x), weights=-lp[None]), lp, lp, lp
+    ).loss,
     "row weights": lambda lp, x: head_loss(x, -lp),
     "row objective": lambda lp, x: dllm_kernels.linear_row_objective(
         torch.ones(B, L, D, device=DEVICE), torch.ones(V, D, device=DEVICE), x.ids, lambda s, w: w * s.log_probs, lp

@@ -277,7 +277,7 @@ AFFINE = {
 @pytest.mark.parametrize("name", AFFINE)
 def test_an_affine_function_of_the_nll_is_one_weighted_sum(name, broken, monkeypatch):
     """``broken``: the NLL of a row is NaN, which the plain loss shows too, unless a constant replaces it."""
-    monkeypatch.setattr("dllm_kernels.ops.linear_token_nll", None)
+    monkeypatch.setattr("dllm_kernels.ops.token_nll", None)
 
     def program(model, x):
         x.weights = torch.rand(B, L, generator=torch.Generator().manual_seed(1)).add(0.1).to(DEVICE)
@@ -356,11 +356,11 @@ def nll_loss_of(log_probs, x):
 @pytest.mark.parametrize("name", TOGETHER)
 def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
     calls = []
-    row_stats = dllm_kernels.ops.linear_row_stats
-    monkeypatch.setattr("dllm_kernels.ops.linear_row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1])
+    row_stats = dllm_kernels.ops.row_stats
+    monkeypatch.setattr("dllm_kernels.ops.row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1])
     if "from" not in name:
-        monkeypatch.setattr("dllm_kernels.ops.linear_token_nll", None)
-        monkeypatch.setattr("dllm_kernels.ops.weighted_linear_nll", None)
+        monkeypatch.setattr("dllm_kernels.ops.token_nll", None)
+        monkeypatch.setattr("dllm_kernels.ops.weighted_nll", None)
     assert_same(lambda model, x: TOGETHER[name](model(x.noisy), x))
     assert len(calls) == 1
 

@@ -112,7 +112,7 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
 def test_a_recipe_step_from_hidden_states_computes_no_logits(steps, mode):
     """A step calls one linear op, or two if the encoder also has a loss. Soft caps are passed on."""
     calls = steps["cases"][mode]["calls"]
-    op = "linear_row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
+    op = "row_stats of hidden states" if mode == "scdd" else "weighted_nll of hidden states"
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 
@@ -125,7 +125,7 @@ def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, variant):
     for run, host in zip(runs, case["host"], strict=True):
         torch.testing.assert_close(run["results"], host["results"])
     if variant == "of this package":
-        assert calls == {"weighted_linear_nll of hidden states": len(runs)}
+        assert calls == {"weighted_nll of hidden states": len(runs)}
     else:
         assert "made" not in calls
 

@@ -27,7 +27,7 @@ from dllm_kernels.integrations.transformers import (
     pack_labels,
     unpack_labels,
 )
-from dllm_kernels.ops import weighted_linear_nll
+from dllm_kernels.ops import LinearLogits, weighted_linear_nll
 from reference.mdlm import mdlm_loss
 from tests.conftest import every_time
 from tests.support.hosts import found
@@ -854,6 +854,16 @@ def test_a_bad_count_is_named_as_the_argument_that_it_is():
     labels = torch.full((1, 3), -100)
     with pytest.raises(ValueError, match=r"^num_items_in_batch must not be negative, got -3"):
         mdlm_loss_func((torch.randn(1, 3, 7),), labels, -3)
+
+
+def test_a_record_that_a_model_returns_keeps_its_dtype():
+    ids, loss_mask, _, noise, p = noised()
+    labels = pack_labels(ids % 13, loss_mask, noise, p)
+    hidden, weight = torch.randn(*ids.shape, 4).bfloat16(), torch.randn(13, 4).bfloat16()
+    expected = mdlm_loss_func((hidden.float() @ weight.float().T,), labels)
+    wide, narrow = (LinearLogits(hidden, weight, logits_dtype=dtype) for dtype in (torch.float32, None))
+    torch.testing.assert_close(mdlm_loss_func({"logits": wide}, labels), expected)
+    assert mdlm_loss_func({"logits": narrow}, labels) != mdlm_loss_func({"logits": wide}, labels)
 
 
 @pytest.mark.parametrize("count", [None, 11, torch.tensor(11)])

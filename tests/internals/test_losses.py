@@ -1,5 +1,6 @@
-"""The row ops that a loss runs: their number, backend and chunk sizes."""
+"""Losses: the row ops that a loss runs, their number and chunks, and what is checked before them."""
 
+import functools
 import re
 
 import pytest
@@ -14,10 +15,17 @@ from dllm_kernels import (
     MDLMCrossEntropyLoss,
     SCDDLoss,
 )
-from dllm_kernels._core import _chunks
+from dllm_kernels.mtp import FusedLinearCrossEntropy, calculate_mtp_loss
+from dllm_kernels.ops import WeightedNLL
+from dllm_kernels.rows import _chunks, _setup
 from tests.conftest import DEVICE, usually
 from tests.losses.test_losses import D, V, draw, leaves_of
-from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, value_of
+from tests.mtp.test_mtp import B as BATCH
+from tests.mtp.test_mtp import D as DEPTHS
+from tests.mtp.test_mtp import H, Model, hiddens, labels_with_padding
+from tests.mtp.test_mtp import S as LENGTH
+from tests.ops.test_errors import FLOATS, META, ON, Call, X, Y, all_on, probable, raises
+from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, to_device, value_of
 from tests.support.parity import value_and_grads
 from tests.support.recorded import ReadBack, record_ops
 
@@ -28,7 +36,7 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
-    assert seen[0].x is x
+    assert seen[0].call.x is x
 
 
 BOUNDED = (
@@ -126,6 +134,95 @@ def test_the_chunks_of_scdd(monkeypatch):
         SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=in_call).total_loss
         for own, in_call in ((1024, None), (1024, 3), (None, None))
     )
-    assert [run.keywords["options"].chunk_size for run in seen] == [1024, 3, None]
+    assert [run.call.logits.chunk_size for run in seen] == [1024, 3, None]
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(a, c)
+
+
+@pytest.mark.parametrize("return_per_depth", [False, True])
+def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
+    calls = record_ops(monkeypatch.setattr)
+    calculate_mtp_loss(
+        FusedLinearCrossEntropy(),
+        mtp_per_depth_h=hiddens(),
+        labels=labels_with_padding(),
+        model=Model(),
+        return_per_depth=return_per_depth,
+    )
+    assert [(run.op, run.call.x.shape) for run in calls] == [
+        ("token_nll" if return_per_depth else "weighted_nll", (DEPTHS, BATCH, LENGTH, H))
+    ]
+
+
+@probable
+def test_no_value_is_read_on_another_device(case, monkeypatch):
+    """A meta tensor has no values to read. The primitive is replaced, because it has no kernel for meta tensors."""
+    seen = record_ops(monkeypatch.setattr, WeightedNLL(ON, ON))
+    call = Call(case, "logits")
+    on = {name: t.to(META) for name, t in (call.arguments | all_on(call)).items()}
+    call(**(on | {"p_mask": on["p_mask"] * 2}))
+    assert seen[0].call.weights.device == META
+    message = "p_mask must hold probabilities, got bool"
+    raises(ValueError, message, call, **(on | {"p_mask": on["p_mask"].bool()}))
+
+
+def test_the_ar_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
+    runs = record_ops(monkeypatch.setattr)
+    call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
+    raises(ValueError, f"causal_logits must have dtype {FLOATS}, got int64", call, causal_logits=X.long())
+    raises(
+        ValueError,
+        "causal_logits must have shape (2, 3, 5) to go with target_ids of shape (2, 3), got (2, 2, 5)",
+        call, causal_logits=X[:, :2],
+    )  # fmt: skip
+    assert not runs
+
+
+# Options of a call
+
+
+FORMS = [(case, form) for case in CASES for form in ("logits", "hidden")]
+every_form = pytest.mark.parametrize(("case", "form"), FORMS, ids=lambda value: getattr(value, "name", value))
+
+
+def called(case, form, **options):
+    torch.manual_seed(0)
+    shapes = [(2, 6 * case.width, V)] if form == "logits" else [(2, 6 * case.width, D), (V, D), (V,)]
+    rows, *head = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in shapes)
+    arguments = case.arguments(form, rows, to_device(case.draw(2, 6, V), DEVICE), tuple(head))
+    return case.output(form, arguments, **options)
+
+
+@pytest.mark.everyday(48)
+@every_form
+def test_the_backend(case, form, monkeypatch):
+    requested, torch_primitives = set(), _setup.row_primitives(False)
+    monkeypatch.setattr(_setup, "row_primitives", lambda triton: requested.add(triton) or torch_primitives)
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")  # the backend of a call that names none
+    called(case, form, backend="torch")
+    assert requested <= {False}  # a short path requests none
+    requested.clear()
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "torch")
+    called(case, form, backend="triton")
+    assert requested == {True}
+
+
+@pytest.mark.parametrize("case", [case for case, form in FORMS if form == "hidden"], ids=lambda case: case.name)
+def test_the_size_of_a_chunk(case, monkeypatch):
+    def choose(*_):
+        raise AssertionError("chosen")
+
+    monkeypatch.setattr(_chunks, "choose_chunk", choose)
+    called(case, "hidden", chunk_size=5)
+
+
+def test_the_size_of_a_chunk_in_the_cross_entropy_of_a_distillation(monkeypatch):
+    """Cross-entropy needs no teacher, and therefore runs another op."""
+    sizes = []
+    monkeypatch.setattr(_chunks, "choose_chunk", lambda *_: sizes.append(1) or 4)
+    hidden, weight = torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    targets, mask = torch.zeros(2, 6, dtype=torch.int64, device=DEVICE), torch.ones(2, 6, device=DEVICE)
+    for chunk_size in (5, None):
+        loss = DraftDistillationLoss(kind="ce", chunk_size=chunk_size)
+        loss.forward_fused(hidden, weight, None, targets, mask, block_size=3)
+        assert bool(sizes) is (chunk_size is None)

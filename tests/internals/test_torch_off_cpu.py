@@ -9,10 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
-from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels.distributed import _divergence
 from dllm_kernels.distributed._layout import VocabShard
+from dllm_kernels.rows._divergence import DivergenceRequest
+from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.support.parity import small_blocks
 
 CHUNKS = 2

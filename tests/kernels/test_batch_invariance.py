@@ -16,9 +16,8 @@ STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
 
 
 def run_token_nll(logits, row, **options):
-    out = ops.token_nll(
-        logits, row["id"], active=row["active"], with_lse=True, with_correct=True, with_ids=True, **options
-    )
+    options |= {"with_lse": True, "with_correct": True, "with_ids": True}
+    out = ops.token_nll(logits, row["id"], active=row["active"], **options)
     return (*out, *torch.autograd.grad(out.nll, logits, row["upstream"]))
 
 
@@ -40,10 +39,8 @@ def run_row_stats(logits, row, **options):
     other = row["id"] // 2
     # A skipped id has a NaN log-probability.
     ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)
-    mixture = (row["a"], row["upstream"])
-    out = ops.row_stats(
-        logits, ids, entropy=True, mix=mixture, with_correct=True, with_ids=True, active=row["active"], **options
-    )
+    options |= {"entropy": True, "mix": (row["a"], row["upstream"]), "with_correct": True, "with_ids": True}
+    out = ops.row_stats(logits, ids, active=row["active"], **options)
     total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in out[:4])
     return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
 
@@ -162,7 +159,7 @@ def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
 @pytest.mark.parametrize("V", [1227, 1232, 5])
 @pytest.mark.parametrize("op", OPS)
 def test_kernels(op, V, dtype, steps, monkeypatch):
-    tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+    tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
     monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from dllm_kernels import HybridDiffusionLLMLoss, corruption, ops
-from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._core._divergence_spec import checked_spec
+from dllm_kernels.rows._divergence import DivergenceRequest
+from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.conftest import EXECUTED
 from tests.support.parity import small_tiles
 
 pytest.importorskip("triton")
-from dllm_kernels._backends.triton import _tiles
-from dllm_kernels._backends.triton import divergence as kernel
+from dllm_kernels.backends.triton import _tiles
+from dllm_kernels.backends.triton import divergence as kernel
 
 N, V, D, K = 4, 75, 6, 3  # three tiles of 32 columns, of which a compiled kernel has one per thread
 B, L, MASK = 3, 37, 40

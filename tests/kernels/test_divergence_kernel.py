@@ -10,15 +10,16 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._backends._kinds import ALIASES, NAMES
-from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._utils._transform import Transform
+from dllm_kernels.rows._divergence import DivergenceRequest
+from dllm_kernels.rows._divergence_kinds import ALIASES, NAMES
+from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._transform import Transform
 from tests.conftest import DEVICE, usually
 from tests.support.parity import assert_as_good_as_plain, assert_same_specials, largest, largest_error, poison_empty
+from tests.support.rows import in_separate_memory
 
-kernel = pytest.importorskip("dllm_kernels._backends.triton.divergence")
-tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+kernel = pytest.importorskip("dllm_kernels.backends.triton.divergence")
+tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
 pytestmark = pytest.mark.indices
 
 INF, NAN = math.inf, math.nan
@@ -109,12 +110,8 @@ def assert_as_good_as_the_oracle(kind, dtype, V, steps, run=run_kernel):
     draws = [drawn(V, dtype, seed) for seed in range(6)]
     exact, plain = ([run_oracle(*draw, options, steps, d) for draw in draws] for d in (torch.float64, acc))
     ours = [run(*draw, options, steps) for draw in draws[:1]]
-    both = [
-        reference.transformed(t.double(), **side_steps)
-        for draw in draws
-        for t, side_steps in zip(draw, steps, strict=False)
-    ]
-    terms = max(map(largest, both))
+    sides = [pair for draw in draws for pair in zip(draw, steps, strict=False)]
+    terms = max(largest(reference.transformed(t.double(), **side_steps)) for t, side_steps in sides)
     for place, label in enumerate(LABELS):
         got, e, p = ([run[place] for run in runs] for runs in (ours, exact, plain))
         sums = [V] * 3  # of the softmax of either side, and of the divergence
@@ -235,12 +232,6 @@ def test_every_kind_of_row(kind, dtype):
             assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{label} of {these}", sizes=[V] * sums)
 
 
-def in_separate_memory(t, offset):
-    """Copy the rows to memory with an odd row stride, beginning ``offset`` columns into it."""
-    memory = torch.full((*t.shape[:-1], t.shape[-1] + 5 + t.shape[-1] % 2), NAN, dtype=t.dtype, device=DEVICE)
-    return memory[..., offset : offset + t.shape[-1]].copy_(t)
-
-
 def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
     """Judge the outputs for the rows ``order`` of the oracle; a compiled kernel depends on strides and alignment."""
     for o, e, p, label in zip(found, exact, plain, LABELS, strict=False):
@@ -283,10 +274,8 @@ def test_rows_between_others_are_computed_in_place():
     z, t, rest = drawn(TILE + 13, torch.float32)
     exact, plain = (run_oracle(z, t, rest, KINDS["tv"], ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
     wider = torch.full((2, N // 2 + 2, TILE + 13), NAN, device=DEVICE)
-    mine, teacher = (
-        wider.clone()[:, 1:-1].copy_(z),
-        torch.full((N, 2, TILE + 13), NAN, device=DEVICE)[:, :1].copy_(t.transpose(0, 1)),
-    )
+    mine = wider.clone()[:, 1:-1].copy_(z)
+    teacher = torch.full((N, 2, TILE + 13), NAN, device=DEVICE)[:, :1].copy_(t.transpose(0, 1))
     request = DivergenceRequest(checked_spec("tv"), teacher, rest["weights"], rest["teacher_rows"])
     value, alpha, agree, _ = kernel.divergence(mine, request, with_grad=True)
     assert_rows_as_good_as_plain((value, alpha, mine, agree), exact, plain, TILE + 13)
@@ -296,11 +285,8 @@ def test_rows_between_others_are_computed_in_place():
 @pytest.mark.parametrize("count", [N, 0])
 def test_a_row_missing_in_the_teacher_gives_nan(count):
     V = 2 * TILE
-    z, t, weights = (
-        torch.randn(1, 4, V, device=DEVICE),
-        torch.randn(1, count, V, device=DEVICE),
-        torch.ones(4, device=DEVICE),
-    )
+    z, t = (torch.randn(1, n, V, device=DEVICE) for n in (4, count))
+    weights = torch.ones(4, device=DEVICE)
     rows = torch.tensor([-1, count, count + 2**40, 2**62], device=DEVICE)
     request = DivergenceRequest(checked_spec("kl"), t, weights, rows)
     value, alpha, agree, _ = kernel.divergence(z, request, with_grad=True)

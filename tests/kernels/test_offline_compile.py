@@ -19,11 +19,10 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(3600)
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / "dllm_kernels" / "_backends" / "triton"
+KERNELS = ROOT / "dllm_kernels" / "backends" / "triton"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-DRAWS = ("corrupt", "gumbel", "sample_level")
 # Rows of bfloat16 whose instructions are judged: plain and scaled NLLs, statistics, samples, and kinds of divergences.
 JUDGED = (
     *("[bf16]", "[bf16, correct]", "[bf16, ids]", "[bf16, weight=*fp32]", "[bf16, correct, weight=*fp32]"),
@@ -37,7 +36,7 @@ JUDGED = (
 # tested.
 USUAL = "--kernel [bf16 --kernel [fp32 --kernel [i64 --kernel [u1"
 RUNS = {
-    "real": f"--target sm_90 --target gfx942 {USUAL} " + " ".join(f"--roofline '{n}'" for n in (*JUDGED, *DRAWS)),
+    "real": f"--target sm_90 --target gfx942 {USUAL} " + " ".join(f"--roofline '{n}'" for n in JUDGED),
     "real, other dtypes": "--no-roofline --target sm_90 --target gfx942 --kernel [fp16 --kernel [fp64",
     "real, bf16": "--target sm_80 --target sm_100 --kernel [bf16 --roofline [bf16",
     "real, others": "--target sm_80 --target sm_100 --no-roofline",
@@ -109,14 +108,8 @@ def of_targets(targets):
 )
 def test_nothing_spills(run, target, reports):
     allowed = MOST_BYTES_SPILLED.get((TRITON, target), 0)
-    assert [
-        spilled for spilled in spills([r for r in reports(run) if r["target"] == target]) if spilled[1] > allowed
-    ] == []
-
-
-def test_an_empty_report_fails():
-    with pytest.raises(AssertionError, match="nothing was compiled"):
-        spills([])
+    spilled = spills([r for r in reports(run) if r["target"] == target])
+    assert [(kernel, nbytes) for kernel, nbytes in spilled if nbytes > allowed] == []
 
 
 def jit_functions():
@@ -144,24 +137,6 @@ def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
     rows = [r for r in records if "nll" in r["function"] and r["function"] != "token_nll_merge"]
     assert rows
     assert [r["kernel"] for r in rows if r["widest_access"] != 16] == []
-
-
-@exhaustive
-def test_the_instructions_of_a_draw_are_counted(reports):
-    records = [r for r in usual(reports, "sm_90") if any(name in r["kernel"] for name in DRAWS)]
-    slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
-    # Ten rounds of two 64-bit products give four words. A draw of half a word costs less than five such products.
-    # products.
-    assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
-    assert {r["function"] for r in records if r["kernel"] in slots} == {
-        "corrupt_independent", "corrupt_mix", "corrupt_topk", "corrupt_topk_long", "gumbel_topk", "gumbel_topk_long",
-        "sample_level",
-    }  # fmt: skip
-    nothing_drawn = {r["kernel"] for r in records} - set(slots)
-    assert {kernel for kernel in nothing_drawn if "uniform" not in kernel} == {
-        "corrupt_independent[i64, blocks=1, KIND=2]"
-    }
-    assert len(nothing_drawn) > 1
 
 
 WITH_ARGMAX = re.compile("correct|ids")
@@ -198,10 +173,8 @@ def test_every_row_kernel_is_counted(target, reports):
     forward, gradient = ({(which,), (which, "correct"), (which, "ids")} for which in ("forward", "gradient"))
     assert set(found.pop("token_nll_bwd")) == {("gradient",)}
     assert set(found.pop("linear_nll_rows")) == forward | gradient
-    assert {kernel: set(passes) for kernel, passes in found.items()} == {
-        "token_nll_fwd": forward,
-        "token_nll_fwd_split": forward,
-    }
+    passes = {kernel: set(passes) for kernel, passes in found.items()}
+    assert passes == {"token_nll_fwd": forward, "token_nll_fwd_split": forward}
 
 
 @exhaustive
@@ -212,16 +185,6 @@ def test_weights_cost_nothing_per_element(target, reports):
     weighed = {kernel: kernel.replace(f", {word}", "") for kernel in slots for word in WEIGHTS if word in kernel}
     assert {kernel.partition("[")[0] for kernel in weighed} == {"token_nll_fwd", "token_nll_fwd_split", "token_nll_bwd"}
     assert [kernel for kernel, plain in weighed.items() if slots[kernel] > 1.02 * slots[plain]] == []
-
-
-@exhaustive
-@pytest.mark.every_case  # those that are judged have one
-def test_every_kernel_over_rows_has_a_roofline(reports):
-    names = ("nll", "row_stats", "divergence")
-    rows = [r for r in counted(reports, "sm_80") if any(name in r["function"] for name in names)]
-    rows = [r for r in rows if not r["function"].endswith("merge")]
-    assert len({r["function"] for r in rows}) >= 8
-    assert [r["kernel"] for r in rows if not r["passes"]] == []
 
 
 @exhaustive
@@ -248,11 +211,9 @@ def test_few_issue_slots_of_a_sample(target, reports):
     found = {r["kernel"]: r["passes"] for r in counted(reports, target) if r["function"] == "sample"}
     slots = {kernel: [p["slots"] for p in passes] for kernel, passes in found.items()}
     assert slots.keys() == MOST_SLOTS_OF_SAMPLES.keys()
-    assert {
-        kernel: each
-        for kernel, each in slots.items()
-        if len(each) != 1 or each[0] > OF_TRITON_3_9 * MOST_SLOTS_OF_SAMPLES[kernel]
-    } == {}
+    assert {kernel: len(each) for kernel, each in slots.items() if len(each) != 1} == {}
+    most = {kernel: OF_TRITON_3_9 * slots for kernel, slots in MOST_SLOTS_OF_SAMPLES.items()}
+    assert {kernel: each for kernel, each in slots.items() if each[0] > most[kernel]} == {}
 
 
 @exhaustive

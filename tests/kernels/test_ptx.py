@@ -3,10 +3,8 @@
 import contextlib
 import math
 import operator
-import re
 import struct
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from tests.conftest import EXECUTED
 if not EXECUTED:
     pytest.skip("the executor of PTX is tested by `make ptx`", allow_module_level=True)
 
-from tools.ptx import arithmetic, threads
+from tools.ptx import arithmetic, memory, threads
 from tools.ptx.memory import FaultError
 from tools.ptx.threads import Launch, launch
 
@@ -45,11 +43,15 @@ def execute(body, inputs, *outputs, count=N, shared=0, programs=1):
     registers = ".reg .pred %p<9>;\n.reg .b16 %rs<9>;\n.reg .b32 %r<9>;\n.reg .b64 %rd<9>;\n.reg .b32 %thread, %tid;\n"
     start = f"mov.u32 %tid, %tid.x;\nmov.u32 %r0, %ctaid.x;\nmad.lo.s32 %thread, %r0, {count}, %tid;\n"
     text = f".visible .entry k(\n{parameters}\n)\n.reqntid {count}\n{{\n{registers}{declared}{start}{loads}{body}\n"
-    tensors = [torch.from_numpy(x) for x in (*inputs, *outputs)]
-    pointers = [struct.pack("<Q", t.data_ptr()) for t in tensors]
-    named = [*zip(names, tensors, strict=True)]
-    launch(Launch("k", f"{text}{stores}ret;\n}}\n", (programs, 1, 1), shared, pointers, named))
+    tensors = [*zip(names, map(torch.from_numpy, (*inputs, *outputs)), strict=True)]
+    pointers = [struct.pack("<Q", tensor.data_ptr()) for _, tensor in tensors]
+    launch(Launch("k", f"{text}{stores}ret;\n}}\n", (programs, 1, 1), shared, pointers, tensors))
     return outputs if len(outputs) > 1 else outputs[0]
+
+
+def execute_one(instruction, operands, result):
+    """Execute an instruction that writes ``%o0`` and reads ``%a0, %a1, ...``."""
+    return execute(f"{instruction} %o0, {', '.join(f'%a{k}' for k in range(len(operands)))};", operands, result)
 
 
 def drawn(dtype, seed=0):
@@ -75,9 +77,17 @@ def quotient(a, b):
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
-def extracted(a, first, count, signed):
-    bits = a >> first & (1 << count) - 1
-    return bits - (1 << count) if signed and bits >> (count - 1) & 1 else bits
+def multiply_add(a, b, c):
+    return a * b + c
+
+
+def extracted(a, first, count):
+    return a >> first & (1 << count) - 1
+
+
+def extracted_signed(a, first, count):
+    bits = extracted(a, first, count)
+    return bits - (1 << count) if bits >> (count - 1) & 1 else bits
 
 
 def inserted(a, b, first, count):
@@ -92,50 +102,34 @@ def permuted(a, b, selector):
 
 
 SHIFTS = np.arange(N, dtype=np.uint32)  # beyond 32 bits, too
-FIRST, COUNT = np.arange(N, dtype=np.uint32) % 20, 1 + np.arange(N, dtype=np.uint32) % 12
-# Instruction -> function of Python integers, and operands that are not drawn.
-INTEGERS = {
-    **{f"add.{t}": (operator.add,) for t in ("s16", "s32", "s64")},
-    **{f"sub.{t}": (operator.sub,) for t in ("s32", "s64")},
-    **{f"mul.lo.{t}": (operator.mul,) for t in ("s32", "s64")},
-    **{f"mad.lo.{t}": (lambda a, b, c: a * b + c,) for t in ("s32", "s64")},
-    **{f"mul.wide.{t}": (operator.mul,) for t in ("u32", "s32")},
-    **{f"mad.wide.{t}": (lambda a, b, c: a * b + c,) for t in ("u32", "s32")},
-    "mul.hi.u64": (lambda a, b: a * b >> 64,),
-    **{f"min.{t}": (min,) for t in ("s32", "u32", "s64", "u64")},
-    **{f"max.{t}": (max,) for t in ("s32", "u32", "s64", "u64")},
-    **{f"and.{t}": (operator.and_,) for t in ("b16", "b32", "b64")},
-    **{f"or.{t}": (operator.or_,) for t in ("b16", "b32", "b64")},
-    **{f"xor.{t}": (operator.xor,) for t in ("b16", "b32", "b64")},
-    **{f"not.{t}": (operator.invert,) for t in ("b16", "b32", "b64")},
-    **{f"neg.{t}": (operator.neg,) for t in ("s32", "s64")},
-    **{f"shl.b{n}": (lambda a, k, n=n: a << k if k < n else 0, SHIFTS) for n in (16, 32, 64)},
-    **{f"shr.{t}": (operator.rshift, SHIFTS) for t in ("u16", "u32", "s32", "u64", "s64")},
-    **{f"bfe.{t}": (lambda a, k, n, t=t: extracted(a, k, n, t[0] == "s"), FIRST, COUNT) for t in ("u32", "s32", "u64")},
-    "bfi.b32": (inserted, FIRST, COUNT),
-    "bfi.b64": (inserted, FIRST, COUNT),
-    "div.s32": (quotient, np.where(drawn("i4", 5) == 0, 7, drawn("i4", 5))),
-    "popc.b32": (int.bit_count,),
-    "popc.b64": (int.bit_count,),
-    **{f"cvt.{t}": (lambda a: a,) for t in ("u64.u32", "s64.s32", "s64.s16", "u16.u32", "u32.u64", "u16.u64")},
-}
+FIRST, COUNT = SHIFTS % 20, 1 + SHIFTS % 12
+# (instruction, its types, function of Python integers, number of operands that are drawn, other operands)
+INSTRUCTIONS = [
+    ("add", "s16 s32 s64", operator.add, 2), ("sub", "s32 s64", operator.sub, 2), ("neg", "s32 s64", operator.neg, 1),
+    ("mul.lo", "s32 s64", operator.mul, 2), ("mad.lo", "s32 s64", multiply_add, 3),
+    ("mul.wide", "u32 s32", operator.mul, 2), ("mad.wide", "u32 s32", multiply_add, 3),
+    ("mul.hi", "u64", lambda a, b: a * b >> 64, 2),
+    ("div", "s32", quotient, 1, np.where(drawn("i4", 5) == 0, 7, drawn("i4", 5))),
+    ("min", "s32 u32 s64 u64", min, 2), ("max", "s32 u32 s64 u64", max, 2),
+    ("and", "b16 b32 b64", operator.and_, 2), ("or", "b16 b32 b64", operator.or_, 2),
+    ("xor", "b16 b32 b64", operator.xor, 2), ("not", "b16 b32 b64", operator.invert, 1),
+    ("shl", "b16 b32 b64", operator.lshift, 1, SHIFTS), ("shr", "u16 u32 s32 u64 s64", operator.rshift, 1, SHIFTS),
+    ("bfe", "u32 u64", extracted, 1, FIRST, COUNT), ("bfe", "s32", extracted_signed, 1, FIRST, COUNT),
+    ("bfi", "b32 b64", inserted, 2, FIRST, COUNT), ("popc", "b32 b64", int.bit_count, 1),
+    ("cvt", "u64.u32 s64.s32 s64.s16 u16.u32 u32.u64 u16.u64", int, 1),
+]  # fmt: skip
+INTEGERS = {f"{name}.{kind}": rest for name, kinds, *rest in INSTRUCTIONS for kind in kinds.split()}
 
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers(name):
-    function, *given = INTEGERS[name]
+    function, count, *others = INTEGERS[name]
     kind = dtype_of(name.rpartition(".")[2])
     result = np.dtype(f"{kind.kind}8") if "wide" in name else dtype_of(name.split(".")[1]) if "cvt" in name else kind
-    count = function.__code__.co_argcount - len(function.__defaults__ or ()) if hasattr(function, "__code__") else 2
-    count = 1 if function in (operator.invert, operator.neg, int.bit_count) else count
-    operands = [drawn(kind, k) for k in range(count - len(given))] + given
-    if name.startswith("mad.wide"):
-        operands[2] = drawn(result, 2)
-    if name.startswith("popc"):
-        result = np.dtype("u4")
-    found = execute(f"{name} %o0, {', '.join(f'%a{k}' for k in range(count))};", operands, result)
+    operands = [drawn(result if "wide" in name and k == 2 else kind, k) for k in range(count)] + others
+    result = np.dtype("u4") if "popc" in name else result
     wanted = [wrapped(function(*numbers), result) for numbers in zip(*(x.tolist() for x in operands), strict=True)]
-    assert found.tolist() == wanted
+    assert execute_one(name, operands, result).tolist() == wanted
 
 
 @pytest.mark.parametrize("selector", [0x3340, 0x5410, 0x7770, 0x0123, 0xBA98, 0xF4C1], ids=hex)
@@ -159,7 +153,7 @@ def is_rounded(exact, found):
 
 FLOATS = {
     "add": operator.add, "sub.rn": operator.sub, "mul": operator.mul, "div.rn": operator.truediv,
-    "fma.rn": lambda a, b, c: a * b + c,
+    "fma.rn": multiply_add,
 }  # fmt: skip
 
 
@@ -168,9 +162,7 @@ FLOATS = {
 def test_floats_are_rounded_once(name, kind):
     function = FLOATS[name]
     operands = [drawn(dtype_of(kind), k) for k in range(3 if name == "fma.rn" else 2)]
-    found = execute(
-        f"{name}.{kind} %o0, {', '.join(f'%a{k}' for k in range(len(operands)))};", operands, dtype_of(kind)
-    )
+    found = execute_one(f"{name}.{kind}", operands, dtype_of(kind))
     with np.errstate(all="ignore"):
         plain = function(*operands)
     for x, y, numbers in zip(found, plain, zip(*operands, strict=True), strict=True):
@@ -207,7 +199,7 @@ def test_comparisons(kind):
     a, b = (drawn(dtype_of(kind), k) for k in range(2))
     b[::3] = a[::3]
     for name, function in COMPARISONS.items() if kind[0] == "f" else ORDERED.items():
-        compared = f"setp.{'neu' if name == 'neu' else name}.{kind} %p1, %a0, %a1;"
+        compared = f"setp.{name}.{kind} %p1, %a0, %a1;"
         body = f"{compared} selp.b32 %o0, 1, 0, %p1; not.pred %p2, %p1; mov.b32 %o1, 2; @%p2 mov.b32 %o1, 3;"
         found, guarded = execute(body, [a, b], "u4", "u4")
         wanted = [bool(function(x, y)) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
@@ -215,9 +207,11 @@ def test_comparisons(kind):
         assert guarded.tolist() == [2 if w else 3 for w in wanted], name
 
 
-@pytest.mark.parametrize("name", ["bf16", "f16"])
-def test_two_comparisons_of_16_bits(name):
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[name]
+OF_16_BITS = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@pytest.mark.parametrize(("name", "dtype"), OF_16_BITS.items())
+def test_two_comparisons_of_16_bits(name, dtype):
     a, b = drawn("u4"), drawn("u4", 1)
     b[::3], b[1::3] = a[::3], a[1::3] ^ (1 << 20)
     halves = [torch.from_numpy(x.view("u2").copy()).view(dtype).view(N, 2).double() for x in (a, b)]
@@ -234,9 +228,8 @@ def same_bits_or_nan(found, wanted):
     return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
 
 
-@pytest.mark.parametrize("name", ["bf16", "f16"])
-def test_floats_of_16_bits(name):
-    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[name]
+@pytest.mark.parametrize(("name", "dtype"), OF_16_BITS.items())
+def test_floats_of_16_bits(name, dtype):
     x, y = drawn("f4"), (300 * np.random.default_rng(1).standard_normal(N)).astype("f4")
     wanted = [torch.from_numpy(t).to(dtype) for t in (x, y)]
     body = f"cvt.rn.{name}.f32 %o0, %a0; cvt.rn.{name}x2.f32 %o1, %a0, %a1; cvt.f32.{name} %o2, %a2;"
@@ -256,14 +249,12 @@ def test_conversions_are_rounded(name):
     assert all(is_rounded(Fraction(a), b) for a, b in zip(x.tolist(), found, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("how", "function"), [("rzi", np.trunc), ("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil)]
-)
-def test_floats_become_whole(how, function):
+@pytest.mark.parametrize(("how", "whole"), [("rzi", np.trunc), ("rni", np.rint), ("rmi", np.floor), ("rpi", np.ceil)])
+def test_floats_become_whole(how, whole):
     x = drawn("f4")
-    whole, floored = execute(f"cvt.{how}.s32.f32 %o0, %a0; cvt.rmi.ftz.f32.f32 %o1, %a0;", [x], "i4", "f4")
-    clamped = [0 if v != v else int(min(max(float(function(v)), -(2**31)), 2**31 - 1)) for v in x.tolist()]
-    assert whole.tolist() == clamped
+    integers, floored = execute(f"cvt.{how}.s32.f32 %o0, %a0; cvt.rmi.ftz.f32.f32 %o1, %a0;", [x], "i4", "f4")
+    clamped = [0 if v != v else int(min(max(float(whole(v)), -(2**31)), 2**31 - 1)) for v in x.tolist()]
+    assert integers.tolist() == clamped
     np.testing.assert_equal(floored, np.floor(np.where(abs(x) < 2.0**-126, 0, x)))
 
 
@@ -273,9 +264,8 @@ def test_approximations_are_within_the_bounds_of_the_manual(far, monkeypatch):
     x = np.append(np.random.default_rng(0).uniform(-30, 30, N - 4), [0, 1, -math.inf, math.nan]).astype("f4")
     positive, wide = abs(drawn("f4", 1)), drawn("f8", 2)
     body = "ex2.approx.ftz.f32 %o0, %a0; lg2.approx.ftz.f32 %o1, %a1; div.full.f32 %o2, %a0, %a1;"
-    found = execute(
-        body + "rcp.approx.ftz.f64 %o3, %a2; abs.ftz.f32 %o4, %a1;", [x, positive, wide], "f4", "f4", "f4", "f8", "f4"
-    )
+    body += "rcp.approx.ftz.f64 %o3, %a2; abs.ftz.f32 %o4, %a1;"
+    found = execute(body, [x, positive, wide], "f4", "f4", "f4", "f8", "f4")
     with np.errstate(all="ignore"):
         normal = np.where(positive < 2.0**-126, 0, positive).astype("f8")
         wanted = [np.exp2(x.astype("f8")), np.log2(normal), x.astype("f8") / positive, 1 / wide]
@@ -298,7 +288,6 @@ def test_registers_are_packed_and_split():
     assert swapped.tolist() == [v >> 32 | (v & 0xFFFFFFFF) << 32 for v in x.tolist()]
 
 
-LANE = np.arange(N) % 32
 SHUFFLED = {
     "bfly": ("4, 31", lambda t: t ^ 4), "up": ("2, 0", lambda t: t - 2 if t % 32 >= 2 else t),
     "down": ("8, 31", lambda t: t + 8 if t % 32 < 24 else t), "idx": ("%a1, 31", lambda t: t - t % 32 + t * 7 % 32),
@@ -336,9 +325,8 @@ def test_matrices_in_shared_memory(trans):
         assert got.tolist() == np.ascontiguousarray(matrix).view("u4").ravel().tolist()
     store = f"shl.b32 %r1, %tid, 4; stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [%r1], {{%a0, %a1, %a2, %a3}};"
     back = f"bar.warp.sync -1; ld.shared.v4.b32 {{{registers}}}, [%r1];"
-    assert (
-        np.stack(execute(store + back, found, *["u4"] * 4, count=32, shared=512), 1).tolist() == m.view("u4").tolist()
-    )
+    stored = execute(store + back, found, *["u4"] * 4, count=32, shared=512)
+    assert np.stack(stored, 1).tolist() == m.view("u4").tolist()
 
 
 THROUGH_SHARED = "shl.b32 %r2, %tid, 2; st.shared.b32 [%r2], %a0; {} sub.s32 %r4, 252, %r2; ld.shared.b32 %o0, [%r4];"
@@ -373,10 +361,7 @@ FAULTS = {
     "a shuffle with other members": ("shfl.sync.bfly.b32 %o0, %a0, 1, 31, 255;", "only some of its threads"),
     "shared memory that nobody wrote": ("shl.b32 %r2, %tid, 2; ld.shared.b32 %o0, [%r2];", "nobody wrote"),
     "beyond shared memory": ("mov.b32 %o0, 0; shl.b32 %r2, %tid, 3; st.shared.b32 [%r2], %o0;", "bytes of shared"),
-    "a misaligned vector": (
-        "mov.b32 %o0, 0; add.s64 %rd1, %at0, 4; st.global.v2.b32 [%rd1], {%o0, %o0};",
-        "misaligned",
-    ),
+    "a misaligned vector": ("add.s64 %rd1, %at0, 4; st.global.v2.b32 [%rd1], {%a0, %a0};", "misaligned"),
     "a loop without an end": ("mov.b32 %o0, 0;\n$L1:\nbra.uni $L1;", "endless"),
 }
 
@@ -400,7 +385,7 @@ def test_faults_of_instructions_are_found(name, monkeypatch):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_the_first_of_different_values_at_one_place_may_stay(first, monkeypatch):
-    monkeypatch.setattr(threads, "FIRST_STAYS", first)
+    monkeypatch.setattr(memory, "FIRST_STAYS", first)
     body = "mov.b32 %r1, 0; st.shared.b32 [%r1], %tid; bar.sync 0; ld.shared.b32 %o0, [%r1];"
     with contextlib.nullcontext() if first else fault("different values"):
         assert execute(body, [], "u4", shared=4).tolist() == [0] * N
@@ -412,11 +397,3 @@ def test_the_first_of_different_values_at_one_place_may_stay(first, monkeypatch)
 def test_unknown_instructions_are_errors(body):
     with pytest.raises(NotImplementedError, match="PTX"):
         execute(body, [drawn("u4")], "u4")
-
-
-def test_every_function_of_the_executor_is_tested():
-    """Each function that an instruction calls is mentioned by a test above, by the name of the instruction."""
-    from tools.ptx.translate import _OF_FLOATS, _OF_INTEGERS
-
-    source = re.sub(r"\W", " ", Path(__file__).read_text()).split()
-    assert {name.split(".")[0] for name in (*_OF_FLOATS, *_OF_INTEGERS)} <= {*source}

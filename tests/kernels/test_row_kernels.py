@@ -18,12 +18,13 @@ from tests.support.parity import (
     poison_empty,
     value_and_grads,
 )
+from tests.support.rows import in_separate_memory
 
 pytestmark = pytest.mark.indices
 
-token_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.token_nll")
-linear_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.linear_nll")
-tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+token_nll_kernels = pytest.importorskip("dllm_kernels.backends.triton.token_nll")
+linear_nll_kernels = pytest.importorskip("dllm_kernels.backends.triton.linear_nll")
+tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
 
 INF, NAN = math.inf, math.nan
 TILE = 512  # of one warp: four 16-byte accesses per thread for float32, two for 16 bits
@@ -96,14 +97,6 @@ def exact_and_plain(logits, targets, scale):
     return (*both, reference.argmax_match(logits, targets))
 
 
-def in_separate_memory(logits, offset):
-    """Copy the rows to memory with an odd row stride, beginning ``offset`` columns into it."""
-    N, V = logits.shape
-    memory = torch.full((N, V + 5 + (V % 2)), NAN, dtype=logits.dtype, device=DEVICE)
-    view = memory[:, offset : offset + V]
-    return view.copy_(logits)
-
-
 # Each returns (nll, gradient, (argmax match, argmax), factor by which the gradient is still to be multiplied).
 
 
@@ -161,21 +154,21 @@ def test_every_kind_of_row(path, V, dtype, offset, monkeypatch):
 @pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
 def test_skipped_rows_and_rows_of_weight_0_are_written_as_zeros(path, V, offset):
     """Memory beside the rows is not written."""
-    skipped, weightless, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # rows at any alignment relative to 16 bytes
+    skipped, zero_scale, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # rows at any alignment relative to 16 bytes
     logits = in_separate_memory(torch.full((10, V), NAN, device=DEVICE), offset)
     logits[read] = torch.randn(len(read), V, device=DEVICE)
     targets, scale = torch.full((10,), 4, device=DEVICE), torch.full((10,), 2.0, device=DEVICE)
-    targets[skipped], scale[weightless] = -100, 0
+    targets[skipped], scale[zero_scale] = -100, 0
     ids = logits.argmax(1)
     nll, grad, (correct, best), factor = path(logits, targets, scale)
     grad = grad * factor
     assert (nll[skipped] == 0).all()
-    assert nll[weightless].isnan().all()
-    assert not correct[skipped + weightless].any()
+    assert nll[zero_scale].isnan().all()
+    assert not correct[skipped + zero_scale].any()
     assert best[skipped].eq(-100).all()
-    assert best[weightless].eq(0).all()
+    assert best[zero_scale].eq(0).all()
     assert torch.equal(best[read], ids[read])
-    assert (grad[skipped + weightless] == 0).all()
+    assert (grad[skipped + zero_scale] == 0).all()
     assert (grad[read] != 0).all()
     beside = logits._base.clone()
     beside[:, offset : offset + V] = NAN

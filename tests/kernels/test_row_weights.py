@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_kernels import HybridDiffusionLLMLoss, MDLMCrossEntropyLoss
-from dllm_kernels._backends._primitives import row_primitives
+from dllm_kernels.rows._primitives import row_primitives
 from tests.conftest import DEVICE
 
 B, L, V = 3, 700, 5  # more positions than a program of the kernel has

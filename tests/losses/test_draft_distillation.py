@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels import DraftDistillationLoss, acceptance_length, acceptance_stats, dpace_weights, linear_divergence
+from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
 from tests.support import trainers
 from tests.support.parity import value_and_grads
@@ -542,6 +543,26 @@ def test_bad_settings(error, message, settings):
     i = drawn()
     with pytest.raises(error, match="^" + re.escape(message)):
         total(loss, "hidden", i, i.hidden, i.head)
+
+
+@pytest.mark.parametrize("stored", ["", "draft", "teacher"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "settings", [{"chunk_size": 2}, {"position_weights": "dpace", "confidence": "teacher"}], ids=labelled
+)
+def test_each_model_has_stored_logits_or_a_record(stored, packed, settings):
+    i = drawn(dtype=torch.float64)
+    h, teacher, targets, mask = (t[0] if packed else t for t in (i.hidden, i.teacher, i.targets, i.mask))
+    own = torch.randn(V, D, dtype=torch.float64, device=DEVICE)
+    capped = 2.0 * torch.tanh(F.linear(teacher, own) / 2.0)
+    loss = DraftDistillationLoss({"tv": 1.0, "kl": 0.5}, temperature=1.4, **settings)
+
+    def of_records(h, w):
+        z = F.linear(h, w) if stored == "draft" else LinearLogits(h, w)
+        q = capped if stored == "teacher" else LinearLogits(teacher, own, softcap=2.0)
+        return loss(z, q, targets, mask).total_loss
+
+    assert_same(of_records, lambda h, w: loss(F.linear(h, w), capped, targets, mask).total_loss, h, i.head)
 
 
 X, Y, ON, W = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3), torch.randn(5, 4)

@@ -34,8 +34,9 @@ from dllm_kernels import (
     fused_head,
     scdd_schedule,
 )
+from dllm_kernels.ops import LinearLogits, linear_token_nll
 from tests.conftest import DEVICE
-from tests.support.cases import BLOCK, BY_NAME, CASES, FIRSTS, LOSSES, MASK_ID, SUMS, to_device, upstream_for
+from tests.support.cases import BLOCK, BY_NAME, CASES, FIRSTS, LOSSES, MASK_ID, SUMS, to_device, upstream_for, value_of
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -675,6 +676,34 @@ def test_parts_of_a_step_add_up(form):
         whole = value(slice(None)).total_loss
         parts = [value(part, **counts[normalize]) for part in (slice(3), slice(3, 9), slice(9, 12))]
         torch.testing.assert_close(sum(part.total_loss for part in parts), whole)
+
+
+@cases([case for case in FIRSTS if case.name != "distillation"] + [BY_NAME["dflash, dpace"]])
+def test_a_record_in_the_place_of_logits_gives_the_bits_of_the_form_from_hidden_states(case):
+    inputs = draw(case, 2, 6)
+    leaves = [torch.randn(size, device=DEVICE) for size in ((2, 6 * case.width, D), (V, D), (V,))]
+
+    def from_record(h, w, b):
+        arguments = case.arguments("hidden", h, inputs)
+        rows = {case.rows[1]: case.rows[0], "causal_hidden": "causal_logits"}
+        records = {
+            rows[name]: LinearLogits(arguments.pop(name), w, b, chunk_size=5) for name in rows.keys() & arguments
+        }
+        return value_of(case.output("logits", records | arguments))
+
+    upstream = upstream_for(case, 2, 6)
+    expected = value_and_grads(lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=5), leaves, upstream)
+    for found, wanted in zip(value_and_grads(from_record, leaves, upstream), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_record_in_the_place_of_logits_of_the_nll_per_token():
+    ids, options = draw(BY_NAME["mdlm"], 2, 6)["target_ids"], {"softcap": 2.0, "skip_id": 3}
+    h, w = torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    ids = torch.where(ids == 3, 4, ids)
+    for record in (LinearLogits(h, w), LinearLogits(h, w, **options)):
+        nll = compute_per_token_nll(record, ids, **({} if record.softcap else options))
+        assert torch.equal(nll, linear_token_nll(h, w, ids, **options).nll)
 
 
 SETTINGS_OF_DRAFTS = {

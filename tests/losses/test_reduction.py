@@ -129,7 +129,7 @@ def test_an_unknown_reduction_is_rejected_also_when_assigned(case, value):
                 case._of(loss, form)(**arguments)
 
 
-# Other losses have the code of these, of the logged rows in tests/internals/test_compile.py, or of their summed form.
+# Other losses have the code of these, of the logged rows in tests/ops/test_compile.py, or of their summed form.
 COMPILED = usually(["distillation, rows", "idlm, rows", "scdd, counted, rows"], [case.name for case in ROWS])
 COMPILED = [pytest.param(*p.values, form, marks=p.marks) for p, form in zip(COMPILED, cycle(("hidden", "logits")))]
 

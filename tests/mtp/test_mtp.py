@@ -17,7 +17,8 @@ from dllm_kernels.mtp import (
     calculate_loss,
     calculate_mtp_loss,
 )
-from dllm_kernels.mtp.head import head_weight
+from dllm_kernels.mtp.depths import head_weight
+from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
 from tests.support.parity import assert_parity
 
@@ -452,6 +453,72 @@ def test_pipeline_with_depth_logits():
     logits = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(D + 1)]
     expected = reference.masked_cross_entropy(logits[0], labels) + reference.mtp_loss(logits[1:], labels, 0.1).loss
     torch.testing.assert_close(PipelineCausalLMLoss(MaskedCrossEntropy(), model)(tuple(logits), labels), expected)
+
+
+def records(hidden, weight, **options):
+    return [LinearLogits(h, weight, **options) for h in hidden]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_a_record_in_the_place_of_logits_gives_the_bits_of_the_loss_from_hidden_states(reduction):
+    model, (hidden, *_), labels = Model(), hiddens(), labels_with_padding()
+    weight, (masked, fused) = model.lm_head.weight, transformed_losses(reduction)
+    labels = torch.where(labels == TRANSFORM["skip_id"], 6, labels)
+    expected = fused(hidden, labels, weight)
+    (record,) = records([hidden], weight)
+    for y in (labels, labels.flatten()):
+        assert torch.equal(masked(record, y), expected)
+    (record,) = records([hidden], weight, **TRANSFORM)
+    found = MaskedCrossEntropy(reduction=reduction)(record, labels)
+    assert torch.equal(found, expected)
+    for ours, other in zip(*(torch.autograd.grad(x.sum(), [hidden, weight]) for x in (found, expected)), strict=True):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("per_depth", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_records_of_one_head_are_one_call_of_all_depths(flat, per_depth):
+    model, hidden, labels = Model(), hiddens(), labels_with_padding()
+    if flat:
+        hidden, labels = [h[:1] for h in hidden], labels[0]
+    weight, options = model.lm_head.weight, {"labels": labels, "model": model, "return_per_depth": per_depth}
+    expected = calculate_mtp_loss(FusedLinearCrossEntropy(), mtp_per_depth_h=hidden, **options)
+    depths = records(hidden, weight)
+    two_heads = [*records(hidden[:1], weight), *records(hidden[1:], weight.clone())]
+    bounds = [int((mtp.mtp_labels(labels, k) != -100).sum()) for k in range(D)]
+    bounded = [LinearLogits(h, weight, num_active=bound) for h, bound in zip(hidden, bounds, strict=True)]
+    found, *others = (
+        calculate_mtp_loss(MaskedCrossEntropy(), mtp_per_depth_logits=logits, **options)
+        for logits in (depths, two_heads, bounded)
+    )
+    if per_depth:
+        assert torch.equal(found.weight_sum, expected.weight_sum)
+        assert all(map(torch.equal, found.per_depth_losses, expected.per_depth_losses))
+        found, expected, *others = (x.loss for x in (found, expected, *others))
+    assert torch.equal(found, expected)
+    for other in others:
+        torch.testing.assert_close(other, expected)
+    for ours, wanted in zip(*(torch.autograd.grad(x, [*hidden, weight]) for x in (found, expected)), strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_pipeline_loss_of_records():
+    model, hidden, labels = Stage(logits=True), hiddens(), labels_with_padding()
+    main, *depths = records(hidden, model.lm_head.weight)
+    loss_fn = PipelineCausalLMLoss(MaskedCrossEntropy(), model)
+    expected = FusedLinearCrossEntropy()(hidden[0], labels, model.lm_head.weight)
+    assert torch.equal(loss_fn(main, labels), expected)
+    assert torch.equal(loss_fn(SimpleNamespace(logits=main), labels), expected)
+    expected = expected + mtp_loss(FusedLinearCrossEntropy(), hidden[1:], labels, model)
+    assert torch.equal(loss_fn((main, *depths), labels), expected)
+
+
+def test_a_low_rank_part_beside_records_raises():
+    model, hidden, labels = Model(), hiddens(), labels_with_padding()
+    options = {"mtp_per_depth_logits": records(hidden, model.lm_head.weight), "labels": labels, "model": model}
+    extra = torch.randn(D, B, S, 2, dtype=torch.float64), torch.randn(V, 2, dtype=torch.float64)
+    message = "extra must be None for dllm_kernels.mtp.cross_entropy.MaskedCrossEntropy"
+    raises(ValueError, message, calculate_mtp_loss, MaskedCrossEntropy(), **options, extra=extra)
 
 
 def test_pipeline_with_the_fused_loss():

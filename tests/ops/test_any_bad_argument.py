@@ -106,7 +106,7 @@ def required(name, function):
     if name in OF_HOSTS:
         return OF_HOSTS[name][1]
     given = {p.name: VALID[p.name] for p in parameters_of(function).values() if p.default is p.empty}
-    return given | OTHERS.get(name, {})
+    return given | ({"head": VALID["head"]} if name == "linear_sample" else {}) | OTHERS.get(name, {})
 
 
 BOOLS = torch.ones(1, L, dtype=torch.bool)

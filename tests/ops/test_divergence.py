@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks import measure
-from dllm_kernels.ops import divergence, linear_divergence
+from dllm_kernels.ops import LinearLogits, divergence, linear_divergence
 from tests.conftest import DEVICE
 from tests.support.kinds import ALIASES, HALVES, NAMES, OF_BOTH
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, poison_empty, small_blocks
@@ -197,6 +197,58 @@ def test_the_same_bits_from_however_many_blocks(monkeypatch):
         results.append((*out[1:], *torch.autograd.grad(out.loss, leaf)))
     for others in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+OPTIONS_OF_RECORDS = {
+    "": {},
+    "of both": {"scale": 0.8, "temperature": 1.6},
+    "of the teacher": {"scale": 1.3, "teacher_transform": {"scale": 0.5}, "kind": "tv", "reduction": "none"},
+}
+HEADS = {  # the teacher's weight, columns compared, and transform; None: the student's
+    "shared": (None, None, {}),
+    "shared, a transform": (None, None, {"softcap": 3.0, "scale": 0.7, "skip_id": 3}),
+    "its own": (V, None, {"softcap": 2.0}),
+    "some of its columns": (2 * V, torch.arange(V, device=DEVICE) * 2, {"scale": 0.6}),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("stored", ["", "student", "teacher"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("options", OPTIONS_OF_RECORDS)
+def test_each_model_has_stored_logits_or_a_record(stored, head, options, backend):
+    """Each record has its own head, low-rank part and transform, and the options of the call follow its transform."""
+    torch.manual_seed(0)
+    columns, picked, transform = HEADS[head]
+    shapes = (4, D), (V, D), (V,), (4, 2), (V, 2), (R, D), (columns or V, D), (R, 2), (columns or V, 2)
+    h, w, b, u, U, t, own, teacher_u, teacher_U = (torch.randn(s, dtype=torch.float64, device=DEVICE) for s in shapes)
+    leaves = [x.requires_grad_() for x in (h, w, b, u, U)]
+    student = LinearLogits(h, w, b, (u, U), softcap=4.0, skip_id=3, chunk_size=3)
+    of_teacher = (w, b) if columns is None else (own, None)
+    teacher = LinearLogits(t, *of_teacher, (teacher_u, teacher_U), **transform)
+    z, q = (
+        reference.transformed(reference.linear_logits(r.hidden, r.weight, r.bias, extra=r.extra), *r.transform)
+        for r in (student, teacher)
+    )
+    weights, rows = drawn(4)
+    given = {"kind": {"tv": 1.0, "jsd": 0.5}, "teacher_rows": rows, "draft_to_target": picked}
+    given |= OPTIONS_OF_RECORDS[options]
+    pair = (z if stored == "student" else student), (q.detach() if stored == "teacher" else teacher)
+    found = divergence(*pair, weights, backend=backend, **given)
+    results = []
+    for out in (found, reference.divergence(z, q.detach(), weights, **given)):
+        grads = torch.autograd.grad(out.loss.sum(), leaves, retain_graph=True)
+        results.append((*(x.detach() for x in out), *grads))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("stored", ["student", "teacher"])
+def test_a_record_beside_stored_logits_keeps_its_dtype(stored):
+    h, w, z = torch.randn(4, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.randn(4, V, device=DEVICE)
+    h, w, z = (t.bfloat16() for t in (h, w, z))
+    record, wide = LinearLogits(h, w, logits_dtype=torch.float32), (h.float() @ w.float().t(), z.float())
+    pair, expected = ((z, record), wide[::-1]) if stored == "student" else ((record, z), wide)
+    torch.testing.assert_close(divergence(*pair), divergence(*expected))
 
 
 @pytest.mark.everyday(1)
@@ -604,7 +656,7 @@ def test_a_beta_that_reaches_0_or_1_in_one_graph():
         torch.testing.assert_close(*found)
 
 
-THREE = torch.zeros(3, dtype=torch.long)
+THREE, ROWS = torch.zeros(3, dtype=torch.long), (torch.zeros(3, D), torch.zeros(V, D))
 VALID = {
     divergence: {"logits": torch.zeros(3, V), "teacher_logits": torch.zeros(3, V)},
     linear_divergence: {"hidden": torch.zeros(3, D), "weight": torch.zeros(V, D), "teacher_hidden": torch.zeros(3, D)},
@@ -653,6 +705,26 @@ BAD = [
     ({"teacher_transform": 3.0}, TypeError, "teacher_transform must be a dict or None"),
     ({"teacher_transform": {"cap": 3.0}}, ValueError, "teacher_transform must have no keys but softcap, scale, "),
     ({"teacher_transform": {"skip_id": V}}, ValueError, r"skip_id must lie in \[0, 23\), got 23$"),
+    (
+        {"teacher_logits": LinearLogits(*ROWS, skip_id=2), "draft_to_target": torch.arange(V)}, ValueError,
+        "skip_id of teacher_logits must be None with draft_to_target, got 2; ",
+    ),
+    (
+        {"teacher_logits": LinearLogits(*ROWS, softcap=3.0), "softcap": 2.0}, ValueError,
+        "softcap must be None for logits that have one, 3.0, got 2.0$",
+    ),
+    (
+        {"logits": LinearLogits(*ROWS), "teacher_logits": torch.zeros(3, V).double()}, ValueError,
+        "teacher_logits must have dtype float32, got float64$",
+    ),
+    (
+        {"logits": LinearLogits(*ROWS), "teacher_logits": LinearLogits(*(t.double() for t in ROWS))}, ValueError,
+        "teacher_hidden must have the dtype of hidden, torch.float32, got torch.float64$",
+    ),
+    (
+        {"logits": LinearLogits(*ROWS), "teacher_logits": torch.zeros(4, V)}, ValueError,
+        r"teacher_logits must have shape \(3, '\*'\), the rows of hidden, ",
+    ),
 ]  # fmt: skip
 BAD_HIDDEN = [
     ({"hidden": None}, TypeError, "hidden must be a torch.Tensor, got NoneType$"),

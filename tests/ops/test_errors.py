@@ -25,19 +25,19 @@ from dllm_kernels import (
     compute_per_token_nll,
     corrupt_uniform,
     draft_accuracy,
+    ops,
     scdd_schedule,
 )
 from dllm_kernels.ops import (
+    LinearLogits,
     divergence,
     linear_divergence,
-    linear_row_stats,
     linear_sample,
     linear_token_nll,
     row_stats,
     soft_embedding,
     token_log_probs,
     token_nll,
-    weighted_linear_nll,
     weighted_nll,
 )
 from tests.conftest import usually
@@ -54,56 +54,23 @@ def raises(error, message, function, *args, **options):
         function(*args, **options)
 
 
-LOGITS_OPS = {
-    "token_nll": lambda x, y, **o: token_nll(x, y, **o),
-    "weighted_nll": lambda x, y, **o: weighted_nll(x, y, ON, **o),
-}
-LINEAR_OPS = {
-    "linear_token_nll": lambda h, w, y, **o: linear_token_nll(h, w, y, **o),
-    "weighted_linear_nll": lambda h, w, y, **o: weighted_linear_nll(h, w, y, ON, **o),
-}
-logits_ops = pytest.mark.parametrize("op", LOGITS_OPS.values(), ids=LOGITS_OPS)
-linear_ops = pytest.mark.parametrize("op", LINEAR_OPS.values(), ids=LINEAR_OPS)
 FLOATS = "float16, bfloat16, float32, float64"
 INTS = "int64, int32, int16, int8, uint8"
 
 
-@logits_ops
-def test_logits_ops(op):
-    raises(TypeError, "logits must be a torch.Tensor, got list", op, [[0.0]], Y)
-    raises(TypeError, "targets must be a torch.Tensor, got list", op, X, [0])
-    raises(ValueError, f"logits must have dtype {FLOATS}, got int64", op, X.long(), Y)
-    raises(ValueError, f"targets must have dtype {INTS}, got float32", op, X, Y.float())
-    raises(ValueError, f"targets must have dtype {INTS}, got bool", op, X, Y.bool())
-    message = "targets must have shape (3, 3) (that of logits without its last dimension), got (2, 3)"
-    raises(ValueError, message, op, torch.randn(3, 3, V), Y)
-    raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", op, X[..., :0], Y)
-    raises(TypeError, "active must be a torch.Tensor, got int", op, X, Y, active=1)
-    raises(ValueError, "active must have shape (2, 3) (that of targets), got (2, 1)", op, X, Y, active=ON[:, :1])
-    raises(ValueError, "active must have dtype bool, ", op, X, Y, active=ON.to(torch.complex64))
-    raises(ValueError, "active must be on cpu like logits, got meta", op, X, Y, active=ON.to(META))
-    raises(ValueError, "backend must be one of auto, triton, torch, got 'cuda'", op, X, Y, backend="cuda")
+ROWS = {"stored": ("logits", X), "head": ("hidden", LinearLogits(H, W))}
 
 
-STATISTICS = {
-    "row_stats": ("logits", lambda y, **o: row_stats(X, y, **o)),
-    "linear_row_stats": ("hidden", lambda y, **o: linear_row_stats(H, W, y, **o)),
-}
-
-
-@pytest.mark.parametrize(("rows", "op"), STATISTICS.values(), ids=STATISTICS)
-def test_row_statistics(rows, op):
-    raises(TypeError, "ids must be a torch.Tensor, got list", op, [0])
-    raises(ValueError, f"ids must have dtype {INTS}, got float32", op, Y.float())
-    raises(ValueError, f"ids must be on cpu like {rows}, got meta", op, Y.to(META))
+@pytest.mark.parametrize("kind", ROWS)
+def test_row_statistics(kind):
+    rows, x = ROWS[kind]
+    op = functools.partial(row_stats, x)
     shape = (
         f"ids must have shape (2, 3) or (2, 3, 'K') (that of {rows} without its last dimension, "
         "or one more of K >= 1 ids)"
     )
     for bad in (Y[:, 1:], Y[..., None][..., :0], Y[..., None, None], Y[0]):
         raises(ValueError, f"{shape}, got {tuple(bad.shape)}", op, bad)
-    raises(TypeError, "active must be a torch.Tensor, got int", op, Y, active=1)
-    raises(ValueError, "active must have shape (2, 3) (that of ids), got (2, 1)", op, Y, active=ON[:, :1])
     raises(TypeError, "mix must be a tuple of two tensors (a, b), got torch.Tensor", op, Y, mix=ON)
     raises(TypeError, "mix must be a tuple of two tensors (a, b), got 1 of them", op, Y, mix=(ON,))
     raises(TypeError, "mix[1] must be a torch.Tensor, got float", op, Y, mix=(ON, 1.0))
@@ -113,79 +80,12 @@ def test_row_statistics(rows, op):
     raises(ValueError, f"mix[1] must be on cpu like {rows}, got meta", op, Y, mix=(ON, ON.to(META)))
     wants = ON.clone().requires_grad_()
     raises(ValueError, "mix[0] must not require a gradient, since it is taken as a constant", op, Y, mix=(wants, ON))
-    raises(ValueError, f"skip_id must lie in [0, {V}), got {V}", op, Y, skip_id=V)
-    raises(ValueError, "softcap must be positive", op, Y, softcap=0.0)
-    raises(ValueError, "backend must be one of auto, triton, torch, got 'cuda'", op, Y, backend="cuda")
     raises(IndexError, "ids", op, torch.stack([Y, Y + V], -1), check_targets=True)
     raises(IndexError, "ids", op, Y, check_targets=True, skip_id=0)
 
 
-def test_row_statistics_of_bad_rows():
-    raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", row_stats, X[..., :0], Y)
-    raises(TypeError, "logits must be a torch.Tensor, got list", row_stats, [[0.0]], Y)
-    raises(ValueError, "weight must have shape [V, D], got (4,)", linear_row_stats, H, W[0], Y)
-    message = "bias must have shape (5,) (one entry per row of weight), got (4,)"
-    raises(ValueError, message, linear_row_stats, H, W, Y, bias=BIAS[1:])
-    raises(ValueError, "chunk_size must be at least 1, got 0", linear_row_stats, H, W, Y, chunk_size=0)
-    raises(ValueError, "num_active must be an int in [0, 6], got 7", linear_row_stats, H, W, Y, num_active=7)
-
-
 def test_a_scalar_is_no_row_of_logits():
     raises(ValueError, "logits must have shape [..., V] with V >= 1, got ()", token_nll, torch.tensor(1.0), Y)
-
-
-def test_targets_on_another_device():
-    raises(ValueError, "targets must be on cpu like logits, got meta", token_nll, X, Y.to(META))
-    raises(ValueError, "targets must be on cpu like hidden, got meta", linear_token_nll, H, W, Y.to(META))
-
-
-@pytest.mark.parametrize(
-    "op", [lambda w: weighted_nll(X, Y, w), lambda w: weighted_linear_nll(H, W, Y, w)], ids=["logits", "linear"]
-)
-def test_weights(op):
-    raises(TypeError, "weights must be a torch.Tensor, got float", op, 1.0)
-    raises(ValueError, "weights must have shape (2, 3) (that of targets), got (3,)", op, ON[0])
-    raises(ValueError, "weights must have dtype bool, ", op, ON.to(torch.complex64))
-    raises(ValueError, "weights must be on cpu like targets, got meta", op, ON.to(META))
-
-
-@linear_ops
-def test_linear_ops(op):
-    raises(TypeError, "hidden must be a torch.Tensor, got NoneType", op, None, W, Y)
-    raises(
-        TypeError, "weight must be a torch.Tensor, got torch.nn.modules.linear.Linear", op, H, torch.nn.Linear(2, 2), Y
-    )
-    raises(ValueError, f"hidden must have dtype {FLOATS}, got int64", op, H.long(), W, Y)
-    raises(ValueError, f"weight must have dtype {FLOATS}, got int64", op, H, W.long(), Y)
-    raises(ValueError, f"targets must have dtype {INTS}, got float32", op, H, W, Y.float())
-    raises(ValueError, "weight must have shape [V, D], got (4,)", op, H, W[0], Y)
-    raises(
-        ValueError, "hidden must have shape [..., 5] to go with weight [V, D] = (4, 5), got (2, 3, 4)", op, H, W.t(), Y
-    )
-    raises(ValueError, "weight must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", op, H, W[:0], Y)
-    raises(ValueError, "weight must have shape [V, D] with V >= 1 and D >= 1, got (5, 0)", op, H[..., :0], W[:, :0], Y)
-    message = "targets must have shape (3, 3) (that of hidden without its last dimension), got (2, 3)"
-    raises(ValueError, message, op, torch.randn(3, 3, D), W, Y)
-    raises(TypeError, "bias must be a torch.Tensor, got float", op, H, W, Y, bias=0.0)
-    raises(ValueError, "bias must have shape (5,) (one entry per row of weight), got (4,)", op, H, W, Y, bias=BIAS[1:])
-    raises(ValueError, f"bias must have dtype {FLOATS}, got int64", op, H, W, Y, bias=BIAS.long())
-    raises(ValueError, "active must have shape (2, 3) (that of targets), got (3,)", op, H, W, Y, active=ON[0])
-    raises(ValueError, "weight must be on cpu like hidden, got meta", op, H, W.to(META), Y)
-    raises(ValueError, "bias must be on cpu like hidden, got meta", op, H, W, Y, bias=BIAS.to(META))
-    for name, options in (("weight", {}), ("bias", {"bias": BIAS.bfloat16()})):
-        raises(
-            ValueError,
-            f"{name} must have the dtype of hidden, torch.float32, unless torch.autocast is on, got torch.bfloat16",
-            op, H, W if options else W.bfloat16(), Y, **options,
-        )  # fmt: skip
-    raises(ValueError, "chunk_size must be at least 1, got 0", op, H, W, Y, chunk_size=0)
-    raises(TypeError, "chunk_size must be an int, got float", op, H, W, Y, chunk_size=2.0)
-    raises(TypeError, "chunk_size must be an int, got bool", op, H, W, Y, chunk_size=True)
-    raises(ValueError, "num_active must be an int in [0, 6], got 7", op, H, W, Y, num_active=7)
-    raises(ValueError, "num_active must be an int in [0, 6], got -1", op, H, W, Y, num_active=-1)
-    raises(ValueError, "num_active must be an int in [0, 6], got 2.0", op, H, W, Y, num_active=2.0)
-    raises(ValueError, "num_active must be an int in [0, 6], got True", op, H, W, Y, num_active=True)
-    raises(ValueError, "backend must be one of auto, triton, torch, got None", op, H, W, Y, backend=None)
 
 
 BAD_TARGETS = ((-1, (1, 2)), (-99, (0, 0)), (V, (0, 1)), (10**12, (1, 0)))
@@ -193,17 +93,12 @@ BAD_TARGETS = ((-1, (1, 2)), (-99, (0, 0)), (V, (0, 1)), (10**12, (1, 0)))
 
 @pytest.mark.parametrize(("bad", "where"), BAD_TARGETS)
 @pytest.mark.parametrize("by", ["argument", "environment"])
-@pytest.mark.parametrize(
-    "op",
-    [
-        lambda y, **o: token_nll(X, y, **o),
-        lambda y, **o: weighted_nll(X, y, ON, **o),
-        lambda y, **o: linear_token_nll(H, W, y, **o),
-        lambda y, **o: weighted_linear_nll(H, W, y, ON, **o),
-    ],
-    ids=["token_nll", "weighted_nll", "linear_token_nll", "weighted_linear_nll"],
-)
-def test_targets_out_of_range_are_named_on_request(op, by, bad, where, monkeypatch):
+@pytest.mark.parametrize("x", [x for _, x in ROWS.values()], ids=ROWS)
+@pytest.mark.parametrize("weights", [(), (ON,)], ids=["token_nll", "weighted_nll"])
+def test_targets_out_of_range_are_named_on_request(x, weights, by, bad, where, monkeypatch):
+    def op(y, **options):
+        return (weighted_nll if weights else token_nll)(x, y, *weights, **options)
+
     y = Y.clone()
     y[where] = bad
     y[1, 1] = -100
@@ -249,28 +144,36 @@ def _linear(hidden_states, labels, lm_weight, lm_bias=None, **options):
 
 
 def any_shape(name, loss, targets, rows, roles=(), head=("lm_head_weight", "lm_head_bias")):
-    """Build a case of a loss that is not in ``dllm_kernels.losses`` and takes rows of any shape."""
+    """Build a case of an op, or of a loss that is not in ``dllm_kernels.losses``, and takes rows of any shape."""
     draw = lambda B, L, V: {targets: torch.randint(0, V, (B, L))}  # noqa: E731
     return Case(name, loss, draw, None, roles={targets: "targets", **dict(roles)}, rows=rows, head=head)
 
 
+def op_case(name, targets="targets", weighted=False):
+    """Build a case of an op."""
+    op, roles = getattr(ops, name), {"active": "active", **({"weights": "factor"} if weighted else {})}
+
+    def of_rows(**arguments):
+        return op(**({"weights": ON} if weighted else {}) | arguments)[0].sum()
+
+    return any_shape(name, of_rows, targets, ("logits", "hidden"), roles, ("weight", "bias"))
+
+
 MTP_ROLES = {"loss_weights": "weight", "num_label_tokens": "count"}
+OPS = [op_case("token_nll"), op_case("weighted_nll", weighted=True), op_case("row_stats", "ids")]
 OTHERS = (
+    *((case, form) for case in OPS for form in ("logits", "hidden")),
     (any_shape("compute_per_token_nll", (_per_token, None), "target_ids", ("logits", "")), "logits"),
     (any_shape("chunk of DFlash", (None, _chunk), "target_chunk", ("", "hidden_chunk")), "hidden"),
     (any_shape("masked cross-entropy", (_masked, None), "labels", ("logits", ""), MTP_ROLES), "logits"),
     (
         any_shape(
-            "linear cross-entropy",
-            (None, _linear),
-            "labels",
-            ("", "hidden_states"),
-            MTP_ROLES,
+            "linear cross-entropy", (None, _linear), "labels", ("", "hidden_states"), MTP_ROLES,
             ("lm_weight", "lm_bias"),
         ),
         "hidden",
     ),
-)
+)  # fmt: skip
 FORMS = [(case, form) for case in LOSSES for form in ("logits", "hidden")]
 # Cases that differ in their arguments, or in whether they shift; the others only in settings.
 DISTINCT = {(case.loss, *case.roles.items(), case.shifted, case.extra): case for case in reversed(LOSSES)}.values()
@@ -323,10 +226,11 @@ def invalid_values(role, name, good, call):
     if role == "unused":
         return [tensor]
     shape = f"{name} must have shape (2, 3) (that of {call.targets}), got "
+    like = call.rows if role == "active" else call.targets
     wrong = [
         tensor,
         (ValueError, shape, (good[:, :2], good[:, :1], good[0], torch.tensor(6))),
-        (ValueError, f"{name} must be on cpu like {call.targets}, got meta", (good.to(META),)),
+        (ValueError, f"{name} must be on cpu like {like}, got meta", (good.to(META),)),
     ]
     if role == "ids":
         return [*wrong, (ValueError, f"{name} must have dtype {INTS}, got bool", (Y.bool(),))]
@@ -366,14 +270,15 @@ def test_invalid_rows_and_targets(case, form):
                 raises(ValueError, f"{name} must have shape {fits}, got {tuple(bad.shape)}", wrong, bad)
     y = call.arguments[targets]
     raises(TypeError, f"{targets} must be a torch.Tensor, got int", call, **{targets: 3})
-    raises(ValueError, f"{targets} must have dtype {INTS}, got float32", call, **{targets: y.float()})
+    for bad, got in ((y.float(), "float32"), (y.bool(), "bool")):
+        raises(ValueError, f"{targets} must have dtype {INTS}, got {got}", call, **{targets: bad})
     raises(ValueError, f"{targets} must be on cpu like {rows}, got meta", call, **{targets: y.to(META)})
     if case in LOSSES:
         layout = "[B, L, V]" if form == "logits" else "[B, L, D]"
         flat = call.arguments[rows].flatten(0, 1)
         raises(ValueError, f"{targets} must have shape [B, L], got (6,)", call, **{targets: y.flatten()})
         raises(ValueError, f"{rows} must have shape {layout}, got ({2 * N}, {size})", call, **{rows: flat})
-    elif case.name != "masked cross-entropy":  # the argument may have any shape with the same number of entries
+    elif case.name not in ("masked cross-entropy", "row_stats"):  # these take other shapes, too
         message = f"{targets} must have shape (2, 3) (that of {rows} without its last dimension), got (2, 2)"
         raises(ValueError, message, call, **{targets: y[:, :2]})
 
@@ -387,12 +292,14 @@ def test_an_invalid_head(case, form):
         (ValueError, f"must have dtype {FLOATS}, got int64", W.long()),
         (ValueError, "must have shape [V, D], got (4,)", W[0]),
         (ValueError, "must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", W[:0]),
+        (ValueError, "must have shape [V, D] with V >= 1 and D >= 1, got (5, 0)", W[:, :0]),
         (ValueError, f"must be on cpu like {hidden}, got meta", W.to(META)),
     ):
         raises(error, f"{weight} {message}", call, **{weight: value})
     for error, message, value in (
         (TypeError, "must be a torch.Tensor, got float", 0.0),
         (ValueError, f"must have shape (5,) (one entry per row of {weight}), got (4,)", BIAS[1:]),
+        (ValueError, f"must have dtype {FLOATS}, got int64", BIAS.long()),
         (ValueError, f"must be on cpu like {hidden}, got meta", BIAS.to(META)),
         (
             ValueError,
@@ -429,7 +336,7 @@ def test_unused_arguments_have_no_effect(case, form):
 def test_constants_must_not_require_a_gradient(case, form):
     """The original would compute a gradient for these arguments."""
     call = Call(case, form)
-    for name, good in call.of("weight", "probability", "time", "count"):
+    for name, good in call.of("weight", "factor", "probability", "time", "count"):
         value = torch.as_tensor(good).float().clone().requires_grad_()
         message = f"{name} must not require a gradient, since it is taken as a constant; detach it"
         raises(ValueError, message, call, **{name: value})
@@ -452,13 +359,19 @@ def test_masks_that_are_only_compared_may_require_a_gradient(case, form):
         assert torch.equal(call(**{name: good.float().clone().requires_grad_()}), call(**{name: good}))
 
 
-@losses_alone
+@of_losses([*FORMS, *OTHERS[: 2 * len(OPS)]])
 def test_invalid_options(case, form):
     arguments = Call(case, form).arguments
     output = functools.partial(case.output, form, arguments)
-    raises(ValueError, "backend must be one of auto, triton, torch, got 'tpu'", output, backend="tpu")
+    for backend in ("tpu", None):
+        raises(ValueError, f"backend must be one of auto, triton, torch, got {backend!r}", output, backend=backend)
     for error, message, size in SIZES if form == "hidden" else ():
         raises(error, f"chunk_size {message}", output, chunk_size=size)
+    for bad in (-1, 99, 2.0, True) if form == "hidden" else ():
+        N = arguments["hidden"][..., 0].numel()
+        sizes = f"{N}|{N // 2}|{2 * N}"  # rows of one half, of two branches
+        with pytest.raises(ValueError, match=rf"^num_active must be an int in \[0, ({sizes})\], got {bad}$"):
+            case.output(form, arguments | {"num_active": bad})
 
 
 def all_on(call):
@@ -583,7 +496,9 @@ def test_idlm_settings():
     loss = IDLMLoss(np.float32(0.5), np.bool_(True))
     assert loss.auto_balance is True
     raises(TypeError, "clean_loss_weight must be a number, got fractions.Fraction", IDLMLoss, Fraction(1, 2))
-    loss.clean_loss_weight = float("inf")
+    loss.auto_balance = "no"
+    raises(TypeError, "auto_balance must be a bool, got str", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
+    loss.clean_loss_weight, loss.auto_balance = float("inf"), True
     raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
 
 
@@ -791,9 +706,9 @@ def test_dflash_settings_assigned_after_construction():
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
 def test_integers_of_numpy_are_integers(integer):
     sizes = {"num_active": 6, "chunk_size": 2}
-    numpys = {name: integer(min(size, 255)) for name, size in sizes.items()}
-    for op in (LINEAR_OPS["linear_token_nll"], LINEAR_OPS["weighted_linear_nll"]):
-        torch.testing.assert_close(op(H, W, Y, **numpys).nll, op(H, W, Y, **sizes).nll)
+    numpys = {name: integer(size) for name, size in sizes.items()}
+    for call in (lambda x: token_nll(x, Y), lambda x: weighted_nll(x, Y, ON)):
+        torch.testing.assert_close(*(call(LinearLogits(H, W, **o)).nll for o in (numpys, sizes)))
     loss = DFlashDecayLoss(chunk_size=integer(2))
     torch.testing.assert_close(loss.forward_fused(H, W, Y, ON)[:2], DFlashDecayLoss().forward_fused(H, W, Y, ON)[:2])
 

@@ -1,12 +1,13 @@
-"""Two-part heads: every linear op and loss with ``extra`` compared with the full logits; their cost; bad input."""
+"""Two-part heads: every loss with ``extra`` compared with the full logits; their cost; bad input.
+
+The tests of each op run with such a head, too ("low rank" in ``tests/support/inputs.py``).
+"""
 
 import functools
-import math
 import re
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import reference
 from benchmarks.measure import peak_memory
@@ -14,22 +15,14 @@ from dllm_kernels import ops
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
 from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
-from tests.support.parity import assert_close_with_grads, assert_parity, value_and_grads
+from tests.support.parity import assert_parity
 from tests.support.recorded import multiplications
-from tests.support.rows import HEAD_PATHS, on_head_path
 
 B, L, V, D, R = 2, 6, 37, 5, 3
-NAN = math.nan
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # All cases with a form from hidden states, except the one whose second branch is a separate tensor.
 CASES = [case for case in FEWER if case.name not in ("hybrid", "hybrid, softcap skip_id")]
 OPS = ("token_nll", "weighted_nll", "row_stats", "row_objective")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@pytest.fixture(params=HEAD_PATHS)
-def path(request, monkeypatch):
-    return on_head_path(request.param, monkeypatch)
 
 
 def draw_leaves(seed, dtype=torch.float64, width=1):
@@ -62,100 +55,12 @@ def draw(case, dtype):
     return lambda seed: (draw_leaves(seed, dtype, case.width), upstream_for(case, B, L).to(DEVICE))
 
 
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100, None])
-@pytest.mark.parametrize("case", [BY_NAME[name] for name in OPS], ids=lambda case: case.name)
-def test_parity_of_the_ops(case, chunk, dtype, path):
-    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
-        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
-    inputs = drawn(case)
-    assert_parity(ours(case, inputs, chunk_size=chunk, backend=path), plain(case, inputs), draw(case, dtype))
-
-
 @pytest.mark.everyday(3)
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("case", every_time([c for c in FIRSTS if c in CASES], CASES, name=lambda case: case.name))
 def test_parity_of_every_loss(case, backend):
     inputs = drawn(case)
     assert_parity(ours(case, inputs, chunk_size=5, backend=backend), plain(case, inputs), draw(case, torch.float64))
-
-
-def test_token_log_probs():
-    leaves, ids = draw_leaves(0), torch.randint(0, V, (B, L), device=DEVICE)
-
-    def log_probs(h, w, b, u, second):
-        return ops.token_log_probs(h, ids, weight=w, bias=b, extra=(u, second), temperature=0.7, chunk_size=4).log_probs
-
-    def expected(h, w, b, u, second):
-        logits = (F.linear(h, w, b) + F.linear(u, second)) / 0.7
-        return torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
-
-    upstream = torch.randn(B, L, device=DEVICE)
-    assert_close_with_grads(log_probs, expected, leaves, upstream)
-
-
-def test_extra_with_every_other_option(backend):
-    """Compare further outputs, with transformed logits and a given number of active rows."""
-    h, w, b, u, second = draw_leaves(0)
-    case = BY_NAME["weighted_nll"]
-    targets, weights = drawn(case).values()
-    targets = torch.where(targets == 2, 3, targets)
-    transform = {"softcap": 3.0, "scale": 1.3, "skip_id": 2}
-    options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": backend, **transform}
-    logits = F.linear(h, w, b) + F.linear(u, second)
-    wanted = ops.weighted_nll(logits, targets, weights, **options)
-    for more in ({"num_active": B * L}, {"num_active": 9}, {"chunk_size": 2}):
-        got = ops.weighted_linear_nll(h, w, targets, weights, bias=b, extra=[u, second], **options, **more)
-        for ours_, theirs in zip(got, wanted, strict=True):
-            torch.testing.assert_close(ours_, theirs)
-
-
-@pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3), (0,)])
-def test_any_leading_shape_and_strides(shape, backend):
-    hidden, u = torch.randn(*shape, D, device=DEVICE), torch.randn(*shape, 2 * R, device=DEVICE)[..., ::2]
-    weight, second = torch.randn(V, D, device=DEVICE), torch.randn(R, V, device=DEVICE).t()
-    targets, weights = torch.randint(0, V, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
-    leaves = hidden, weight, u, second
-    for op, of_weights in ((ops.weighted_linear_nll, (weights,)), (ops.linear_token_nll, ())):
-        theirs = reference.weighted_linear_nll if of_weights else reference.linear_token_nll
-        assert_close_with_grads(
-            lambda h, w, u, s, op=op, o=of_weights: op(h, w, targets, *o, extra=(u, s), backend=backend)[0].sum(),
-            lambda h, w, u, s, f=theirs, o=of_weights: f(h, w, targets, *o, extra=(u, s)).sum(),
-            leaves,
-            torch.tensor(2.0),
-        )
-
-
-TRAINS = [
-    (1, 0, 0, 1, 1),
-    (1, 0, 0, 0, 1),
-    (0, 0, 0, 1, 0),
-    (0, 1, 0, 1, 0),
-    (0, 0, 0, 0, 1),
-    (1, 1, 1, 0, 0),
-    (0,) * 5,
-]
-
-
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("trains", TRAINS, ids=str)
-@pytest.mark.parametrize("name", OPS)
-def test_a_gradient_only_where_one_is_required(name, trains, backend):
-    case = BY_NAME[name]
-    inputs = drawn(case)
-    leaves, upstream = draw_leaves(0), upstream_for(case, B, L).to(DEVICE)
-    wanted = value_and_grads(plain(case, inputs), leaves, upstream)[1:]
-    leaves = [leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
-    value = ours(case, inputs, chunk_size=4, backend=backend)(*leaves)
-    assert value.requires_grad == any(trains)
-    if any(trains):
-        value.backward(upstream.to(value.dtype))
-    for leaf, grad, train in zip(leaves, wanted, trains, strict=True):
-        assert (leaf.grad is not None) == bool(train)
-        if train:
-            torch.testing.assert_close(leaf.grad, grad)
 
 
 def products(function, rows):
@@ -236,37 +141,6 @@ def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
     assert 64 * N + 2 * many * 8 < chunk * many * dtype.itemsize  # so an additional chunk would exceed the bound
 
 
-@pytest.mark.everyday(2)
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("num_active", [None, 9])
-@pytest.mark.parametrize("name", OPS)
-def test_a_row_of_weight_0_is_inert_even_if_its_second_part_is_nan(name, num_active, backend):
-    case = BY_NAME[name]
-    inputs = drawn(case)
-    off = inputs["weights"] == 0
-    assert 0 < off.sum() < off.numel()
-    num_active = None if num_active is None else int((~off).sum()) + 1
-    options = {"num_active": num_active, "chunk_size": 4, "backend": backend}
-    leaves, upstream = draw_leaves(0), upstream_for(case, B, L).to(DEVICE)
-    wanted = value_and_grads(ours(case, inputs, **options), leaves, upstream)
-    leaves[3][off] = NAN
-    for got, expected in zip(value_and_grads(ours(case, inputs, **options), leaves, upstream), wanted, strict=True):
-        assert torch.equal(got, expected)
-
-
-def test_a_row_without_an_upstream_gradient_keeps_its_nan_to_itself(backend):
-    h, w, _, u, second = draw_leaves(0)
-    u[0, 1] = NAN
-    u, second = u.requires_grad_(), second.requires_grad_()
-    nll = ops.linear_token_nll(
-        h, w, torch.ones(B, L, dtype=torch.long, device=DEVICE), extra=(u, second), backend=backend
-    ).nll
-    assert nll.isnan().sum() == 1
-    torch.where(nll.isnan(), 0.0, nll).sum().backward()
-    assert u.grad.isfinite().all()
-    assert second.grad.isfinite().all()
-
-
 def test_the_gradient_of_the_second_part_is_summed_in_float32():
     """The terms are one entry of 1 and 300 of 1/4096, in chunks of 20. A bfloat16 sum would stay at 1."""
     N = 301
@@ -287,46 +161,6 @@ def test_the_gradient_of_the_second_part_is_summed_in_float32():
         torch.testing.assert_close(grad.flatten().float(), exact, rtol=rtol, atol=0)
 
 
-def test_small_weights_do_not_underflow_in_float16(backend):
-    inputs = drawn(BY_NAME["weighted_nll"])
-    weights = inputs["weights"] * 1e-7
-
-    def loss(h, w, b, u, second):
-        options = {"bias": b, "extra": (u, second), "chunk_size": 5, "backend": backend}
-        return ops.weighted_linear_nll(h, w, inputs["targets"], weights, **options).loss * 1e7
-
-    assert_parity(loss, plain(BY_NAME["weighted_nll"], inputs), draw(BY_NAME["weighted_nll"], torch.float16))
-
-
-def test_autocast():
-    """Autocast casts float32 states with a bfloat16 head, or everything in float32, as F.linear of each part would."""
-    h, w, _, u, second = draw_leaves(0, torch.float32)
-    y = torch.randint(0, V, (B, L), device=DEVICE)
-    narrow = [t.bfloat16() for t in (h, w, u, second)]
-    wanted = ops.linear_token_nll(narrow[0], narrow[1], y, extra=(narrow[2], narrow[3])).nll
-    with torch.autocast(DEVICE, torch.bfloat16):
-        for leaves in ((h, w, u, second), (h, narrow[1], narrow[2], second)):
-            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-            value = ops.linear_token_nll(*leaves[:2], y, extra=(leaves[2], leaves[3])).nll
-            assert torch.equal(value, wanted)
-            value.sum().backward()
-            assert all(leaf.grad.dtype == leaf.dtype for leaf in leaves)
-
-
-def test_backward_a_second_time():
-    """Gradients computed in forward are released after the first backward; with one loss per row, they are kept."""
-    h, w, _, u, second = draw_leaves(0)
-    second.requires_grad_()
-    y, weights = torch.randint(0, V, (B, L), device=DEVICE), torch.rand(B, L, device=DEVICE)
-    loss = ops.weighted_linear_nll(h, w, y, weights, extra=(u, second)).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="frees them in the first backward"):
-        loss.backward()
-    nll = ops.linear_token_nll(h, w, y, extra=(u, second)).nll.sum()
-    first, again = (torch.autograd.grad(nll, second, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, again)
-
-
 @pytest.mark.parametrize("changed", [0, 1])
 def test_backward_rejects_a_second_part_changed_in_place(changed):
     h, w, _, u, second = draw_leaves(0)
@@ -335,16 +169,6 @@ def test_backward_rejects_a_second_part_changed_in_place(changed):
     extra[changed].zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         nll.sum().backward()
-
-
-@pytest.mark.parametrize("upstream", [1.0, -1.7])
-def test_inputs_are_not_modified(upstream, backend):
-    case = BY_NAME["weighted_nll"]
-    leaves = draw_leaves(0)
-    before = [leaf.clone() for leaf in leaves]
-    value = ours(case, drawn(case), chunk_size=4, backend=backend)(*(leaf.requires_grad_() for leaf in leaves))
-    value.backward(torch.tensor(upstream, dtype=value.dtype, device=DEVICE))
-    assert all(torch.equal(a, e) for a, e in zip(leaves, before, strict=True))
 
 
 @pytest.fixture

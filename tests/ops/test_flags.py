@@ -240,7 +240,7 @@ def test_a_probability_takes_no_gradient(name):
 
 WEIGHTED = {
     "token_nll(...).nll * weights": lambda w: ops.weighted_nll(X, IDS, w),
-    "linear_token_nll(...).nll * weights": lambda w: ops.weighted_linear_nll(X, W, IDS, w),
+    "token_nll(...).nll * weights ": lambda w: ops.weighted_linear_nll(X, W, IDS, w),
     'reduction="none" and loss * weights': lambda w: ops.divergence(X, X + 1, w),
     'reduction="none" and loss * weights ': lambda w: ops.linear_divergence(X, W, X + 1, w),
 }

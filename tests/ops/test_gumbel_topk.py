@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from dllm_kernels import corruption
-from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
+from dllm_kernels.ops import gumbel_topk_mask
 from reference.gumbel_topk import batched_gumbel_topk as reference_topk
 from tests.conftest import drawn
 
@@ -56,7 +56,7 @@ def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
 @pytest.mark.parametrize("choose", [gumbel_topk_mask, corruption.batched_gumbel_topk, corruption.gumbel_topk])
 def test_the_requested_backend_runs(choose, monkeypatch, device):
     log_w = torch.zeros(*[2, 5][choose is corruption.gumbel_topk :], device=device)
-    monkeypatch.setitem(sys.modules, "dllm_kernels._backends.triton.gumbel_topk", None)
+    monkeypatch.setitem(sys.modules, "dllm_kernels.backends.triton.gumbel_topk", None)
     assert choose(log_w, 2, backend="torch").sum(-1).eq(2).all()
     with pytest.raises(ImportError, match="gumbel_topk"):
         choose(log_w, 2, backend="triton")

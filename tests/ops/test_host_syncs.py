@@ -1,46 +1,45 @@
-"""Host syncs of the ops from hidden states, those of the table in docs/develop/decisions.md."""
+"""Host syncs of the ops with a head, those of the table in docs/develop/decisions.md."""
 
 import pytest
 import torch
 
 from dllm_kernels import ops
+from tests.support.inputs import detached
 from tests.support.recorded import ReadBack
 
 N, D, V = 6, 16, 64
-# name -> (call with hidden states, head, ids and a mask; syncs of forward; of backward with a frozen, a trained head)
+
+
+def log_probs(stats):
+    return stats.log_probs
+
+
+def log_q(x):
+    return -1 - x.hidden[:, :1].detach().abs()
+
+
+# name -> (call with logits as a record, ids and a mask; syncs of forward; of backward with a frozen, a trained head)
 SYNCS = {
-    "weighted_linear_nll": (lambda h, w, ids, on, **o: ops.weighted_linear_nll(h, w, ids, on, **o), 1, 0, 0),
-    "linear_token_nll": (lambda h, w, ids, on, **o: ops.linear_token_nll(h, w, ids, **o), 1, 0, 1),
-    "linear_row_stats": (lambda h, w, ids, on, **o: ops.linear_row_stats(h, w, ids, **o), 0, 1, 1),
-    "linear_row_stats, active": (lambda h, w, ids, on, **o: ops.linear_row_stats(h, w, ids, active=on, **o), 1, 1, 1),
-    "token_log_probs": (lambda h, w, ids, on, **o: ops.token_log_probs(h, ids, weight=w, **o), 1, 1, 1),
-    "linear_row_objective": (
-        lambda h, w, ids, on, **o: ops.linear_row_objective(h, w, ids, lambda s: s.log_probs, **o), 0, 0, 0
+    "weighted_nll": (lambda x, ids, on, **o: ops.weighted_nll(x, ids, on, **o), 1, 0, 0),
+    "token_nll": (lambda x, ids, on, **o: ops.token_nll(x, ids, **o), 1, 0, 1),
+    "row_stats": (lambda x, ids, on, **o: ops.row_stats(x, ids, **o), 0, 1, 1),
+    "row_stats, active": (lambda x, ids, on, **o: ops.row_stats(x, ids, active=on, **o), 1, 1, 1),
+    "token_log_probs": (lambda x, ids, on, **o: ops.token_log_probs(x, ids, **o), 1, 1, 1),
+    "row_objective": (lambda x, ids, on, **o: ops.row_objective(x, ids, log_probs, **o), 0, 0, 0),
+    "row_objective, active": (lambda x, ids, on, **o: ops.row_objective(x, ids, log_probs, active=on, **o), 1, 0, 0),
+    "divergence": (lambda x, ids, on, **o: ops.divergence(x, detached(x), **o), 0, 0, 0),
+    "divergence, weights": (lambda x, ids, on, **o: ops.divergence(x, detached(x), on, **o), 1, 0, 0),
+    "divergence, rows": (lambda x, ids, on, **o: ops.divergence(x, detached(x), reduction="none", **o), 0, 0, 1),
+    "topk_divergence": (lambda x, ids, on, **o: ops.topk_divergence(x, ids[:, None], log_q(x), **o), 1, 0, 0),
+    "topk_divergence, rows": (
+        lambda x, ids, on, **o: ops.topk_divergence(x, ids[:, None], log_q(x), reduction="none", **o), 1, 1, 1
     ),
-    "linear_row_objective, active": (
-        lambda h, w, ids, on, **o: ops.linear_row_objective(h, w, ids, lambda s: s.log_probs, active=on, **o), 1, 0, 0
+    "soft_embedding": (lambda x, ids, on, **o: (ops.soft_embedding(x, None, x.weight, **o),), 0, 0, 0),
+    "soft_embedding, active": (
+        lambda x, ids, on, **o: (ops.soft_embedding(x, None, x.weight, active=on, **o),), 1, 0, 0
     ),
-    "linear_divergence": (lambda h, w, ids, on, **o: ops.linear_divergence(h, w, h.detach(), **o), 0, 0, 0),
-    "linear_divergence, weights": (
-        lambda h, w, ids, on, **o: ops.linear_divergence(h, w, h.detach(), on, **o), 1, 0, 0
-    ),
-    "linear_divergence, rows": (
-        lambda h, w, ids, on, **o: ops.linear_divergence(h, w, h.detach(), reduction="none", **o), 0, 0, 1
-    ),
-    "linear_topk_divergence": (
-        lambda h, w, ids, on, **o: ops.linear_topk_divergence(h, w, ids[:, None], -1 - h[:, :1].detach().abs(), **o),
-        1, 0, 0,
-    ),
-    "linear_topk_divergence, rows": (
-        lambda h, w, ids, on, **o: ops.linear_topk_divergence(
-            h, w, ids[:, None], -1 - h[:, :1].detach().abs(), reduction="none", **o
-        ),
-        1, 1, 1,
-    ),
-    "soft_embedding": (lambda h, w, ids, on, **o: (ops.soft_embedding(h, w, w, **o),), 0, 0, 0),
-    "soft_embedding, active": (lambda h, w, ids, on, **o: (ops.soft_embedding(h, w, w, active=on, **o),), 1, 0, 0),
-    "linear_sample": (lambda h, w, ids, on, **o: ops.linear_sample(h, w, seeds=ids, **o), 0, 0, 0),
-    "linear_sample, active": (lambda h, w, ids, on, **o: ops.linear_sample(h, w, seeds=ids, active=on, **o), 1, 0, 0),
+    "linear_sample": (lambda x, ids, on, **o: ops.linear_sample(x, seeds=ids, **o), 0, 0, 0),
+    "linear_sample, active": (lambda x, ids, on, **o: ops.linear_sample(x, seeds=ids, active=on, **o), 1, 0, 0),
 }  # fmt: skip
 
 
@@ -50,7 +49,7 @@ def check_syncs(name, trained, bounded, reset, **options):
     h, w = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=trained)
     ids, on = torch.arange(N), torch.ones(N)
     reset()
-    out = call(h, w, ids, on, num_active=N if bounded else None, **options)
+    out = call(ops.LinearLogits(h, w, num_active=N if bounded else None), ids, on, **options)
     assert reset() == (0 if bounded else forward)
     losses = [t.sum() for t in out if t is not None and t.requires_grad]
     torch.autograd.backward(losses)

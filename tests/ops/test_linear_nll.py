@@ -1,9 +1,7 @@
 """Linear NLL: parity, gradients and their cost, chunks, compaction, memory, autocast."""
 
 import functools
-import itertools
 import math
-import weakref
 
 import pytest
 import torch
@@ -11,9 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops import linear_token_nll, weighted_linear_nll, weighted_nll
 from tests.conftest import DEVICE
-from tests.support.memory import without_garbage_collection
+from tests.support.inputs import Source
 from tests.support.parity import (
     assert_as_good_as_plain,
     assert_close_with_grads,
@@ -22,7 +20,6 @@ from tests.support.parity import (
     reduction_sizes,
     value_and_grads,
 )
-from tests.support.recorded import multiplications
 from tests.support.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan
@@ -58,136 +55,30 @@ def token_oracle(targets, active=None):
     return lambda h, w, b: reference.linear_token_nll(h, w, targets, b, active=active)
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.mark.everyday(2)
-@pytest.mark.covering(2, most=2)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (7, 53, 8, None), (3, 3, 2, 50)]
-)
-def test_parity(N, V, D, chunk, dtype, path):
-    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
-        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
-    _, targets, weights = inputs(N, V, D)
-    options, active = {"chunk_size": chunk, "backend": path}, weights != 0
-    assert_parity(
-        loss_of(targets, weights, **options),
-        oracle(targets, weights),
-        lambda seed: (inputs(N, V, D, dtype, seed)[0], torch.tensor(-1.7)),
-    )
-    assert_parity(
-        nll_of(targets, active=active, **options),
-        token_oracle(targets, active),
-        lambda seed: (inputs(N, V, D, dtype, seed)[0], torch.randn(N, device=DEVICE)),
-    )
-
-
 @pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3), (0,)])
 def test_any_leading_shape_and_strides(shape, path):
-    weight = torch.randn(5, 11, device=DEVICE).t()  # columns of an embedding: not contiguous
-    hidden = torch.randn(*shape, 10, device=DEVICE)[..., ::2]
-    targets = torch.randint(0, 11, shape, device=DEVICE)
-    weights = torch.rand(shape, device=DEVICE)
+    source = Source("low rank", path)
+    hidden, u = (torch.randn(*shape, 2 * n, device=DEVICE)[..., ::2] for n in (5, 3))
+    weight, second = (torch.randn(n, 11, device=DEVICE).t() for n in (5, 3))  # columns: not contiguous
+    leaves = [hidden, weight, torch.randn(11, device=DEVICE), u, second]
+    targets, weights = torch.randint(0, 11, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
     assert_close_with_grads(
-        lambda h, w: weighted_linear_nll(h, w, targets, weights, backend=path).loss,
-        lambda h, w: reference.weighted_linear_nll(h, w, targets, weights),
-        [hidden, weight],
+        lambda *x: weighted_nll(source.argument(*x), targets, weights, backend=path).loss,
+        lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
+        leaves,
         torch.tensor(2.0),
     )
-    logits = F.linear(hidden, weight)
+    logits = source.logits(*leaves)
     targets.view(-1)[: targets.numel() // 2] = logits.argmax(-1).view(-1)[: targets.numel() // 2]
     for requires_grad in (False, True):  # with a gradient, one pass over a chunk computes all results
         leaf = hidden.detach().requires_grad_(requires_grad)
         options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": path}
-        rows = weighted_linear_nll(leaf, weight, targets, weights, **options)
+        rows = weighted_nll(source.argument(leaf, *leaves[1:]), targets, weights, **options)
         torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
         torch.testing.assert_close(rows.lse, reference.token_lse(logits))
         assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
         assert torch.equal(rows.ids, reference.predicted_ids(logits))
-
-
-@pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("trains", [(h, w, b) for h in (0, 1) for w in (0, 1) for b in (0, 1)], ids=str)
-def test_frozen_and_trainable_in_every_combination(trains, path):
-    leaves, targets, weights = inputs()
-    upstream = torch.randn(9, device=DEVICE)
-    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
-    expected_rows = value_and_grads(token_oracle(targets), leaves, upstream)
-    for leaf, train in zip(leaves, trains, strict=True):
-        leaf.requires_grad_(bool(train))
-    loss = weighted_linear_nll(*leaves[:2], targets, weights, bias=leaves[2], chunk_size=4, backend=path).loss
-    rows = linear_token_nll(*leaves[:2], targets, bias=leaves[2], chunk_size=4, backend=path).nll
-    assert loss.requires_grad == rows.requires_grad == any(trains)
-    for value, seed, wanted in ((loss, torch.ones_like(loss), expected), (rows, upstream, expected_rows)):
-        torch.testing.assert_close(value.detach(), wanted[0])
-        for leaf in leaves:
-            leaf.grad = None
-        if any(trains):
-            value.backward(seed)
-        for leaf, grad, train in zip(leaves, wanted[1:], trains, strict=True):
-            assert (leaf.grad is not None) == bool(train)
-            if train:
-                torch.testing.assert_close(leaf.grad, grad)
-
-
-def products(function):
-    """Count the products of all active rows with the whole head."""
-    return multiplications(function) / (ACTIVE * 37 * 5)
-
-
-ACTIVE = 6
-
-
-@pytest.mark.everyday(6)
-@pytest.mark.parametrize(
-    ("trains_hidden", "trains_head", "weighted_products", "token_products"),
-    [(False, False, 1, 1), (True, False, 2, 2), (True, True, 3, 4), (False, True, 2, 3)],
-)
-@pytest.mark.parametrize("chunk", [None, 4])
-def test_matrix_products_run_on_the_active_rows_and_no_more_often_than_needed(
-    trains_hidden, trains_head, weighted_products, token_products, chunk, backend
-):
-    (hidden, weight, _), _, _ = inputs()
-    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
-    hidden.requires_grad_(trains_hidden)
-    weight.requires_grad_(trains_head)
-
-    def weighted():
-        loss = weighted_linear_nll(hidden, weight, targets, weights, chunk_size=chunk, backend=backend).loss
-        if loss.requires_grad:
-            loss.backward()
-
-    def rows():
-        nll = linear_token_nll(hidden, weight, targets, active=weights, chunk_size=chunk, backend=backend).nll
-        if nll.requires_grad:
-            nll.sum().backward()
-
-    assert products(weighted) == weighted_products
-    assert products(rows) == token_products
-
-
-def test_outputs_that_are_not_requested_are_none(backend):
-    hidden, head, targets = torch.randn(3, 4, device=DEVICE), torch.randn(7, 4, device=DEVICE), torch.arange(3)
-    targets = targets.to(DEVICE)
-    for out in (
-        linear_token_nll(hidden, head, targets, backend=backend),
-        weighted_linear_nll(hidden, head, targets, torch.ones(3, device=DEVICE), backend=backend),
-    ):
-        assert out.lse is None
-        assert (out.correct, out.ids) == (None, None)
-
-
-def test_without_grad_mode_only_the_first_product_runs(backend):
-    (hidden, weight, bias), _, _ = inputs()
-    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
-    for leaf in (hidden, weight, bias):
-        leaf.requires_grad_()
-    with torch.no_grad():
-        assert products(lambda: weighted_linear_nll(hidden, weight, targets, weights, backend=backend)) == 1
-        assert products(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend=backend)) == 1
 
 
 class OperationLog(TorchDispatchMode):
@@ -260,84 +151,6 @@ def test_num_active_of_zero_without_an_active_row(path):
     assert all(t.eq(0).all() for t in got)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_rows_read_beyond_the_weights_are_inert_in_every_gradient(path):
-    """``active`` requests NLL and argmax match of rows of weight 0; NaN in them stays in their own NLL."""
-    leaves, targets, weights = inputs()
-    weights[0], weights[1], weights[2] = 0, 0, 1.5
-    targets[:3] = torch.tensor([1, 99, 2])
-    leaves[0][0] = NAN
-    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
-    seen = []
-
-    def ours(h, w, b):
-        out = weighted_linear_nll(
-            h, w, targets, weights, bias=b, active=torch.ones_like(weights), chunk_size=4, backend=path
-        )
-        seen.append(out.nll)
-        return out.loss
-
-    for a, b in zip(value_and_grads(ours, leaves, torch.tensor(1.0)), expected, strict=True):
-        torch.testing.assert_close(a, b)
-    assert seen[0][:2].isnan().all()
-    assert seen[0][2:].isfinite().all()
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
-    leaves, targets, _ = inputs()
-    targets[0], targets[1] = 1, 99
-    leaves[0][0] = NAN
-    good = torch.arange(9, device=DEVICE) > 1
-    nll = nll_of(targets, chunk_size=4, backend=path)
-    assert_close_with_grads(
-        lambda *head: torch.where(good, nll(*head), 0.0), token_oracle(targets, good), leaves, torch.ones(9)
-    )
-
-
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("trains_head", [False, True])
-@pytest.mark.parametrize("kind", ["expanded", "strided", "zero"])
-def test_any_upstream_gradient_per_row(kind, trains_head, path):
-    (hidden, weight, bias), targets, _ = inputs()
-    upstream = {"expanded": torch.tensor(0.37).expand(9), "strided": torch.randn(18)[::2], "zero": torch.zeros(9)}[
-        kind
-    ].to(DEVICE)
-    leaves = [hidden, weight, bias] if trains_head else [hidden]
-    rest = [] if trains_head else [weight, bias]
-
-    ours, plain = (
-        lambda *leaves, f=f: f(*leaves, *rest)
-        for f in (nll_of(targets, chunk_size=4, backend=path), token_oracle(targets))
-    )
-    assert_close_with_grads(ours, plain, leaves, upstream)
-
-
-def test_an_upstream_gradient_of_zero(path):
-    leaves, targets, weights = inputs()
-    assert_close_with_grads(
-        loss_of(targets, weights, backend=path), oracle(targets, weights), leaves, torch.tensor(0.0)
-    )
-
-
-def test_second_backward(backend):
-    (hidden, weight, _), targets, weights = inputs()
-    hidden.requires_grad_()
-    weight.requires_grad_()
-    loss = weighted_linear_nll(hidden, weight, targets, weights, backend=backend).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="recompute the loss to run backward again, or use linear_token_nll"):
-        loss.backward()
-    for head in (weight, weight.detach()):
-        nll = linear_token_nll(hidden, head, targets, backend=backend).nll
-        upstream = torch.randn_like(nll)
-        (first,) = torch.autograd.grad(nll, hidden, upstream, retain_graph=True)
-        (other,) = torch.autograd.grad(nll, hidden, 2 * upstream, retain_graph=True)
-        (again,) = torch.autograd.grad(nll, hidden, upstream)
-        assert torch.equal(first, again)
-        torch.testing.assert_close(other, 2 * first)
-
-
 def test_one_head_used_twice_in_a_graph(path):
     leaves, targets, weights = inputs()
 
@@ -346,28 +159,6 @@ def test_one_head_used_twice_in_a_graph(path):
         for f in (loss_of(targets, weights, backend=path), oracle(targets, weights))
     )
     assert_close_with_grads(ours, plain, leaves, torch.tensor(1.3))
-
-
-def test_outputs_beside_the_loss_are_detached(backend):
-    (hidden, weight, _), targets, weights = inputs()
-    hidden.requires_grad_()
-    rows = weighted_linear_nll(hidden, weight, targets, weights, with_lse=True, backend=backend)
-    assert not rows.nll.requires_grad
-    assert not rows.lse.requires_grad
-
-
-def test_nll_can_be_written_to(backend):
-    (hidden, weight, _), targets, _ = inputs()
-    for weight_trains, num_active in itertools.product((False, True), (None, 9)):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(weight_trains)
-        nll = linear_token_nll(h, w, targets, num_active=num_active, backend=backend).nll
-        nll[0] = 0.0
-        nll.mul_(2.0)
-        nll.sum().backward()
-        upstream = torch.full((9,), 2.0, device=DEVICE)
-        upstream[0] = 0
-        expected = value_and_grads(lambda h: reference.linear_token_nll(h, weight, targets), [hidden], upstream)
-        torch.testing.assert_close(h.grad, expected[1])
 
 
 def test_bitwise_the_same_twice(path):
@@ -428,15 +219,16 @@ def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, t
     assert (fresh[1].grad is None) is not trains_head
 
 
-def test_float16_gradients_neither_underflow_nor_overflow(path):
+@pytest.mark.parametrize("factor", [1e-7, 1e7])
+def test_float16_gradients_neither_underflow_nor_overflow(factor, path):
     """w / N times a probability is below float16's smallest number, and 1 / p above its largest."""
+    source = Source("low rank", path, chunk_size=5)
     _, targets, weights = inputs()
-    for factor in (1e-7, 1e7):
-        assert_parity(
-            lambda h, w, b, f=factor: weighted_linear_nll(h, w, targets, weights * f, bias=b, backend=path).loss / f,
-            oracle(targets, weights),
-            lambda seed: (inputs(dtype=torch.float16, seed=seed)[0], torch.tensor(1.0)),
-        )
+    assert_parity(
+        lambda *x: weighted_nll(source.argument(*x), targets, weights * factor, backend=path).loss / factor,
+        lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
+        lambda seed: (source.leaves((9,), 37, torch.float16, seed=seed), torch.tensor(1.0)),
+    )
 
 
 def test_the_gradient_of_a_low_precision_head_is_summed_in_float32_over_chunks():
@@ -473,17 +265,17 @@ def test_the_gradient_of_a_low_precision_head_is_summed_in_float32_over_chunks()
     [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
 )
 def test_autocast_is_honoured_as_linear_honours_it(hidden_dtype, weight_dtype, bias_dtype):
-    _, targets, weights = inputs(N=16)
+    source, (_, targets, weights) = Source("low rank", "torch", chunk_size=5), inputs(N=16)
 
     def draw(seed):
-        leaves = (leaf.bfloat16() for leaf in inputs(N=16, seed=seed)[0])
-        dtypes = (hidden_dtype, weight_dtype, bias_dtype)
+        dtypes = (hidden_dtype, weight_dtype, bias_dtype, hidden_dtype, weight_dtype)
+        leaves = source.leaves((16,), 37, torch.bfloat16, seed=seed)
         return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)], torch.tensor(1.0)
 
     with torch.autocast(DEVICE, torch.bfloat16):  # which autocast does not cast
         assert_parity(
-            lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5, backend="torch").loss,
-            lambda h, w, b: reference.weighted_nll(F.linear(h, w, b), targets, weights),
+            lambda *x: weighted_nll(source.argument(*x), targets, weights, backend="torch").loss,
+            lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
             draw,
         )
 
@@ -514,39 +306,6 @@ def test_backward_after_autocast_has_ended(backend):
     assert_parity(ours, plain, lambda seed: (inputs(seed=seed)[0][:2], torch.ones(9, device=DEVICE)))
 
 
-def test_no_reference_cycle_keeps_anything_alive(backend):
-    (hidden, weight, _), targets, weights = inputs()
-    with without_garbage_collection():
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        refs = [weakref.ref(h), weakref.ref(w)]
-        weighted_linear_nll(h, w, targets, weights, backend=backend).loss.backward()
-        loss = linear_token_nll(h, w, targets, backend=backend).nll.sum()
-        loss.backward()
-        unused = weighted_linear_nll(h, w, targets, weights, backend=backend)
-        del h, w, loss, unused
-        assert [ref() for ref in refs] == [None, None]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_targets_out_of_range_give_nan_in_their_own_row(path):
-    leaves, targets, _ = inputs()
-    targets[:4] = torch.tensor([37, -1, -101, 10**12])
-    good = torch.arange(9, device=DEVICE) > 3
-    hidden, weight = leaves[0].requires_grad_(), leaves[1]
-    for head in (weight, weight.clone().requires_grad_()):  # the gradient overwrites the logits, or it does not
-        options = {"with_correct": True, "with_ids": True, "chunk_size": 4, "backend": path}
-        out = linear_token_nll(hidden, head, targets, **options)
-        assert torch.equal(out.ids, reference.predicted_ids(F.linear(hidden, weight), targets != -100))
-        (grad,) = torch.autograd.grad(out.nll.sum(), hidden)
-        wanted = value_and_grads(
-            lambda h: reference.linear_token_nll(h, weight, targets, active=good), [hidden], torch.ones(9)
-        )
-        for got, expected in zip((out.nll.detach(), grad), wanted, strict=True):
-            assert got[~good].isnan().all()
-            torch.testing.assert_close(got[good], expected[good])
-        assert not out.correct[~good].any()
-
-
 def test_an_infinite_bias_bans_a_token(path):
     leaves, targets, weights = inputs()
     leaves[2][5] = -math.inf
@@ -555,47 +314,6 @@ def test_an_infinite_bias_bans_a_token(path):
     for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(1.0)) for f in functions), strict=True):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.gpu
-def test_cuda_graph_capture_of_the_weighted_form():
-    (hidden, weight, bias), targets, weights = inputs(N=256, V=1000, D=64, dtype=torch.bfloat16)
-    for leaf in (hidden, weight, bias):
-        leaf.requires_grad_()
-
-    def step():
-        loss = weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="triton").loss
-        return loss, *torch.autograd.grad(loss, (hidden, weight, bias))
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        hidden.copy_(torch.randn_like(hidden))
-        weights.copy_(weights.roll(1))
-    graph.replay()
-    draws = [hidden, weight, bias]
-    plain = value_and_grads(oracle(targets, weights), draws, torch.tensor(1.0, device="cuda"))
-    exact = value_and_grads(oracle(targets, weights), [t.double() for t in draws], torch.tensor(1.0, device="cuda"))
-    for a, p, e in zip(captured, plain, exact, strict=True):
-        assert_as_good_as_plain([a], [e], largest_error([p], [e]), sizes=reduction_sizes(draws))
-
-
-@pytest.mark.gpu
-def test_no_host_sync_when_the_number_of_active_rows_is_given():
-    (hidden, weight, bias), targets, weights = inputs(N=256, V=1000, D=64, dtype=torch.bfloat16)
-    hidden.requires_grad_()
-    weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.everyday(2)

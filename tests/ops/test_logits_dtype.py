@@ -137,21 +137,14 @@ def test_a_mean_embedding_is_of_exact_probabilities(dtype, backend, bumped):
     assert (rounded > bound).any()
 
 
-def fused(case, arguments, **options):
-    """Compute the value of a loss from hidden states, with options of the call."""
-    if isinstance(case.loss, tuple):
-        return value_of(case.loss[1](**arguments, **case.settings, **case.transform, **options))
-    return value_of(case.loss(**case.settings, **case.transform).forward_fused(**arguments, **options))
-
-
 @pytest.mark.parametrize("case", every_time([c for c in CASES if c in FIRSTS], CASES, name=lambda case: case.name))
 def test_every_loss_has_the_value_of_float32_operands(case):
     """The reference takes the 16-bit operands cast to float32."""
     inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, 11).items()}
     h, w, b = (torch.randn(s, device=DEVICE).bfloat16() for s in ((2, 6 * case.width, 4), (11, 4), (11,)))
-    found = fused(case, case.arguments("hidden", h, inputs, (w, b)), **WIDE)
-    wide = fused(case, case.arguments("hidden", h.float(), inputs, (w.float(), b.float())))
-    torch.testing.assert_close(found, wide, rtol=2e-6, atol=2e-6)
+    found = case.output("hidden", case.arguments("hidden", h, inputs, (w, b)), **WIDE)
+    wide = case.output("hidden", case.arguments("hidden", h.float(), inputs, (w.float(), b.float())))
+    torch.testing.assert_close(value_of(found), value_of(wide), rtol=2e-6, atol=2e-6)
 
 
 def test_multi_token_prediction_passes_the_dtype_on():

@@ -14,15 +14,16 @@ from dllm_kernels.losses import (
     SCDDLoss,
 )
 from dllm_kernels.ops import (
+    LinearLogits,
     linear_divergence,
-    linear_row_objective,
-    linear_row_stats,
     linear_sample,
-    linear_token_nll,
-    linear_topk_divergence,
+    row_objective,
+    row_stats,
     soft_embedding,
     token_log_probs,
-    weighted_linear_nll,
+    token_nll,
+    topk_divergence,
+    weighted_nll,
 )
 from tests.conftest import DEVICE, usually
 
@@ -43,6 +44,7 @@ class Call:
     leaves: list[Any]
     options: dict[str, Any]
     num_active: int
+    chunk_size: int | None = None
 
     def __post_init__(self):
         torch.manual_seed(0)
@@ -51,47 +53,45 @@ class Call:
         self.active[INACTIVE] = 0
         self.teacher = torch.randn(N, D, device=DEVICE).to(self.leaves[0].dtype)
 
-    @property
-    def head(self):
+    def logits(self, h):
         _, w, b, u, second = self.leaves
-        return {"weight": w, "bias": b, "extra": (u, second), "num_active": self.num_active, **self.options}
+        return LinearLogits(h, w, b, (u, second), num_active=self.num_active, chunk_size=self.chunk_size)
 
 
 def nll(h, call):
     targets = call.ids.masked_fill(call.active == 0, -100)
-    out = linear_token_nll(h, targets=targets, with_lse=True, with_correct=True, with_ids=True, **call.head)
+    out = token_nll(call.logits(h), targets, with_lse=True, with_correct=True, with_ids=True, **call.options)
     return out.nll.sum(), out
 
 
 def weighted(h, call):
-    out = weighted_linear_nll(h, targets=call.ids, weights=call.active, **call.head)
+    out = weighted_nll(call.logits(h), call.ids, call.active, **call.options)
     return out.loss, out
 
 
 def statistics(h, call):
     mix = (call.active + 1, call.active + 1)
-    out = linear_row_stats(h, ids=call.ids, entropy=True, mix=mix, active=call.active, **call.head)
+    out = row_stats(call.logits(h), call.ids, entropy=True, mix=mix, active=call.active, **call.options)
     return sum(t.sum() for t in (out.log_probs, out.lse, out.entropy, out.mix)), out
 
 
 def entropy_alone(h, call):
-    out = linear_row_stats(h, ids=call.ids, entropy=True, active=call.active, **call.head)
+    out = row_stats(call.logits(h), call.ids, entropy=True, active=call.active, **call.options)
     return out.entropy[2:].sum(), out  # some rows have no upstream gradient
 
 
 def objective(h, call):
-    head = call.head
-    out = linear_row_objective(
-        h, head.pop("weight"), call.ids, blind, call.active + 1, entropy=True, active=call.active, **head
-    )
+    x, aux = call.logits(h), call.active + 1
+    out = row_objective(x, call.ids, blind, aux, entropy=True, active=call.active, **call.options)
     return out.loss, out
 
 
 def divergence(reduction):
     def run(h, call):
+        _, w, b, u, second = call.leaves
         out = linear_divergence(
-            h, teacher_hidden=call.teacher, weights=call.active, kind={"kl": 1.0, "tv": 0.5}, reduction=reduction,
-            **call.head,
+            h, w, call.teacher, call.active, bias=b, extra=(u, second), kind={"kl": 1.0, "tv": 0.5},
+            reduction=reduction, num_active=call.num_active, chunk_size=call.chunk_size, **call.options,
         )  # fmt: skip
         return out.loss.sum(), out
 
@@ -100,48 +100,35 @@ def divergence(reduction):
 
 def topk(reduction):
     def run(h, call):
-        head, ids = call.head, torch.stack([call.ids, (call.ids + 1) % 3 + 7], -1)
-        out = linear_topk_divergence(
-            h, head.pop("weight"), ids, torch.full_like(call.active, -2.0)[:, None].expand(ids.shape), call.active,
-            reduction=reduction, **head,
-        )  # fmt: skip
+        ids = torch.stack([call.ids, (call.ids + 1) % 3 + 7], -1)
+        log_q = torch.full_like(call.active, -2.0)[:, None].expand(ids.shape)
+        out = topk_divergence(call.logits(h), ids, log_q, call.active, reduction=reduction, **call.options)
         return out.loss.sum(), out
 
     return run
 
 
 def log_probs(h, call):
-    out = token_log_probs(h, call.ids, active=call.active, with_entropy=True, **call.head)
+    out = token_log_probs(call.logits(h), call.ids, active=call.active, with_entropy=True, **call.options)
     return (out.log_probs + out.entropy).sum(), out
 
 
 def embedding(h, call):
-    head, table = call.head, torch.ones(V, 3, device=DEVICE, dtype=h.dtype)
-    out = soft_embedding(h.detach(), head.pop("weight"), table, active=call.active, **head)
-    return None, (out,)
+    table = torch.ones(V, 3, device=DEVICE, dtype=h.dtype)
+    return None, (soft_embedding(call.logits(h.detach()), None, table, active=call.active, **call.options),)
 
 
 def samples(h, call):
-    head = call.head
     seeds = torch.arange(N, device=DEVICE)
-    out = linear_sample(h, head.pop("weight"), seeds=seeds, active=call.active, return_top=2, **head)
-    return None, out
+    return None, linear_sample(call.logits(h), seeds=seeds, active=call.active, return_top=2, **call.options)
 
 
 OPS = {
-    "linear_token_nll": nll,
-    "weighted_linear_nll": weighted,
-    "linear_row_stats": statistics,
-    "linear_row_stats, some rows": entropy_alone,
-    "linear_row_objective": objective,
-    "linear_divergence": divergence("sum"),
-    "linear_divergence of each row": divergence("none"),
-    "linear_topk_divergence": topk("sum"),
-    "linear_topk_divergence of each row": topk("none"),
-    "token_log_probs": log_probs,
-    "soft_embedding": embedding,
-    "linear_sample": samples,
-}
+    "token_nll": nll, "weighted_nll": weighted, "row_stats": statistics, "row_stats, some rows": entropy_alone,
+    "row_objective": objective, "divergence": divergence("sum"), "divergence of each row": divergence("none"),
+    "topk_divergence": topk("sum"), "topk_divergence of each row": topk("none"), "token_log_probs": log_probs,
+    "soft_embedding": embedding, "linear_sample": samples,
+}  # fmt: skip
 TRAINED = {"head": (0, 1, 2, 3, 4), "rows": (0, 3), "hidden": (0,), "bias": (2,)}
 
 
@@ -156,9 +143,9 @@ def floats(results):
     return [t for t in results if t is not None and t.is_floating_point()]
 
 
-def assert_all_nan(op, trained, dtype=torch.float32, bound=N - 2, run=None, **options):
+def assert_all_nan(op, trained, dtype=torch.float32, bound=N - 2, run=None, chunk_size=None, **options):
     leaves = make_leaves(dtype, trained)
-    loss, out = (run or OPS[op])(leaves[0], Call(leaves, {"skip_id": SKIPPED, **options}, bound))
+    loss, out = (run or OPS[op])(leaves[0], Call(leaves, {"skip_id": SKIPPED, **options}, bound, chunk_size))
     assert floats(out)
     for t in out:
         if t is not None and t.dtype == torch.bool:
@@ -189,7 +176,7 @@ def test_a_bound_that_is_exact_changes_nothing(op, trained):
     exact, unbounded = (make_leaves(torch.float32, TRAINED[trained]) for _ in range(2))
     results = []
     for leaves, bound in ((exact, N - 1), (unbounded, None)):
-        loss, out = OPS[op](leaves[0], Call(leaves, {"skip_id": SKIPPED, "chunk_size": 3}, bound))
+        loss, out = OPS[op](leaves[0], Call(leaves, {"skip_id": SKIPPED}, bound, 3))
         if loss is not None:
             loss.backward()
         results.append([*floats(out), *(leaf.grad for leaf in leaves if leaf.requires_grad and loss is not None)])
@@ -198,8 +185,7 @@ def test_a_bound_that_is_exact_changes_nothing(op, trained):
         torch.testing.assert_close(got, expected)
 
 
-# In a graph, the same code runs inside of custom ops; three of them differ in who computes the gradients.
-IN_A_GRAPH = ["weighted_linear_nll", "linear_row_objective", "token_log_probs"]
+IN_A_GRAPH = ["weighted_nll", "row_objective", "token_log_probs"]
 
 
 @pytest.mark.exhaustive

@@ -1,14 +1,12 @@
 """Objectives of row statistics, compared with float64 autograd of the oracle; the logits are computed only once."""
 
-import math
-
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference
-from dllm_kernels.ops import linear_row_objective, linear_row_stats, row_objective
+from dllm_kernels.ops import linear_row_objective, row_objective, row_stats
 from tests.conftest import DEVICE
+from tests.support.inputs import EVERY_KIND, KINDS, Source, exact
 from tests.support.parity import assert_equal_but_for_contraction, assert_parity
 
 V, D = 23, 6
@@ -63,59 +61,31 @@ def options(fn):
     return {"entropy": fn is entropy_of_correct, "with_correct": fn is entropy_of_correct}
 
 
-def logits_draw(fn, dtype):
-    def draw(seed):
-        torch.manual_seed(seed + 100)
-        return [torch.randn(2, 5, V, device=DEVICE).to(dtype)], torch.tensor(0.7, device=DEVICE)
-
-    return draw
+def drawn(source, dtype):
+    return lambda seed: (source.leaves((2, 5), V, dtype, D=D, seed=seed + 100, size=1.0), torch.tensor(0.7).to(DEVICE))
 
 
-def hidden_draw(dtype):
-    def draw(seed):
-        torch.manual_seed(seed + 100)
-        leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((2, 5, D), (V, D), (V,))]
-        return leaves, torch.tensor(0.7, device=DEVICE)
-
-    return draw
-
-
-@pytest.mark.everyday(1)
-@objectives
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=["", "transformed"])
-def test_parity_from_logits(fn, dtype, transform, backend):
-    ids, aux, active = draw_inputs(fn, dtype, 2, 5)
-    ids = ids.masked_fill(ids == transform.get("skip_id"), 4) if transform else ids
-
-    def ours(x):
-        return row_objective(x, ids, fn, *aux, active=active, backend=backend, **options(fn), **transform).loss
-
-    def oracle(x):
-        return reference.row_objective(x, ids, fn, *(t.to(x) for t in aux), active=active, **transform)
-
-    assert_parity(ours, oracle, logits_draw(fn, dtype))
-
-
-@pytest.mark.everyday(5)
+@pytest.mark.everyday(7)
 @objectives
 @pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=["", "transformed"])
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(3, None), (None, None), (4, 10)])
-def test_parity_from_hidden_states(fn, dtype, chunk_size, num_active, backend):
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_parity(kind, fn, dtype, transform, chunk_size, num_active, backend):
     ids, aux, active = draw_inputs(fn, dtype, 2, 5)
-    sizes = {"chunk_size": chunk_size, "num_active": num_active}
+    ids = ids.masked_fill(ids == transform.get("skip_id"), 4) if transform else ids
+    source = Source(kind, backend, chunk_size=chunk_size, num_active=num_active)
 
-    def ours(h, w, b):
-        return linear_row_objective(
-            h, w, ids, fn, *aux, bias=b, active=active, backend=backend, **options(fn), **sizes
-        ).loss
+    def ours(*x):
+        options_ = {"active": active, "backend": backend, **options(fn), **transform}
+        return row_objective(source.argument(*x), ids, fn, *aux, **options_).loss
 
-    def oracle(h, w, b):
-        return reference.linear_row_objective(h, w, ids, fn, *(t.to(h.dtype) for t in aux), bias=b, active=active)
+    def oracle(*x):
+        cast = (t.to(x[0]) for t in aux)
+        return reference.row_objective(source.logits(*x), ids, fn, *cast, active=active, **transform)
 
-    assert_parity(ours, oracle, hidden_draw(dtype))
+    assert_parity(ours, oracle, drawn(source, dtype))
 
 
 def test_float16_rows_of_high_and_low_weight_in_one_chunk(backend):
@@ -132,16 +102,12 @@ def test_float16_rows_of_high_and_low_weight_in_one_chunk(backend):
         assert error.max() <= 2 * torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_an_objective_that_writes_into_the_statistics(form):
-    h, w, ids = torch.randn(4, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.arange(4, device=DEVICE)
-
-    def run(fn):
-        if form == "logits":
-            return row_objective(h @ w.t(), ids, fn, entropy=True)
-        return linear_row_objective(h, w, ids, fn, entropy=True, chunk_size=3)
-
-    out, changed = run(lambda s: 2 * s.log_probs), run(lambda s: s.log_probs.mul_(2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_objective_that_writes_into_the_statistics(kind):
+    x, ids = exact(kind, torch.randn(4, V, device=DEVICE), chunk_size=3), torch.arange(4, device=DEVICE)
+    out, changed = (
+        row_objective(x, ids, fn, entropy=True) for fn in (lambda s: 2 * s.log_probs, lambda s: s.log_probs.mul_(2))
+    )
     for a, b in zip(out, changed, strict=True):
         torch.testing.assert_close(a, b)
     changed.value.zero_()
@@ -149,72 +115,45 @@ def test_an_objective_that_writes_into_the_statistics(form):
 
 
 @objectives
-def test_outputs_beside_the_loss(fn):
-    """Further outputs are detached, 0 in inactive rows, and equal from logits and from hidden states."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_beside_the_loss(kind, fn):
+    """Further outputs are detached, 0 in inactive rows, and those of ``row_stats``."""
     ids, aux, active = draw_inputs(fn, torch.float64, 2, 5)
-    (h, w, b), _ = hidden_draw(torch.float64)(0)
-    h.requires_grad_()
-    fused = linear_row_objective(h, w, ids, fn, *aux, bias=b, active=active, chunk_size=3, **options(fn))
-    plain = row_objective(h @ w.t() + b, ids, fn, *aux, active=active, **options(fn))
-    stats = linear_row_stats(h, w, ids, bias=b, active=active, chunk_size=3, **options(fn))
-    for name in plain._fields:
-        got, want = getattr(fused, name), getattr(plain, name)
-        torch.testing.assert_close(got, want)
-        assert got is None or name == "loss" or not (got.requires_grad or want.requires_grad)
-    assert_equal_but_for_contraction(fused.log_probs, stats.log_probs.detach())
-    assert (fused.value[~active] == 0).all()
-    torch.testing.assert_close(fused.value.sum(), fused.loss.detach())
+    x = exact(kind, torch.randn(2, 5, V, device=DEVICE, dtype=torch.float64).requires_grad_(), chunk_size=3)
+    out = row_objective(x, ids, fn, *aux, active=active, **options(fn))
+    stats = row_stats(x, ids, active=active, **options(fn))
+    for name in out._fields:
+        got = getattr(out, name)
+        assert got is None or name == "loss" or not got.requires_grad
+        if got is not None and hasattr(stats, name):
+            assert_equal_but_for_contraction(got, getattr(stats, name).detach())
+    assert (out.correct is None) == (stats.correct is None)
+    plain = [t[active] if t is not None else None for t in stats]
+    expected = fn(type(stats)(*plain), *(t[active] for t in aux))
+    torch.testing.assert_close(out.value[active], expected.detach())
+    assert (out.value[~active] == 0).all()
+    torch.testing.assert_close(out.value.sum(), out.loss.detach())
 
 
-@pytest.mark.parametrize(("trains", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
-def test_the_logits_are_computed_once(trains, products, backend):
-    ids, aux, active = draw_inputs(clipped, torch.float32, 9)
-    h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    for i in trains:
-        (h, w)[i].requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        loss = linear_row_objective(h, w, ids, clipped, *aux, active=active, backend=backend).loss
-        if trains:
-            loss.backward()
-    assert counter.get_total_flops() == products * 2 * int(active.sum()) * w.numel()
-
-
-def test_a_second_backward_raises_with_advice():
-    ids, aux, _ = draw_inputs(focal, torch.float32, 4)
-    h = torch.randn(4, D, device=DEVICE, requires_grad=True)
-    loss = linear_row_objective(h, torch.randn(V, D, device=DEVICE), ids, focal, *aux).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"linear_row_objective computes its gradients .* use linear_row_stats"):
-        loss.backward()
-
-
-def test_inactive_rows_have_no_effect():
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_inactive_rows_have_no_effect(kind):
     """NaN in inactive rows has no effect, nor have non-finite values of the objective for all-zero statistics."""
     ids, _, active = draw_inputs(focal, torch.float32, 9)
-    h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE, requires_grad=True)
-    h[~active] = math.nan
+    ids, source = ids.clamp(min=0), Source(kind)
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((9,), V)]
+    source.spoil(leaves, ~active)
 
     def log_of_nll(stats, *_):
         return (-stats.log_probs).log()
 
-    ids = ids.clamp(min=0)
-    for out in (
-        linear_row_objective(h.requires_grad_(), w, ids, log_of_nll, active=active),
-        row_objective(h @ w.t(), ids, log_of_nll, active=active),
-    ):
-        grads = torch.autograd.grad(out.loss, [h, w])
-        assert out.loss.isfinite()
-        assert grads[0][active].isfinite().all()
-    assert linear_row_objective(h, w, ids, log_of_nll, active=active & False).loss == 0
+    out = row_objective(source.argument(*leaves), ids, log_of_nll, active=active)
+    grads = torch.autograd.grad(out.loss, leaves)
+    assert out.loss.isfinite()
+    assert all(grad.isfinite().all() for grad in grads)
+    assert row_objective(source.argument(*leaves), ids, log_of_nll, active=active & False).loss == 0
 
 
-FORMS = {
-    "logits": lambda fn, *aux, **o: row_objective(torch.zeros(3, V), torch.tensor([1, 2, 3]), fn, *aux, **o),
-    "hidden": lambda fn, *aux, **o: linear_row_objective(
-        torch.zeros(3, D, requires_grad=True), torch.zeros(V, D), torch.tensor([1, 2, 3]), fn, *aux, **o
-    ),
-}
-ONES = torch.ones(3)
+ONES, IDS = torch.ones(3), torch.tensor([1, 2, 3])
 BAD = [
     (("focal",), {}, TypeError, r"fn must be a function of the row statistics, got str$"),
     ((focal, 1.0), {}, TypeError, r"aux\[0\] must be a torch.Tensor, got float$"),
@@ -228,17 +167,17 @@ BAD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("arguments", "options", "error", "message"), BAD)
-def test_bad_input(arguments, options, error, message, form):
+def test_bad_input(arguments, options, error, message, kind):
     with pytest.raises(error, match=f"^{message}"):
-        FORMS[form](*arguments, **options)
+        row_objective(exact(kind, torch.zeros(3, V, requires_grad=True)), IDS, *arguments, **options)
 
 
 def test_a_closure_over_a_tensor_that_requires_a_gradient():
-    temperature = torch.ones((), requires_grad=True)
+    temperature, x = torch.ones((), requires_grad=True), torch.zeros(3, V, requires_grad=True)
     with pytest.raises(ValueError, match=r"^fn must not use a tensor that requires a gradient"):
-        FORMS["hidden"](lambda s: s.log_probs / temperature)
+        row_objective(exact("head", x), IDS, lambda s: s.log_probs / temperature)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["of the value", "of the whole row"])
@@ -258,21 +197,15 @@ def test_a_closure_that_alone_requires_a_gradient(inside):
         assert linear_row_objective(h, w, ids, fn).loss.isfinite()
 
 
-def test_fn_receives_the_predicted_ids(backend):
-    h, w = torch.randn(2, 5, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    targets, active = torch.randint(1, V, (2, 5), device=DEVICE), torch.tensor([[1, 1, 0, 1, 1]] * 2, device=DEVICE)
-    options = {"active": active, "with_ids": True, "skip_id": 0, "backend": backend}
-
-    def fn(stats):
-        return stats.log_probs * stats.ids
-
-    expected = reference.row_stats(h @ w.t(), targets, active=active, skip_id=0)
-    for out in (
-        row_objective(h @ w.t(), targets, fn, **options),
-        linear_row_objective(h, w, targets, fn, chunk_size=3, **options),
-    ):
-        assert torch.equal(out.ids, expected.ids)
-        torch.testing.assert_close(out.value, expected.log_probs * expected.ids)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fn_receives_the_predicted_ids(kind, backend):
+    x, targets = torch.randn(2, 5, V, device=DEVICE), torch.randint(1, V, (2, 5), device=DEVICE)
+    options = {"active": torch.tensor([[1, 1, 0, 1, 1]] * 2, device=DEVICE), "skip_id": 0}
+    logits, rows = exact(kind, x, chunk_size=3), lambda stats: stats.log_probs * stats.ids
+    out = row_objective(logits, targets, rows, with_ids=True, backend=backend, **options)
+    expected = reference.row_stats(x, targets, **options)
+    assert torch.equal(out.ids, expected.ids)
+    torch.testing.assert_close(out.value, expected.log_probs * expected.ids)
 
 
 def test_a_constant_has_a_gradient_of_0():

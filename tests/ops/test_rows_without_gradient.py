@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dllm_kernels import ops
+from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
 from tests.support.recorded import multiplications
 
@@ -27,7 +28,14 @@ TOP_LOG_PROBS = torch.full(TOP.shape, -2.0, device=DEVICE)
 
 
 def teacher_of(x):
-    return torch.linspace(-9, 9, x.numel(), device=DEVICE).view(x.shape).sin().to(x.dtype)
+    """Return rows of a teacher: logits, or hidden states before the same head."""
+
+    def waves(t):
+        return torch.linspace(-9, 9, t.numel(), device=DEVICE).view(t.shape).sin().to(t.dtype)
+
+    if isinstance(x, torch.Tensor):
+        return waves(x)
+    return LinearLogits(waves(x.hidden), x.weight.detach(), None if x.bias is None else x.bias.detach())
 
 
 def of_stats(stats):
@@ -39,44 +47,38 @@ def with_infinite_slope(stats):
     return (-stats.log_probs).sqrt() + stats.entropy.sqrt()
 
 
-# name -> values of rows, and their sum, as functions of the rows (logits or hidden states), and of the head
-def token_nll(x, *head, **options):
-    return (ops.linear_token_nll if head else ops.token_nll)(x, *head, TARGETS, active=WEIGHTS != 0, **options).nll
+# name -> values of rows, and their sum, as functions of logits, stored or a record
+def token_nll(x, **options):
+    return ops.token_nll(x, TARGETS, active=WEIGHTS != 0, **options).nll
 
 
-def row_stats(x, *head, **options):
-    function = ops.linear_row_stats if head else ops.row_stats
-    return of_stats(function(x, *head, TARGETS, active=ON, entropy=True, **options))
+def row_stats(x, **options):
+    return of_stats(ops.row_stats(x, TARGETS, active=ON, entropy=True, **options))
 
 
-def token_log_probs(x, *head, **options):
-    options |= dict(zip(["weight"], head, strict=False))
+def token_log_probs(x, **options):
     return ops.token_log_probs(x, TARGETS, active=WEIGHTS != 0, **options).log_probs
 
 
-def divergence(x, *head, kind="jsd", reduction="none", **options):
-    function, weights = (ops.linear_divergence if head else ops.divergence), WEIGHTS * ON
-    return function(x, *head, teacher_of(x), weights, kind=kind, reduction=reduction, **options).loss
+def divergence(x, *, kind="jsd", reduction="none", **options):
+    return ops.divergence(x, teacher_of(x), WEIGHTS * ON, kind=kind, reduction=reduction, **options).loss
 
 
-def cross_entropy(x, *head, reduction="none", **options):
-    function = ops.linear_divergence if head else ops.divergence
+def cross_entropy(x, *, reduction="none", **options):
     options |= {"targets": TARGETS, "kind": "ce", "reduction": reduction}
-    return function(x, *head, teacher_of(x), WEIGHTS, **options).loss
+    return ops.divergence(x, teacher_of(x), WEIGHTS, **options).loss
 
 
-def topk_divergence(x, *head, reduction="none", **options):
-    function = ops.linear_topk_divergence if head else ops.topk_divergence
-    return function(x, *head, TOP, TOP_LOG_PROBS, WEIGHTS, reduction=reduction, **options).loss
+def topk_divergence(x, *, reduction="none", **options):
+    return ops.topk_divergence(x, TOP, TOP_LOG_PROBS, WEIGHTS, reduction=reduction, **options).loss
 
 
-def weighted_nll(x, *head, **options):
-    return (ops.weighted_linear_nll if head else ops.weighted_nll)(x, *head, TARGETS, WEIGHTS, **options).loss
+def weighted_nll(x, **options):
+    return ops.weighted_nll(x, TARGETS, WEIGHTS, **options).loss
 
 
-def row_objective(x, *head, **options):
-    function = ops.linear_row_objective if head else ops.row_objective
-    return function(x, *head, TARGETS, with_infinite_slope, active=ON, entropy=True, **options).loss
+def row_objective(x, **options):
+    return ops.row_objective(x, TARGETS, with_infinite_slope, active=ON, entropy=True, **options).loss
 
 
 OF_ROWS = [token_nll, row_stats, token_log_probs, divergence, cross_entropy, topk_divergence]
@@ -96,10 +98,8 @@ def gradients(function, trained, dtype, upstream, **options):
             t[WITHOUT[1:] if function is cross_entropy else WITHOUT] = NAN
     for t, train in zip(leaves, trained, strict=True):
         t.requires_grad_(train == "1")
-    x, *head = leaves
-    if head:
-        options |= {"bias": head[1], "extra": tuple(head[2:]), "chunk_size": 2}
-    function(x, *head[:1], **options).backward(upstream.to(DEVICE, torch.promote_types(dtype, torch.float32)))
+    x = leaves[0] if trained == "1" else LinearLogits(*leaves[:3], tuple(leaves[3:]), chunk_size=2)
+    function(x, **options).backward(upstream.to(DEVICE, torch.promote_types(dtype, torch.float32)))
     return [t.grad for t in leaves if t.requires_grad]
 
 
@@ -192,11 +192,12 @@ def test_backward_recomputes_only_the_rows_with_an_upstream_gradient(
     h, w = torch.randn(N, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     upstream = HARMFUL.clone()
     upstream[OTHERS[number:]] = 0
-    options = {"backend": backend, "num_active": len(OTHERS) if bounded else None}
+    num_active = len(OTHERS) if bounded else None
 
     def step():
         leaves = h.clone().requires_grad_(), w.clone().requires_grad_(trained == "trained")
-        function(*leaves, **options).backward(upstream.to(DEVICE))
+        x = LinearLogits(*leaves, num_active=num_active)
+        function(x, backend=backend).backward(upstream.to(DEVICE))
         assert leaves[0].grad[upstream == 0].eq(0).all()
 
     recomputed = len(OTHERS) if bounded else number

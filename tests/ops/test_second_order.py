@@ -6,37 +6,26 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from dllm_kernels import MDLMCrossEntropyLoss
-from dllm_kernels.ops import (
-    linear_row_stats,
-    linear_token_nll,
-    row_stats,
-    token_log_probs,
-    token_nll,
-    weighted_linear_nll,
-    weighted_nll,
-)
+from dllm_kernels.ops import LinearLogits, row_stats, token_log_probs, token_nll, weighted_linear_nll, weighted_nll
 from tests.conftest import DEVICE, usually
+from tests.support.inputs import map_rows
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 N, V, D = 5, 11, 4
 IDS = torch.tensor([1, 0, 10, 3, 3], device=DEVICE)
 ROWS = torch.ones(1, N, device=DEVICE)
-OF_LOGITS = {
-    "loss, nll": lambda x, **o: MDLMCrossEntropyLoss(**o)(x[None], IDS[None], ROWS, ROWS, ROWS).total_loss,
+OPS = {
+    "loss, nll": lambda x, **o: MDLMCrossEntropyLoss(**o)(
+        map_rows(x, lambda t: t[None]), IDS[None], ROWS, ROWS, ROWS
+    ).total_loss,
     "token_nll": lambda x, **o: token_nll(x, IDS, **o).nll,
     "weighted_nll": lambda x, **o: weighted_nll(x, IDS, IDS + 1.0, **o).loss,
     "row_stats": lambda x, **o: row_stats(x, IDS, entropy=True, **o).entropy,
     "token_log_probs": lambda x, **o: token_log_probs(x, IDS, **o).log_probs,
-}
-OF_HIDDEN = {
-    "weighted_linear_nll": lambda h, w, **o: weighted_linear_nll(h, w, IDS, IDS + 1.0, **o).loss,
-    "linear_token_nll": lambda h, w, **o: linear_token_nll(h, w, IDS, **o).nll,
-    "linear_row_stats": lambda h, w, **o: linear_row_stats(h, w, IDS, **o).lse,
-    "token_log_probs": lambda h, w, **o: token_log_probs(h, IDS, weight=w, **o).log_probs,
-}
+}  # fmt: skip
 INSTEAD = {"nll": "cross_entropy", "stats": "log_softmax", "probs": "log_softmax"}
-ALL = [("logits", name) for name in OF_LOGITS] + [(form, name) for form in ("hidden", "frozen") for name in OF_HIDDEN]
+ALL = [(form, name) for form in ("stored", "head", "frozen") for name in OPS]
 
 
 def build(form, name, **options):
@@ -45,9 +34,13 @@ def build(form, name, **options):
     layer = torch.randn(D, D, device=DEVICE, requires_grad=True)
     head = torch.randn(V, D, device=DEVICE, requires_grad=form != "frozen")
     hidden = torch.randn(N, D, device=DEVICE) @ layer
-    x = F.linear(hidden, head) if form == "logits" else hidden
-    value = OF_LOGITS[name](x, **options) if form == "logits" else OF_HIDDEN[name](x, head, **options)
-    return layer, x, value
+    x = F.linear(hidden, head) if form == "stored" else hidden
+    return layer, x, OPS[name](x if form == "stored" else LinearLogits(x, head), **options)
+
+
+def op_of(form, name, head, **options):
+    """Return the op as a function of the logits or the hidden states."""
+    return lambda x: OPS[name](x if form == "stored" else LinearLogits(x, head), **options)
 
 
 DERIVATIVES = {
@@ -69,7 +62,7 @@ def test_a_penalty_on_a_gradient_raises_for_every_input(form, name, ask, backend
     advice = next(advice_for_it for end, advice_for_it in INSTEAD.items() if name.endswith(end))
     with pytest.raises(RuntimeError, match=rf"no second derivative; .*torch\.(nn\.functional\.)?{advice}") as raised:
         DERIVATIVES[ask](total, layer)
-    assert ("linear(" in str(raised.value)) == (form != "logits")  # for forms in which the caller has no logits
+    assert ("linear(" in str(raised.value)) == (form != "stored")  # for forms in which the caller has no logits
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)
@@ -97,29 +90,23 @@ def test_a_gradient_with_create_graph_is_unchanged(form, name):
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_a_derivative_in_forward_mode_is_an_error_and_not_0(form, name):
     """An error is raised even if no input requires a gradient, in which case no autograd function could raise it."""
-    x, head = torch.randn(N, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    op = OF_LOGITS[name] if form == "logits" else lambda x: OF_HIDDEN[name](x, head)
+    x, head = torch.randn(N, V if form == "stored" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    op = op_of(form, name, head)
     with forward_ad.dual_level():
         op(x)  # without a tangent
         with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives .*: use backward"):
             op(forward_ad.make_dual(x, x))
-        if form != "logits":
-            head = forward_ad.make_dual(head, head)
+        if form != "stored":
             with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
-                op(x)
+                op_of(form, name, forward_ad.make_dual(head, head))(x)
 
 
 COMPILED = [
     *[(form, name, False) for form, name in ALL if name != "loss, nll"],
-    ("hidden", "weighted_linear_nll", True),
-    ("frozen", "weighted_linear_nll", True),
+    ("head", "weighted_nll", True),
+    ("frozen", "weighted_nll", True),
 ]
-# It is autograd of compiled graphs that raises. These differ in what the backward pass reads.
-RAISING = [
-    ("logits", "token_nll", False),
-    ("hidden", "linear_row_stats", False),
-    ("frozen", "weighted_linear_nll", True),
-]
+RAISING = [("stored", "token_nll", False), ("head", "row_stats", False), ("frozen", "weighted_nll", True)]
 
 
 @pytest.mark.everyday(1)
@@ -131,9 +118,9 @@ def test_a_second_derivative_of_a_compiled_op_is_an_error(form, name, half):
     """
     torch.compiler.reset()
     dtype = torch.float16 if half else torch.float32
-    x = torch.randn(N, V if form == "logits" else D, device=DEVICE, dtype=dtype, requires_grad=True)
-    head = torch.randn(V, D, device=DEVICE, dtype=dtype, requires_grad=form == "hidden")
-    op = OF_LOGITS[name] if form == "logits" else lambda x: OF_HIDDEN[name](x, head)
+    x = torch.randn(N, V if form == "stored" else D, device=DEVICE, dtype=dtype, requires_grad=True)
+    head = torch.randn(V, D, device=DEVICE, dtype=dtype, requires_grad=form == "head")
+    op = op_of(form, name, head)
     value = torch.compile(op, backend="aot_eager", fullgraph=True)(x).sum()
     (g,) = torch.autograd.grad(value, [x], create_graph=True)
     (plain,) = torch.autograd.grad(op(x).sum(), [x])
@@ -152,7 +139,7 @@ def test_a_compiled_op_keeps_no_input():
     hidden, head = torch.randn(N, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        torch.compile(OF_HIDDEN["weighted_linear_nll"], backend="aot_eager", fullgraph=True)(hidden, head)
+        torch.compile(weighted_linear_nll, backend="aot_eager", fullgraph=True)(hidden, head, IDS, IDS + 1.0)
     assert saved
     theirs = {t.untyped_storage().data_ptr() for t in (hidden, head)}
     assert not any(t.numel() and t.untyped_storage().data_ptr() in theirs for t in saved)
@@ -161,13 +148,10 @@ def test_a_compiled_op_keeps_no_input():
 @pytest.mark.parametrize(("form", "name"), ALL)
 def test_within_an_activation_checkpoint(form, name):
     """A checkpoint recomputes the saved tensors, and returns each only once."""
-    x = torch.randn(N, V if form == "logits" else D, device=DEVICE, requires_grad=True)
-    head = torch.randn(V, D, device=DEVICE, requires_grad=form == "hidden")
-
-    def value(x):
-        out = OF_LOGITS[name](x, backend="torch") if form == "logits" else OF_HIDDEN[name](x, head, backend="torch")
-        return out.sum()
-
-    (g,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(value, x, use_reentrant=False), x, create_graph=True)
+    x = torch.randn(N, V if form == "stored" else D, device=DEVICE, requires_grad=True)
+    head = torch.randn(V, D, device=DEVICE, requires_grad=form == "head")
+    op = op_of(form, name, head, backend="torch")
+    out = torch.utils.checkpoint.checkpoint(lambda x: op(x).sum(), x, use_reentrant=False)
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(g.sum(), [x])

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels import TokenLogProbs, token_log_probs
 from tests.conftest import DEVICE
+from tests.support.inputs import EVERY_KIND, Source
 
 B, L, V, D = 2, 5, 37, 6
 
@@ -29,22 +30,20 @@ def plain(logits, ids, temperature=1.0):
     )
 
 
-@pytest.mark.everyday(2)
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2])
-def test_both_forms_equal_plain_code(temperature, backend):
-    (hidden, weight, bias), ids = draw()
-    leaves = (hidden, weight, bias)
-    expected = plain(hidden @ weight.T + bias, ids, temperature)
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_every_input_equals_plain_code(kind, temperature, backend):
+    source = Source(kind, chunk_size=3)
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((B, L), V, torch.float64, D=D)]
+    ids = draw()[1]
+    expected = plain(source.logits(*leaves), ids, temperature)
     grads = [torch.randn_like(t) for t in expected]
-    wanted = torch.autograd.grad(expected, leaves, grads)
     options = {"temperature": temperature, "with_entropy": True, "backend": backend}
-    for out in (
-        token_log_probs(hidden @ weight.T + bias, ids, **options),
-        token_log_probs(hidden, ids, weight=weight, bias=bias, chunk_size=3, **options),
-    ):
-        assert isinstance(out, TokenLogProbs)
-        for got, want in zip((*out, *torch.autograd.grad(out, leaves, grads)), (*expected, *wanted), strict=True):
-            torch.testing.assert_close(got, want)
+    out = token_log_probs(source.argument(*leaves), ids, **options)
+    assert isinstance(out, TokenLogProbs)
+    torch.testing.assert_close(tuple(out), expected)
+    torch.testing.assert_close(*(torch.autograd.grad(values, leaves, grads) for values in (out, expected)))
 
 
 def test_without_grad_one_product_over_the_tokens_with_an_id(backend):

@@ -10,6 +10,7 @@ import torch
 import reference
 from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
+from tests.support.inputs import KINDS, SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.memory import without_garbage_collection
 from tests.support.parity import (
     assert_as_good_as_plain,
@@ -17,13 +18,13 @@ from tests.support.parity import (
     assert_equal_but_for_contraction,
     assert_parity,
     assert_same_specials,
+    largest_error,
     reduction_sizes,
     value_and_grads,
 )
 from tests.support.rows import (
     LAYOUTS,
     PATHS,
-    SHAPES,
     SHARED,
     SPREAD,
     between_ordinary_rows,
@@ -43,11 +44,35 @@ def path(request, monkeypatch):
     return on_path(request.param, monkeypatch)
 
 
+@pytest.fixture(params=SOURCES, ids="-".join)
+def source(request, monkeypatch):
+    return on_source(request.param, monkeypatch)
+
+
+# (shape of the rows, V, rows per chunk): a chunk of each row, several chunks, one that is not full, all rows in one
+SIZES = [(*size, chunk) for size, chunk in zip(SHAPES, (1, 1, 4, None, 4, 50), strict=True)]
+
+
+def targets_like(shape, V=37):
+    """Draw targets, some of them -100."""
+    return torch.where(torch.rand(shape) < 0.15, -100, torch.randint(0, V, shape)).to(DEVICE)
+
+
+def weights_like(shape):
+    """Draw weights, some of them 0 and others negative."""
+    return (torch.randn(shape) * (torch.rand(shape) < 0.7)).to(DEVICE)
+
+
 def inputs(shape=(9,), V=37, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    logits = (4 * torch.randn(*shape, V)).to(dtype)
-    targets = torch.where(torch.rand(shape) < 0.15, -100, torch.randint(0, V, shape))
-    return logits.to(DEVICE), targets.to(DEVICE)
+    logits = (4 * torch.randn(*shape, V)).to(DEVICE, dtype)
+    return logits, targets_like(shape, V)
+
+
+def masked_oracle(source, targets, good):
+    """Return a function of the leaves: the NLL of the good rows, and 0 in the others, which it does not read."""
+    kept = torch.where(good, targets, -100)
+    return lambda *x: reference.token_nll(source.logits(*x, active=good), kept)
 
 
 def upstream_like(targets):
@@ -55,17 +80,26 @@ def upstream_like(targets):
     return torch.randn(targets.shape, device=DEVICE) * (torch.rand(targets.shape, device=DEVICE) < 0.8)
 
 
-@pytest.mark.everyday(10)
+@pytest.mark.everyday(14)
 @pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "V"), SHAPES)
-def test_parity(shape, V, dtype, path):
-    _, targets = inputs(shape, V)
-    assert_parity(
-        lambda x: token_nll(x, targets, backend=path).nll,
-        lambda x: reference.token_nll(x, targets),
-        lambda seed: ([inputs(shape, V, dtype, seed)[0]], upstream_like(targets)),
-    )
+@pytest.mark.parametrize(("shape", "V", "chunk"), SIZES)
+def test_parity(shape, V, chunk, dtype, source):
+    skip_unjudged(source, dtype, shape)
+    targets, weights = targets_like(shape, V), weights_like(shape)
+    for ours, plain, upstream in (
+        (
+            lambda *x: token_nll(source.argument(*x, chunk_size=chunk), targets, backend=source.backend).nll,
+            lambda *x: reference.token_nll(source.logits(*x), targets),
+            upstream_like(targets),
+        ),
+        (
+            lambda *x: weighted_nll(source.argument(*x, chunk_size=chunk), targets, weights, backend=source.backend)[0],
+            lambda *x: reference.weighted_nll(source.logits(*x), targets, weights),
+            torch.tensor(-1.7),
+        ),
+    ):
+        assert_parity(ours, plain, lambda seed, u=upstream: (source.leaves(shape, V, dtype, seed=seed), u))
 
 
 @pytest.mark.everyday(3)
@@ -206,21 +240,24 @@ def test_the_nll_of_a_certain_target_is_positive_zero(path):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_targets_out_of_range_give_nan_and_read_nothing_out_of_bounds(path):
+def test_targets_out_of_range_give_nan_in_their_own_row_and_read_nothing_out_of_bounds(source):
     V = 37
-    bad = [-1, -99, -101, V, V + 1, 2**31, -(2**31), 2**62]
-    memory = torch.full((3 * len(bad), V), NAN, device=DEVICE)
-    logits = memory[len(bad) : 2 * len(bad)]
-    logits.copy_(torch.randn(len(bad), V))
-    targets = torch.tensor(bad, device=DEVICE)
-    x = logits.requires_grad_()
-    out = token_nll(x, targets, with_lse=True, with_correct=True, with_ids=True, backend=path)
-    (grad,) = torch.autograd.grad(out.nll.sum(), x)
-    assert torch.equal(out.ids, logits.detach().argmax(-1))
-    assert out.nll.isnan().all()
-    assert grad.isnan().all()
-    assert not out.correct.any()
-    torch.testing.assert_close(out.lse, logits.detach().logsumexp(-1))
+    targets = torch.tensor([-1, -99, -101, V, V + 1, 2**31, -(2**31), 2**62, 5, -100, 7], device=DEVICE)
+    rows, *head = source.leaves((len(targets),), V)
+    memory = torch.full((3 * len(rows), rows.shape[1]), NAN, device=DEVICE)
+    leaves = [memory[len(rows) : 2 * len(rows)].copy_(rows), *head]
+    logits, good = source.logits(*leaves), torch.arange(len(targets), device=DEVICE) > 7
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": source.backend}
+    out = token_nll(source.argument(*leaves), targets, **options)
+    (grad,) = torch.autograd.grad(out.nll.sum(), leaves[:1])
+    assert torch.equal(out.ids, reference.predicted_ids(logits, targets != -100))
+    wanted = value_and_grads(masked_oracle(source, targets, good), [leaf.detach() for leaf in leaves], torch.ones(11))
+    for got, expected in zip((out.nll.detach(), grad), wanted, strict=False):
+        assert got[~good].isnan().all()
+        torch.testing.assert_close(got[good], expected[good])
+    assert not out.correct[~good].any()
+    torch.testing.assert_close(out.lse, reference.token_lse(logits, targets != -100))
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -284,14 +321,15 @@ def test_the_lowest_index_wins_a_tie(dtype, path):
     assert both.ids.tolist() == [3, 3, 3, 3, 0, 3 if dtype == torch.bfloat16 else 39]
 
 
-def test_outputs_that_are_not_requested_are_none(backend):
-    logits, targets = inputs()
-    out = token_nll(logits, targets, backend=backend)
-    assert out.lse is None
-    assert out.correct is None
-    assert out.ids is None
-    options = {"with_lse": True, "with_correct": True, "with_ids": True, "backend": backend}
-    rows = weighted_nll(logits, targets, torch.ones(9, device=DEVICE), **options)
+def test_outputs_that_are_not_requested_are_none(source):
+    x, targets = source.argument(*source.leaves((9,), 37)), targets_like((9,))
+    weights, options = torch.ones(9, device=DEVICE), {"backend": source.backend}
+    for out in (token_nll(x, targets, **options), weighted_nll(x, targets, weights, **options)):
+        assert out.lse is None
+        assert out.correct is None
+        assert out.ids is None
+    x = source.argument(*(leaf.requires_grad_() for leaf in source.leaves((9,), 37)))
+    rows = weighted_nll(x, targets, weights, with_lse=True, with_correct=True, with_ids=True, **options)
     assert rows.ids.dtype == torch.int64
     assert not rows.nll.requires_grad
     assert not rows.lse.requires_grad
@@ -300,10 +338,9 @@ def test_outputs_that_are_not_requested_are_none(backend):
 
 
 @pytest.mark.covering(1)
-@of_each_backend
 @pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero", "transposed"])
-def test_any_upstream_gradient_per_row(kind, path):
-    logits, targets = inputs((3, 4))
+def test_any_upstream_gradient_per_row(kind, source):
+    leaves, targets = source.leaves((3, 4), 37), targets_like((3, 4))
     upstream = {
         "random": torch.randn(3, 4),
         "expanded": torch.tensor(-0.37).expand(3, 4),
@@ -312,20 +349,24 @@ def test_any_upstream_gradient_per_row(kind, path):
         "transposed": torch.randn(4, 3).t(),
     }[kind].to(DEVICE)
     assert_close_with_grads(
-        lambda x: token_nll(x, targets, backend=path).nll, lambda x: reference.token_nll(x, targets), [logits], upstream
+        lambda *x: token_nll(source.argument(*x), targets, backend=source.backend).nll,
+        lambda *x: reference.token_nll(source.logits(*x), targets),
+        leaves,
+        upstream,
     )
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
-    logits, targets = inputs((4,))
-    targets.clamp_(min=0)
-    logits[1], targets[2] = NAN, 99
-    good = torch.tensor([True, False, False, True], device=DEVICE)
-    logits.requires_grad_()
-    torch.where(good, token_nll(logits, targets, backend=path).nll, 0.0).sum().backward()
-    assert logits.grad[1:3].eq(0).all()
-    assert logits.grad[[0, 3]].isfinite().all()
+def test_a_row_with_an_upstream_gradient_of_zero_is_inert(source):
+    leaves, targets = source.leaves((9,), 37), targets_like((9,)).clamp(min=0)
+    targets[1] = 99
+    source.spoil(leaves, 0)
+    good = torch.arange(9, device=DEVICE) > 1
+
+    def ours(*x):
+        return torch.where(good, token_nll(source.argument(*x), targets, backend=source.backend).nll, 0.0)
+
+    assert_close_with_grads(ours, masked_oracle(source, targets, good), leaves, torch.ones(9))
 
 
 def test_the_one_hot_is_subtracted_before_rounding(path):
@@ -358,17 +399,24 @@ def test_weights_of_any_dtype(weights, path):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_active_rows_of_weight_0_stay_out_of_the_sum(path):
-    logits, targets = inputs((4,))
-    targets = torch.tensor([1, 2, 99, 3], device=DEVICE)
-    logits[0] = NAN
-    weights = torch.tensor([0.0, 2.0, 0.0, 0.5], device=DEVICE)
-    logits.requires_grad_()
-    out = weighted_nll(logits, targets, weights, active=torch.ones(4, device=DEVICE), with_correct=True, backend=path)
-    out.loss.backward()
-    torch.testing.assert_close(out.loss, reference.weighted_nll(logits.detach(), targets, weights))
-    assert out.nll.isnan().tolist() == [True, False, True, False]
-    assert logits.grad[[0, 2]].eq(0).all()
+def test_active_rows_of_weight_0_stay_out_of_the_sum(source):
+    """``active`` requests NLL and argmax match of rows of weight 0; NaN in them stays in their own NLL."""
+    leaves, targets, weights = source.leaves((9,), 37), targets_like((9,)), weights_like((9,))
+    weights[:4], targets[:4] = torch.tensor([0.0, 2.0, 0.0, 0.5]), torch.tensor([1, 2, 99, 3])
+    source.spoil(leaves, 0)
+    seen = []
+
+    def ours(*x):
+        active, options = torch.ones_like(weights), {"with_correct": True, "backend": source.backend}
+        seen.append(weighted_nll(source.argument(*x), targets, weights, active=active, **options))
+        return seen[-1].loss
+
+    expected = value_and_grads(
+        lambda *x: (masked_oracle(source, targets, weights != 0)(*x) * weights).sum(), leaves, torch.tensor(1.0)
+    )
+    for a, b in zip(value_and_grads(ours, leaves, torch.tensor(1.0)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(seen[0].nll.isnan(), torch.tensor([True, False, True, *[False] * 6], device=DEVICE))
 
 
 @pytest.mark.everyday(4)
@@ -392,14 +440,18 @@ def test_a_weighted_sum_is_the_product_and_the_sum(transform, path):
 
 @pytest.mark.covering(1, most=1)
 @pytest.mark.parametrize("upstream", [NAN, math.inf, 0.0])
-def test_an_upstream_gradient_of_any_kind_stays_out_of_rows_of_weight_0(upstream, path):
-    logits, _ = inputs((3,))
-    logits[1] = NAN
+def test_an_upstream_gradient_of_any_kind_stays_out_of_rows_of_weight_0(upstream, source):
+    leaves = source.leaves((3,), 37)
+    source.spoil(leaves, 1)
     targets, weights = torch.tensor([1, 2, 3], device=DEVICE), torch.tensor([1.0, 0.0, -2.0], device=DEVICE)
-    x = logits.requires_grad_()
-    weighted_nll(x, targets, weights, backend=path).loss.backward(torch.tensor(upstream, device=DEVICE))
-    assert x.grad[1].eq(0).all()
-    assert x.grad[[0, 2]].eq(0).all() if upstream == 0 else not x.grad[[0, 2]].isfinite().any()
+    x = source.argument(*(leaf.requires_grad_() for leaf in leaves))
+    weighted_nll(x, targets, weights, backend=source.backend).loss.backward(torch.tensor(upstream, device=DEVICE))
+    for grad in (leaf.grad for leaf in leaves):
+        if upstream == 0:
+            assert grad.eq(0).all()
+        elif len(grad) == 3:
+            assert grad[1].eq(0).all()
+            assert not grad[[0, 2]].isfinite().any()
 
 
 @pytest.mark.covering(1, most=1)
@@ -417,17 +469,18 @@ def test_a_rounded_nll_rounds_no_gradient(dtype, path):
     assert torch.equal(x.grad, y.grad)
 
 
-def test_nll_can_be_written_to(backend):
-    logits, targets = inputs((3, 3))
-    x = logits.clone().requires_grad_()
-    nll = token_nll(x, targets, backend=backend).nll
+@pytest.mark.parametrize("num_active", [None, 9])
+def test_nll_can_be_written_to(num_active, source):
+    leaves, targets = source.leaves((3, 3), 37), targets_like((3, 3))
+    written = [leaf.clone().requires_grad_() for leaf in leaves]
+    nll = token_nll(source.argument(*written, num_active=num_active), targets, backend=source.backend).nll
     nll[0] = 0.0
     nll.mul_(2.0)
     nll.sum().backward()
     upstream = torch.full((3, 3), 2.0, device=DEVICE)
     upstream[0] = 0
-    expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
-    torch.testing.assert_close(x.grad, expected[1])
+    expected = value_and_grads(lambda *x: reference.token_nll(source.logits(*x), targets), leaves, upstream)
+    torch.testing.assert_close([leaf.grad for leaf in written], expected[1:])
 
 
 def test_without_grad_nothing_is_saved(backend):
@@ -442,13 +495,15 @@ def test_without_grad_nothing_is_saved(backend):
         )
 
 
-def test_backward_twice(backend):
-    logits, targets = inputs()
-    logits.requires_grad_()
-    nll = token_nll(logits, targets, backend=backend).nll
-    (first,) = torch.autograd.grad(nll.sum(), logits, retain_graph=True)
-    (second,) = torch.autograd.grad(nll.sum(), logits)
-    assert torch.equal(first, second)
+def test_backward_twice(source):
+    leaves, targets = [leaf.requires_grad_() for leaf in source.leaves((9,), 37)], targets_like((9,))
+    nll = token_nll(source.argument(*leaves), targets, backend=source.backend).nll
+    upstream = torch.randn_like(nll)
+    first, other = (torch.autograd.grad(nll, leaves, k * upstream, retain_graph=True) for k in (1, 2))
+    again = torch.autograd.grad(nll, leaves, upstream)
+    for one, twice, same in zip(first, other, again, strict=True):
+        assert torch.equal(one, same)
+        torch.testing.assert_close(twice, 2 * one)
 
 
 @pytest.mark.everyday(5)
@@ -547,25 +602,28 @@ def test_inplace_backward_accepts_every_layout_without_overlap(kind):
     assert torch.equal(z.detach(), grad)
 
 
-def test_without_inplace_backward_the_logits_are_unchanged(path):
-    logits, targets = inputs()
-    before = logits.clone()
-    token_nll(logits.requires_grad_(), targets, backend=path).nll.sum().backward()
-    assert torch.equal(logits, before)
+def test_without_inplace_backward_the_inputs_are_unchanged(source):
+    leaves, targets, weights = source.leaves((9,), 37), targets_like((9,)), weights_like((9,))
+    before, x = [leaf.clone() for leaf in leaves], source.argument(*(leaf.requires_grad_() for leaf in leaves))
+    token_nll(x, targets, backend=source.backend).nll.sum().backward()
+    weighted_nll(x, targets, weights, backend=source.backend).loss.backward(torch.tensor(-1.7, device=DEVICE))
+    assert all(torch.equal(leaf, same) for leaf, same in zip(leaves, before, strict=True))
 
 
-@pytest.mark.everyday(1)
+@pytest.mark.everyday(6)
 @pytest.mark.parametrize("with_grad", [False, True])
-def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
-    logits, targets = inputs()
+def test_no_reference_cycle_keeps_an_input_alive(with_grad, source):
+    targets, weights = targets_like((9,)), weights_like((9,))
     with without_garbage_collection():
-        x = logits.clone().requires_grad_()
-        ref = weakref.ref(x)
-        out = token_nll(x, targets, with_lse=True, with_correct=True, backend=backend)
+        leaves = [leaf.requires_grad_() for leaf in source.leaves((9,), 37)]
+        refs, x = [weakref.ref(leaf) for leaf in leaves], source.argument(*leaves)
+        out = token_nll(x, targets, with_lse=True, with_correct=True, backend=source.backend)
+        weighted = weighted_nll(x, targets, weights, backend=source.backend)
         if with_grad:
             out.nll.sum().backward()
-        del x, out
-        assert ref() is None
+            weighted.loss.backward()
+        del x, leaves, out, weighted
+        assert not any(ref() is not None for ref in refs)
 
 
 def test_autocast_changes_nothing(backend):
@@ -598,14 +656,15 @@ def test_more_than_2_to_the_31_logits():
 
 
 @pytest.mark.gpu
-def test_cuda_graph_capture():
-    logits, targets = inputs((256,), 1000, torch.bfloat16)
-    weights = torch.rand(256, device="cuda")
-    logits.requires_grad_()
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda_graph_capture(kind):
+    source = Source(kind, "triton")
+    leaves = [leaf.requires_grad_() for leaf in source.leaves((256,), 1000, torch.bfloat16, D=64)]
+    targets, weights = targets_like((256,), 1000), weights_like((256,))
 
     def step():
-        loss = weighted_nll(logits, targets, weights, backend="triton").loss
-        return loss, *torch.autograd.grad(loss, logits)
+        loss = weighted_nll(source.argument(*leaves), targets, weights, backend="triton").loss
+        return loss, *torch.autograd.grad(loss, leaves)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -616,20 +675,31 @@ def test_cuda_graph_capture():
     with torch.cuda.graph(graph):
         captured = step()
     with torch.no_grad():
-        logits.copy_(torch.randn_like(logits))
+        leaves[0].copy_(torch.randn_like(leaves[0]))
+        weights.copy_(weights.roll(1))
     graph.replay()
-    again = step()
-    assert all(torch.equal(a, b) for a, b in zip(captured, again, strict=True))
+    if kind == "stored":
+        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+    one = torch.tensor(1.0, device="cuda")
+    plain, exact = (
+        value_and_grads(lambda *x: reference.weighted_nll(source.logits(*x), targets, weights), draws, one)
+        for draws in (leaves, [t.double() for t in leaves])
+    )
+    for a, p, e in zip(captured, plain, exact, strict=True):
+        assert_as_good_as_plain([a], [e], largest_error([p], [e]), sizes=reduction_sizes(leaves))
 
 
 @pytest.mark.gpu
-def test_no_host_sync():
-    logits, targets = inputs((256,), 1000, torch.bfloat16)
-    weights = torch.rand(256, device="cuda")
-    weighted_nll(logits.requires_grad_(), targets, weights, backend="triton").loss.backward()
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_host_sync_if_the_number_of_active_rows_is_given(kind):
+    source = Source(kind)
+    leaves = source.leaves((256,), 1000, torch.bfloat16, D=64)
+    x = source.argument(leaves[0].requires_grad_(), *leaves[1:], num_active=256)
+    targets, weights = targets_like((256,), 1000), weights_like((256,))
+    weighted_nll(x, targets, weights).loss.backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        weighted_nll(logits, targets, weights, backend="triton").loss.backward()
+        weighted_nll(x, targets, weights).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import reference
-from dllm_kernels.ops import divergence, linear_topk_divergence, topk_divergence
+from dllm_kernels.ops import divergence, topk_divergence
 from tests.conftest import DEVICE
+from tests.support.inputs import KINDS as KINDS_OF_INPUT
+from tests.support.inputs import Source, exact
 from tests.support.parity import assert_parity, poison_empty
 
 V, D = 67, 6
@@ -24,6 +25,7 @@ TRANSFORMS = {"": {}, "transformed": {"softcap": 4.0, "scale": 0.7, "skip_id": 3
 every_kind = pytest.mark.parametrize("kind", KINDS)
 three_kinds = pytest.mark.parametrize("kind", ["kl", "rkl", "jsd"])
 tails = pytest.mark.parametrize("tail", [True, False], ids=["tail", "renormalised"])
+forms = pytest.mark.parametrize("form", KINDS_OF_INPUT)
 
 
 def teacher(K, *rows, mass=0.9, V=V, missing=True):
@@ -38,58 +40,14 @@ def teacher(K, *rows, mass=0.9, V=V, missing=True):
     return ids, log_q, weights
 
 
-def of_form(form, x, *given, **options):
-    """Call the op on logits, or on the same logits as hidden states before an identity as head."""
-    if form == "logits":
-        return topk_divergence(x, *given, **options)
-    eye = torch.eye(V, dtype=x.dtype, device=DEVICE)
-    return linear_topk_divergence(x, eye, *given, chunk_size=4, **options)
+def confident(ids):
+    """Draw logits whose mass, all but 1e-9 of it, is at these ids."""
+    torch.manual_seed(100)
+    top = torch.zeros(*ids.shape[:-1], V, device=DEVICE).scatter_(-1, ids.clamp(min=0), 1.0)
+    return (2 * torch.randn(top.shape, device=DEVICE)).clamp(-2, 2) / 4 + 24 * top
 
 
-def logits_draw(dtype, reduction, confident=None):
-    def draw(seed):
-        torch.manual_seed(seed + 100)
-        z = 2 * torch.randn(2, 5, V, device=DEVICE)
-        if confident is not None:  # all but 1e-9 of the mass is at these ids
-            top = torch.zeros_like(z).scatter_(-1, confident.clamp(min=0), 1.0)
-            z = z.clamp(-2, 2) / 4 + 24 * top
-        up = torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
-        return [z.to(dtype)], up
-
-    return draw
-
-
-def hidden_draw(dtype, reduction):
-    def draw(seed):
-        torch.manual_seed(seed + 100)
-        leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((2, 5, D), (V, D), (V,))]
-        return leaves, torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
-
-    return draw
-
-
-@pytest.mark.everyday(1)
-@three_kinds
-@tails
-@pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("K", [1, 8, 20])
-def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend):
-    ids, log_q, weights = teacher(K, 2, 5)
-    options = {"tail": tail, "reduction": reduction, **KINDS[kind], **TRANSFORMS[transform]}
-
-    def ours(x):
-        return topk_divergence(x, ids, log_q, weights, backend=backend, **options).loss
-
-    def oracle(x):
-        return reference.topk_divergence(x, ids, log_q, weights, **options).loss
-
-    assert_parity(ours, oracle, logits_draw(dtype, reduction), {V, K})
-
-
-@pytest.mark.everyday(1)
+@pytest.mark.everyday(2)
 @three_kinds
 @tails
 @pytest.mark.covering(1, most=2)
@@ -98,17 +56,23 @@ def test_parity_from_logits(kind, tail, dtype, transform, reduction, K, backend)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("K", [1, 8, 20])
 @pytest.mark.parametrize("sizes", [{"chunk_size": 3}, {}, {"chunk_size": 4, "num_active": 10}], ids=str)
-def test_parity_from_hidden_states(kind, tail, dtype, transform, reduction, K, sizes, backend):
+@pytest.mark.parametrize("input_kind", KINDS_OF_INPUT)
+def test_parity(input_kind, kind, tail, dtype, transform, reduction, K, sizes, backend):
     ids, log_q, weights = teacher(K, 2, 5)
+    source = Source(input_kind, backend, **sizes)
     options = {"tail": tail, "reduction": reduction, **KINDS[kind], **TRANSFORMS[transform]}
 
-    def ours(h, w, b):
-        return linear_topk_divergence(h, w, ids, log_q, weights, bias=b, backend=backend, **sizes, **options).loss
+    def ours(*x):
+        return topk_divergence(source.argument(*x), ids, log_q, weights, backend=backend, **options).loss
 
-    def oracle(h, w, b):
-        return reference.linear_topk_divergence(h, w, ids, log_q, weights, bias=b, **options).loss
+    def oracle(*x):
+        return reference.topk_divergence(source.logits(*x), ids, log_q, weights, **options).loss
 
-    assert_parity(ours, oracle, hidden_draw(dtype, reduction), {V, K})
+    def draw(seed):
+        leaves = source.leaves((2, 5), V, dtype, D=D, seed=seed + 100, size=2.0)
+        return leaves, torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
+
+    assert_parity(ours, oracle, draw, {V, K})
 
 
 @every_kind
@@ -118,14 +82,14 @@ def test_parity_from_hidden_states(kind, tail, dtype, transform, reduction, K, s
 def test_a_student_with_a_billionth_elsewhere(kind, K, mass, backend):
     """1 - sum p is 0 or noise in float32; value and gradient nevertheless have the precision of float32."""
     ids, log_q, weights = teacher(K, 2, 5, mass=mass, missing=False)
-    (z,), _ = logits_draw(torch.float32, "sum", ids)(0)
-    exact = z.double().requires_grad_()
-    want = reference.topk_divergence(exact, ids, log_q, weights, **KINDS[kind])
-    (want_grad,) = torch.autograd.grad(want.loss, exact)
+    z = confident(ids)
+    wide = z.double().requires_grad_()
+    want = reference.topk_divergence(wide, ids, log_q, weights, **KINDS[kind])
+    (want_grad,) = torch.autograd.grad(want.loss, wide)
     others = torch.ones_like(z, dtype=torch.bool).scatter_(-1, ids, False)
-    for form in ("logits", "hidden"):
+    for form in KINDS_OF_INPUT:
         x = z.clone().requires_grad_()
-        got = of_form(form, x, ids, log_q, weights, backend=backend, **KINDS[kind])
+        got = topk_divergence(exact(form, x, chunk_size=4), ids, log_q, weights, backend=backend, **KINDS[kind])
         (grad,) = torch.autograd.grad(got.loss, x)
         torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
         torch.testing.assert_close(grad.double(), want_grad, rtol=1e-5, atol=5e-7)
@@ -133,14 +97,14 @@ def test_a_student_with_a_billionth_elsewhere(kind, K, mass, backend):
             torch.testing.assert_close(grad.double()[others], want_grad[others], rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 def test_a_teacher_with_a_billionth_elsewhere(form):
     """The mass is that of the given log-probabilities, in float64."""
     log_q = torch.tensor([[-1e-9], [-1e-12], [0.0], [-1e-4]], device=DEVICE)
     ids, z = torch.arange(4, device=DEVICE)[:, None], torch.randn(4, V, device=DEVICE)
     for kind in ("kl", "rkl", "jsd"):
         want = reference.topk_divergence(z.double(), ids, log_q, kind=kind)
-        got = of_form(form, z, ids, log_q, kind=kind)
+        got = topk_divergence(exact(form, z, chunk_size=4), ids, log_q, kind=kind)
         torch.testing.assert_close(got.value.double(), want.value, rtol=1e-6, atol=1e-7)
 
 
@@ -153,7 +117,7 @@ SHARES = {  # probabilities whose logarithms, in each dtype, sum to 1 up to thei
 @pytest.mark.everyday(10)
 @every_kind
 @pytest.mark.covering(2, most=2)
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("shares", SHARES)
 def test_a_teacher_without_mass_elsewhere(shares, dtype, form, kind, backend):
@@ -169,18 +133,18 @@ def test_a_teacher_without_mass_elsewhere(shares, dtype, form, kind, backend):
     want = reference.topk_divergence(z.double(), ids, log_q, **KINDS[kind])
     assert torch.equal(want.value.isinf(), infinite)
     x = z.clone()
-    if form == "hidden":  # a head makes no -inf of finite hidden states
+    if form == "head":  # a head makes no -inf of finite hidden states
         x.clamp_(min=-200.0)
         infinite[2] |= infinite[0]
-    got = of_form(form, x.requires_grad_(), ids, log_q, backend=backend, **KINDS[kind])
+    got = topk_divergence(exact(form, x.requires_grad_(), chunk_size=4), ids, log_q, backend=backend, **KINDS[kind])
     assert torch.equal(got.value.isinf(), infinite)
     finite = ~infinite
     torch.testing.assert_close(got.value[finite].double(), want.value[finite], rtol=1e-5, atol=1e-6)
     (grad,) = torch.autograd.grad(got.loss, x)
-    exact = z.double().requires_grad_()
-    exact_loss = reference.topk_divergence(exact, ids, log_q, **KINDS[kind]).value[finite].sum()
-    (exact_grad,) = torch.autograd.grad(exact_loss, exact)
-    torch.testing.assert_close(grad[finite].double(), exact_grad[finite], rtol=1e-5, atol=1e-6)
+    wide = z.double().requires_grad_()
+    wide_loss = reference.topk_divergence(wide, ids, log_q, **KINDS[kind]).value[finite].sum()
+    (wide_grad,) = torch.autograd.grad(wide_loss, wide)
+    torch.testing.assert_close(grad[finite].double(), wide_grad[finite], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.everyday(4)
@@ -207,27 +171,24 @@ def test_all_columns_are_the_whole_divergence(kind, backend):
 @pytest.mark.covering(1, most=2)
 @three_kinds
 @tails
-def test_outputs_beside_the_loss(kind, tail, backend):
+@forms
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_outputs_beside_the_loss(kind, tail, form, reduction, backend):
     ids, log_q, weights = teacher(8, 2, 5)
-    options = {"tail": tail, "backend": backend, **KINDS[kind]}
-    (h, w, b), _ = hidden_draw(torch.float32, "sum")(0)
-    h.requires_grad_()
-    fused = linear_topk_divergence(h, w, ids, log_q, weights, bias=b, chunk_size=3, **options)
-    plain = topk_divergence(h @ w.t() + b, ids, log_q, weights, **options)
-    rows = linear_topk_divergence(h, w, ids, log_q, weights, bias=b, reduction="none", **options)
-    del options["backend"]
-    exact = reference.linear_topk_divergence(
-        *(t.double() for t in (h, w)), ids, log_q, weights, bias=b.double(), **options
+    options = {"tail": tail, **KINDS[kind]}
+    z = torch.randn(2, 5, V, device=DEVICE).requires_grad_()
+    out = topk_divergence(
+        exact(form, z, chunk_size=3), ids, log_q, weights, reduction=reduction, backend=backend, **options
     )
-    for out in (fused, plain, rows):
-        for name in ("value", "acceptance_rate"):
-            got = getattr(out, name)
-            assert not got.requires_grad
-            assert (got[weights == 0] == 0).all()
-            torch.testing.assert_close(got.double(), getattr(exact, name).detach(), rtol=2e-6, atol=2e-6)
-        assert torch.equal(out.agree, exact.agree)
-        torch.testing.assert_close(out.loss.sum(), (weights * out.value).sum())
-    assert rows.loss.shape == weights.shape
+    wanted = reference.topk_divergence(z.double(), ids, log_q, weights, **options)
+    for name in ("value", "acceptance_rate"):
+        got = getattr(out, name)
+        assert not got.requires_grad
+        assert (got[weights == 0] == 0).all()
+        torch.testing.assert_close(got.double(), getattr(wanted, name).detach(), rtol=2e-6, atol=2e-6)
+    assert torch.equal(out.agree, wanted.agree)
+    torch.testing.assert_close(out.loss.sum(), (weights * out.value).sum())
+    assert out.loss.shape == (weights.shape if reduction == "none" else ())
 
 
 def test_the_acceptance_rate_bounds_that_of_the_vocabulary():
@@ -239,23 +200,8 @@ def test_the_acceptance_rate_bounds_that_of_the_vocabulary():
     assert torch.equal(coarse.agree, whole.agree)
 
 
-@pytest.mark.everyday(6)
 @tails
-@pytest.mark.parametrize(("trains", "products"), [((), 1), ((0,), 2), ((1,), 2), ((0, 1), 3)])
-def test_the_logits_are_computed_once(trains, products, tail, backend):
-    ids, log_q, weights = teacher(8, 9)
-    h, w = torch.randn(9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    for i in trains:
-        (h, w)[i].requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        loss = linear_topk_divergence(h, w, ids, log_q, weights, tail=tail, backend=backend).loss
-        if trains:
-            loss.backward()
-    assert counter.get_total_flops() == products * 2 * int((weights != 0).sum()) * w.numel()
-
-
-@tails
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 def test_inactive_and_special_rows(form, tail, backend, monkeypatch):
     """NaN in rows of weight 0 and without ids has no effect; NaN elsewhere affects only its own row."""
     poison_empty(monkeypatch)
@@ -266,11 +212,13 @@ def test_inactive_and_special_rows(form, tail, backend, monkeypatch):
     z = torch.randn(6, V, device=DEVICE)
     z[1], z[2], z[5, 0] = NAN, NAN, NAN
     x = z.requires_grad_()
-    reduction = "sum" if form == "logits" else "none"
-    out = of_form(form, x, ids, log_q, weights, tail=tail, backend=backend, reduction=reduction)
+    reduction = "sum" if form == "stored" else "none"
+    out = topk_divergence(
+        exact(form, x, chunk_size=4), ids, log_q, weights, tail=tail, backend=backend, reduction=reduction
+    )
     (grad,) = torch.autograd.grad(out.loss.sum(), x)
     bad = torch.tensor([False, False, False, True, False, True], device=DEVICE)
-    if form == "hidden":  # a NaN in the last hidden state
+    if form == "head":  # a NaN in the last hidden state
         assert (out.loss.isnan() == bad).all()
     assert (out.value.isnan() == bad).all()
     assert (out.acceptance_rate.isnan() == bad).all()
@@ -295,22 +243,13 @@ def test_minus_infinity_outside_the_ids(backend):
     assert topk_divergence(z, ids, log_q, backend=backend).value.isinf().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32], ids=str)
 def test_narrow_ids(form, dtype):
     ids, log_q, weights = teacher(8, 5, missing=False)
     z = torch.randn(5, V, device=DEVICE)
-    results = [of_form(form, z, y, log_q, weights) for y in (ids, ids.to(dtype))]
+    results = [topk_divergence(exact(form, z, chunk_size=4), y, log_q, weights) for y in (ids, ids.to(dtype))]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_second_backward_raises_with_advice():
-    ids, log_q, _ = teacher(2, 4)
-    h = torch.randn(4, D, device=DEVICE, requires_grad=True)
-    loss = linear_topk_divergence(h, torch.randn(V, D, device=DEVICE), ids, log_q).loss
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"computes its gradients in the forward pass"):
-        loss.backward()
 
 
 IDS, LOG_Q = torch.tensor([[1, 2], [3, 4], [5, -100]]), torch.full((3, 2), 0.4).log()
@@ -344,17 +283,11 @@ BAD = [
 ]  # fmt: skip
 
 
-FORMS = {
-    "logits": lambda **given: topk_divergence(torch.zeros(3, V), **given),
-    "hidden": lambda **given: linear_topk_divergence(torch.zeros(3, D), torch.zeros(V, D), **given),
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
+@forms
 @pytest.mark.parametrize(("changed", "error", "message"), BAD)
 def test_bad_input(changed, error, message, form):
     with pytest.raises(error, match=f"^{message}"):
-        FORMS[form](**{"top_ids": IDS, "top_log_probs": LOG_Q} | changed)
+        topk_divergence(exact(form, torch.zeros(3, V)), **{"top_ids": IDS, "top_log_probs": LOG_Q} | changed)
 
 
 def test_what_does_not_count_is_not_checked():

@@ -7,21 +7,17 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 import dllm_kernels as ours
 from dllm_kernels.losses import DFlashDecayLoss, MDLMCrossEntropyLoss
 from dllm_kernels.ops import (
+    LinearLogits,
     divergence,
-    linear_divergence,
-    linear_row_objective,
-    linear_row_stats,
-    linear_token_nll,
-    linear_topk_divergence,
     row_objective,
     row_stats,
     token_log_probs,
     token_nll,
     topk_divergence,
-    weighted_linear_nll,
     weighted_nll,
 )
 from tests.conftest import DEVICE
+from tests.support.inputs import detached, map_rows
 
 N, V, D = 5, 11, 4
 IDS = torch.tensor([1, 0, 10, 3, -100], device=DEVICE)
@@ -35,31 +31,34 @@ def sharpened(stats):
     return stats.log_probs.exp() * stats.entropy
 
 
-OF_LOGITS = {
+OPS = {
     "token_nll": lambda x, **o: token_nll(x, IDS, **o).nll,
     "weighted_nll": lambda x, **o: weighted_nll(x, IDS, WEIGHTS, **o).loss,
     "row_stats": lambda x, **o: row_stats(x, IDS, entropy=True, mix=(WEIGHTS, WEIGHTS), **o).mix,
     "token_log_probs": lambda x, **o: token_log_probs(x, IDS, **o).log_probs,
-    "divergence": lambda x, **o: divergence(x, x.detach().flip(0), WEIGHTS, **o).loss,
+    "divergence": lambda x, **o: divergence(x, constant(x), WEIGHTS, **o).loss,
+    "divergence, rows": lambda x, **o: divergence(x, constant(x), WEIGHTS, reduction="none", **o).loss,
     "row_objective": lambda x, **o: row_objective(x, IDS, sharpened, entropy=True, **o).loss,
     "topk_divergence": lambda x, **o: topk_divergence(x, TOP, LOG_Q, WEIGHTS, **o).loss,
-    "mdlm": lambda x, **o: MDLMCrossEntropyLoss(**o)(x[None], IDS[None], ONES, ONES, ONES).total_loss,
+    "mdlm": lambda x, **o: MDLMCrossEntropyLoss(**o)(as_batch(x), IDS[None], ONES, ONES, ONES).total_loss,
+    "dflash": lambda x, **o: DFlashDecayLoss(**o)(as_batch(x), IDS[None], ONES).total_loss,
 }
-OF_HIDDEN = {
-    "linear_token_nll": lambda h, w, **o: linear_token_nll(h, w, IDS, **o).nll,
-    "weighted_linear_nll": lambda h, w, **o: weighted_linear_nll(h, w, IDS, WEIGHTS, **o).loss,
-    "linear_row_stats": lambda h, w, **o: linear_row_stats(h, w, IDS, **o).lse,
-    "token_log_probs": lambda h, w, **o: token_log_probs(h, IDS, weight=w, **o).log_probs,
-    "linear_divergence": lambda h, w, **o: linear_divergence(h, w, h.detach().flip(0), WEIGHTS, **o).loss,
-    "linear_divergence, rows": lambda h, w, **o: (
-        linear_divergence(h, w, h.detach().flip(0), WEIGHTS, reduction="none", **o).loss
-    ),
-    "linear_row_objective": lambda h, w, **o: linear_row_objective(h, w, IDS, sharpened, entropy=True, **o).loss,
-    "linear_topk_divergence": lambda h, w, **o: linear_topk_divergence(h, w, TOP, LOG_Q, WEIGHTS, **o).loss,
-    "dflash": lambda h, w, **o: DFlashDecayLoss(**o).forward_fused(h[None], w, IDS[None], ONES).total_loss,
-}
-ALL = [pytest.param(f, 1, id=name) for name, f in OF_LOGITS.items()] + [
-    pytest.param(f, 2, id=f"{name} of hidden states") for name, f in OF_HIDDEN.items()
+
+
+def as_batch(x):
+    return map_rows(x, lambda t: t[None])
+
+
+def constant(x):
+    return map_rows(detached(x), lambda t: t.flip(0))
+
+
+def of_head(op):
+    return lambda h, w, **options: op(LinearLogits(h, w), **options)
+
+
+ALL = [pytest.param(op, 1, id=name) for name, op in OPS.items()] + [
+    pytest.param(of_head(op), 2, id=f"{name} of hidden states") for name, op in OPS.items()
 ]
 every_op = pytest.mark.parametrize(("op", "count"), ALL)
 

@@ -5,13 +5,13 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import reference
 from dllm_kernels import FusedLinearCrossEntropy, MaskedCrossEntropy, compute_per_token_nll
-from dllm_kernels.ops import linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.support.cases import PLAIN
+from tests.support.inputs import SOURCES, on_source, skip_unjudged
 from tests.support.parity import assert_as_good_as_plain, assert_parity, value_and_grads
 from tests.support.rows import (
     LAYOUTS,
@@ -43,6 +43,11 @@ def path(request, monkeypatch):
     return on_path(request.param, monkeypatch)
 
 
+@pytest.fixture(params=[source for source in SOURCES if "threads" not in source[1]], ids="-".join)
+def source(request, monkeypatch):
+    return on_source(request.param, monkeypatch, chunk_size=3)
+
+
 def drawn(steps, shape=(7,), seed=0):
     """Draw logits of the size of the cap, targets other than the skipped column, and one upstream gradient per row."""
     torch.manual_seed(seed)
@@ -57,42 +62,26 @@ def names(value):
     return " ".join(value) if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.everyday(1)
-@pytest.mark.covering(1, most=2)
-@of_each_backend
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("steps", STEPS, ids=names)
-def test_parity_from_logits(steps, dtype, path):
-    _, targets, _ = drawn(steps)
-    assert_parity(
-        lambda x: token_nll(x, targets, backend=path, **steps).nll,
-        lambda x: reference.token_nll(reference.transformed(x, **steps), targets),
-        lambda seed: ([drawn(steps, seed=seed)[0].to(dtype)], drawn(steps, seed=seed)[2]),
-    )
-
-
-@pytest.mark.everyday(3)
+@pytest.mark.everyday(4)
 @pytest.mark.covering(2, most=2)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", STEPS, ids=names)
-def test_parity_from_hidden_states(steps, dtype, weighted, path):
+def test_parity(steps, dtype, weighted, source):
+    skip_unjudged(source, dtype)
     _, targets, weights = drawn(steps)
-    options = {"chunk_size": 3, "backend": path, **steps}
 
-    def ours(h, w, b):
+    def ours(*x):
         if weighted:
-            return weighted_linear_nll(h, w, targets, weights, bias=b, **options).loss
-        return linear_token_nll(h, w, targets, bias=b, **options).nll
+            return weighted_nll(source.argument(*x), targets, weights, backend=source.backend, **steps).loss
+        return token_nll(source.argument(*x), targets, backend=source.backend, **steps).nll
 
-    def plain(h, w, b):
-        nll = reference.token_nll(reference.transformed(F.linear(h, w, b), **steps), targets)
+    def plain(*x):
+        nll = reference.token_nll(reference.transformed(source.logits(*x), **steps), targets)
         return (nll * weights).sum() if weighted else nll
 
     def draw(seed):
-        torch.manual_seed(seed)
-        leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((7, D), (V, D), (V,))]
-        return leaves, torch.randn(() if weighted else (7,), device=DEVICE)
+        return source.leaves((7,), V, dtype, D=D, seed=seed), torch.randn(() if weighted else (7,), device=DEVICE)
 
     assert_parity(ours, plain, draw)
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dllm_kernels import (
     token_log_probs,
     weighted_linear_nll,
 )
+from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
 from tests.support.parity import assert_as_good_as_plain, assert_parity
 
@@ -558,6 +560,40 @@ def test_one_graph_for_all_sizes(level, form, backend):
             out.loss.backward()
             results.append([*(t.detach() for t in out), x.grad])
         torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "token"), ("coupled", "sequence")])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("shift", [False, True], ids=["", "shift"])
+def test_the_record_of_logits_takes_their_place(scheme, level, with_entropy, shift):
+    """Equal bits, also if the record holds the transform."""
+    ids, _, views, old, advantages, ref = batch(scheme, level)
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level, shift=shift)
+    torch.manual_seed(0)
+    rows = tuple(views.scored.shape)
+    drawn = [torch.randn(shape).bfloat16() for shape in ((*rows, D), (V, D), (V,), (*rows, 2), (V, 2))]
+    of_logits = {"chunk_size": 4, "num_active": math.prod(rows), "logits_dtype": torch.float32}
+    transform = {"softcap": 2.0, "skip_id": MASK}
+
+    def fused(h, w, bias, *extra):
+        arguments = h, w, ids, views, old, advantages, ref
+        return policy_loss.forward_fused(
+            *arguments, lm_head_bias=bias, extra=extra, temperature=0.5, with_entropy=with_entropy, **of_logits,
+            **transform,
+        )  # fmt: skip
+
+    def of_record(h, w, bias, *extra, inside=False):
+        within, options = ({**transform, "scale": 2.0}, {}) if inside else ({}, {**transform, "temperature": 0.5})
+        logits = LinearLogits(h, w, bias, extra, **of_logits, **within)
+        return policy_loss(logits, ids, views, old, advantages, ref, with_entropy=with_entropy, **options)
+
+    found = []
+    for form in (fused, of_record, partial(of_record, inside=True)):
+        leaves = [t.clone().requires_grad_() for t in drawn]
+        out = form(*leaves)
+        out.loss.backward()
+        found.append([*(t.detach() for t in out if t is not None), *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*found, strict=True))
 
 
 def test_the_backend_and_the_bound_of_rows_are_passed_on():

@@ -13,11 +13,12 @@ from dllm_kernels import PolicyViews, eubo, nll_weights, policy_views, sample_le
 from tests.conftest import usually
 from tests.support.defaults import default_dtype
 from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error
+from tests.support.uniforms import draws
 
 MASK = 99
 SCHEMES = ("full", "coupled", "elbo", "count", "quadrature", "trace")
 DRAWN = SCHEMES[:-1]
-CHILDREN, ZERO = 1, 1 << 32
+CHILDREN = 1
 
 
 def batch(L=19, device="cpu"):
@@ -44,15 +45,9 @@ def words(seed, num, L):
 
     They are its level in (0, 1), and the uniforms for coins and exact counts.
     """
-    level, coin, fine = torch.empty(num), torch.empty(num, L), torch.empty(num, L, dtype=torch.float64)
-    children = np.random.Philox(key=(seed % 2**64) + (CHILDREN << 64)).random_raw(num)
-    for n, child in enumerate(children.tolist()):
-        raw = np.random.Philox(key=child, counter=ZERO - 2).random_raw(4 * (1 + -(-L // 8)))
-        draws = raw.view(np.uint32).astype(np.int64)
-        level[n] = (2 * (draws[7] >> 9) + 1) * 2.0**-24
-        coin[n] = torch.from_numpy((2 * (draws[8 : 8 + L] >> 9) + 1) * 2.0**-24)
-        fine[n] = torch.from_numpy((2 * draws[8 : 8 + L] + 1) * 2.0**-33)
-    return level, coin, fine
+    children = np.random.Philox(key=(seed % 2**64) + (CHILDREN << 64)).random_raw(num).view(np.int64)
+    drawn = draws(torch.from_numpy(children), num, 1, L)
+    return drawn.levels[:, 0], drawn.coins, drawn.fine
 
 
 @pytest.mark.everyday(10)
@@ -292,43 +287,6 @@ def test_a_given_level_is_used(scheme):
 # Seeds and generators
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("num", [1, 3])
-def test_a_row_depends_only_on_its_seed(scheme, num):
-    ids, loss_mask, steps = batch()
-    whole = policy_views(ids, loss_mask, MASK, scheme, num=num, seeds=SEEDS, **options(scheme, steps))
-    order = torch.tensor([2, 0, 3, 1])
-    more = options(scheme, steps[order])
-    moved = policy_views(ids[order], loss_mask[order], MASK, scheme, num=num, seeds=SEEDS[order], **more)
-    assert all(torch.equal(a[:, order], b) for a, b in zip(whole, moved, strict=True))
-    for b in range(4):
-        at = slice(b, b + 1)
-        alone = policy_views(
-            ids[at], loss_mask[at], MASK, scheme, num=num, seeds=SEEDS[at], **options(scheme, steps[at])
-        )
-        K = len(alone.noisy)  # a trace has one view per step of the row, followed by empty views
-        assert all(torch.equal(a[:K, at], x) for a, x in zip(whole, alone, strict=True))
-        assert not whole.scored[K:, b].any()
-        assert torch.equal(whole.noisy[K:, b], ids[at].expand(len(whole.noisy) - K, -1))
-
-
-@pytest.mark.parametrize(("scheme", "views"), [("full", 1), ("coupled", 3)])
-def test_the_first_views_do_not_depend_on_the_number_of_views(scheme, views):
-    ids, loss_mask, _ = batch()
-    more = {"seeds": SEEDS, **({"prompt_prob": 0.5} if scheme == "full" else {})}
-    few, many = (policy_views(ids, loss_mask, MASK, scheme, num=num, **more) for num in (2, 5))
-    assert torch.equal(few.noisy, many.noisy[: 2 * views])
-    assert not torch.equal(many.noisy[: 2 * views], many.noisy[2 * views : 4 * views])
-
-
-def test_the_draws_of_a_row_equal_sample_level_under_its_child_seeds():
-    child = np.random.Philox(key=[5, CHILDREN]).random_raw(2).view(np.int64)
-    t = sample_level(2, low=0.2, high=0.8, seeds=torch.from_numpy(child))
-    ids = torch.zeros(1, 50, dtype=torch.int64)
-    views = policy_views(ids, torch.ones_like(ids), 1, "coupled", num=2, seeds=torch.tensor([5]))
-    torch.testing.assert_close(views.weights[[1, 4], 0].amax(-1), 0.25 / t)
-
-
 @pytest.mark.parametrize("scheme", DRAWN)
 def test_a_generator_draws_one_seed_per_call(scheme):
     ids, loss_mask, _ = batch()
@@ -489,14 +447,6 @@ def test_scores_equal_the_oracle_for_any_values_in_unscored_positions(scheme):
     assert torch.equal(leaf.grad, views.weights.double())
     assert scores[3] == views.sequence_scores(bad, mean=True)[3] == 0
     assert torch.equal(views.noisy[:, 3], ids[3].expand(len(views.noisy), -1))
-
-
-def test_scores_of_sixteen_bits_are_float32():
-    ids, loss_mask, _ = batch()
-    views = policy_views(ids, loss_mask, MASK, "elbo", num=2, seeds=SEEDS)
-    log_probs = drawn_log_probs(views)[0].bfloat16()
-    assert views.token_scores(log_probs).dtype == views.sequence_scores(log_probs).dtype == torch.float32
-    assert eubo(log_probs, views).dtype == torch.float32
 
 
 def test_views_made_by_hand_count_their_scored_tokens():

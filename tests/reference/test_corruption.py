@@ -114,12 +114,11 @@ def test_blockwise_slope_follows_the_block_size_the_level_and_the_half_life(nois
     # a block of 8 of which 4 are there: k = round(0.25 * 4) = 1 and lambda = ln 2 / (0.25 * 8) = ln 2 / 2, so
     # the last one weighs 2**(0.75 * 3 / 2) = 2**1.125 = 2.18
     u = noise_for(math.log(noise_of_the_first), 0.0, 0.0, 0.0)
-    out = corrupt_blockwise(ids(1, 4), None, M, 8, eps=0.0, m_uniform=torch.tensor([[0.25]]), uniform=u)
+    quarter = torch.tensor([[0.25]])
+    out = corrupt_blockwise(ids(1, 4), None, M, 8, eps=0.0, m_uniform=quarter, uniform=u)
     assert masked(out) == expected
     # the same weights from blocks of 4 with half the rate
-    same = corrupt_blockwise(
-        ids(1, 4), None, M, 4, eps=0.0, half_life_ratio=0.5, m_uniform=torch.tensor([[0.25]]), uniform=u
-    )
+    same = corrupt_blockwise(ids(1, 4), None, M, 4, eps=0.0, half_life_ratio=0.5, m_uniform=quarter, uniform=u)
     assert masked(same) == expected
 
 
@@ -148,29 +147,24 @@ def test_uniform_random_replaces_by_the_given_tokens_below_the_level_of_the_bloc
     # t = 0.2 + 0.8 U: 0.2 and 0.6 over blocks of three and two
     u = torch.tensor([[0.1, 0.3, 0.1, 0.5, 0.7]])
     tokens = torch.tensor([[50, 51, 52, 53, 54]])
-    supervised = torch.tensor([[1, 1, 0, 1, 1]])
-    out = corrupt_uniform_random(
-        ids(1, 5), supervised, 60, 3, 0.2, t_uniform=torch.tensor([[0.0, 0.5]]), uniform=u, tokens=tokens
-    )
+    supervised, t = torch.tensor([[1, 1, 0, 1, 1]]), torch.tensor([[0.0, 0.5]])
+    out = corrupt_uniform_random(ids(1, 5), supervised, 60, 3, 0.2, t_uniform=t, uniform=u, tokens=tokens)
     assert out.noisy_input_ids.tolist() == [[50, 1, 2, 53, 4]]
     assert masked(out) == [0, 3]
     assert out.p_mask.equal(torch.ones(1, 5))
 
 
 def test_uniform_random_has_one_level_for_each_sequence_without_blocks():
-    u = torch.full((2, 3), 0.4)
-    out = corrupt_uniform_random(
-        ids(2, 3), None, 9, None, 0.2, t_uniform=torch.tensor([0.0, 0.5]), uniform=u, tokens=torch.full((2, 3), 8)
-    )
+    u, tokens, t = torch.full((2, 3), 0.4), torch.full((2, 3), 8), torch.tensor([0.0, 0.5])
+    out = corrupt_uniform_random(ids(2, 3), None, 9, None, 0.2, t_uniform=t, uniform=u, tokens=tokens)
     assert out.noisy_input_ids.tolist() == [[0, 1, 2], [8, 8, 8]]
 
 
 def test_uniform_random_tokens_cover_the_vocabulary():
     # t = 1 here: every position is replaced. 4000 tokens over 5: each within 5.5 standard deviations of a
     # binomial with p = 1/5, a false alarm below 5 * 4e-8 < 1e-6.
-    out = corrupt_uniform_random(
-        torch.full((1, 4000), 7), None, 5, eps=0.0, t_uniform=torch.ones(1), generator=torch.Generator().manual_seed(0)
-    )
+    clean, generator = torch.full((1, 4000), 7), torch.Generator().manual_seed(0)
+    out = corrupt_uniform_random(clean, None, 5, eps=0.0, t_uniform=torch.ones(1), generator=generator)
     counts = torch.bincount(out.noisy_input_ids[0], minlength=5)
     assert counts.shape == (5,)
     assert (counts - 800).abs().max() < 5.5 * math.sqrt(4000 * 0.2 * 0.8)
@@ -239,14 +233,8 @@ def test_draws_come_from_the_generator_alone_or_from_torchs_own(routine):
 
 
 def test_a_given_level_is_used_as_it_is():
-    out = corrupt_uniform(
-        ids(2, 3),
-        None,
-        M,
-        0.5,
-        level=torch.tensor([0.2, 0.0]),
-        uniform=torch.tensor([[0.1, 0.2, 0.3], [0.0, 0.1, 0.2]]),
-    )
+    u = torch.tensor([[0.1, 0.2, 0.3], [0.0, 0.1, 0.2]])
+    out = corrupt_uniform(ids(2, 3), None, M, 0.5, level=torch.tensor([0.2, 0.0]), uniform=u)
     assert out.noise_mask.tolist() == [[True, False, False], [False] * 3]
     torch.testing.assert_close(out.p_mask, torch.tensor([[0.2] * 3, [0.0] * 3]))
     blocks = corrupt_blockwise(ids(1, 5), None, M, 3, 0.5, level=torch.tensor([[1.0, 0.5]]))

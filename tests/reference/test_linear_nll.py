@@ -95,9 +95,8 @@ def test_a_second_part_adds_its_own_product():
 def test_a_row_without_loss_is_inert_in_the_second_part_too():
     second = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
     u = states(1.0, NAN)
-    weighted_linear_nll(
-        states(1.0, 1.0), head(), torch.tensor([1, 0]), torch.tensor([1.0, 0.0]), extra=(u, second)
-    ).backward()
+    targets, weights = torch.tensor([1, 0]), torch.tensor([1.0, 0.0])
+    weighted_linear_nll(states(1.0, 1.0), head(), targets, weights, extra=(u, second)).backward()
     assert second.grad.isfinite().all()
     assert u.grad[1] == 0
 

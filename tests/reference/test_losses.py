@@ -41,6 +41,12 @@ def row(*values, dtype=None):
     return torch.tensor([values], dtype=dtype)
 
 
+def backward(loss):
+    """Compute the gradients, and return the number."""
+    loss.backward()
+    return loss.item()
+
+
 def with_nan_rows(logits, positions):
     """Return a leaf copy of ``logits [1, L, V]`` with NaN in the rows at ``positions``."""
     logits = logits.clone()
@@ -81,9 +87,7 @@ def test_mdlm_probabilities_are_clamped_at_1e_8_also_where_their_dtype_cannot_ho
 
 def test_mdlm_rows_of_weight_zero_are_inert():
     logits = with_nan_rows(odds_121(5), [1, 2, 4])
-    loss = mdlm_loss(logits, TARGETS, NOISE, row(0.5, NAN, NAN, 0.25, 0.5), SUPERVISED)
-    loss.backward()
-    assert loss.item() == pytest.approx(MDLM)
+    assert backward(mdlm_loss(logits, TARGETS, NOISE, row(0.5, NAN, NAN, 0.25, 0.5), SUPERVISED)) == pytest.approx(MDLM)
     # weight * (softmax - one-hot): 2 * (1/4, -1/2, 1/4) and 4 * (-3/4, 1/2, 1/4)
     zero = [0.0, 0.0, 0.0]
     expected = [[[0.5, -1.0, 0.5], zero, zero, [-3.0, 2.0, 1.0], zero]]
@@ -108,17 +112,13 @@ def test_block_diffusion_divides_by_the_count_given(count):
 def test_block_diffusion_divides_by_one_at_least_and_is_zero_over_nothing():
     assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, 0).item() == pytest.approx(BLOCK)
     logits = with_nan_rows(odds_121(2), [0, 1])
-    loss = block_diffusion_loss(logits, row(0, 1), row(0, 0))
-    loss.backward()
-    assert loss.item() == 0.0
+    assert backward(block_diffusion_loss(logits, row(0, 1), row(0, 0))) == 0.0
     assert logits.grad.eq(0).all()
 
 
 def test_block_diffusion_loss_mask_counts_nonzero_as_one_and_its_zeros_are_inert():
     logits = with_nan_rows(odds_121(5), [2])
-    loss = block_diffusion_loss(logits, TARGETS, row(2.0, 0.5, 0.0, -1.0, 1.0))
-    loss.backward()
-    assert loss.item() == pytest.approx(BLOCK / 4)
+    assert backward(block_diffusion_loss(logits, TARGETS, row(2.0, 0.5, 0.0, -1.0, 1.0))) == pytest.approx(BLOCK / 4)
     assert logits.grad.isfinite().all()
 
 
@@ -223,9 +223,7 @@ def test_dflash_masks_of_any_dtype(dtype):
 
 def test_dflash_rows_of_weight_zero_are_inert_and_a_zero_sum_is_zero():
     logits = with_nan_rows(odds_121(4), [3])
-    loss = dflash(logits, normalize="mean")
-    loss.backward()
-    assert loss.item() == pytest.approx(3 * LN2 / 2)
+    assert backward(dflash(logits, normalize="mean")) == pytest.approx(3 * LN2 / 2)
     assert logits.grad[0, 3].eq(0).all()
     for normalize in ("tokens", "mean"):
         empty = dflash_loss(logits, DRAFT, torch.zeros(1, 4), 0, 3, normalize=normalize)
@@ -380,18 +378,14 @@ def test_encoder_ar_value():
 def test_encoder_ar_scores_pairs_of_valid_positions(valid):
     # pairs (0, 1) and (3, 4): ln 2 + 0, over 2; the integers 1 and 2 have no bit in common and are both True
     logits = with_nan_rows(odds_121(5), [1, 2, 4])
-    loss = encoder_ar_loss(logits, IDS, valid)
-    loss.backward()
-    assert loss.item() == pytest.approx(LN2 / 2)
+    assert backward(encoder_ar_loss(logits, IDS, valid)) == pytest.approx(LN2 / 2)
     assert logits.grad[0, 1:].eq(0).all()
 
 
 def test_encoder_ar_of_nothing_is_zero_with_zero_gradient():
     for L, valid in ((3, row(1, 0, 1)), (1, None)):
         logits = with_nan_rows(odds_121(L), list(range(L)))
-        loss = encoder_ar_loss(logits, IDS[:, :L], valid)
-        loss.backward()
-        assert loss.item() == 0.0
+        assert backward(encoder_ar_loss(logits, IDS[:, :L], valid)) == 0.0
         assert logits.grad.eq(0).all()
 
 

@@ -204,6 +204,11 @@ def test_every_public_name_has_a_docstring_with_its_arguments(name):
     """Only own docstrings count: ``inspect.getdoc`` gives a class without one that of nn.Module or of tuple."""
     own = vars(PUBLIC[name]).get("__doc__") if isinstance(PUBLIC[name], type) else PUBLIC[name].__doc__
     assert own
+    owner, _, last = name.rpartition(".")
+    if last.startswith(("linear_", "weighted_linear_")) or last.endswith("_fused"):  # the arguments of an op and a head
+        other = re.search(r":(?:func|meth):`(\w+)`", own)[1]
+        op = getattr(getattr(dllm_kernels, owner) if owner else dllm_kernels, other)
+        own = "\n".join([own, op.__doc__, dllm_kernels.LinearLogits.__doc__])
     assert not own.startswith(f"{name}(")  # the docstring that Python generates for a named tuple or a dataclass
     parameters = [p for p in inspect.signature(PUBLIC[name]).parameters if p != "self"]
     assert not [p for p in parameters if not re.search(rf"\b{p}\b", own)]

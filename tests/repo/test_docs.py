@@ -18,7 +18,6 @@ import torch.nn.functional as F
 
 import dllm_kernels as ours
 import reference
-from benchmarks.svg import COLOURS
 from dllm_kernels.integrations import speculators, trl
 from dllm_kernels.ops import RowStats
 from tests.support import trainers
@@ -706,6 +705,7 @@ def asserts_by_itself(n):
 
 for name in ("bd3lm", "cut-cross-entropy", "d1", "dllm", "dream", "llada", "torch"):
     page(f"migrate/{name}.md")(asserts_by_itself)
+page("ops/index.md")(asserts_by_itself)
 
 
 @page("any-loop.md")
@@ -818,14 +818,6 @@ def test_code_fits_beside_both_menus():
         if len(line) > 85
     ]  # fmt: skip
     assert long == []
-
-
-def test_pictures_have_the_colours_of_the_theme():
-    """The style sheet of the site repeats the colours of ``benchmarks/svg.py``, except for the panel behind them."""
-    rules = (DOCS / "extra.css").read_text()
-    for scheme, dark in (("default", False), ("slate", True)):
-        wanted = " ".join(f"--{name}: {values[dark]};" for name, values in COLOURS.items() if name != "panel")
-        assert f'[data-md-color-scheme="{scheme}"] svg.figure {{ {wanted} }}' in rules
 
 
 def test_every_example_has_a_page_with_its_output():

@@ -107,10 +107,6 @@ def test_dllm_mdlm(schedule, norm, right_shift):
     torch.testing.assert_close(found, nll.sum(), rtol=1e-5, atol=0)  # the levels are float32
 
 
-def test_dllm_mdlm_runs():
-    assert len(load("dllm_mdlm").main()) == 6
-
-
 @pytest.mark.parametrize("loss_type", ["dflash", *load("specforge_dflash").VARIANTS])
 def test_specforge_dflash(loss_type):
     """All four terms and the gradient equal those of SpecForge's own method. With D-PACE, blocks have no hole."""
@@ -138,15 +134,16 @@ def test_specforge_dflash(loss_type):
     torch.testing.assert_close(grad, expected_grad)
 
 
+def test_examples_of_a_trainer_run():
+    assert len(load("dllm_mdlm").main()) == 6
+    losses = load("specforge_dflash").main()
+    assert all(math.isfinite(loss) and 0 <= accuracy <= 1 for loss, accuracy in losses.values())
+
+
 def test_dflash_anchors():
     first, last, accepted = load("dflash_anchors").main(steps=45)
     assert last < 0.5 * first
     assert accepted > 2
-
-
-def test_specforge_dflash_runs():
-    losses = load("specforge_dflash").main()
-    assert all(math.isfinite(loss) and 0 <= accuracy <= 1 for loss, accuracy in losses.values())
 
 
 def policies(example):
@@ -165,10 +162,13 @@ def log_probs_of(example, policy, noisy, ids):
     return logits.log_softmax(-1).gather(-1, ids.expand_as(noisy)[..., None])[..., 0]
 
 
-def same_gradients(policy, found):
-    """Compare the parameters' ``.grad`` with the gradients of the formula."""
-    for grad, p in zip(found, policy.parameters(), strict=True):
-        torch.testing.assert_close(grad, p.grad)
+def check_update(example, policy, found, expected):
+    """Compare a loss whose backward pass has run, and its gradients, with the formula; then the reward increases."""
+    grads = [p.grad for p in policy.parameters()]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, list(torch.autograd.grad(expected, policy.parameters())))
+    means = example.main(steps=8)
+    assert sum(means[-3:]) > sum(means[:3]) + 0.3
 
 
 def test_coupled_grpo():
@@ -177,8 +177,6 @@ def test_coupled_grpo():
     several, ids, rewards, seeds = policies(example)
     found = example.update(*several, ids, rewards, seeds)
     found.loss.backward()
-    grads = [p.grad.clone() for p in several[0].parameters()]
-    several[0].zero_grad()
 
     behind = example.BEHIND.expand_as(ids)
     views = policy_views(ids, behind, example.MASK, "coupled", seeds=seeds)
@@ -197,12 +195,7 @@ def test_coupled_grpo():
     assert found.clip_fraction > 0
     k3 = (ref.detach() - new).exp() - (ref.detach() - new) - 1
     per_token = 0.02 * k3 - torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
-    expected = per_token[behind].mean()
-    expected.backward()
-    torch.testing.assert_close(found.loss, expected)
-    same_gradients(several[0], grads)
-    means = example.main(steps=8)
-    assert sum(means[-3:]) > sum(means[:3]) + 0.3
+    check_update(example, several[0], found.loss, per_token[behind].mean())
 
 
 @pytest.mark.exhaustive
@@ -211,8 +204,6 @@ def test_espo():
     example = load("espo")
     several, ids, rewards, seeds = policies(example)
     found = example.backward(*several, ids, rewards, seeds)
-    grads = [p.grad.clone() for p in several[0].parameters()]
-    several[0].zero_grad()
 
     n = example.L - example.PROMPT
     views = policy_views(ids, example.BEHIND.expand_as(ids), example.MASK, "count", num=example.PAIRS, seeds=seeds)
@@ -227,11 +218,7 @@ def test_espo():
     ratio, A = (new - old.detach()).exp(), (rewards - rewards.mean()) / (rewards.std() + 1e-4)
     k2 = (new - ref.detach()).square() / 2
     expected = (0.02 * k2 - torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)).mean()
-    expected.backward()
-    torch.testing.assert_close(found, expected)
-    same_gradients(several[0], grads)
-    means = example.main(steps=8)
-    assert sum(means[-3:]) > sum(means[:3]) + 0.3
+    check_update(example, several[0], found, expected)
 
 
 def test_vrpo():
@@ -240,8 +227,6 @@ def test_vrpo():
     (policy, reference, _), ids, _, seeds = policies(example)
     found = example.preference_loss(policy, reference, ids[:4], ids[4:], seeds[:4])
     found.backward()
-    grads = [p.grad.clone() for p in policy.parameters()]
-    policy.zero_grad()
 
     seeds = seeds[:4].repeat(2)
     views = policy_views(ids, example.BEHIND.expand_as(ids), example.MASK, "elbo", num=example.VIEWS, seeds=seeds)
@@ -249,11 +234,7 @@ def test_vrpo():
     new, ref = ((views.weights * log_probs_of(example, p, views.noisy, ids)).sum((0, 2)) for p in (policy, reference))
     away = new - ref.detach()
     expected = F.softplus(-example.BETA * (away[:4] - away[4:])).mean()
-    expected.backward()
-    torch.testing.assert_close(found, expected)
-    same_gradients(policy, grads)
-    means = example.main(steps=8)
-    assert sum(means[-3:]) > sum(means[:3]) + 0.3
+    check_update(example, policy, found, expected)
 
 
 @pytest.mark.exhaustive

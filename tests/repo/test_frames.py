@@ -39,7 +39,7 @@ CALLS = {
 
 
 def stack_at_a_launch(call, module):
-    """Return the frames of the package below which Triton is entered from ``_backends/triton/<module>.py``."""
+    """Return the frames of the package below which Triton is entered from ``backends/triton/<module>.py``."""
     found = []
 
     def look(frame, event, _):

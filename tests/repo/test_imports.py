@@ -1,10 +1,11 @@
-"""Imports go in one direction: losses, mtp, corruption -> ops -> _core -> _backends -> triton.
+"""Imports go in one direction: losses, mtp, corruption -> ops -> rows -> backends -> triton.
 
 The oracle is separate.
 """
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,16 +51,16 @@ def all_files():
 
 
 def layer(path):
-    """Return the top-level folder or module of the file; each backend and module of the interface is separate."""
-    first, *others = path.relative_to(PACKAGE).parts
-    return f"{first}/{others[0]}".removesuffix(".py") if first == "_backends" else first.removesuffix(".py")
+    """Return the top-level folder or module of the file, or the entry of ``LAYERS`` for this file or folder in it."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "/".join(parts[:2]) if "/".join(parts[:2]) in SEPARATE else parts[0]
 
 
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize(
     ("packages", "layers"),
     [
-        (("triton",), {"_backends/triton"}),
+        (("triton",), {"backends/triton"}),
         (("torch.distributed",), {"distributed", "integrations"}),
         (("nemo_automodel", "transformers", "dllm_kernels.integrations"), {"integrations"}),
     ],
@@ -93,25 +94,39 @@ def import_graph():
     return graph
 
 
+INTERFACE = (
+    "_transform",
+    "_dtypes",
+    "_truncation",
+    "_interface",
+    "_stats_interface",
+    "_divergence",
+    "_divergence_kinds",
+)
+NOISE = ("_philox", "_rules", "_noise", "_gumbel", "_seeds")
 # From the bottom up. A file imports from its own layer and from lower ones. CONTRIBUTING.md describes each layer.
 LAYERS = (
-    ("_utils",),
-    ("_random",),
-    tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_kinds", "_backend", "__init__")),
-    ("_backends/triton",),
-    ("_backends/torch",),
-    ("_backends/_chain_rule", "_backends/_primitives"),
-    ("_core", "_corruption"),
+    ("_graph",),
+    ("_checks",),
+    ("head/_module",),
+    tuple(f"corruption/{name}" for name in NOISE),
+    tuple(f"rows/{name}" for name in INTERFACE),
+    ("backends/triton",),
+    ("backends/torch",),
+    ("rows/_chain_rule", "rows/_primitives"),
+    ("rows", "backends", "corruption/_corrupt", "corruption/_topk"),
     ("distributed",),
+    ("head", "corruption/_gumbel_topk"),
     ("ops",),
     ("losses",),
     ("mtp", "corruption", "collate"),
     ("policy",),
-    ("fused",),
-    ("generate",),
+    ("deferred",),
+    ("fused", "generate"),
     ("__init__",),
     ("integrations", "report"),
 )
+SEPARATE = {name for names in LAYERS for name in names if "/" in name}
 
 
 def layer_index(path):
@@ -138,7 +153,7 @@ def test_no_import_cycles():
 def test_contributing_names_the_layers_in_their_order():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     layout = text[text.index("dllm_kernels/") : text.index("reference/")]
-    named = [name for names in reversed(LAYERS) for name in names if not name.startswith("_backends/_")]
+    named = [name for names in reversed(LAYERS) for name in names if "/" not in name]
     places = [layout.index(f"  {name}") for name in named]
     assert places == sorted(places)
 
@@ -155,51 +170,47 @@ def test_the_package_imports_no_folder_beside_it_and_benchmarks_no_tool(room):
     assert not [(str(path), m) for path in sources for m, _ in imports(path) if within(m, *above)]
 
 
-def test_row_ops_and_corruption_do_not_import_each_other():
-    row_ops = ("dllm_kernels._core", "dllm_kernels._backends.torch")
-    for path in files("_corruption"):
-        assert not [m for m, _ in imports(path) if within(m, *row_ops)], path
-    for path in (*files("_core"), *files("_backends", "torch")):
-        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._corruption")], path
-        random = [m for m, _ in imports(path) if within(m, "dllm_kernels._random")]
-        assert bool(random) == (path.name == "_sample.py"), path  # draws tokens
+def test_row_ops_and_corruption_share_only_random_numbers():
+    noise = [f"dllm_kernels.corruption.{name}" for name in NOISE]
+    for path in files("corruption"):
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.rows", "dllm_kernels.backends.torch")], path
+    for path in (*files("rows"), *files("backends", "torch")):
+        of_corruption = [m for m, _ in imports(path) if within(m, "dllm_kernels.corruption")]
+        assert all(m == "dllm_kernels.corruption" or within(m, *noise) for m in of_corruption), path
 
 
 def test_kernels_and_the_code_of_dtensors_are_imported_lazily():
-    folders = ("ops", "_core", "_corruption", "_backends", "_random", "_utils")
+    folders = ("ops", "rows", "corruption", "backends", "_graph", "_checks")
     for path in (path for folder in folders for path in files(folder)):
         for module, at_top in imports(path):
             assert not (at_top and within(module, "dllm_kernels.distributed")), (path, module)
-            if layer(path) != "_backends/triton":
-                assert not (at_top and within(module, "dllm_kernels._backends.triton")), (path, module)
+            if layer(path) != "backends/triton":
+                assert not (at_top and within(module, "dllm_kernels.backends.triton")), (path, module)
 
 
-def test_kernels_import_only_each_other_their_interface_random_numbers_and_the_dtype_of_sums():
-    of_interface = ("_backend", "_rows", "_row_stats", "_divergence", "_kinds")
-    modules = (
-        "_backends.triton",
-        *(f"_backends.{name}" for name in of_interface),
-        "_random",
-        "_utils._transform",
-        "_utils._dtypes",
-    )
-    allowed = [f"dllm_kernels.{module}" for module in modules]
-    for path in files("_backends", "triton"):
+def test_kernels_import_only_each_other_their_interface_and_random_numbers():
+    interface = (*(f"rows.{name}" for name in INTERFACE), *(f"corruption.{name}" for name in NOISE))
+    allowed = [f"dllm_kernels.{module}" for module in ("backends.triton", "_checks._backend", *interface)]
+    for path in files("backends", "triton"):
         for module, _ in imports(path):
-            assert not within(module, "dllm_kernels") or within(module, *allowed), (path, module)
+            assert (
+                not within(module, "dllm_kernels")
+                or module in ("dllm_kernels.corruption", "dllm_kernels.rows")
+                or (within(module, *allowed))
+            ), (path, module)
 
 
 def test_losses_and_similar_modules_import_nothing_below_ops():
     for path in all_files():
         if layer(path) in ("losses", "mtp", "corruption", "collate", "policy"):
             for module, at_top in imports(path):
-                assert not within(module, "dllm_kernels._backends.triton"), (path, module)
+                assert not within(module, "dllm_kernels.backends.triton"), (path, module)
                 if within(module, "dllm_kernels.distributed"):
                     assert not at_top, (path, module)
 
 
 def test_kernels_use_no_modules():
-    for path in files("_backends", "triton"):
+    for path in files("backends", "triton"):
         assert "nn.Module" not in path.read_text(), path
 
 
@@ -208,6 +219,16 @@ def test_the_oracle_imports_nothing_of_the_package():
     for path in sorted((ROOT / "reference").rglob("*.py")):
         for module, _ in imports(path):
             assert module.split(".")[0] in allowed, (path, module)
+
+
+PRIVATE = re.compile(r"dllm_kernels(\.\w+)*\.(_[a-z]\w*|(backends|deferred|head|rows)\b)(\.\w+)*")
+
+
+def test_only_tests_of_kernels_and_internals_import_private_modules():
+    """The other tests hold for any implementation of the public functions."""
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.relative_to(ROOT / "tests").parts[0] not in ("kernels", "internals", "support"):
+            assert not [module for module, _ in imports(path) if PRIVATE.fullmatch(module)], path
 
 
 FORKED = """
@@ -285,3 +306,15 @@ def test_the_import_is_lazy_and_fast(tmp_path):
     assert distributed == "False"
     assert min(map(float, shares)) < 0.05
     assert len(shares) == 16
+
+
+PRIVATE_OF_TORCH = re.compile(r"(?<![.\w])torch(\.\w+)*\.(_[a-z]\w*|_C)\b|Tensor\._make|\._cdata\b")
+
+
+def test_one_file_reads_private_names_of_torch():
+    """A framework's recompilation (``torch._dynamo`` in ``sys.modules``) is looked up by name, not imported."""
+    for path in all_files():
+        if path != PACKAGE / "_graph" / "_private.py":
+            code = [line.split("#")[0] for line in ast.unparse(ast.parse(path.read_text())).splitlines()]
+            found = [line for line in code if PRIVATE_OF_TORCH.search(line.replace("torch._dynamo", ""))]
+            assert not found, path

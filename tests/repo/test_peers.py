@@ -6,7 +6,6 @@ Most peers cannot be imported without a GPU. Their signatures are therefore read
 import ast
 import importlib.util
 import inspect
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,38 +132,3 @@ def test_the_arguments_fit_the_installed_function(name, monkeypatch):
     assert found.shape == shape
     assert called.given.get("reduction") == reduction
     assert reduces == (reduction is not None)  # a default may change, as quack's did
-
-
-@pytest.mark.parametrize("form", ["policy", "rows"])
-def test_ligers_log_probabilities_on_a_cpu(form):
-    liger = pytest.importorskip(LIGER_ROWS)
-    hidden, head, targets, weights = inputs()
-    log_p = (hidden[0] @ head.T).log_softmax(1)
-    expected = log_p.gather(1, targets[0, :, None])[:, 0]
-    if form == "policy":
-        found = policy.log_probs_of_peers("cuda")["liger"](hidden[0], head, targets[0])
-    else:
-        active = weights[0] != 0
-        rows = SimpleNamespace(rows=hidden[0], head=head, ids=targets[0], active=active)
-        found, entropy = row_stats._liger(liger.LigerFusedLinearScaledCrossEntropyFunction, rows)
-        torch.testing.assert_close(entropy[active], -(log_p.exp() * log_p).sum(1)[active])
-        found, expected = found[active], expected[active]
-    torch.testing.assert_close(found, expected)
-
-
-def test_both_modules_of_verl_are_found_without_ray(monkeypatch):
-    """The package's ``__init__`` is not run, so its modules are imported one after another into bare packages."""
-    if importlib.util.find_spec("verl") is None:
-        pytest.skip("verl is not installed")
-    monkeypatch.setitem(sys.modules, "ray", None)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
-        monkeypatch.delitem(sys.modules, name)
-    peers.module.cache_clear()
-    try:
-        for _ in range(2):
-            peers._without_init("verl", "verl.utils")
-        assert importlib.util.find_spec("verl.utils.kernel") is not None
-    finally:
-        peers.module.cache_clear()
-        for name in ("verl", "verl.utils"):
-            sys.modules.pop(name, None)

@@ -4,14 +4,12 @@
 """
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dllm_kernels
-from benchmarks import on_gpu
 from tests.repo.test_docs import check_the_loop_of_the_first_screen, loop_of_the_first_screen
 from tests.support.readme import DOCS, README, blocks, fences, python, run
 
@@ -108,15 +106,3 @@ def test_the_first_screen_is_that_of_the_site():
     assert "](docs/memory.svg)" in readme
     assert "](memory.svg)" in front
     assert python(front)[0] == python(readme)[0]
-
-
-def test_the_commands_on_a_gpu_state_their_durations():
-    """The durations are those of ``on_gpu``."""
-    limits = {step.name: step.minutes for step in on_gpu.steps(Path("work"))}
-    text = README.read_text()
-    assert f"the main losses, a copy and the bare products: estimated {limits['headline']:g} minutes (H200)" in text
-    assert f"`on_gpu` ends it after {limits['headline']:g} minutes" in (DOCS / "gpu.md").read_text()
-    assert on_gpu._parser().get_default("minutes") == 9
-    ends = "A call takes nine minutes, and a second one of four completes the essential steps"
-    assert ends in " ".join(text.split())
-    assert "--total 15" in text

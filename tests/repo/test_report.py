@@ -1,5 +1,6 @@
 """``python -m dllm_kernels.report``: the information that it prints, and the information that it must not print."""
 
+import contextlib
 import getpass
 import importlib.metadata
 import os
@@ -20,11 +21,6 @@ from dllm_kernels import report
 ROOT = Path(__file__).parents[2]
 
 
-def facts():
-    ours, _ = report.report().split("\n\n", 1)
-    return dict(line.split(": ", 1) for line in ours.splitlines())
-
-
 @pytest.fixture(autouse=True, scope="module")
 def environment():
     """The environment report of torch, which runs many commands, computed once."""
@@ -42,31 +38,30 @@ def plain(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_versions_and_backends(plain):
-    found = facts()
+def facts():
+    ours, _ = report.report().split("\n\n", 1)
+    return dict(line.split(": ", 1) for line in ours.splitlines())
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_versions_and_backends(plain, mode, environment, monkeypatch):
+    monkeypatch.setattr(report, "BESIDE", ("torch", "no-such-package"))
+    with mode():
+        ours, of_torch = report.report().split("\n\n", 1)
+    found = dict(line.split(": ", 1) for line in ours.splitlines())
     assert next(iter(found.items())) == ("cpu", "right")  # the verdict comes first
     assert found["dllm_kernels"] == dllm_kernels.__version__
+    assert found["torch"] == importlib.metadata.version("torch")  # of a CUDA wheel, without +cu130
     assert found["CPU threads of torch"] == str(torch.get_num_threads())
-    assert not found.keys() & set(report.VARIABLES)
+    assert not found.keys() & {*report.VARIABLES, "no-such-package"}
     assert found["backend=auto on cpu"] == found["backend=torch on cpu"] == "torch, right"
     assert found["backend=triton on cpu"].startswith("no, backend='triton' ")
-    assert "no-such-package" not in found
-
-
-def test_the_report_of_torch(plain, environment):
-    lines = report.report().split("\n\n", 1)[1].splitlines()
+    lines = of_torch.splitlines()
     assert f"PyTorch version: {torch.__version__}" in lines
-    assert f"Is CUDA available: {torch.cuda.is_available()}" in lines
     assert any(line.startswith(f"Python version: {platform.python_version()} ") for line in lines)
     assert not any(line.startswith(("Vulnerability", "Flags")) for line in lines)
     if environment.pip_packages is not None:
         assert f"[pip3] numpy=={np.__version__}" in lines
-
-
-def test_packages_that_are_not_installed_are_not_listed(plain, monkeypatch):
-    monkeypatch.setattr(report, "BESIDE", ("torch", "no-such-package"))
-    assert "no-such-package" not in facts()
-    assert facts()["torch"] == importlib.metadata.version("torch")  # of a CUDA wheel, without +cu130
 
 
 @pytest.mark.exhaustive  # in a process that imports everything anew
@@ -112,12 +107,6 @@ def test_a_hidden_value_is_not_shown_in_an_error(plain, monkeypatch, name):
     assert facts()["backend=auto on cpu"].endswith("got 'foo'")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_report_without_gradient_mode(plain, mode):
-    with mode():
-        assert facts()["backend=torch on cpu"] == "torch, right"
-
-
 def broken(function, **wrong):
     """Return the function with results that are changed."""
 
@@ -146,31 +135,24 @@ def raises(error):
 
 
 ALL_OPS, OPS = dllm_kernels, dllm_kernels.ops
-BROKEN = {
-    "loss": (ALL_OPS, "weighted_nll", broken(OPS.weighted_nll, loss=lambda t: t + 1)),
-    "gradient": (ALL_OPS, "weighted_nll", one_gradient_broken),
-    "not a number": (ALL_OPS, "weighted_nll", broken(OPS.weighted_nll, loss=lambda t: t * float("nan"))),
-    "hidden": (ALL_OPS, "weighted_linear_nll", broken(OPS.weighted_linear_nll, loss=lambda t: 1.1 * t)),
-    "statistics": (OPS, "token_log_probs", broken(OPS.token_log_probs, entropy=lambda t: 1.001 * t)),
-    "corruption": (ALL_OPS, "corrupt_uniform", one_bit),
-    "sample": (OPS, "linear_sample", broken(OPS.linear_sample, ids=lambda t: t.roll(1))),
-}
+BOTH_NLLS = "float32 NLL by .*, NLL of a split row by .*"
 
 
 @pytest.mark.parametrize(
-    ("what", "reported"),
+    ("module", "name", "wrong", "reported"),
     [
-        ("loss", "float32 NLL by .*, NLL of a split row by .*"),
-        ("gradient", "float32 NLL by .*, NLL of a split row by .*"),
-        ("not a number", "float32 NLL by nan, NLL of a split row by nan"),
-        ("hidden", "bfloat16 linear NLL by 9.9e-02"),
-        ("statistics", "row statistics by 1.0e-03"),
-        ("corruption", "corruption by 2.0e[+]00"),
-        ("sample", "sample by 4.0e[+]00"),
+        (ALL_OPS, "weighted_nll", broken(OPS.weighted_nll, loss=lambda t: t + 1), BOTH_NLLS),
+        (ALL_OPS, "weighted_nll", one_gradient_broken, BOTH_NLLS),
+        (ALL_OPS, "weighted_nll", broken(OPS.weighted_nll, loss=lambda t: t * float("nan")), "float32 NLL by nan, .*"),
+        (ALL_OPS, "weighted_linear_nll", broken(OPS.weighted_linear_nll, loss=lambda t: 1.1 * t),
+         "bfloat16 linear NLL by 9.9e-02"),
+        (OPS, "token_log_probs", broken(OPS.token_log_probs, entropy=lambda t: 1.001 * t), "row statistics by 1.0e-03"),
+        (ALL_OPS, "corrupt_uniform", one_bit, "corruption by 2.0e[+]00"),
+        (OPS, "linear_sample", broken(OPS.linear_sample, ids=lambda t: t.roll(1)), "sample by 4.0e[+]00"),
     ],
-)
-def test_a_wrong_result_is_reported_first(plain, monkeypatch, what, reported):
-    monkeypatch.setattr(*BROKEN[what])
+)  # fmt: skip
+def test_a_wrong_result_is_reported_first(plain, monkeypatch, module, name, wrong, reported):
+    monkeypatch.setattr(module, name, wrong)
     monkeypatch.setattr(report, "BACKENDS", ("auto",))
     found = dict(report._devices())
     assert re.fullmatch(f"WRONG: {reported}", found["cpu"])
@@ -230,7 +212,7 @@ from unittest import mock
 from tests.support import pretended_gpu
 from triton.runtime import build
 from dllm_kernels import report
-from dllm_kernels._backends.triton import _launch
+from dllm_kernels.backends.triton import _launch
 
 def threads(num_warps):
     build._build("launcher", "main.c", ".", [], [], [], [])

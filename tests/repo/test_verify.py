@@ -5,7 +5,6 @@ import math
 import types
 
 import pytest
-import torch
 
 from benchmarks import measure, variants, verify
 from benchmarks.shapes import TOY_LOGITS
@@ -43,35 +42,6 @@ def test_correct_results_pass(name, check, tmp_path):
     written = json.loads((tmp_path / "v.json").read_text())
     assert written["complete"]
     assert [f["passed"] for f in written["findings"]] == [True] * len(findings)
-
-
-def test_rounded_logits_are_found(check):
-    def rounded(*arguments, logits_dtype, **options):
-        return ops.weighted_linear_nll(*arguments, **options)
-
-    failed = {f.quantity for f in check("float32 logits", weighted_linear_nll=rounded) if not f.passed}
-    assert "nll" in failed
-
-
-def test_a_head_of_two_chunks_in_place_and_an_odd_stride_are_among_them(check):
-    seen = []
-
-    def linear(hidden, weight, targets, weights, **options):
-        seen.append(options["chunk_size"])
-        return ops.weighted_linear_nll(hidden, weight, targets, weights, **options)
-
-    def logits(x, *arguments, **options):
-        seen.append((x.stride(0) % 2, options["inplace_backward"]))
-        return ops.weighted_nll(x, *arguments, **options)
-
-    check("trained head", weighted_linear_nll=linear)
-    assert seen == [6, None, 6]  # 12 rows, the first ones repeated
-    seen.clear()
-    options = measure.parse(measure.arguments("verify"), ["--size", "toy", "--backend", "torch"])
-    verify.ops.weighted_nll = logits
-    assert all(f.passed for f in verify.nll_from_logits(TOY_LOGITS, options))
-    aligned = TOY_LOGITS.vocab % 2
-    assert seen == [(aligned, False), (aligned, False), (aligned, True), (1, False)]
 
 
 def column(grad):
@@ -126,11 +96,16 @@ def different_each_time(op):
     return {op: run}
 
 
+def rounded(*arguments, logits_dtype, **options):
+    return ops.weighted_linear_nll(*arguments, **options)
+
+
 def raising(*arguments, **options):
     raise RuntimeError("no kernel image")
 
 
 FAULTS = {
+    "rounded logits": ("float32 logits", {"weighted_linear_nll": rounded}, "nll"),
     "a column of a row": ("logits", spoilt("weighted_nll", 0, column), "gradient"),
     "a number that nobody wrote": ("logits", spoilt("weighted_nll", 0, unwritten), "gradient"),
     "an NLL": ("logits", nll_of_a_row("weighted_nll"), "nll"),
@@ -172,60 +147,13 @@ def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
     assert [(f.check.split()[0], f.error) for f in failed_quantities] == [("blockwise", 1), ("blockwise", 1)]
 
 
-def variant_options(*words):
-    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot", *words]
-    return measure.parse(measure.arguments("variants"), argv)
-
-
 @pytest.mark.everyday(1)
 @pytest.mark.parametrize("kernel", variants.CANDIDATES)
 def test_a_candidate_of_a_kernel_computes_the_same(kernel):
-    results = variants.of_kernel(kernel, TOY_LOGITS, variant_options())
+    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot"]
+    options = measure.parse(measure.arguments("variants"), argv)
+    results = variants.of_kernel(kernel, TOY_LOGITS, options)
     assert [r.name for r in results] == [*variants.CANDIDATES[kernel]]
     assert results[0].error == 0
     assert all(r.error < 1e-6 for r in results)
     assert all(r.timing is not None for r in results)
-
-
-@pytest.mark.parametrize("vocab", [257, 40_000])
-def test_one_pass_survives_rows_with_large_later_logits(vocab):
-    """A row whose later tiles exceed the maximum of the first one by more than the limit is read again."""
-    from benchmarks.candidates.linear_nll_once import LIMIT, nll_and_factor_
-
-    x = torch.randn(3, vocab)
-    x[1, vocab // 2 :] += 2 * LIMIT.value
-    x[2, -1] = 1e4
-    y, s = torch.tensor([5, vocab - 2, vocab - 1]), torch.tensor([0.5, 2.0, 0.0])
-    exact = x.double().requires_grad_()
-    nll = torch.nn.functional.cross_entropy(exact, y, reduction="none")
-    (grad,) = torch.autograd.grad((nll * s).sum(), exact)
-    found, factor = nll_and_factor_(x, y, s)
-    torch.testing.assert_close(found[0].double(), nll.detach(), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close((factor[:, None] * x).double(), grad, rtol=1e-5, atol=1e-7)
-
-
-def test_of_equal_logits_the_first_column_is_greedy():
-    from benchmarks.candidates.greedy import greedy
-
-    for V in (257, 40_000):  # one program per row, and several
-        x = torch.randint(0, 3, (4, V)).float()
-        x[3] = 1.0
-        assert greedy(x).tolist() == [x[n].argmax().item() if n < 3 else 0 for n in range(4)]
-        assert greedy(x).tolist() == [(row == row.max()).nonzero()[0].item() for row in x]
-
-
-def test_a_product_of_few_rows_in_parts_is_the_product():
-    results = variants.few_rows(TOY_LOGITS, 5, variant_options())
-    assert [r.name for r in results] == ["ours", *(f"{parts} parts" for parts in variants.PARTS)]
-    assert all(r.error < 1e-6 for r in results)
-    assert variants.gain_of_parts(614, 4096, 3, 132) == 1.5  # 80 tiles for 132 multiprocessors; 240 of a third
-    assert variants.gain_of_parts(256, 4096, 4, 132) == 4
-
-
-def test_a_variant_of_missing_code_is_rejected():
-    gone = variants.Change("_math.py", "this is not in it", "")
-    with (
-        pytest.raises(ValueError, match=r"_backends/triton/_math\.py must hold once, has 0 times:\nthis is not in it"),
-        variants.kernels([gone]),
-    ):
-        pass

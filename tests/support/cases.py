@@ -18,6 +18,7 @@ import reference
 from dllm_kernels import ops
 
 Inputs = dict[str, torch.Tensor]
+HEAD_OPTIONS = ("chunk_size", "num_active", "logits_dtype")
 BLOCK = 4  # positions of a DFlash block, its anchor included: 3 are predicted
 
 # Role of an argument, by its name; the checks of bad input use it (``tests/ops/test_errors.py``).
@@ -55,7 +56,7 @@ class Case:
 
     Attributes:
         name: name in test ids.
-        loss: the class, or a pair of functions: from logits and from hidden states.
+        loss: the class, an op of logits, stored or a record, or a pair of functions: from logits and hidden states.
         draw: (B, L, V) -> the tensors of a call by name, drawn from torch's default generator.
         equation: the oracle; it receives the inputs, settings and options for which it has a parameter.
         settings: arguments of the constructor, or of the function.
@@ -113,7 +114,7 @@ class Case:
 
     @property
     def functions(self) -> tuple[Any, ...]:
-        """Return the public callables: one class, or two functions."""
+        """Return the public callables: one class or op, or two functions."""
         return self.loss if isinstance(self.loss, tuple) else (self.loss,)
 
     @property
@@ -137,14 +138,23 @@ class Case:
         return {self.rows[int(form == "hidden")]: rows, **heads, **supplied, **extra}
 
     def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:
-        """Return the output of the loss. ``chunk_size`` is an option, too."""
-        chunk = {"chunk_size": options.pop("chunk_size")} if "chunk_size" in options else {}
-        options = {**self.transform, **options}
+        """Return the output of the loss. Options of the head, such as ``chunk_size``, are options, too."""
+        of_head = {name: options.pop(name) for name in HEAD_OPTIONS if name in options}
+        options = {**self.settings, **self.transform, **options}
         if isinstance(self.loss, tuple):
-            return self.loss[int(form == "hidden")](**arguments, **self.settings, **chunk, **options)
-        if self.chunks_at_construction:
-            return self._of(self.loss(**self.settings, **options, **chunk), form)(**arguments)
-        return self._of(self.loss(**self.settings, **options), form)(**arguments, **chunk)
+            return self.loss[int(form == "hidden")](**arguments, **options, **of_head)
+        if not isinstance(self.loss, type):
+            return self.loss(**(self._recorded(arguments | of_head) if form == "hidden" else arguments), **options)
+        if self.chunks_at_construction and "chunk_size" in of_head:
+            options["chunk_size"] = of_head.pop("chunk_size")
+        return self._of(self.loss(**options), form)(**arguments, **of_head)
+
+    def _recorded(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with the record of hidden states and head as logits."""
+        rest = dict(arguments)
+        fields = [rest.pop(name, None) for name in (self.rows[1], *self.head, "extra")]
+        options = {name: rest.pop(name) for name in HEAD_OPTIONS if name in rest}
+        return {self.rows[0]: ops.LinearLogits(*fields, **options), **rest}
 
     @staticmethod
     def _of(loss: Any, form: str) -> Any:
@@ -282,11 +292,6 @@ def _row_stats(logits, ids, a, b, weights, **options):
     return _one_number(ops.row_stats(logits, ids, entropy=True, mix=(a, b), active=weights != 0, **options))
 
 
-def _linear_row_stats(hidden, lm_head_weight, lm_head_bias, ids, a, b, weights, **options):
-    options |= {"bias": lm_head_bias, "entropy": True, "mix": (a, b), "active": weights != 0}
-    return _one_number(ops.linear_row_stats(hidden, lm_head_weight, ids, **options))
-
-
 def _statistics_oracle(logits, ids, a, b, weights):
     return _one_number(reference.row_stats(logits, ids, (a, b), weights != 0))
 
@@ -301,22 +306,12 @@ def _row_objective(logits, targets, weights, **options):
     return ops.row_objective(logits, targets, _focal, weights, entropy=True, active=weights != 0, **options).loss
 
 
-def _linear_row_objective(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
-    options |= {"bias": lm_head_bias, "entropy": True, "active": weights != 0}
-    return ops.linear_row_objective(hidden, lm_head_weight, targets, _focal, weights, **options).loss
-
-
 def _objective_oracle(logits, targets, weights):
     return reference.row_objective(logits, targets, _focal, weights.to(logits), active=weights != 0)
 
 
 def _topk(logits, top_ids, top_log_probs, weights, **options):
     return ops.topk_divergence(logits, top_ids, top_log_probs, weights, **options).loss
-
-
-def _linear_topk(hidden, lm_head_weight, lm_head_bias, top_ids, top_log_probs, weights, **options):
-    options |= {"bias": lm_head_bias}
-    return ops.linear_topk_divergence(hidden, lm_head_weight, top_ids, top_log_probs, weights, **options).loss
 
 
 def _topk_oracle(logits, top_ids, top_log_probs, weights, kind):
@@ -327,20 +322,12 @@ def _token_nll(logits, targets, weights, **options):
     return ops.token_nll(logits, targets, active=weights != 0, **options).nll
 
 
-def _linear_token_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
-    return ops.linear_token_nll(hidden, lm_head_weight, targets, bias=lm_head_bias, active=weights != 0, **options).nll
-
-
 def _token_oracle(logits, targets, weights):
     return reference.token_nll(logits, targets, active=weights != 0)
 
 
 def _weighted_nll(logits, targets, weights, **options):
     return ops.weighted_nll(logits, targets, weights, **options).loss
-
-
-def _weighted_linear_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
-    return ops.weighted_linear_nll(hidden, lm_head_weight, targets, weights, bias=lm_head_bias, **options).loss
 
 
 def _causal(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
@@ -400,23 +387,23 @@ SKIP_ID = 1
 
 _ROW_ROLES = {"targets": "targets"}
 _TOKEN_NLL = Case(
-    "token_nll", (_token_nll, _linear_token_nll), _rows, _token_oracle, roles=_ROW_ROLES, per_row=True,
+    "token_nll", _token_nll, _rows, _token_oracle, roles=_ROW_ROLES, per_row=True,
     transformed_by={"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
 )  # fmt: skip
 _ROW_STATS = Case(
-    "row_stats", (_row_stats, _linear_row_stats), _statistics, _statistics_oracle, roles={"ids": "targets"},
+    "row_stats", _row_stats, _statistics, _statistics_oracle, roles={"ids": "targets"},
     per_row=True, statistics=True,
 )  # fmt: skip
 _WEIGHTED_NLL = Case(
-    "weighted_nll", (_weighted_nll, _weighted_linear_nll), _rows, reference.weighted_nll, roles=_ROW_ROLES,
+    "weighted_nll", _weighted_nll, _rows, reference.weighted_nll, roles=_ROW_ROLES,
     linear_in="weights", transformed_by={"softcap": 3.0},
 )  # fmt: skip
 _ROW_OBJECTIVE = Case(
-    "row_objective", (_row_objective, _linear_row_objective), _rows, _objective_oracle, roles=_ROW_ROLES,
+    "row_objective", _row_objective, _rows, _objective_oracle, roles=_ROW_ROLES,
     statistics=True,
 )  # fmt: skip
 _TOPK = Case(
-    "topk_divergence", (_topk, _linear_topk), _top, _topk_oracle, {"kind": "jsd"}, roles={"top_ids": "targets"},
+    "topk_divergence", _topk, _top, _topk_oracle, {"kind": "jsd"}, roles={"top_ids": "targets"},
     linear_in="weights", statistics=True,
 )  # fmt: skip
 _MDLM = Case(

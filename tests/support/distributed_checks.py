@@ -26,40 +26,26 @@ CHECKS = {2: {}, 4: {}}
 LAYOUTS = Counter()  # loss -> number of the checks of long lists that run it
 # (world size, name) of what these checks omit, and of slow checks with a similar one
 EVERY_CASE = {
-    (2, "inside_a_compiled_step[logits]"),
-    (2, "fsdp_kernels[hybrid]"),
-    (2, "tp_linear_sample[transformed]"),
-    (2, "tp_soft_embedding[plain]"),
-    (4, "tp_soft_embedding[plain]"),
-    (4, "tp_linear_sample[top_k]"),
-}
+    (2, "inside_a_compiled_step[logits]"), (2, "fsdp_kernels[hybrid]"), (2, "tp_linear_sample[transformed]"),
+    (2, "tp_soft_embedding[plain]"), (4, "tp_soft_embedding[plain]"), (4, "tp_linear_sample[top_k]"),
+}  # fmt: skip
 # (world size, name) of checks that only ``make test-exhaustive`` runs: slow ones with a similar check, and the ones
 # that ``check`` adds.
 EXHAUSTIVE = {
-    (2, "special_row_statistics[-inf in one shard]"),
-    (2, "tp_divergence[lk, mean]"),
-    (2, "tp_divergence_of_logits[kl]"),
-    (4, "special_rows_of_a_divergence"),
-    (4, "tp_linear_sample[transformed]"),
-    (4, "a_rank_without_columns[row_stats]"),
-    (4, "every_rank_copies_the_same_pieces_of_the_teacher"),
-    (2, "tp_extra_in_every_dtype_and_through_the_kernels"),
-    (2, "tp_kernels[dflash]"),
-    (2, "inside_a_compiled_step[hidden states]"),
-    (2, "a_compiled_hybrid_loss_of_two_slices"),
+    (2, "special_row_statistics[-inf in one shard]"), (2, "tp_divergence[lk, mean]"),
+    (2, "tp_divergence_of_logits[kl]"), (4, "special_rows_of_a_divergence"), (4, "tp_linear_sample[transformed]"),
+    (4, "a_rank_without_columns[row_stats]"), (4, "every_rank_copies_the_same_pieces_of_the_teacher"),
+    (2, "tp_extra_in_every_dtype_and_through_the_kernels"), (2, "tp_kernels[dflash]"),
+    (2, "inside_a_compiled_step[hidden states]"), (2, "a_compiled_hybrid_loss_of_two_slices"),
     *((2, f"fsdp_mixed_precision[{name}]") for name in ("token_nll", "dflash")),
-    *(
-        (4, f"{check_of}[token_nll, softcap scale skip_id]")
-        for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")
-    ),
-}
+    *((4, f"{check_of}[token_nll, softcap scale skip_id]")
+      for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")),
+}  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.
 EVERY_TIME = {
-    2: (
-        "token_nll", "hybrid", "MTP", "-inf in one shard", "targets at the edges",
-    ),
+    2: ("token_nll", "hybrid", "MTP", "-inf in one shard", "targets at the edges"),
     4: ("hybrid", "MTP", "-inf in one shard", "targets at the edges"),
-}  # fmt: skip
+}
 
 
 # Basis of the tables of parallelisms in docs/many-gpus.md and docs/model-parallel.md: row -> the checks of its three
@@ -72,37 +58,22 @@ TABLE = {
         ["fsdp_own_unit[MTP]", "fsdp_own_unit[pipeline]", "fsdp_mtp_finds_the_head"],
     ),
     "FSDP2, head in the root unit, loss in the root's forward": (
-        ["fsdp_logits"],
-        ["fsdp_in_root", "fsdp_reshard_after_forward"],
+        ["fsdp_logits"], ["fsdp_in_root", "fsdp_reshard_after_forward"],
         ["fsdp_in_root[MTP]", "fsdp_in_root[pipeline]"],
     ),
     "FSDP2, loss in the head's forward (`LossHead`)": (
-        ["fsdp_logits"],
-        ["fsdp_loss_head", "fsdp_reshard_after_forward"],
+        ["fsdp_logits"], ["fsdp_loss_head", "fsdp_reshard_after_forward"],
         ["fsdp_loss_head[MTP]", "fsdp_loss_head[pipeline]"],
     ),
     "FSDP2 with a frozen head, mixed precision, accumulation without synchronisation or hybrid sharding": (
         ["fsdp_frozen_head", "fsdp_mixed_precision", "fsdp_accumulation", "fsdp_hybrid_shard"],
-        [
-            "fsdp_frozen_head",
-            "fsdp_frozen_head_sends_no_gradient",
-            "fsdp_mixed_precision",
-            "fsdp_accumulation",
-            "fsdp_hybrid_shard",
-        ],
-        [
-            "fsdp_frozen_head[MTP]",
-            "fsdp_frozen_head[pipeline]",
-            "fsdp_mixed_precision[MTP]",
-            "fsdp_accumulation[MTP]",
-            "fsdp_hybrid_shard[MTP]",
-            "fsdp_hybrid_shard[pipeline]",
-        ],
+        ["fsdp_frozen_head", "fsdp_frozen_head_sends_no_gradient", "fsdp_mixed_precision", "fsdp_accumulation",
+         "fsdp_hybrid_shard"],
+        ["fsdp_frozen_head[MTP]", "fsdp_frozen_head[pipeline]", "fsdp_mixed_precision[MTP]", "fsdp_accumulation[MTP]",
+         "fsdp_hybrid_shard[MTP]", "fsdp_hybrid_shard[pipeline]"],
     ),
     "FSDP2, embeddings tied to the head, in one unit": (
-        ["fsdp_tied_embeddings"],
-        ["fsdp_tied_embeddings"],
-        ["fsdp_tied_embeddings[MTP]"],
+        ["fsdp_tied_embeddings"], ["fsdp_tied_embeddings"], ["fsdp_tied_embeddings[MTP]"],
     ),
     "Tensor parallelism: vocabulary sharded, hidden states also along the sequence": (
         ["tp_logits", "bytes_from_logits", "special_values", "split_rows_of_logits", "rows_and_vocabulary_of_logits"],
@@ -110,24 +81,19 @@ TABLE = {
         ["tp_mtp", "mtp_with_a_split_head"],
     ),
     "FSDP2 over tensor parallelism": (
-        ["fsdp_over_tensor_parallel_logits"],
-        ["fsdp_over_tensor_parallel"],
+        ["fsdp_over_tensor_parallel_logits"], ["fsdp_over_tensor_parallel"],
         ["fsdp_over_tensor_parallel[MTP]", "fsdp_over_tensor_parallel[pipeline]"],
     ),
     "Data parallelism and accumulation, any split of the batch": (
         ["data_parallel", "counts_over_ranks", "draft_accuracy_over_ranks", "acceptance_length_over_ranks"],
-        ["data_parallel"],
-        ["data_parallel[MTP]", "data_parallel[pipeline]"],
+        ["data_parallel"], ["data_parallel[MTP]", "data_parallel[pipeline]"],
     ),
     "`DistributedDataParallel`": (
-        ["distributed_data_parallel"],
-        ["distributed_data_parallel", "fused_head_with_frozen_and_unused_parameters"],
+        ["distributed_data_parallel"], ["distributed_data_parallel", "fused_head_with_frozen_and_unused_parameters"],
         ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
     ),
     "Context parallelism, plain tensors, unshifted losses (MDLM, block diffusion, SCDD, DFlash)": (
-        ["context_parallel"],
-        ["context_parallel"],
-        ["context_parallel_targets_of_mtp"],
+        ["context_parallel"], ["context_parallel"], ["context_parallel_targets_of_mtp"],
     ),
     "Context parallelism, plain tensors, shifted losses (hybrid, I-DLM, AR, any loss with `shift=True`)": ([], [], []),
     "Context parallelism, DTensors sharded along the sequence": (
@@ -138,20 +104,15 @@ TABLE = {
     "Pipeline schedules (GPipe, 1F1B)": (
         ["pipeline_of_a_diffusion_loss[logits]", "pipeline_schedules[logits]"],
         ["pipeline_of_a_diffusion_loss[hidden states]", "pipeline_schedules[hidden states]"],
-        [
-            "pipeline_schedules[hidden depths]",
-            "pipeline_schedules[logit depths]",
-            "pipeline_schedules[hidden depths, packed]",
-            "pipeline_in_evaluation",
-        ],
+        ["pipeline_schedules[hidden depths]", "pipeline_schedules[logit depths]",
+         "pipeline_schedules[hidden depths, packed]", "pipeline_in_evaluation"],
     ),
     "Pipeline schedules, MTP from hidden states in a fused head": ([], [], []),
     "Pipeline schedules, each stage under FSDP2": (
-        ["pipeline_of_sharded_stages[logits]"],
-        ["pipeline_of_sharded_stages[hidden states]"],
+        ["pipeline_of_sharded_stages[logits]"], ["pipeline_of_sharded_stages[hidden states]"],
         ["pipeline_of_sharded_stages[hidden depths]", "pipeline_of_sharded_stages[hidden depths, packed]"],
     ),
-}
+}  # fmt: skip
 
 
 IN_TABLE = {name for columns in TABLE.values() for checks in columns for name in checks}
@@ -210,6 +171,15 @@ def close(got, expected, label=""):
     )
 
 
+def all_close(got, expected, *, plain=False):
+    """Compare several results, of which both sides lack the same ones; with ``plain``, none is a DTensor."""
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        assert not (plain and isinstance(a, DTensor))
+        if b is not None:
+            close(a, b)
+
+
 def upstream(case, rows=B):
     shape = rows, L * case.width
     return torch.randn(shape) * (torch.rand(shape) < 0.8) if case.per_row else torch.randn(())
@@ -218,6 +188,12 @@ def upstream(case, rows=B):
 def drawn(case, seed=0, rows=B):
     torch.manual_seed(seed)
     return case.draw(rows, L, V)
+
+
+def set_up(name, *dimensions):
+    """Return a case, its inputs, and a mesh with these dimensions."""
+    mesh, case = mesh_of(*dimensions), BY_NAME[name]
+    return case, drawn(case), mesh
 
 
 def _mtp(B, L, V):
@@ -236,10 +212,8 @@ def _with_head(weight, bias):
 def _mtp_logits(logits, labels, seq_idx, num_label_tokens, backend="auto"):
     """The main loss and two depths, side by side in ``logits``."""
     main, *depths = logits.chunk(3, 1)
-    loss_fn, labelled = (
-        ours.MaskedCrossEntropy(backend=backend),
-        {"labels": labels, "num_label_tokens": num_label_tokens},
-    )
+    loss_fn = ours.MaskedCrossEntropy(backend=backend)
+    labelled = {"labels": labels, "num_label_tokens": num_label_tokens}
     mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=depths, model=nn.Module(), seq_idx=seq_idx, **labelled)
     return loss_fn(main, **labelled) + mtp
 
@@ -313,9 +287,8 @@ def _policy_logits(logits, normalize, level="token", kind="clip", shift=False, *
 
 
 def _policy_hidden(hidden, lm_head_weight, normalize, level="token", kind="clip", shift=False, **arguments):
-    policy_loss = ours.PolicyLoss(
-        ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize, shift=shift
-    )
+    objective = ours.PolicyObjective(kind, kl="k2", kl_coef=0.1)
+    policy_loss = ours.PolicyLoss(objective, level=level, normalize=normalize, shift=shift)
     return policy_loss.forward_fused(hidden, lm_head_weight, **arguments).loss
 
 
@@ -421,10 +394,8 @@ def same_gradients(model, expected):
     got = {name: p.grad for name, p in model.named_parameters()}
     assert got.keys() == expected.keys()
     for name, grad in expected.items():
-        if grad is None:
-            assert got[name] is None, name
-        else:
-            assert got[name] is not None, f"no gradient of {name}"
+        assert (got[name] is None) == (grad is None), f"gradient of {name}: {got[name]}"
+        if grad is not None:
             assert grad.abs().sum() > 0, name
             close(got[name], grad, name)
 

@@ -22,6 +22,7 @@ from tests.support.distributed_checks import (
     L,
     Model,
     V,
+    all_close,
     check,
     close,
     drawn,
@@ -268,11 +269,8 @@ def context_parallel_shifted(name):
         same_gradients(model, grads)
 
 
-@check(
-    2,
-    name=[name for name in SHIFTED if name != "hybrid"],
-    # The two halves of hybrid, cut from one DTensor, are no longer split.
-)
+# The two halves of hybrid, cut from one DTensor, are no longer split.
+@check(2, name=[name for name in SHIFTED if name != "hybrid"])
 def context_parallel_shifted_fsdp(name):
     """FSDP2 shards the model over the ranks that split the sequence, and averages their gradients."""
     mesh, job = mesh_of("cp"), Job(name)
@@ -321,16 +319,11 @@ def context_parallel_targets_of_mtp():
     whole, head = gradients(lambda t: t)
     parts, part_of_head = gradients(lambda t: t.chunk(2, 1)[rank])
     close(summed_over(part_of_head), head)
-    for part, t in zip(parts, whole, strict=True):
-        close(part, t.chunk(2, 1)[rank])
-    expected = ours.calculate_mtp_loss(
-        ours.FusedLinearCrossEntropy(), mtp_per_depth_h=h, model=torch.nn.Module(), lm_weight=w, **i
-    )
-    got = ours.calculate_mtp_loss(
-        ours.FusedLinearCrossEntropy(), mtp_per_depth_h=h, mtp_per_depth_targets=targets, labels=i["labels"],
-        model=torch.nn.Module(), lm_weight=w, num_label_tokens=i["num_label_tokens"],
-    )  # fmt: skip
-    close(got, expected)
+    all_close(parts, [t.chunk(2, 1)[rank] for t in whole])
+    loss_fn, common = ours.FusedLinearCrossEntropy(), {"mtp_per_depth_h": h, "model": torch.nn.Module(), "lm_weight": w}
+    expected = ours.calculate_mtp_loss(loss_fn, **common, **i)
+    del i["seq_idx"]
+    close(ours.calculate_mtp_loss(loss_fn, mtp_per_depth_targets=targets, **common, **i), expected)
 
 
 @check(2)

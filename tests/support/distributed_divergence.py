@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reference
 from dllm_kernels import ops
-from tests.support.distributed_checks import B, D, L, Sent, V, check, close, mesh_of, shard
+from tests.support.distributed_checks import B, D, L, Sent, V, all_close, check, close, mesh_of, shard
 from tests.support.parity import assert_parity
 
 DIVERGENCE = importlib.import_module("dllm_kernels.ops.divergence")  # the package exports the function of this name
@@ -141,8 +141,7 @@ def every_rank_copies_the_same_pieces_of_the_teacher():
                 options = {"kind": {"kl": 1.0, "tv": 0.5}, "draft_to_target": columns}
                 out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options)
                 expected = reference.divergence(want, t, w, **options)
-                for x, y in zip(out, expected, strict=True):
-                    close(x.detach(), y.detach())
+                all_close(out, expected)
                 out.loss.backward()
                 expected.loss.backward()
                 close(got.grad, want.grad)
@@ -167,8 +166,7 @@ def metrics_of_a_smaller_vocabulary():
             else:
                 out = ops.divergence(shard(leaf, mesh, Shard(2)), logits, backend="torch", **given)
                 expected = reference.divergence(want, logits, **given)
-            for x, y in zip(out, expected, strict=True):
-                close(x.detach(), y.detach())
+            all_close(out, expected)
             out.loss.sum().backward()
             expected.loss.sum().backward()
             close(leaf.grad, want.grad)
@@ -204,11 +202,7 @@ def special_rows_of_a_divergence():
     inf, nan = float("inf"), float("nan")
     z = torch.tensor([[0, 0, 0], [-inf, -inf, 2], [0, 1, nan], [1, 0, 0], [nan, 0, 0], [3, 1, 2]]).double()
     t = torch.tensor([[0, 0, 0], [0, -inf, -inf], [0, 1, 2], [0, 0, nan], [0, 0, 0], [3, 1, 2]]).double()
-    rows, weights, targets = (
-        torch.tensor([0, 1, 2, 3, 4, 9]),
-        torch.tensor([1, 1, 1, 1, 0, 1]),
-        torch.tensor([0, 2, 0, 0, 1, 2]),
-    )
+    rows, weights, targets = torch.tensor([[0, 1, 2, 3, 4, 9], [1, 1, 1, 1, 0, 1], [0, 2, 0, 0, 1, 2]])
     mesh = mesh_of("tp")
     for kind in ("kl", "nla", "jsd", {"ce": 1.0, "teacher_ce": 1.0}):
         options = {"kind": kind, "teacher_rows": rows} | ({"targets": targets} if isinstance(kind, dict) else {})
@@ -249,9 +243,8 @@ def fsdp_divergence():
             nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(i))
         weights = [head.weight.detach().clone().requires_grad_(trains) for head in heads]
         h, same = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-        want = reference.linear_divergence(
-            same, weights[0], teacher, teacher_weight=weights[1] if own else None, kind="tv"
-        )
+        own_weight = weights[1] if own else None
+        want = reference.linear_divergence(same, weights[0], teacher, teacher_weight=own_weight, kind="tv")
         want.loss.backward()
         for head in heads:
             fully_shard(head, mesh=mesh)

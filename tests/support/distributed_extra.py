@@ -48,13 +48,9 @@ def tp_extra(name):
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     layouts = [
-        (None, None),
-        (None, Replicate()),
-        (None, Shard(2)),
-        (Shard(1), None),
-        (Shard(1), Shard(1)),
-        (Shard(1), Shard(0)),
-    ]
+        (None, None), (None, Replicate()), (None, Shard(2)),
+        (Shard(1), None), (Shard(1), Shard(1)), (Shard(1), Shard(0)),
+    ]  # fmt: skip
     for hidden_layout, u_layout in layouts if name == NAMES[0] else [layouts[0], layouts[4]]:
         assert_parity(
             lambda h, w, b, u, second, p=hidden_layout, q=u_layout: call(
@@ -173,9 +169,8 @@ def compare(name, mesh, part, parts, prepare, shards_head=True, trains_head=Fals
     for unit in (model.lm_head, model.markov) if shards_head else (model.markov,):
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh, ignored_params=set() if shards_head else {model.lm_head.weight})
-    mine = step(
-        model, case, {k: t.chunk(parts)[part] if t.dim() else t for k, t in inputs.items()}, ids.chunk(parts)[part]
-    )
+    my_inputs = {k: t.chunk(parts)[part] if t.dim() else t for k, t in inputs.items()}
+    mine = step(model, case, my_inputs, ids.chunk(parts)[part])
     (mine * parts).backward()
     close(summed_over(mine.detach()) * parts / dist.get_world_size(), loss.detach())
     for (label, got), (_, wanted) in zip(model.named_parameters(), one.named_parameters(), strict=True):
@@ -218,9 +213,8 @@ def fsdp_over_tensor_parallel_extra():
 
     def prepare(model):
         for head in (model.lm_head, model.markov):
-            head.weight = nn.Parameter(
-                distribute_tensor(head.weight.detach(), tp, [Shard(0)]), head.weight.requires_grad
-            )
+            weight = distribute_tensor(head.weight.detach(), tp, [Shard(0)])
+            head.weight = nn.Parameter(weight, head.weight.requires_grad)
 
     compare("weighted_nll", dp, dp.get_local_rank(), 2, prepare)
 
@@ -244,7 +238,5 @@ def extra_that_cannot_be_served():
         raises(ValueError, message, ops.linear_token_nll, h, head, y, extra=(u, part))
     elsewhere = shard(u, other, Replicate()), tp
     here = shard(h, mesh, Replicate())
-    raises(
-        ValueError, "extra[0] must be on the mesh of the hidden states", ops.linear_token_nll, here, split, y,
-        extra=elsewhere,
-    )  # fmt: skip
+    message = "extra[0] must be on the mesh of the hidden states"
+    raises(ValueError, message, ops.linear_token_nll, here, split, y, extra=elsewhere)

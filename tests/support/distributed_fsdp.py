@@ -24,6 +24,7 @@ from tests.support.distributed_checks import (
     Model,
     Sent,
     V,
+    all_close,
     check,
     close,
     mesh_of,
@@ -198,10 +199,9 @@ def fsdp_frozen_head_sends_no_gradient():
     model.lm_head.requires_grad_(False)
     run, job = own_unit(model), Job("mdlm, counted", chunk_size=3)
     hidden = run(job.ids[:2], lambda h, w, b: (h.detach().requires_grad_(), w, b))
+    inputs = {k: t[:2] if t.dim() else t for k, t in job.inputs.items()}
     with Sent() as sent:
-        job.case.hidden_form(
-            *hidden, {k: t[:2] if t.dim() else t for k, t in job.inputs.items()}, chunk_size=3
-        ).backward()
+        job.case.hidden_form(*hidden, inputs, chunk_size=3).backward()
     assert sent.names == ["all_gather", "all_gather"], sent.calls
 
 
@@ -224,9 +224,8 @@ def split_by_vocabulary(setup, tp):
 
     def split(model, **options):
         head = model.lm_head
-        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), tp, [Shard(0)]), head.weight.requires_grad)
-        if head.bias is not None:
-            head.bias = nn.Parameter(distribute_tensor(head.bias.detach(), tp, [Shard(0)]), head.bias.requires_grad)
+        for name, p in [*head.named_parameters()]:
+            setattr(head, name, nn.Parameter(distribute_tensor(p.detach(), tp, [Shard(0)]), p.requires_grad))
         return setup(model, **options)
 
     return split
@@ -275,20 +274,24 @@ def fsdp_over_tensor_parallel_logits(name):
     compare(name, split_logits, form="logits", mesh=dp, parts=2, part=dp.get_local_rank())
 
 
+def summing(setup, parameters_of):
+    """Return the setup with the ranks' gradients summed instead of averaged."""
+
+    def sums(model, **options):
+        run = setup(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        set_gradient_divide_factor(parameters_of(model.lm_head), 1.0)
+        return run
+
+    return sums
+
+
 @check(2, name=FEW)
 def fsdp_gradient_divide_factor(name):
-    """The ranks' gradients are summed instead of averaged."""
     for setup in (own_unit, in_root, loss_head):
-
-        def summing(model, setup=setup, **options):
-            run = setup(model, **options)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-            set_gradient_divide_factor(model.lm_head.parameters(), 1.0)
-            return run
-
-        compare(name, summing, factor=1)
+        compare(name, summing(setup, nn.Module.parameters), factor=1)
 
 
 def replace_parameters(model, how):
@@ -304,18 +307,13 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
     """The factor survives ``load_state_dict(assign=True)``, which replaces the parameters, and ``to_empty``."""
     for setup in (own_unit, in_root):
 
-        def summing(model, setup=setup, **options):
-            run = setup(model, **options)
-            for module in model.modules():
-                if isinstance(module, FSDPModule):
-                    module.set_gradient_divide_factor(1.0)
-            set_gradient_divide_factor(model.lm_head, 1.0)
-            before = dict(model.named_parameters())
+        def replaced(model, setup=setup):
+            run, before = summing(setup, lambda head: head)(model), model.lm_head.weight
             replace_parameters(model, how)
-            assert (model.lm_head.weight is before["lm_head.weight"]) == (how == "to_empty")
+            assert (model.lm_head.weight is before) == (how == "to_empty")
             return run
 
-        compare("mdlm, counted", summing, factor=1)
+        compare("mdlm, counted", replaced, factor=1)
 
 
 @check(2, trains=(True, False))
@@ -332,14 +330,12 @@ def fsdp_row_statistics(trains):
     for rows, head in ((slice(None), whole.clone()), (here, distribute_tensor(whole, mesh, [Shard(0)]))):
         head = nn.Parameter(head, requires_grad=trains)
         h = hidden.clone().requires_grad_()
-        options = {"entropy": True, "mix": tuple(t[rows] for t in mix), "chunk_size": 5, "with_correct": True}
-        options["with_ids"] = True
-        out = ops.linear_row_stats(h[rows], head, ids[rows], **options)
+        options = {"entropy": True, "with_correct": True, "with_ids": True, "chunk_size": 5}
+        out = ops.linear_row_stats(h[rows], head, ids[rows], mix=tuple(t[rows] for t in mix), **options)
         sum(out.log_probs.sum(-1).square() + out.lse + out.entropy.square() + out.mix).sum().backward()
         results.append((out, h.grad, head.grad))
     (expected, expected_h, expected_w), (got, got_h, got_w) = results
-    for a, b in zip(got, expected, strict=True):
-        close(a, b[here])
+    all_close(got, [t[here] for t in expected])
     close(got_h[here], expected_h[here])
     if not trains:
         assert got_w is None

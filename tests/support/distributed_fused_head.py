@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from dllm_kernels import fused_head
 from dllm_kernels.integrations.transformers import loss_in_head
 from dllm_kernels.ops import weighted_linear_nll
-from tests.support.distributed_checks import V, check, close, mesh_of
+from tests.support.distributed_checks import V, check, close, mesh_of, same_gradients
 
 L, D, STEPS = 6, 5, 2
 
@@ -177,8 +177,7 @@ def fused_head_materializes(setup):
     with fused_head(wrapped, on_logits="allow") as fused:
         wrapped(ids[rank])["logits"].softmax(-1)[..., 0].sum().backward()
     assert fused.materialized == 1
-    for name, p in model.named_parameters():
-        close(p.grad, grads[name], name)
+    same_gradients(model, grads)
 
 
 def nll(logits, ids):
@@ -274,8 +273,7 @@ def fused_head_of_a_split_vocabulary():
     parallelize_module(model, mesh_of("tp"), {"lm_head": ColwiseParallel(use_local_output=False)})
     with fused_head(model, on_logits="allow"):
         model(ids)["logits"].full_tensor()[masked].logsumexp(-1).sum().backward()
-    for name, p in model.named_parameters():
-        close(p.grad, plain.get_parameter(name).grad, name)
+    same_gradients(model, {name: p.grad for name, p in plain.named_parameters()})
 
 
 @check(2, original=(False, True))
@@ -314,7 +312,6 @@ def a_local_shard_for_the_head_is_named():
     """Half of the vocabulary is no error by its shape."""
     weight = distribute_tensor(torch.randn(V, D), mesh_of("tp"), [Shard(0)])
     ids = torch.tensor([[0, V - 1]])
-    with pytest.raises(
-        IndexError, match=r"got \d+ at position .*; a head or logits split over ranks must be a DTensor"
-    ):
+    message = r"got \d+ at position .*; a head or logits split over ranks must be a DTensor"
+    with pytest.raises(IndexError, match=message):
         weighted_linear_nll(torch.randn(1, 2, D), weight.to_local(), ids, torch.ones(1, 2), check_targets=True)

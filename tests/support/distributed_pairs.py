@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dllm_kernels import HybridDiffusionLLMLoss, fused_head
 from dllm_kernels.distributed import LossHead
-from tests.support.distributed_checks import BY_NAME, NAMES, Job, V, check, close, mesh_of
+from tests.support.distributed_checks import BY_NAME, NAMES, Job, V, all_close, check, close, mesh_of
 from tests.support.distributed_checks import Model as Plain
 from tests.support.distributed_fused_head import assert_gradients
 from tests.support.pairs import pairs
@@ -219,5 +219,4 @@ def a_compiled_hybrid_loss_of_two_slices():
         out = function(whole[:, :4], y, on, on, on, causal_logits=whole[:, 4:], loss_mask_ar=on).total_loss
         out.backward()
         found.append((out.detach(), whole.grad.full_tensor()))
-    for compiled, eager in zip(*found, strict=True):
-        close(compiled, eager)
+    all_close(*found)

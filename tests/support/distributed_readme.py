@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dllm_kernels import MDLMCrossEntropyLoss, corrupt_uniform
+from dllm_kernels import LinearLogits, MDLMCrossEntropyLoss, corrupt_uniform
 from dllm_kernels.distributed import global_token_count, summed_over
 from tests.support.cases import BY_NAME
 from tests.support.defaults import default_dtype
@@ -64,9 +64,13 @@ def gradients(model):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def whole_batch():
-    """Compute the masked diffusion loss over the whole batch's supervised tokens, and gradients, in plain PyTorch."""
+def whole_batch(bias=True):
+    """Compute the masked diffusion loss over the whole batch's supervised tokens, and gradients, in plain PyTorch.
+
+    Without ``bias``, the bias of the head is 0.
+    """
     model, b = ModelWithLogits(), batch()
+    model.lm_head.bias.data.mul_(bias)
     nll = F.cross_entropy(model(b["noisy"]).transpose(1, 2), b["ids"], reduction="none")
     supervised = b["loss_mask"] != 0
     loss = (nll * (b["noise_mask"] & supervised) / b["p_mask"]).sum() / supervised.sum()
@@ -74,16 +78,21 @@ def whole_batch():
     return loss.detach(), gradients(model)
 
 
-def sharded(parameter, in_forward):
-    """In both ways, the ranks' losses add up, and every parameter has the gradient of the whole batch."""
+def run_each(codes, rows, total):
+    """Run each code. ``total`` of its loss, and the gradient of every parameter, are those of the whole batch."""
     loss, grads = whole_batch()
     model = Model()
-    found = names(model, my_rows())
-    for code in (parameter, in_forward):
+    found = names(model, rows)
+    for code in codes:
         model.zero_grad()
         run(code, found)
-        close(summed_over(found["out"].total_loss), loss)
+        close(total(found["out"].total_loss), loss)
         same_gradients(model, grads)
+
+
+def sharded(parameter, in_forward):
+    """In both ways, the ranks' losses add up."""
+    run_each((parameter, in_forward), my_rows(), summed_over)
 
 
 class HuggingFaceModel(nn.Module):
@@ -103,35 +112,23 @@ class HuggingFaceModel(nn.Module):
 
 def hugging_face(code):
     """The head has no bias here. The ranks' losses add up, and every parameter has the gradient of the whole batch."""
-    whole, b = ModelWithLogits(), batch()
-    whole.lm_head.bias.data.zero_()
-    nll = F.cross_entropy(whole(b["noisy"]).transpose(1, 2), b["ids"], reduction="none")
-    supervised = b["loss_mask"] != 0
-    loss = (nll * (b["noise_mask"] & supervised) / b["p_mask"]).sum() / supervised.sum()
-    loss.backward()
+    loss, grads = whole_batch(bias=False)
     m = HuggingFaceModel()
     m.lm_head.bias = None
-    found = names(None, my_rows()) | {"m": m, "fully_shard": fully_shard, "loss_fn": MDLMCrossEntropyLoss()}
+    found = names(None, my_rows()) | {"m": m, "loss_fn": MDLMCrossEntropyLoss()}
+    found |= {"fully_shard": fully_shard, "LinearLogits": LinearLogits}
     found["inputs"] = tuple(found[name] for name in ("ids", "noise_mask", "p_mask", "loss_mask"))
     found["count"] = global_token_count(found["loss_mask"])
     run(code, found)
-    close(summed_over(found["out"].total_loss), loss.detach())
+    close(summed_over(found["out"].total_loss), loss)
     where = {"model.embed_tokens.weight": "layers.0.weight", "model.layers.0.weight": "layers.1.weight"}
     where |= {"model.layers.0.bias": "layers.1.bias", "lm_head.weight": "lm_head.weight"}
-    grads = gradients(whole)
     same_gradients(m, {name: grads[other] for name, other in where.items()})
 
 
 def split_vocabulary(from_logits, from_head):
     """Every rank has the loss of the whole batch."""
-    loss, grads = whole_batch()
-    model = Model()
-    found = names(model)
-    for code in (from_logits, from_head):
-        model.zero_grad()
-        run(code, found)
-        close(found["out"].total_loss.detach(), loss)
-        same_gradients(model, grads)
+    run_each((from_logits, from_head), slice(None), torch.Tensor.detach)
 
 
 def accumulated(code):

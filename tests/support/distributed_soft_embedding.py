@@ -106,9 +106,8 @@ def soft_embedding_that_cannot_be_served():
     split, whole = shard(w, mesh, Shard(0)), shard(w, mesh, Replicate())
     like = "embedding must be laid out like the LM head's weight, "
     raises(ValueError, f"{like}Shard(dim=0) over tp, got a plain tensor", soft_embedding, h, split, e)
-    raises(
-        ValueError, f"{like}a plain tensor, got Shard(dim=0) over tp", soft_embedding, h, w, shard(e, mesh, Shard(0))
-    )
+    split_embedding = shard(e, mesh, Shard(0))
+    raises(ValueError, f"{like}a plain tensor, got Shard(dim=0) over tp", soft_embedding, h, w, split_embedding)
     narrow = distribute_tensor(e.bfloat16(), mesh, [Shard(0)])
     raises(ValueError, "embedding must have the dtype of hidden", soft_embedding, h, split, narrow)
     rows = shard(h, mesh, Shard(1))

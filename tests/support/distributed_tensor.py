@@ -21,12 +21,14 @@ from tests.support.distributed_checks import (
     Model,
     Sent,
     V,
+    all_close,
     check,
     close,
     drawn,
     mesh_of,
     raises,
     same_gradients,
+    set_up,
     shard,
     upstream,
 )
@@ -36,6 +38,7 @@ NAMES = [case.name for case in (*FEWER, *POLICIES)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CHUNKED = tuple(zip(DTYPES, (5, None, 5, None), strict=True))
 FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id", "policy")
+EVERY_OUTPUT = {"with_correct": True, "with_ids": True, "with_lse": True}
 FEWEST = ("row_stats", "hybrid, one tensor", "token_nll, softcap scale skip_id")  # on four ranks
 
 
@@ -72,8 +75,7 @@ def hidden_parity(case, inputs, laid, head_laid, dtype=torch.float64, columns=V,
 @check(4, name=FEWEST)
 def tp_logits(name):
     """Every loss, from logits split along the vocabulary; in every dtype those that differ in their ops."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "tp")
     for dtype in DTYPES if name in FEW and mesh.size() == 2 else DTYPES[:1]:
         logits_parity(case, inputs, over(mesh, Shard(2)), dtype)
 
@@ -82,8 +84,7 @@ def tp_logits(name):
 @check(4, name=FEWEST)
 def tp_hidden(name):
     """The vocabulary of the head is split, the hidden states are equal on every rank, in several chunks or one."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "tp")
     for dtype, chunk_size in CHUNKED if name in FEW and mesh.size() == 2 else CHUNKED[:1]:
         hidden_parity(case, inputs, as_it_is, over(mesh, Shard(0)), dtype, chunk_size=chunk_size)
 
@@ -155,21 +156,18 @@ def a_skipped_column_is_one_of_the_whole_row():
         x[1, y[1]] = 9.0
         y[2] = skip_id
         for backend in ("torch", "triton") if skip_id == V // 2 else ("torch",):
-            flags = {"softcap": 6.0, "scale": 1.4, "skip_id": skip_id, "with_correct": True, "with_lse": True}
-            flags |= {"with_ids": True, "backend": backend}
+            flags = {"softcap": 6.0, "scale": 1.4, "skip_id": skip_id, "backend": backend, **EVERY_OUTPUT}
             out = ops.token_nll(shard(x, mesh, Shard(1)), y, **flags)
             assert torch.equal(out.nll.isnan(), y == skip_id)
             assert out.correct[1]
-            _same(
-                lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, shard(x, mesh, Shard(1)), torch.randn(5).double()
-            )
+            split, g = shard(x, mesh, Shard(1)), torch.randn(5).double()
+            _same(lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, split, g)
 
 
 @check(2, name=FEW)
 def tp_frozen_head(name):
     """Only the hidden states have a gradient. No collective has a dimension of the vocabulary or of a shard of it."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "tp")
     h, w = torch.randn(B, L * case.width, D).double(), torch.randn(V, D).double()
     g = upstream(case).double()
     expected_h = h.clone().requires_grad_()
@@ -200,8 +198,7 @@ def sequence_parallel_hidden(name):
 @check(2, name=NAMES)
 def split_rows_of_logits(name):
     """Logits are split along the batch or the sequence. Every rank has the loss of the whole tensor."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "tp")
     for dim in (0, 1):
         logits_parity(case, inputs, over(mesh, Shard(dim)))
 
@@ -214,8 +211,7 @@ def split_rows_of_hidden(name):
 
     The gradient of the head is summed over ranks that have different rows, and not if all ranks have equal rows.
     """
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "tp")
     for rows in (Shard(1), Replicate()):
         hidden_parity(case, inputs, over(mesh, rows), over(mesh, Replicate()))
 
@@ -223,8 +219,7 @@ def split_rows_of_hidden(name):
 @check(4, name=NAMES)
 def rows_and_vocabulary_of_logits(name):
     """On a 2-D mesh, the batch is split over one dimension, and the vocabulary over the other."""
-    case, mesh = BY_NAME[name], mesh_of("dp", "tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "dp", "tp")
     for placements in ((Shard(0), Shard(2)), (Replicate(), Shard(2)), (Shard(1), Replicate())):
         logits_parity(case, inputs, over(mesh, *placements))
 
@@ -232,8 +227,8 @@ def rows_and_vocabulary_of_logits(name):
 @check(4, name=FEWEST)
 def rows_of_hidden_and_vocabulary(name):
     """On a 2-D mesh, hidden states are split over one dimension, and the head by vocabulary over the other alone."""
-    case, mesh = BY_NAME[name], mesh_of("dp", "tp")
-    inputs, rows = drawn(case), over(mesh, Shard(0), Replicate())
+    case, inputs, mesh = set_up(name, "dp", "tp")
+    rows = over(mesh, Shard(0), Replicate())
 
     def summed(w):
         """The data-parallel ranks have equal heads and different rows, and their gradients are summed."""
@@ -286,19 +281,16 @@ def special_values(kind):
     for ignore_index in (-100, 0, 9, 10):
         for backend in ("torch", "triton") if ignore_index == 10 and kind in with_kernels else ("torch",):
             rows = slice(None) if backend == "torch" else OF_KERNELS
-            flags = {"active": active[rows], "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
-            flags |= {"with_ids": True, "backend": backend}
+            flags = {"active": active[rows], "ignore_index": ignore_index, "backend": backend, **EVERY_OUTPUT}
             split = shard(x[rows], mesh, Shard(1))
             _same(lambda t, f=flags, y=y[rows]: ops.token_nll(t, y, **f), x[rows], split, g[rows])
     eye = torch.eye(V).double()  # logits = hidden: 0 * inf is NaN, so finite ones only
     if kind in ("ties", "large", "targets at the edges"):
         for ignore_index in (-100, 10):
-            flags = {"active": active, "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
-            flags["with_ids"] = True
+            flags = {"active": active, "ignore_index": ignore_index, **EVERY_OUTPUT}
             expected = ops.linear_token_nll(x, eye, y, **flags)
             got = ops.linear_token_nll(x, shard(eye, mesh, Shard(0)), y, **flags)
-            for a, b in zip(got, expected, strict=True):
-                close(a, b)
+            all_close(got, expected)
 
 
 @check(2, kind=SPECIAL)
@@ -324,9 +316,7 @@ def special_row_statistics(kind):
             expected = ops.row_stats(leaves[0], ids[rows], **flags)
             got = ops.row_stats(leaves[1], ids[rows], backend=backend, **flags)
             grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in expected[:4]]
-            for a, b in zip(got, expected, strict=True):
-                assert not isinstance(a, DTensor)
-                close(a, b)
+            all_close(got, expected, plain=True)
             for out in (expected, got):
                 torch.autograd.backward(out[:4], grads)
             close(leaves[1].grad, leaves[0].grad)
@@ -359,8 +349,7 @@ def row_statistics_of_split_rows_in_the_global_shape():
         with Sent() as sent:
             got = ops.row_stats(logits, ids, entropy=True, with_correct=True, with_ids=True)
         assert [call[0] for call in sent.calls] == ["all_reduce"]
-        for a, b in zip(got, expected, strict=True):
-            close(a, b) if b is not None else None
+        all_close(got, expected)
 
 
 @check(2)
@@ -372,8 +361,7 @@ def token_log_probs_with_a_split_head():
     from_logits = ops.token_log_probs(shard(h @ w.T, mesh, Shard(2)), y, temperature=0.7, with_entropy=True)
     from_head = ops.token_log_probs(h, y, weight=shard(w, mesh, Shard(0)), temperature=0.7, with_entropy=True)
     for got in (from_logits, from_head):
-        for a, b in zip(got, expected, strict=True):
-            close(a, b)
+        all_close(got, expected)
 
 
 @check(2)
@@ -404,9 +392,7 @@ def policy_loss_with_a_sharded_head():
 def _same(function, whole, sharded, g):
     whole, sharded = whole.clone().requires_grad_(), sharded.detach().clone().requires_grad_()
     expected, got = function(whole), function(sharded)
-    for a, b in zip(got, expected, strict=True):
-        assert not isinstance(a, DTensor)
-        close(a, b)
+    all_close(got, expected, plain=True)
     expected.nll.backward(g)
     got.nll.backward(g)
     close(sharded.grad, whole.grad)
@@ -420,7 +406,7 @@ def fewer_columns_than_ranks():
         for shape in ((7,), (2, 3), (2, 2, 2), ()):
             x, y = torch.randn(*shape, columns).double(), torch.randint(0, columns, shape)
             for backend in ("torch", "triton") if columns == 5 and not shape else ("torch",):
-                flags = {"with_correct": True, "with_ids": True, "with_lse": True, "backend": backend}
+                flags = {"backend": backend, **EVERY_OUTPUT}
                 split, g = shard(x, mesh, Shard(len(shape))), torch.randn(shape).double()
                 _same(lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, split, g)
             h, w = torch.randn(*shape, D).double(), torch.randn(columns, D).double()
@@ -429,8 +415,7 @@ def fewer_columns_than_ranks():
                 leaf, head = h.clone().requires_grad_(), head.clone().requires_grad_()
                 ops.weighted_linear_nll(leaf, head, y, torch.ones(shape)).loss.backward()
                 grads.append((leaf.grad, head.grad))
-            close(grads[1][0], grads[0][0])
-            close(grads[1][1], grads[0][1])
+            all_close(grads[1], grads[0])
     x = torch.randn(0, V)
     assert ops.token_nll(shard(x, mesh, Shard(1)), torch.zeros(0, dtype=torch.long)).nll.shape == (0,)
 
@@ -465,9 +450,7 @@ def a_rank_without_columns_gets_an_empty_gradient(loss):
         got = gradients(h, *split, backend, trained)
         assert (got[1] is not None) == trained
         assert got[2].to_local().numel() == (mesh.get_local_rank() < columns)
-        for a, e in zip(got, expected, strict=True):
-            if e is not None:
-                close(a, e)
+        all_close(got, expected)
 
 
 @check(4, op=("token_nll", "weighted_nll", "row_stats", "divergence", "linear_row_stats", "linear_divergence"))
@@ -497,8 +480,7 @@ def a_rank_without_columns_launches_nothing(op):
         found = [out for out in calls[op](t, backend=backend) if out is not None]
         sum(out.sum() for out in found if out.requires_grad).backward()
         results.append([*found, t.grad])
-    for expected, got in zip(*results, strict=True):
-        close(got, expected)
+    all_close(results[1], results[0])
 
 
 @check(2)
@@ -521,8 +503,7 @@ def bytes_from_logits():
     for dtype, row_bytes in ((torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 32)):
         logits = distribute_tensor(torch.randn(B, L, V).to(dtype), mesh, [Shard(2)]).requires_grad_()
         with Sent() as sent:
-            flags = dict.fromkeys(("with_correct", "with_ids", "with_lse"), True)
-            out = ops.weighted_nll(logits, torch.randint(0, V, (B, L)), torch.rand(B, L), **flags)
+            out = ops.weighted_nll(logits, torch.randint(0, V, (B, L)), torch.rand(B, L), **EVERY_OUTPUT)
             out.loss.backward()
         assert len(sent.calls) == 1, sent.calls
         assert sent.nbytes == row_bytes * B * L <= 32 * B * L
@@ -613,8 +594,7 @@ def autocast_with_a_split_head():
 
 @check(2, name=BY_NAME)
 def targets_and_masks_as_dtensors(name):
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, inputs, mesh = set_up(name, "tp")
     x = torch.randn(B, L * case.width, V).double()
     expected = case.logits_form(x, inputs, backend="torch")
     for placement in (Replicate(), Shard(0)):
@@ -623,19 +603,10 @@ def targets_and_masks_as_dtensors(name):
         close(case.logits_form(x, spread, backend="torch"), expected)
 
 
-def all_close(got, expected):
-    """Compare all outputs of a loss; outputs that were not requested are None on both sides."""
-    for a, b in zip(got, expected, strict=True):
-        assert (a is None) == (b is None)
-        if b is not None:
-            close(a, b)
-
-
 @check(2)
 def dflash_accuracy():
     """Counts that need the argmax over a split vocabulary."""
-    case, mesh = BY_NAME["dflash"], mesh_of("tp")
-    inputs = drawn(case)
+    _, inputs, mesh = set_up("dflash", "tp")
     loss, x = ours.DFlashDecayLoss(), torch.randn(B, L, V).round()
     w = torch.randn(V, D).round()
     for placement in (Shard(2), Shard(1), Replicate()):
@@ -664,16 +635,13 @@ def mtp_with_a_split_head():
             loss = out.loss if return_per_depth else out
             loss.backward()
             values.append((loss.detach(), *(t.grad for t in leaves), head.grad))
-        for a, b in zip(values[1], values[0], strict=True):
-            close(a, b)
+        all_close(values[1], values[0])
     logits = [torch.randn(B, L, V).double() for _ in range(2)]
     common = {"labels": labels, "model": torch.nn.Module(), "seq_idx": seq_idx}
     loss_fn = ours.MaskedCrossEntropy()
     expected = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=logits, **common)
-    close(
-        ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=[shard(x, mesh, Shard(2)) for x in logits], **common),
-        expected,
-    )
+    split = [shard(x, mesh, Shard(2)) for x in logits]
+    close(ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=split, **common), expected)
 
 
 @check(2)
@@ -681,10 +649,8 @@ def layouts_that_cannot_be_served():
     mesh, y = mesh_of("tp"), torch.zeros(B, L, dtype=torch.long)
     partial = DTensor.from_local(torch.zeros(B, L, V), mesh, [Partial()], run_check=False)
     raises(ValueError, "redistribute", ops.token_nll, partial, y)
-    uneven = torch.zeros(B, L, 3 + 4 * mesh.get_local_rank())
-    odd = DTensor.from_local(
-        uneven, mesh, [Shard(2)], run_check=False, shape=torch.Size((B, L, 10)), stride=(L * 10, 10, 1)
-    )
+    uneven, whole = torch.zeros(B, L, 3 + 4 * mesh.get_local_rank()), {"shape": (B, L, 10), "stride": (L * 10, 10, 1)}
+    odd = DTensor.from_local(uneven, mesh, [Shard(2)], run_check=False, **whole)
     raises(ValueError, "torch.chunk", ops.token_nll, odd, y)
     hidden, w, bias = torch.zeros(B, L, D), torch.zeros(V, D), torch.zeros(V)
     columns, rows, whole = (distribute_tensor(w, mesh, [p]) for p in (Shard(1), Shard(0), Replicate()))
@@ -749,7 +715,6 @@ def inside_a_compiled_step(form):
         value = function(*leaves)
         value.backward()
         results.append((value.detach(), *(leaf.grad for leaf in leaves)))
-    for expected, got in zip(*results, strict=True):
-        close(got, expected)
+    all_close(results[1], results[0])
     with pytest.raises(torch._dynamo.exc.Unsupported, match="losses on DTensors run outside the graph"):
         torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)

@@ -46,8 +46,8 @@ from tests.support import (  # noqa: F401
 from tests.support.distributed_checks import CHECKS
 
 with contextlib.suppress(ImportError):
-    import dllm_kernels._backends.triton.linear_nll
-    import dllm_kernels._backends.triton.token_nll  # noqa: F401
+    import dllm_kernels.backends.triton.linear_nll
+    import dllm_kernels.backends.triton.token_nll  # noqa: F401
 
 
 def redirect(rank, folder):

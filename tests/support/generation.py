@@ -90,7 +90,6 @@ def expected(model, prompt, seed, **options):
     )  # fmt: skip
 
 
-TEMPERATURES = (0, 1.0, 0.6)
 TRUNCATIONS = ({}, {"top_k": 4}, {"top_p": 0.83, "min_p": 0.03})
 PLANS = (
     {"steps": 6}, {"steps": 4}, {"steps": 4, "block_size": 3}, {"steps": 3, "block_size": 4}, {"steps": 1},
@@ -100,10 +99,6 @@ CHOICES = (
     *({"remasking": name} for name in ("confidence", "random", "margin", "entropy")),
     *({"remasking": name, "position_temperature": 0.2} for name in ("confidence", "margin", "entropy")),
     {"threshold": 0.2}, {"threshold": 0.1, "remasking": "margin"},
-)  # fmt: skip
-OTHERS = (
-    {}, {"cfg_scale": 0.7}, {"suppress_ids": {3, 7, 11}}, {"delay_eos": True}, {"infill": True},
-    {"cfg_scale": 1.5, "suppress_ids": torch.tensor([2]), "delay_eos": True, "infill": True},
 )  # fmt: skip
 EOS = tuple(range(5, 13))  # of many tokens, so that most rows predict some in most steps
 

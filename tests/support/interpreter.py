@@ -243,7 +243,7 @@ def install():
     """Install the patches, once per process and before the first launch."""
     if triton_interpreter._patch_lang is not THEIRS:
         return
-    importlib.import_module("dllm_kernels._backends.triton._launch")  # fixes Triton 3.6 with NumPy 2.4
+    importlib.import_module("dllm_kernels.backends.triton._launch")  # fixes Triton 3.6 with NumPy 2.4
     if hashed(internals) in KNOWN:
         triton_interpreter._patch_lang = patched_once()
     _check_overflow(False)

@@ -1,6 +1,6 @@
 """The names of the divergences, and non-default options for them."""
 
-from dllm_kernels._backends._kinds import ALIASES, KINDS, MULTIPLES, NAMES
+from dllm_kernels.rows._divergence_kinds import ALIASES, KINDS, MULTIPLES, NAMES
 
 __all__ = ["ALIASES", "HALVES", "NAMES", "OF_BOTH"]
 

@@ -23,20 +23,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import tune
-from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, losses, ops
-from dllm_kernels._backends._divergence import DivergenceRequest
-from dllm_kernels._backends._kinds import KINDS, NAMES
-from dllm_kernels._backends.triton import _launch, divergence
-from dllm_kernels._core import _chunks
-from dllm_kernels._core._divergence_spec import checked_spec
+from dllm_kernels.backends.triton import _launch, divergence
+from dllm_kernels.rows import _chunks
+from dllm_kernels.rows._divergence import DivergenceRequest
+from dllm_kernels.rows._divergence_kinds import KINDS
+from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
 from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
-from tools import launches, predicted
+from tools import launches
 from tools.gpus import GRID
 from tools.mock_gpu import MockGPU
 
@@ -66,15 +64,6 @@ def on_each(*targets):
 
 def launched(gpu):
     return {launch.specimen.kernel for launch in gpu.launches}
-
-
-@check
-@on_each("sm_90", "gfx942")
-def the_types_are_those_of_real_launches(gpu):
-    launches.corrupt(corruption.corrupt_uniform, 8, 4096)
-    (specimen,) = gpu.specimens
-    assert specimen.types["noise_ptr"].startswith("*u1 D")
-    assert ("S" in specimen.types["noise_ptr"]) == (gpu.limits.backend == "hip")  # below 2 GiB, which only AMD checks
 
 
 @check
@@ -344,37 +333,6 @@ def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
             spec = checked_spec(kinds, **numbers)
             divergence.divergence(logits, DivergenceRequest(spec, logits, torch.ones(16)), with_grad=True)
     assert len(gpu.specimens) == len(specs) + 1
-
-
-@check
-@on_each("sm_90", "gfx942")
-def capture_of_divergences_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, lambda: launches.divergence((4, 512, 32000), torch.bfloat16, kind="l1"))
-    needs_nothing_new(gpu, lambda: launches.divergence_from_hidden((4, 512, 32000), torch.bfloat16, kind="kl"))
-
-
-@check
-@on_each("sm_90")
-def every_kind_can_be_looked_at(gpu):
-    """Only ``ce`` has targets, not other kinds whose name contains these two letters."""
-    for kind in NAMES:
-        gpu.launches.clear()
-        launches.divergence((1, 16, 4096), torch.bfloat16, kind=kind)
-        launches.divergence_from_hidden((1, 16, 4096), torch.bfloat16, D=16, kind=kind)
-        assert launched(gpu) >= {"divergence_rows"}, kind
-
-
-@check
-@on_each("sm_90")
-def predictions_are_of_the_kernels_that_are_timed(gpu):
-    inspected = {specimen.key: name for name, specimen in launches.specimens("sm_90").items()}
-    timed = tune.launches(LLADA_SHORT, torch.bfloat16, "cuda")
-    assert {"linear_nll_rows", "divergence_rows"} < {launch.rule for launch in timed.values()}
-    for name, launch in timed.items():
-        gpu.launches.clear()
-        launch.call()
-        launched_records = [inspected.get(one.specimen.key) for one in gpu.launches]
-        assert predicted.kernel_of(name, launch.rule) in launched_records, (name, launched_records)
 
 
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}

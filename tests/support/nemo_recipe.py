@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm_kernels import DLLMLossOutput, MDLMCrossEntropyLoss
-from dllm_kernels.fused._logits import DeferredLogits
+from dllm_kernels.deferred._logits import DeferredLogits
 from dllm_kernels.integrations import nemo_automodel as integration
 from reference.dflash import dflash_loss
 from reference.scdd import scdd_loss
@@ -235,7 +235,7 @@ def counted():
     replace(DeferredLogits, "materialize", counted_made)
     runs = record_ops(replace)
     yield calls
-    calls.update(f"{run.op} of {'hidden states' if 'linear' in run.op else 'logits'}" for run in runs)
+    calls.update(f"{run.op} of {'logits' if run.call.head is None else 'hidden states'}" for run in runs)
     for owner, name, value in replaced:
         setattr(owner, name, value)
 

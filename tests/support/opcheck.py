@@ -4,7 +4,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dllm_kernels._utils import _opaque
+from dllm_kernels._graph import _opaque
 
 
 class Recorder(TorchDispatchMode):

@@ -29,7 +29,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from dllm_kernels._backends.torch import _blocks
+from dllm_kernels.backends.torch import _blocks
 
 Function = Callable[..., torch.Tensor]
 Draw = tuple[Sequence[torch.Tensor], torch.Tensor]
@@ -178,8 +178,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
     A compiled kernel has at least a column per thread, because in place another thread might overwrite a column before
     a thread without columns of its own reads it. ``splits``: programs per row in forward.
     """
-    tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
-    launch = importlib.import_module("dllm_kernels._backends.triton._launch")
+    tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
+    launch = importlib.import_module("dllm_kernels.backends.triton._launch")
     columns = 16 if launch.INTERPRETED else launch.threads(1)
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(columns, 1, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(columns, 1, 2))

@@ -39,8 +39,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from triton import knobs
 
-from dllm_kernels.fused import _graph, _head
-from dllm_kernels.fused._tensor import DeferredTensor
+from dllm_kernels.deferred import _graph, _head
+from dllm_kernels.deferred._tensor import DeferredTensor
 
 T = torch.Tensor
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -293,7 +293,7 @@ def import_kernels() -> None:
 
     interpreter.install()
     knobs.runtime.interpret = True  # of Triton itself, also after the setting is hidden
-    triton = importlib.import_module("dllm_kernels._backends.triton")
+    triton = importlib.import_module("dllm_kernels.backends.triton")
     for module in pkgutil.iter_modules(triton.__path__):
         importlib.import_module(f"{triton.__name__}.{module.name}")
     os.environ["TRITON_INTERPRET"] = "0"

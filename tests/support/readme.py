@@ -10,20 +10,29 @@ FENCE = re.compile(r"\s*(```|~~~)")
 NAME = re.compile(r"#+ (.+)|\*\*(.+?)\*\*")  # a heading, or the bold words that a paragraph begins with
 
 
-def fences(text):
-    """Return heading or bold first words of a paragraph -> code of its fences, in order."""
-    found, name, code, before = {}, "", None, ""
+def parsed(text):
+    """Yield (heading or bold first words of a paragraph, language, code) of each fence of a page, in order."""
+    name, code, before = "", None, ""
     for line in text.splitlines():
         if FENCE.match(line):
-            code = [] if code is None else None
-            if code is not None:
-                found.setdefault(name, []).append(code)
+            if code is None:
+                code, language = [], line.strip().strip("`~")
+            else:
+                yield name, language, "\n".join(code) + "\n"
+                code = None
         elif code is not None:
             code.append(line)
         elif not before.strip() and (match := NAME.match(line)):
             name = (match[1] or match[2]).rstrip(".")
         before = line
-    return {name: ["\n".join(code) + "\n" for code in codes] for name, codes in found.items()}
+
+
+def fences(text):
+    """Return heading or bold first words of a paragraph -> code of its fences, in order."""
+    found = {}
+    for name, _, code in parsed(text):
+        found.setdefault(name, []).append(code)
+    return found
 
 
 def run(code, names):
@@ -33,17 +42,7 @@ def run(code, names):
 
 def blocks(text):
     """Return (language, code) of each fence of a page, in order."""
-    found, code, language = [], None, ""
-    for line in text.splitlines():
-        if FENCE.match(line):
-            if code is None:
-                code, language = [], line.strip().strip("`~")
-            else:
-                found.append((language, "\n".join(code) + "\n"))
-                code = None
-        elif code is not None:
-            code.append(line)
-    return found
+    return [(language, code) for _, language, code in parsed(text)]
 
 
 def python(text):

@@ -7,16 +7,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels.losses import _model_output
+from dllm_kernels.rows._call import Call
 
 SUFFIX = "_unchecked"
 
 
 class Run(NamedTuple):
-    """Name of the op, its rows (logits or hidden states), and its keyword arguments."""
+    """Name of the op, and its validated arguments."""
 
     op: str
-    x: torch.Tensor
-    keywords: dict
+    call: Call
 
 
 def record_ops(replace, result=None):
@@ -27,9 +27,9 @@ def record_ops(replace, result=None):
     runs = []
 
     def recording(name, function):
-        def recorded(x, *head, **keywords):
-            runs.append(Run(name.removesuffix(SUFFIX), x, keywords))
-            return function(x, *head, **keywords) if result is None else result
+        def recorded(call, *others, **options):
+            runs.append(Run(name.removesuffix(SUFFIX), call))
+            return function(call, *others, **options) if result is None else result
 
         return recorded
 

@@ -103,6 +103,12 @@ EXTREME = {
 }
 
 
+def in_separate_memory(t, offset):
+    """Copy the rows to memory with an odd row stride, beginning ``offset`` columns into it."""
+    memory = torch.full((*t.shape[:-1], t.shape[-1] + 5 + t.shape[-1] % 2), NAN, dtype=t.dtype, device=DEVICE)
+    return memory[..., offset : offset + t.shape[-1]].copy_(t)
+
+
 def extreme_rows(V):
     """Return extreme rows of V columns, each with its target."""
     return {

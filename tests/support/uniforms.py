@@ -1,7 +1,40 @@
-"""The uniforms behind samples, by NumPy alone."""
+"""The random numbers of corruption and the uniforms behind samples, by NumPy alone."""
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+
+class Draws(NamedTuple):
+    """Draws of the rows of a batch, each exact: levels and coins in float32, Gumbel uniforms in float64, 41-bit ints.
+
+    ``levels`` is ``[B, levels]``; ``coins``, ``fine`` and ``tokens``, of draws or of whole words, are ``[B, L]``.
+    """
+
+    levels: torch.Tensor
+    coins: torch.Tensor
+    fine: torch.Tensor
+    tokens: np.ndarray
+
+    def token(self, n: int) -> torch.Tensor:
+        """Return one of n tokens per position."""
+        return torch.from_numpy((self.tokens * n >> 41).astype(np.int64))
+
+
+def draws(seeds: torch.Tensor | int, B: int, levels: int, L: int, whole_words: bool = False) -> Draws:
+    """Draw under the seed of each row, or row b of one seed, in the layout of ``dllm_kernels.corruption``."""
+    before = -(-levels // 8)
+    n = before + -(-L // (4 if whole_words else 8))
+    keys = [(seeds, b * n) for b in range(B)] if isinstance(seeds, int) else [(seed, 0) for seed in seeds.tolist()]
+    starts = [(seed % 2**64, 2**32 - 1 - before + row) for seed, row in keys]
+    words = np.array([np.random.Philox(key=key, counter=start).random_raw(4 * n) for key, start in starts], np.uint64)
+    bits, words = words.view(np.uint32), words[:, 4 * before :][:, :L]
+    of_levels, bits = bits[:, : 8 * before][:, ::-1][:, :levels], bits[:, 8 * before :][:, :L]
+    bits = words >> np.uint64(32) if whole_words else bits
+    levels_, coins = (torch.from_numpy((2.0 * (x >> 9) + 1) * 2.0**-24).float() for x in (of_levels, bits))
+    fine = torch.from_numpy((2.0 * bits + 1) * 2.0**-33)
+    return Draws(levels_, coins, fine, words.astype(object) & (2**41 - 1))
 
 
 def uniforms(seeds: torch.Tensor, rows: torch.Tensor, V: int) -> torch.Tensor:

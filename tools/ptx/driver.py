@@ -16,7 +16,7 @@ from tools.ptx.threads import Launch, launch
 
 _FORMATS = {
     "i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q",
-    "fp32": "f", "fp64": "d",
+    "fp32": "f", "fp64": "d", "*": "Q",
 }  # fmt: skip
 
 
@@ -41,9 +41,8 @@ class Executed:
             value = arguments[name]
             if kind.startswith("*"):
                 tensors.append((name, value))
-                parameters.append(struct.pack("<Q", value.data_ptr()))
-            else:
-                parameters.append(struct.pack("<" + _FORMATS[kind], value))
+                kind, value = "*", value.data_ptr()
+            parameters.append(struct.pack("<" + _FORMATS[kind], value))
         metadata, text = self._compiled.metadata, self._compiled.asm["ptx"]
         launch(Launch(metadata.name, text, (x, y, z), metadata.shared, parameters, tensors))
 

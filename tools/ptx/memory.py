@@ -9,6 +9,7 @@ may write the same value to one address.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ Array = NDArray[Any]
 # passed, its program.
 WARP, WARP_BARRIERS, BARRIERS, PROGRAM = 5, 11, 27, 43
 READ, WRITE, CHANGE = 0, 1, 2  # kinds of accesses; a write does not change memory that has its value already
+#: True: if threads store different values at one place, the first one stays, which is no fault.
+FIRST_STAYS = os.environ.get("PTX_WINNER") == "first"
 #: Contents of memory that nobody wrote, and of registers: NaN in most dtypes, an unusual integer, no bool.
 UNWRITTEN, UNSET = (np.frombuffer(bytes([low, 0x7F] * 4), np.uint8) for low in (0xDE, 0xAD))
 
@@ -46,12 +49,29 @@ class Memory:
         self.name, self.base, self.data, self.granule, self.inside = name, base, data, granule, inside
         self._log: list[tuple[Array, Array, Array, str]] = []
 
-    def elements(self, offset: Array, itemsize: int, count: int) -> tuple[Array, Array]:
+    def read(self, offset: Array, itemsize: int, count: int, codes: Array, line: str) -> Any:
+        """Return ``count`` numbers of ``itemsize`` bytes from each offset."""
+        numbers, places = self._elements(offset, itemsize, count)
+        self._note(offset, itemsize * count, codes, READ, line)
+        return numbers[places]
+
+    def write(self, offset: Array, values: Array, codes: Array, line: str) -> None:
+        """Store one row of ``values`` at each offset."""
+        numbers, places = self._elements(offset, values.itemsize, values.shape[1])
+        kinds = np.where((numbers[places] != values).any(1), CHANGE, WRITE)
+        if FIRST_STAYS:  # copies, because NumPy does not follow the order of a view
+            places, values = places[::-1].copy(), values[::-1].copy()
+        numbers[places] = values
+        if (numbers[places] != values).any() and not FIRST_STAYS:
+            raise FaultError(f"threads store different values at one place of {self.name}")
+        self._note(offset, values.itemsize * values.shape[1], codes, kinds, line)
+
+    def _elements(self, offset: Array, itemsize: int, count: int) -> tuple[Array, Array]:
         """Return the memory as numbers of ``itemsize`` bytes, and the places [n, count] of accesses in it."""
         numbers = self.data[: len(self.data) // itemsize * itemsize].view(UNSIGNED[itemsize])
         return numbers, offset[:, None] // itemsize + np.arange(count)
 
-    def note(self, offset: Array, width: int, codes: Array, kinds: Any, line: str) -> None:
+    def _note(self, offset: Array, width: int, codes: Array, kinds: Any, line: str) -> None:
         """Note the accesses of one instruction for :meth:`check`."""
         granules = offset[:, None] // self.granule + np.arange(max(width // self.granule, 1))
         kinds = np.broadcast_to(np.reshape(kinds, (-1, 1)), granules.shape)
@@ -115,7 +135,6 @@ class Shared:
     def __init__(self, size: int, programs: int) -> None:
         self.size, self.room = size, -(-size // 16) * 16
         self.memory = Memory("shared memory", 0, np.tile(UNWRITTEN, self.room * programs // 8), 1)
-        self.memories = [self.memory]
 
     def find(self, address: Array, width: int, codes: Array, first: int) -> Iterator[tuple[Memory, Array, Any]]:
         """See :meth:`Global.find`; the address is that in the program's own memory."""

@@ -23,7 +23,7 @@ _tests: set[str] = set()  # those that launched a kernel
 
 def kernels_of_package() -> set[str]:
     """Return the names of all kernels, which precede ``[grid](...)`` in the launchers."""
-    from dllm_kernels._backends import triton as package
+    from dllm_kernels.backends import triton as package
 
     sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(package.__path__)]  # type: ignore[union-attr]
     return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|programs|\(.*\))\]\(", source)}
@@ -36,8 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let the package launch kernels on tensors of the CPU, with the options of a GPU."""
-    from dllm_kernels._backends import _backend
-    from dllm_kernels._backends.triton import _launch
+    from dllm_kernels._checks import _backend
+    from dllm_kernels.backends.triton import _launch
 
     assert _launch.on_nvidia()
     _backend.interpreting = lambda: True

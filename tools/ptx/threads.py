@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,25 +17,10 @@ import numpy as np
 import torch
 
 from tools.ptx.arithmetic import UNSIGNED, i8, u4
-from tools.ptx.memory import (
-    BARRIERS,
-    CHANGE,
-    PROGRAM,
-    READ,
-    UNSET,
-    UNWRITTEN,
-    WARP_BARRIERS,
-    WRITE,
-    Array,
-    FaultError,
-    Global,
-    Shared,
-)
+from tools.ptx.memory import BARRIERS, PROGRAM, UNSET, UNWRITTEN, WARP_BARRIERS, Array, FaultError, Global, Shared
 from tools.ptx.translate import program
 
 AT_ONCE = 4096  # threads
-#: True: if threads store different values at one place, the first one stays, which is no fault.
-FIRST_STAYS = os.environ.get("PTX_WINNER") == "first"
 MOST_BLOCKS = 5_000_000  # executed by a launch that is not an endless loop
 executed: Counter[str] = Counter()  # launches of each kernel
 faults: list[str] = []
@@ -100,8 +84,7 @@ class Threads:
         one = len(programs) == 1
         self.ctaid = {d: p[0] if one else np.repeat(p, self.size) for d, p in zip("xyz", programs.T, strict=True)}
         self.nctaid = {d: u4(n) for d, n in zip("xyz", launched.grid, strict=True)}
-        missing = code.PARAMETERS - len(launched.parameters)
-        self.parameters = [*launched.parameters, *[bytes(8)] * missing]
+        self.parameters = [*launched.parameters, *[bytes(8)] * (code.PARAMETERS - len(launched.parameters))]
         self.shared = Shared(launched.shared, len(programs))
         self.spaces = {"global": memory, "shared": self.shared}
         self.alive = np.ones(self.count, bool)
@@ -126,8 +109,7 @@ class Threads:
                 if active is None:
                     return
                 self.alive &= ~active
-                stack = [(n, s, self.alive if m is None else m & self.alive) for n, s, m in stack]
-                stack = [entry for entry in stack if entry[2] is not None and entry[2].any()]
+                stack = [(n, s, rest) for n, s, m in stack if (rest := self.both(m, self.alive)).any()]
                 continue
             if chosen is None or np.ndim(chosen) == 0:
                 stack.append((successors[bool(chosen)], stop, active))
@@ -151,58 +133,37 @@ class Threads:
     def load(self, line: str, space: Any, active: Array | None, address: Any, itemsize: int, count: int) -> Array:
         """Load ``count`` numbers per thread: [count, threads], 0 for threads that are not active."""
         self.line = line
-        if active is None:
-            return np.ascontiguousarray(self._read(space, slice(None), address, itemsize, count).T)
-        chosen = np.flatnonzero(active)
+        chosen = slice(None) if active is None else np.flatnonzero(active)
         loaded = np.zeros((count, self.count), UNSIGNED[itemsize])
-        if len(chosen):
-            loaded[:, chosen] = self._read(space, chosen, address, itemsize, count).T
+        loaded[:, chosen] = self._read(space, chosen, address, itemsize, count).T
         return loaded
 
-    def store(
-        self, line: str, space: Any, active: Array | None, address: Any, itemsize: int, values: Sequence[Any]
-    ) -> None:
+    def store(self, line: str, space: Any, active: Array | None, address: Any, values: Sequence[Any]) -> None:
         """Store one number per thread for each of ``values``."""
         self.line = line
         chosen: Any = slice(None) if active is None else np.flatnonzero(active)
-        if active is None or len(chosen):
-            stored = [np.broadcast_to(x, (self.count,))[chosen] for x in values]
-            self._write(space, chosen, address, itemsize, np.stack(stored, 1))
+        self._write(space, chosen, address, np.stack([np.broadcast_to(x, (self.count,))[chosen] for x in values], 1))
 
-    def _find(self, space: Any, chosen: Any, address: Any, width: int) -> Any:
-        return space.find(np.broadcast_to(address, (self.count,))[chosen], width, self.codes[chosen], self.first)
-
-    def _codes(self, space: Any, chosen: Any) -> Array:
+    def _find(self, space: Any, chosen: Any, address: Any, width: int) -> Iterator[tuple[Any, Array, Any, Array]]:
+        """Yield (memory, offsets, indices in ``chosen``, codes) of accesses of a width."""
         # A shuffle orders the accesses of a warp to global memory before and after it, because each thread waits for
         # the values of others. For shared memory, only ``bar.warp.sync`` does.
-        codes: Array = (self.codes if space is self.shared else self.codes + self.shuffles)[chosen]
-        return codes
+        codes = (self.codes if space is self.shared else self.codes + self.shuffles)[chosen]
+        addresses = np.broadcast_to(address, (self.count,))[chosen]
+        for memory, offset, index in space.find(addresses, width, codes, self.first) if len(codes) else ():
+            yield memory, offset, index, codes[index]
 
     def _read(self, space: Any, chosen: Any, address: Any, itemsize: int, count: int) -> Array:
-        codes = self._codes(space, chosen)
-        values = np.empty((len(codes), count), UNSIGNED[itemsize])
-        for memory, offset, index in self._find(space, chosen, address, itemsize * count):
-            numbers, places = memory.elements(offset, itemsize, count)
-            values[index] = numbers[places]
-            memory.note(offset, itemsize * count, codes[index], READ, self.line)
+        values = np.empty((len(self.codes[chosen]), count), UNSIGNED[itemsize])
+        for memory, offset, index, codes in self._find(space, chosen, address, itemsize * count):
+            values[index] = memory.read(offset, itemsize, count, codes, self.line)
         if space is not self.shared and itemsize > 1 and (values == UNWRITTEN.view(values.dtype)[0]).any():
             raise FaultError("reads what nobody wrote")
         return values
 
-    def _write(self, space: Any, chosen: Any, address: Any, itemsize: int, values: Array) -> None:
-        codes = self._codes(space, chosen)
-        for memory, offset, index in self._find(space, chosen, address, itemsize * values.shape[1]):
-            numbers, places = memory.elements(offset, itemsize, values.shape[1])
-            new = values[index]
-            changes = (numbers[places] != new).any(1)
-            if FIRST_STAYS:  # copies, because NumPy does not follow the order of a view
-                numbers[places[::-1].copy()] = new[::-1].copy()
-            else:
-                numbers[places] = new
-            if (numbers[places] != new).any() and not FIRST_STAYS:
-                raise FaultError(f"threads store different values at one place of {memory.name}")
-            kinds = np.where(changes, CHANGE, WRITE)
-            memory.note(offset, itemsize * values.shape[1], codes[index], kinds, self.line)
+    def _write(self, space: Any, chosen: Any, address: Any, values: Array) -> None:
+        for memory, offset, index, codes in self._find(space, chosen, address, values.itemsize * values.shape[1]):
+            memory.write(offset, values[index], codes, self.line)
 
     def _rows(self, line: str, active: Array | None, count: int) -> tuple[Array, Array]:
         """Return the warps that execute an instruction over matrices, and the threads that hold addresses of rows."""
@@ -226,20 +187,18 @@ class Threads:
         held = np.stack([np.broadcast_to(x, (self.count,)).reshape(-1, 32)[warps] for x in values], 1)
         matrices = held.view(np.uint16).reshape(-1, 8, 8)
         matrices = matrices.swapaxes(1, 2) if trans else matrices
-        self._write(self.shared, rows, address, 2, matrices.reshape(-1, 8))
+        self._write(self.shared, rows, address, matrices.reshape(-1, 8))
 
     # ------------------------------------------------------------------------------------------------ synchronisation
 
     def barrier(self, line: str, active: Array | None) -> None:
         """Wait for all threads of a program."""
         self.line = line
-        if active is None:
-            self.codes += 1 << BARRIERS
-            return
-        waiting, alive = active.reshape(-1, self.size), self.alive.reshape(-1, self.size)
-        if (waiting.any(1) & (waiting != alive).any(1)).any():
-            raise FaultError("a barrier that only some threads of a program reach")
-        self.codes += active * np.int64(1 << BARRIERS)
+        if active is not None:
+            waiting, alive = active.reshape(-1, self.size), self.alive.reshape(-1, self.size)
+            if (waiting.any(1) & (waiting != alive).any(1)).any():
+                raise FaultError("a barrier that only some threads of a program reach")
+        self.codes += (1 if active is None else active) * np.int64(1 << BARRIERS)
 
     def warp_barrier(self, line: str, active: Array | None) -> None:
         """Wait for all threads of a warp."""
@@ -258,8 +217,8 @@ class Threads:
         self.shuffles += (1 if active is None else active) * np.int64(1 << WARP_BARRIERS)
         if np.ndim(value) == 0:
             return value
-        source = _sources(self.count, kind, int(by), int(clamp)) if np.ndim(by) == 0 else None
-        return value[_source(self.count, kind, by.astype(i8), int(clamp)) if source is None else source]
+        source = _cached_source if np.ndim(by) == 0 else _source
+        return value[source(self.count, kind, by.astype(i8), int(clamp))]
 
     def reduce(self, line: str, active: Array | None, function: Any, value: Any, members: Any) -> Any:
         """Combine the values of the threads of a warp."""
@@ -279,4 +238,4 @@ def _source(count: int, kind: str, by: Any, clamp: int) -> Array:
     return thread - lane + np.where(source >= last if kind == "up" else source <= last, source, lane)
 
 
-_sources: Callable[..., Array] = functools.cache(_source)
+_cached_source: Callable[..., Array] = functools.cache(_source)

@@ -29,8 +29,8 @@ TYPES = {
 }  # fmt: skip
 _SAME = ("rn", "ftz", "approx")  # modifiers that do not choose another function below
 _OF_BOTH = {
-    "add": "{} + {}", "sub": "{} - {}", "neg": "-{}", "abs": "np.abs({})", "mov": "{}", "min.NaN": "np.minimum({}, {})",
-    "max.NaN": "np.maximum({}, {})",
+    "add": "{} + {}", "sub": "{} - {}", "neg": "-{}", "abs": "np.abs({})", "min.NaN": "np.minimum({}, {})",
+    "max.NaN": "np.maximum({}, {})", "selp": "where({2}, {0}, {1})",
 }  # fmt: skip
 _OF_FLOATS = _OF_BOTH | {
     "mul": "{} * {}", "div": "{} / {}", "div.full": "div_full({}, {})", "fma": "fma({}, {}, {})",
@@ -41,10 +41,12 @@ _OF_INTEGERS = _OF_BOTH | {
     "min": "np.minimum({}, {})", "max": "np.maximum({}, {})", "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}",
     "not": "~{}", "shl": "shl({}, {})", "shr": "shr({}, {})", "bfe": "bfe({}, {}, {})", "prmt": "prmt({}, {}, {})",
     "bfi": "bfi({}, {}, {}, {})", "popc": "np.bitwise_count({}).astype(u4)",
+    "mul.wide": "{}.astype({wide}) * {}.astype({wide})", "mad.wide": "{}.astype({wide}) * {}.astype({wide}) + {}",
 }  # fmt: skip
-_COUNTS = {"shl": 1, "shr": 1, "bfe": 1, "bfi": 2}  # from this operand on they are numbers of bits, u4
+# Operands from this one on have another type: they are numbers of bits, u4, or the condition.
+_LATER = {"shl": (1, "u4"), "shr": (1, "u4"), "bfe": (1, "u4"), "bfi": (2, "u4"), "selp": (2, "b")}
 _WIDER = {"u2": "u4", "i2": "i4", "u4": "u8", "i4": "i8"}
-_ROUNDED = {"rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}
+_BEFORE = {"ftz": "ftz", "rzi": "np.trunc", "rni": "np.rint", "rmi": "np.floor", "rpi": "np.ceil"}
 _ORDERED = {
     "eq": "{0} == {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}",
     "num": "({0} == {0}) & ({1} == {1})",
@@ -150,11 +152,9 @@ class _Translator:
             return self._new(f"from_bf16({self._value(operand, 'u2')})")
         if operand.startswith("!"):
             return self._new(f"~{self._value(operand[1:], dtype)}")
-        if operand.startswith("%") and operand not in self.kernel.registers:
-            special, _, dimension = operand[1:].partition(".")
-            if special not in ("tid", "ctaid", "nctaid"):
-                raise ValueError(operand)
-            return self._new(f"t.{special}['{dimension}']")
+        special = re.fullmatch(r"%(tid|ctaid|nctaid)\.([xyz])", operand)
+        if special:
+            return self._new(f"t.{special[1]}['{special[2]}']")
         if operand == "global_smem":
             return self._constant(dtype, 0)
         if operand not in self.kernel.registers:
@@ -190,8 +190,7 @@ class _Translator:
 
     def _address(self, operand: str) -> str:
         """Return the variable of an address ``[register + number]``, u8, or u4 of shared memory."""
-        base, _, offset = operand.strip("[] ").partition("+")
-        base = base.strip()
+        base, _, offset = operand.strip("[]").replace(" ", "").partition("+")
         dtype = self.kernel.registers.get(base, "u4")
         start = self._value(base, dtype)
         return start if int(offset or 0) == 0 else self._new(f"{start} + {self._constant(dtype, int(offset))}")
@@ -200,27 +199,19 @@ class _Translator:
 
     def _instruction(self, i: Instruction) -> None:
         guard = None if i.guard is None else self._value(i.guard, "b")
-        special = getattr(self, f"_of_{i.name}", None)
-        if special is not None:
-            special(i, guard, "m" if guard is None else f"t.both(m, {guard})")
-        elif i.modifiers[0] == "wide":
-            narrow = TYPES[i.modifiers[1]]
-            wide = _WIDER[narrow]
-            factors = [f"{self._value(x, narrow)}.astype({wide})" for x in i.operands[1:3]]
-            terms = [" * ".join(factors), *(self._value(x, wide) for x in i.operands[3:])]
-            self._set(i.operands[0], wide, " + ".join(terms), guard)
-        else:
-            self._arithmetic(i, guard)
+        of_name = getattr(self, f"_of_{i.name}", self._arithmetic)
+        of_name(i, guard, "m" if guard is None else f"t.both(m, {guard})")
 
-    def _arithmetic(self, i: Instruction, guard: str | None) -> None:
+    def _arithmetic(self, i: Instruction, guard: str | None, _: str) -> None:
         dtype = TYPES[i.modifiers[-1]]
         function = ".".join([i.name, *(word for word in i.modifiers[:-1] if word not in _SAME)])
         template = (_OF_FLOATS if dtype[0] == "f" else _OF_INTEGERS)[function]
-        counts = _COUNTS.get(i.name, 9)
-        operands = [self._value(x, dtype if k < counts else "u4") for k, x in enumerate(i.operands[1:])]
+        result = _WIDER[dtype] if "wide" in i.modifiers else "u4" if i.name == "popc" else dtype
+        start, later = _LATER.get(i.name, (2, result))
+        operands = [self._value(x, later if k >= start else dtype) for k, x in enumerate(i.operands[1:])]
         if "ftz" in i.modifiers and i.name != "rcp":
             template, operands = f"ftz({template})", [f"ftz({x})" for x in operands]
-        self._set(i.operands[0], "u4" if i.name == "popc" else dtype, template.format(*operands), guard)
+        self._set(i.operands[0], result, template.format(*operands, wide=result), guard)
 
     def _of_mov(self, i: Instruction, guard: str | None, _: str) -> None:
         target, source = i.operands
@@ -239,23 +230,16 @@ class _Translator:
         else:
             self._set(target, dtype, self._value(source, dtype), guard)
 
-    def _of_selp(self, i: Instruction, guard: str | None, _: str) -> None:
-        dtype = TYPES[i.modifiers[0]]
-        yes, no, chosen = (self._value(x, t) for x, t in zip(i.operands[1:], (dtype, dtype, "b"), strict=True))
-        self._set(i.operands[0], dtype, f"where({chosen}, {yes}, {no})", guard)
-
     def _of_setp(self, i: Instruction, guard: str | None, _: str) -> None:
-        comparison, kind = i.modifiers[0], i.modifiers[-1]
-        dtype = TYPES[kind.removesuffix("x2")]
+        comparison, packed = i.modifiers[0], i.modifiers[-1].endswith("x2")
+        dtype = TYPES[i.modifiers[-1].removesuffix("x2")]
         if comparison in ("ne", "neu"):  # ne is False for NaN
             expression = "({0} < {1}) | ({0} > {1})" if comparison == "ne" and dtype[0] in "fb" else "{0} != {1}"
         else:
             inverse = _UNORDERED.get(comparison)
             expression = f"~({_ORDERED[inverse]})" if inverse else _ORDERED[comparison]
         for k, target in enumerate(i.writes):  # two of packed numbers, the lower ones first
-            operands = [
-                self._half(x, k, dtype) if kind.endswith("x2") else self._value(x, dtype) for x in i.operands[1:]
-            ]
+            operands = [self._half(x, k, dtype) if packed else self._value(x, dtype) for x in i.operands[1:]]
             self._set(target, "b", expression.format(*operands), guard)
 
     def _half(self, operand: str, k: int, dtype: str) -> str:
@@ -269,11 +253,9 @@ class _Translator:
             halves = ", ".join(f"to_{target[:-2]}({self._value(x, 'f4')})" for x in i.operands[1:])
             return self._set(i.operands[0], "u4", f"pair({halves})", guard)
         x = self._value(i.operands[1], TYPES[source])
-        if "ftz" in how:
-            x = f"ftz({x})"
-        rounded = [_ROUNDED[word] for word in how if word in _ROUNDED]
-        if rounded:
-            x = f"{rounded[0]}({x})"
+        for word, function in _BEFORE.items():
+            if word in how:
+                x = f"{function}({x})"
         dtype = TYPES[target]
         if target in ("bf16", "f16"):
             return self._set(i.operands[0], "u2", f"to_{target}({x})", guard)
@@ -291,9 +273,9 @@ class _Translator:
             self._set(register, f"u{size(dtype)}", f"{values}[{k}]", guard)
 
     def _of_st(self, i: Instruction, _: str | None, active: str) -> None:
-        width = size(TYPES[i.modifiers[-1]])
-        values = [self._value(r, f"u{width}") for r in re.findall(r"[%\w]+", i.operands[1])]
-        self._lines.append(f"t.store({self._place(i, active, i.operands[0])}, {width}, [{', '.join(values)}])")
+        dtype = f"u{size(TYPES[i.modifiers[-1]])}"
+        values = ", ".join(self._value(r, dtype) for r in re.findall(r"[%\w]+", i.operands[1]))
+        self._lines.append(f"t.store({self._place(i, active, i.operands[0])}, [{values}])")
 
     def _place(self, i: Instruction, active: str, address: str) -> str:
         """Return the first arguments of every access: line, space, threads, address."""

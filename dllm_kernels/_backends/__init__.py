@@ -1,1 +1,0 @@
-"""Backends of the row primitives: interface, plain torch, Triton kernels."""

@@ -1,1 +1,0 @@
-"""Corruption routines and top-k selection below the public functions."""

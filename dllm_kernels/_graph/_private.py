@@ -1,0 +1,79 @@
+"""Private names of torch, each with the reason for its use. Checked on torch 2.11, 2.13 and 2.15.
+
+No other file of the package reads one, except ``_version`` of a tensor, which autograd's documentation names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor  # no public name tells that a tensor has no data
+from torch.utils._python_dispatch import (
+    is_in_torch_dispatch_mode,  # FlopCounterMode has no formula for products with ``out=`` or ``out_dtype``
+    is_traceable_wrapper_subclass,  # quantized weights, whose values no kernel can read
+)
+
+__all__ = ["FakeTensor", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+_C: Any = torch._C
+# Methods of a subclass run on the subclass itself; public is only ``torch.overrides``, which enters a mode per call.
+plainly = _C.DisableTorchFunctionSubclass
+# A tensor of given shape, strides and dtype without memory: what ``torch.Tensor._make_wrapper_subclass`` is for.
+wrapper = Tensor._make_wrapper_subclass
+# ``torch.compiler.disable`` imports torch._dynamo, which takes seconds.
+_disable_dynamo: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+# A change of the graph of a tensor that does not change its values.
+preserve_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
+# Without OpenMP all threads share one setting of the number of cores.
+HAS_OPENMP: bool = _C.has_openmp
+
+
+def disable_dynamo(function: Function) -> Function:
+    """Keep Dynamo out of a function."""
+    return _disable_dynamo(function)  # type: ignore[no-any-return]
+
+
+def transforms_active() -> bool:
+    """Return True within a transform of ``torch.func``, whose wrappers of tensors no kernel can read."""
+    return bool(_C._are_functorch_transforms_active())
+
+
+def in_backward() -> bool:
+    """Return True while autograd runs a backward pass in this thread; a checkpoint is then recomputed."""
+    return bool(_C._current_graph_task_id() != -1)
+
+
+def saved_tensors_hooks_enabled() -> bool:
+    """Return False where setting hooks of saved tensors would raise."""
+    return bool(_C._autograd._saved_tensors_hooks_is_enabled())
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Return True if hooks of saved tensors are set, as by an activation checkpoint."""
+    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors share memory; on the meta device, pointers are equal for all tensors."""
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def constant_while_traced(function: Function) -> Function:
+    """Mark a function to call while a graph is traced, once for each graph; ``torch.compiler`` imports Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def ordered_effect(op: Any) -> None:
+    """Keep a custom op without outputs from being eliminated."""
+    from torch._library.effects import EffectType  # imported lazily, because it is slow
+
+    op.register_effect(EffectType.ORDERED)
+
+
+def is_kept_root(unit: Any) -> bool:
+    """Return True if FSDP1 keeps the parameters of this unit after its forward."""
+    return bool(unit._is_root) or unit.sharding_strategy.name not in ("FULL_SHARD", "HYBRID_SHARD")

@@ -1,1 +1,0 @@
-"""Random bits, and the arithmetic that converts them to levels, masks, tokens and scores."""

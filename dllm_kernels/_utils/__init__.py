@@ -1,1 +1,0 @@
-"""Internal utilities: argument validation, DTensor helpers, logits transforms, checks of LM heads."""

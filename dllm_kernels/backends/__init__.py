@@ -1,0 +1,1 @@
+"""Implementations of the row primitives and of the corruption routines; each folder implements one backend."""

@@ -1,0 +1,270 @@
+"""Rules of logits that select classes, or change classes or rows to constants.
+
+The "subs" parametrisation of MDLM sets the logit of MASK to -inf, subtracts the logsumexp, and then sets the rows of
+tokens that are not masked to the log-probabilities of their tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
+from dllm_kernels.deferred._graph import Step
+from dllm_kernels.deferred._logits import DeferredLogits, Overwritten, move_rule, rule
+from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after
+from dllm_kernels.rows._transform import transformed
+
+Tensor = torch.Tensor
+# The exponential of a number below -745 is 0 in float64, below -104 in float32; the rest is room for rounded logits.
+LOW = -2000.0
+by_index, by_narrow = move_rule("__getitem__"), move_rule("narrow")
+
+
+def _plain_classes(x: DeferredLogits) -> bool:
+    return x.axis == x.ndim - 1 and x.overwritten is None
+
+
+def _class_item(x: DeferredLogits, index: Any) -> Any:
+    """Return the item of an index that applies to the classes, if all others take all rows; otherwise None."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(item is not Ellipsis and not isinstance(item, int | slice) for item in items):
+        return None
+    if Ellipsis in items:
+        if items.count(Ellipsis) > 1:
+            return None
+        place = items.index(Ellipsis)
+        items[place : place + 1] = [slice(None)] * (x.ndim - len(items) + 1)
+    *rows, item = items
+    if len(items) != x.ndim or any(row != slice(None) for row in rows) or isinstance(item, bool):
+        return None
+    return item
+
+
+def _class_of(x: DeferredLogits, index: Any) -> int | None:
+    """Return the class that an index selects in all rows; None for any other index."""
+    item, V = _class_item(x, index), x.shape[-1]
+    if isinstance(item, int):
+        return item % V if -V <= item < V else None
+    chosen = range(V)[item] if isinstance(item, slice) else ()
+    return chosen[0] if len(chosen) == 1 else None
+
+
+# A class that is never taken ------------------------------------------------------------------------------------------
+
+
+class DeferredColumn(DeferredTensor):
+    """Logits of one class, a view of deferred logits.
+
+    Attributes:
+        of: the logits.
+        of_class: the class.
+    """
+
+    of: DeferredLogits
+    of_class: int
+
+    def after(self, sources: Sequence[Any], step: Any) -> Any:
+        """Return a copy, which is a tensor of its own."""
+        recipe = Step(step, self.of.restored, sources)
+        return self.made(step(self.form), self.tapped(), recipe, needs=self.needs, of=self.of, of_class=-1)
+
+
+@rule("__getitem__")
+def _selected(x: DeferredLogits, call: Call) -> Any:
+    """Move rows, or select classes."""
+    moved = by_index(x, call)
+    if moved is not NotImplemented or not _plain_classes(x):
+        return moved
+    index = call.args[0]
+    item = _class_item(x, index)
+    if isinstance(item, slice):
+        return _sliced(x, call, item)
+    of_class = _class_of(x, index)
+    if of_class is None or x.log_probs:
+        return NotImplemented
+    form, _ = form_after(call.on, x)  # type: ignore[misc]
+    recipe = Step(call.on, x.restored, [x])
+    return DeferredColumn.made(form, x.tapped(), recipe, needs=x.needs, of=x, of_class=of_class)
+
+
+def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
+    """Take the rows of the head that belong to a slice of the classes."""
+    V = x.shape[-1]
+    chosen = range(V)[item]
+    h, u, *parameters = x.tapped()
+    if x.log_probs or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
+        return NotImplemented
+    of_head = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
+    sliced = (t if t is None else t[item] for t in parameters)
+    changes: dict[str, Any] = {"columns": of_head}
+    if x.skip is not None:
+        changes["skip"] = chosen.index(x.skip) if x.skip in chosen else None
+    form, _ = form_after(call.on, x)  # type: ignore[misc]
+    return x.after([x], call.on, (h, u, *sliced), form=form, **changes)
+
+
+@rule("narrow")
+def _narrowed(x: DeferredLogits, call: Call) -> Any:
+    moved = by_narrow(x, call)
+    dim, start, length = (call.argument(name, i) for i, name in enumerate(("dim", "start", "length")))
+    if moved is not NotImplemented or not _plain_classes(x) or dim not in (-1, x.axis) or isinstance(start, Tensor):
+        return moved
+    start %= x.shape[-1]
+    return _sliced(x, call, slice(start, start + length))
+
+
+def _skipping(x: DeferredLogits, k: int | None, value: Any, adds: bool = False) -> dict[str, Any] | None:
+    """Return the changes of logits whose class ``k`` gets a value, or to which it is added; None if not recorded."""
+    usable = x.deferred and _plain_classes(x) and not x.log_probs and x.fusible
+    if k is None or not usable or x.skip not in (None, k) or isinstance(value, bool) or x.shape[-1] < 2:
+        return None
+    if not isinstance(value, int | float) or not (value == -math.inf or _is_low(x, k, value, adds)):
+        return None
+    return {"skip": k, "skip_finite": value != -math.inf}
+
+
+def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
+    """Return True if the probability of the class will be 0 in all rows, because it is far below that of another.
+
+    On a GPU this is a host sync.
+    """
+    if not value < LOW or x.skip is not None:
+        return False
+    with torch.no_grad(), x.restored():
+        hidden, weight, bias, extra, *_ = record = x.rows()
+        if is_dtensor(weight) or is_dtensor(hidden) or not hidden.numel():
+            return False
+        both = torch.tensor([k, int(k == 0)], device=hidden.device)
+        z = torch.nn.functional.linear(hidden, weight[both], None if bias is None else bias[both])
+        z = z if extra is None else z + torch.nn.functional.linear(extra[0], extra[1][both])
+    z = z.double()
+    z = transformed(z, record.transform.pointwise, z)
+    new = z[..., 0] + value if adds else value
+    return bool((new - z[..., 1] < LOW + z.abs().amax(-1) * -0.1).all())
+
+
+@rule("__setitem__")
+def _assigned(x: DeferredLogits, call: Call) -> Any:
+    index, value = call.args
+    if isinstance(value, DeferredColumn):  # of ``z[..., k] += c``
+        same = value.of is x and value.of_class == _class_of(x, index)
+        return None if same else NotImplemented
+    if x.log_probs:
+        return _overwrite(x, index, value)
+    changes = _skipping(x, _class_of(x, index), value)
+    if changes is None:
+        return NotImplemented
+    changed = x.change(lambda z: _put(z, index, value), **changes)
+    return changed if changed is NotImplemented else None
+
+
+def _put(z: Tensor, index: Any, value: Any) -> Tensor:
+    z = z.clone()
+    z[index] = value
+    return z
+
+
+def _column_added(column: DeferredColumn, call: Call) -> Any:
+    """Add a number to the logits of a class in place."""
+    x, k = column.of, column.of_class
+    value = call.args[0] if len(call.args) == 1 and not call.kwargs else None
+    if not isinstance(value, int | float) or k < 0:
+        return NotImplemented
+    value = -value if "sub" in call.function.__name__ else value
+    changes = _skipping(x, k, value, adds=True)
+
+    def step(z: Tensor) -> Tensor:
+        z = z.clone()
+        z[..., k] += value
+        return z
+
+    if changes is None or x.change(step, column, **changes) is NotImplemented:
+        return NotImplemented
+    return column
+
+
+DeferredColumn.rules = {"add_": _column_added, "sub_": _column_added}
+
+
+def _one_class(x: DeferredLogits, mask: Any) -> int | None:
+    """Return the class that a mask selects in all rows; None for any other mask. On a GPU this is a host sync."""
+    if not isinstance(mask, Tensor) or isinstance(mask, DeferredTensor) or mask.dtype != torch.bool:
+        return None
+    if mask.numel() != x.shape[-1] or mask.dim() > x.ndim or not mask.dim() or mask.shape[-1] != mask.numel():
+        return None
+    found = mask.flatten().nonzero().flatten().tolist()
+    return found[0] if len(found) == 1 else None
+
+
+def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
+    """Set the classes of a mask to a value."""
+    changes = _skipping(x, _one_class(x, mask), value) if _plain_classes(x) else None
+    if changes is None:
+        return NotImplemented
+    mask = mask.clone()
+
+    def step(z: Tensor) -> Tensor:
+        return z.masked_fill(mask, value)
+
+    return x.change(step, **changes) if call.function.__name__[-1] == "_" else x.elementwise(step, **changes)
+
+
+@rule("masked_fill", "masked_fill_")
+def _filled(x: DeferredLogits, call: Call) -> Any:
+    given = arguments(("mask", "value"), call.args, call.kwargs)
+    return _filled_with(x, call, given.get("mask"), given.get("value"))
+
+
+@rule("where")
+def _chosen(x: DeferredLogits, call: Call) -> Any:
+    of_method = call.function is Tensor.where
+    names = ("input", "condition", "other") if of_method else ("condition", "input", "other")
+    given = arguments(names, call.args, call.kwargs)
+    first, second, keep = (given.get(name) for name in ("input", "other", "condition"))
+    if not isinstance(keep, Tensor) or isinstance(keep, DeferredTensor) or keep.dtype != torch.bool:
+        return NotImplemented
+    return _filled_with(x, call, *((~keep, second) if first is x else (keep, first)))
+
+
+# Log-probabilities ----------------------------------------------------------------------------------------------------
+
+
+def _overwrite(x: DeferredLogits, index: Any, value: Any) -> Any:
+    """Set rows of log-probabilities to a number, or one class of each of these rows."""
+    if x.axis != x.ndim - 1 or isinstance(value, bool) or not isinstance(value, int | float):
+        return NotImplemented
+    mask, ids = index if isinstance(index, tuple) and len(index) == 2 else (index, None)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != x.shape[:-1] or math.isnan(value):
+        return NotImplemented
+    if mask.is_inference():  # has no version
+        return NotImplemented
+    before = x.overwritten
+    if ids is None:
+        if before is not None:
+            return NotImplemented
+        made = Overwritten(mask.clone(), (mask, mask._version), float(value))
+    else:
+        whole = isinstance(ids, Tensor) and ids.dim() == 1 and ids.dtype == torch.int64
+        if before is None or before.ids is not None or not whole:
+            return NotImplemented
+        if before.seen[0] is not mask or before.seen[1] != mask._version:
+            return NotImplemented
+        if not _in_range(ids, mask, x.shape[-1]):
+            return NotImplemented
+        every = torch.zeros(mask.shape, dtype=torch.int64, device=ids.device).masked_scatter(mask, ids)
+        made = before._replace(ids=every, value=float(value))
+    index = (mask.clone(), ids.clone()) if ids is not None else mask.clone()
+    changed = x.change(lambda z: _put(z, index, value), overwritten=made)
+    return changed if changed is NotImplemented else None
+
+
+def _in_range(ids: Tensor, mask: Tensor, V: int) -> bool:
+    """Return True if the ids are classes, one per row of the mask, as far as that is known without a sync."""
+    if not readable_without_sync(ids):
+        return True
+    return len(ids) == int(mask.sum()) and not bool(((ids < 0) | (ids >= V)).any())

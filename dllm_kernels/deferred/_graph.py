@@ -1,0 +1,255 @@
+"""Autograd nodes of deferred tensors.
+
+A deferred tensor is the output of :class:`_Stand`. Its backward takes two kinds of gradients: one of the values, which
+torch computes, and one of the *parts* that the values are computed from (hidden states and parameters of the head),
+which fused operations compute. The latter travels as a :class:`PartsGradient`, so that it passes every node and hook
+between the head and the loss (DDP, FSDP2, copies).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from dllm_kernels._graph._own_graph import ModifiedError, own_graph
+from dllm_kernels._graph._private import plainly, preserve_version, wrapper
+
+aten = torch.ops.aten
+Parts = Sequence[Tensor | None]
+COPIES = aten.detach.default, aten.alias.default, aten.clone.default, aten.view_as.default
+
+
+class Recipe:
+    """Computes the values of a deferred tensor from its parts, and gradients of the parts.
+
+    The graph holds the recipe, but not the tensor, so that it does not keep the values alive.
+    """
+
+    def __init__(self, compute: Callable[[Parts], Tensor], restored: Callable[[], Any], needs: Sequence[bool]) -> None:
+        self.compute, self.restored, self.needs = compute, restored, needs
+        self._graph: Any = None
+
+    def values(self, parts: Parts) -> Tensor:
+        """Compute the values; the graph of this computation serves :meth:`gradients`."""
+        with torch.inference_mode(False), torch.set_grad_enabled(any(self.needs)), self.restored(), own_graph():
+            pairs = zip(parts, self.needs, strict=True)
+            leaves = [t if t is None else t.detach().requires_grad_() if need else t.detach() for t, need in pairs]
+            out = self.compute(leaves)
+            if out.requires_grad:
+                self._graph = leaves, get_gradient_edge(out)
+        return out.detach()
+
+    def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the saved parts, in a graph of their own if gradients are enabled."""
+        if torch.is_grad_enabled():
+            pairs = zip(ctx.saved_tensors, self.needs, strict=True)
+            # A parameter may have been frozen since.
+            leaves: Any = [
+                t if t is None else t.view_as(t).requires_grad_() if need else t.detach() for t, need in pairs
+            ]
+            with self.restored():
+                out: Any = self.compute(leaves)
+            return gradients_of(out, leaves, self.needs, grad)
+        if self._graph is not None:
+            with contextlib.suppress(ModifiedError):  # hooks of the caller may have saved copies
+                leaves, out = self._graph
+                return gradients_of(out, leaves, self.needs, grad)
+        self.values(ctx.saved_tensors)
+        leaves, out = self._graph
+        return gradients_of(out, leaves, self.needs, grad)
+
+
+class Step:
+    """Computes the values of a deferred tensor from those of others, and gradients of these."""
+
+    def __init__(self, function: Callable[..., Tensor], restored: Callable[[], Any], sources: Sequence[Any]) -> None:
+        self.function, self.restored, self.sources = function, restored, sources
+
+    def values(self) -> Tensor:
+        """Compute the values, without a graph."""
+        with torch.inference_mode(False), torch.no_grad(), self.restored():
+            return self.function(*(source.dense() for source in self.sources))
+
+    def gradients(self, _: Any, grad: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the sources."""
+        needs = [source.requires_grad for source in self.sources]
+        if torch.is_grad_enabled():
+            inputs = [(v := source.materialize()).view_as(v) for source in self.sources]  # one may occur twice
+        else:
+            inputs = [s.dense().detach().requires_grad_(need) for s, need in zip(self.sources, needs, strict=True)]
+        with torch.enable_grad(), self.restored(), own_graph():
+            out = self.function(*inputs)
+        return gradients_of(out, inputs, needs, grad)
+
+
+def gradients_of(out: Any, inputs: Parts, needs: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
+    """Return the gradients of the inputs that need one."""
+    wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
+    graph = torch.is_grad_enabled()
+    found = iter(
+        torch.autograd.grad(out, wanted, grad, retain_graph=True, create_graph=graph, allow_unused=True)  # type: ignore[arg-type]
+    )
+    return [next(found) if need else None for need in needs]
+
+
+class PartsGradient(Tensor):
+    """Gradient of a deferred tensor: gradients of its parts, and of its values or None; has the shape of the tensor."""
+
+    parts: Parts
+    dense: Tensor | None
+
+    @classmethod
+    def of(cls, like: tuple[Any, ...], parts: Iterable[Tensor | None], dense: Tensor | None = None) -> Any:
+        """Return a gradient of a tensor with a shape, a dtype and a device."""
+        made = wrapper(cls, like[0], dtype=like[1], device=like[2])
+        made.parts, made.dense = list(parts), dense
+        return made
+
+    @property
+    def like(self) -> tuple[Any, ...]:
+        """Shape, dtype and device."""
+        return self.shape, self.dtype, self.device
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Any:
+        parts = (t if t is None else function(t) for t in self.parts)
+        return self.of(self.like, parts, self.dense if self.dense is None else function(self.dense))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with plainly():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        x, *others = args
+        if func is aten.isnan.default:  # of anomaly detection
+            return torch.stack([t.isnan().any() for t in (*x.parts, x.dense) if t is not None])
+        if func in COPIES:
+            return x._map(lambda t: t)
+        if func is aten.neg.default or (func in SCALED and isinstance(x, cls) and _is_number(others[0])):
+            return x._map(lambda t: func(t, *others))
+        if func is aten.add.Tensor and not kwargs and x.shape == getattr(others[0], "shape", None):
+            x, y = (x, others[0]) if isinstance(x, cls) else (others[0], x)
+            if not isinstance(y, cls):
+                return cls.of(x.like, x.parts, total(x.dense, y))
+            return cls.of(x.like, map(total, x.parts, y.parts), total(x.dense, y.dense))
+        raise RuntimeError(
+            f"{func} needs the gradient of logits, which a fused loss never computes; call materialize() of the "
+            "logits, or register the hook, before the loss"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"PartsGradient(shape={tuple(self.shape)})"
+
+
+SCALED = aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (value.dim() == 0 and type(value) is Tensor)
+
+
+def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return the sum of two gradients, of which each may be missing."""
+    return b if a is None else a if b is None else a + b
+
+
+class _Stand(torch.autograd.Function):
+    """Make a deferred tensor, from its sources or, if it has none, from its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, cls: Any, form: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
+        ctx.recipe, ctx.sources = recipe, sources
+        if not sources:
+            ctx.save_for_backward(*tensors)
+        return wrapper(cls, form.shape, form.stride(), dtype=form.dtype, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        needs, dense = ctx.needs_input_grad[5:], grad
+        grads: list[Any] = [None] * len(needs)
+        if isinstance(grad, PartsGradient):
+            grads[ctx.sources :], dense = grad.parts, grad.dense
+            grad.parts = ()  # the last reference: AccumulateGrad can then keep the tensor instead of copying it
+        if dense is not None:
+            for i, g in enumerate(ctx.recipe.gradients(ctx, dense)):
+                grads[i] = total(grads[i], g) if needs[i] else None
+        return None, None, None, None, None, *grads
+
+
+class _Tap(torch.autograd.Function):
+    """Return the parts of a deferred tensor; their gradients pass through the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, needs: Sequence[bool], parts: Parts) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.given = (x.shape, x.dtype, x.device), [t is not None for t in parts]
+        out = [None if t is None else t.detach() for t in parts]
+        ctx.mark_non_differentiable(*[t for t, need in zip(out, needs, strict=True) if t is not None and not need])
+        return tuple(t for t in out if t is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        given = iter(grads)
+        return PartsGradient.of(ctx.like, [next(given) if there else None for there in ctx.given]), None, None
+
+
+class _Values(torch.autograd.Function):
+    """Return the values of a deferred tensor; their gradient passes through the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, dense: Sequence[Tensor]) -> Tensor:
+        ctx.of = x.grad_fn
+        return dense[0].data  # no view: torch treats views that a Function returns differently
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Become(torch.autograd.Function):
+    """Make the gradient of a deferred tensor that of another tensor, which has its values after a change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, values: Tensor) -> Any:
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return None, grad
+
+
+def stand(cls: Any, form: Tensor, device: torch.device, recipe: Any, sources: Parts, parts: Parts) -> Any:
+    """Return a deferred tensor like ``form``, a tensor on the meta device."""
+    return _Stand.apply(cls, form, device, recipe, len(sources), *sources, *parts)  # type: ignore[no-untyped-call]
+
+
+def tap(x: Any, needs: Sequence[bool], parts: Parts) -> tuple[Tensor | None, ...]:
+    """Return the parts in the graph of a deferred tensor."""
+    given = iter(_Tap.apply(x, needs, parts))  # type: ignore[no-untyped-call]
+    return tuple(None if t is None else next(given) for t in parts)
+
+
+def in_graph(x: Any, dense: Tensor) -> Tensor:
+    """Return values in the graph of a deferred tensor."""
+    return _Values.apply(x, [dense])  # type: ignore[no-any-return, no-untyped-call]
+
+
+def become(x: Any, values: Tensor) -> None:
+    """Make ``x`` the tensor ``values`` in the graph."""
+    kept = contextlib.nullcontext() if x.is_inference() else preserve_version(x)
+    with torch.enable_grad(), kept:
+        _Become.apply(x, values)  # type: ignore[no-untyped-call]
+
+
+def becomes(x: Any) -> bool:
+    """Return True if the graph of ``x`` is that of another tensor, by :func:`become`."""
+    return getattr(x.grad_fn, "_forward_cls", None) is _Become

@@ -1,0 +1,248 @@
+"""``fused_head``: an LM head that returns deferred logits, so that an unchanged training loop makes no logits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import forward_ad
+
+from dllm_kernels import _checks
+from dllm_kernels._graph._call_state import CallState
+from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels._graph._private import constant_while_traced, disable_dynamo, transforms_active
+from dllm_kernels.deferred import _classes, _entropy, _sums  # noqa: F401  rules
+from dllm_kernels.deferred._logits import DeferredLogits
+from dllm_kernels.head import _lora
+from dllm_kernels.head._in_head import _CLAIM, head_of
+from dllm_kernels.head._module import freed_after_forward, fsdp1_unit, head_module
+from dllm_kernels.head._parameters import gathered_once
+from dllm_kernels.rows._dtypes import in_dtype_of
+from dllm_kernels.rows._logits import Head
+
+ON_LOGITS = "warn", "raise", "allow"
+ADVICE = "leave the head as it is, and compute the loss from logits"
+ENDS = (
+    "F.cross_entropy with class ids, log_softmax(-1) with gather or F.nll_loss, gather(-1, ids), logsumexp(-1), "
+    "argmax(-1), or a loss of dllm_kernels"
+)
+BODY = "torch.compile of the body alone, such as model.model.compile()"
+COMPILED = "torch.compile of a model with its head"
+OWN_UNIT = "FullyShardedDataParallel of the head, which frees its weight after the head's forward,"
+# What to use in place of an operation; ENDS for all others.
+INSTEAD = {
+    COMPILED: BODY,
+    OWN_UNIT: "fully_shard, or FullyShardedDataParallel with the head in the root unit",
+    "softmax": "log_softmax(-1).gather(-1, ids).exp(), or dllm_kernels.row_stats(logits, ids, entropy=True)",
+    "topk": "dllm_kernels.linear_sample(hidden, head, return_top=...)",
+    "multinomial": "dllm_kernels.linear_sample(hidden, head, temperature=...)",
+    "max": "argmax(-1)",
+}
+# Folders of torch and of this package, whose frames are not the place of a use.
+FOLDERS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+# Places that were warned about, per head.
+_warned: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, str, int]]] = weakref.WeakKeyDictionary()
+
+
+class FusedHead:
+    """LM head that returns deferred logits; the object that :func:`fused_head` yields.
+
+    Attributes:
+        materialized: number of times that the logits of a head call were computed, because an operation needed them.
+    """
+
+    def __init__(
+        self, model: nn.Module, module: nn.Module, on_logits: str, logits_dtype: torch.dtype | None = None
+    ) -> None:
+        self.module = module
+        self.unit = fsdp1_unit(model, module)
+        self.on_logits = on_logits
+        self.logits_dtype = logits_dtype
+        self.materialized = 0
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """Replace the forward of the module."""
+        plain = functools.partial(type(self.module).forward, self.module, input)
+        if torch.compiler.is_compiling():
+            if self.on_logits == "raise":
+                self._refuse_compiled()
+            else:
+                self._note_compiled()
+            return plain()
+        dual = forward_ad.unpack_dual(input).tangent is not None  # type: ignore[no-untyped-call]
+        if dual or transforms_active():
+            self.report("a transform of torch.func or forward-mode autograd", self._shape(input))
+            return plain()
+        if freed_after_forward(self.unit):
+            self.report(OWN_UNIT, self._shape(input))
+            return plain()
+        split, state = _lora.split(self.module), CallState.now(input)
+        cast = None if input.dtype == torch.float64 else state.autocast
+        low_rank, given = _lora.low_rank_rows(split, input), split.parameters()
+        if not is_dtensor(input):
+            given = [gathered_once(t, input) if is_dtensor(t) else t for t in given]  # type: ignore[arg-type]
+        return DeferredLogits.of_head(self, split, (input, low_rank, *given), state, cast or input.dtype)
+
+    def _shape(self, input: torch.Tensor) -> torch.Size:
+        return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))
+
+    def weights(self, split: _lora.SplitHead, parts: Sequence[Any]) -> Head:
+        """Return weight, bias and low-rank part. A sharded part is not cast, because it is cast when gathered."""
+        hidden, u, *parameters = parts
+        weight, bias, *low_rank = _lora.weights(split, hidden, u, parameters)
+        weight = weight if is_dtensor(weight) else in_dtype_of(hidden, weight)
+        bias = bias if bias is None or is_dtensor(bias) else in_dtype_of(hidden, bias)
+        return Head(weight, bias, *low_rank)
+
+    def logits(self, split: _lora.SplitHead, parts: Sequence[Any]) -> torch.Tensor:
+        """Compute the logits."""
+        weight, bias, u, U = self.weights(split, parts)
+        z = F.linear(parts[0], weight, bias)
+        return z if u is None or U is None else z + F.linear(u, U)
+
+    # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
+    # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler
+    # that do this import torch._dynamo, which takes seconds.
+    @constant_while_traced
+    def _note_compiled(self) -> None:
+        self.report(COMPILED, torch.Size(()))
+
+    @disable_dynamo
+    def _refuse_compiled(self) -> None:
+        self.report(COMPILED, torch.Size(()))
+
+    def report(self, use: str, shape: torch.Size) -> None:
+        """Count a computation of the logits; warn or raise as ``on_logits`` says.
+
+        Raises:
+            RuntimeError: ``on_logits`` is "raise".
+        """
+        if self.on_logits != "allow":
+            file, line, registry = _caller()
+            use = use.strip("_")
+            size = f"all {math.prod(shape)} of them, {tuple(shape)}," if shape else "all of them"
+            fix = f"so that {size} are computed; use {INSTEAD.get(use, ENDS)}, or fused_head(..., on_logits='allow')"
+            if self.on_logits == "raise":
+                raise RuntimeError(f"{use} at {file}:{line} needs the logits themselves, {fix}")
+            places = _warned.setdefault(self.module, set())
+            if (use, file, line) not in places:
+                places.add((use, file, line))
+                text = f"{use} at {file}:{line} needs the logits themselves, {fix}"
+                warnings.warn_explicit(text, UserWarning, file, line, registry=registry)
+        self.materialized += 1
+
+
+def _caller() -> tuple[str, int, Any]:
+    """Return file, line and warning registry of the innermost frame outside of torch and this package."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOLDERS):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.setdefault("__warningregistry__", {})
+
+
+@contextlib.contextmanager
+def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: str = "warn") -> Iterator[FusedHead]:
+    """Train with an unchanged loop without materializing the logits: the LM head returns deferred logits.
+
+    Within the context, the head returns a tensor that holds hidden states and head. It has the shape, dtype, device and
+    graph of logits, and its values are computed when they are needed. The code between head and loss stays as it is, in
+    the model and in the loop. The context may enclose one step or a whole training.
+
+    **Recorded**, computed on hidden states: casts, soft caps ``c * tanh(z / c)``, a factor, sums and differences of
+    logits of the head, slices of the classes, one class set to -inf, and operations that select or move whole rows
+    (slices, indices, views, ``expand``, ``transpose``, ``permute``, ``split``, ``cat``, ``stack``, ...).
+
+    **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
+    label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
+    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax, and every loss and op of
+    this package that takes logits. Statistics of the same logits are computed in one pass if they are pending together.
+
+    **The NLL of rows is deferred as well.** Affine functions of it with constant coefficients, such as masks and 1 / p,
+    also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over
+    all rows, are :func:`weighted_linear_nll`, which does not project rows of weight 0. Any other use is
+    :func:`linear_token_nll`.
+
+    **Materialized**: every other operation, and code that needs ordinary tensors (autograd Functions, hooks, reentrant
+    checkpoints), receives the logits, computed once.
+
+    Values and gradients equal those of the unfused loop up to rounding. A loss from ``sum()``, ``mean()`` or a
+    reducing ``F.cross_entropy`` computes its gradients in the forward pass, so its backward can run only once. A
+    compiled model computes its logits as before, which counts as materialized, once per graph: compile the body.
+
+    Examples:
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.body = torch.nn.Embedding(10, 8)
+        ...         self.lm_head = torch.nn.Linear(8, 10, bias=False)
+        ...
+        ...     def forward(self, ids):
+        ...         return self.lm_head(self.body(ids))
+        >>> model, ids = Model(), torch.tensor([[1, 2, 3, 4]])
+        >>> masked, p = torch.tensor([[True, False, True, True]]), 0.75
+        >>> with fused_head(model) as fused:
+        ...     logits = model(ids)  # deferred
+        ...     nll = torch.nn.functional.cross_entropy(
+        ...         logits[masked], ids[masked], reduction="none"
+        ...     )
+        ...     loss = (nll / p).sum() / ids.numel()
+        ...     loss.backward()
+        >>> fused.materialized
+        0
+
+    Args:
+        model: the model, also in DDP or sharded by FSDP2.
+        head: the LM head; None: ``model.get_output_embeddings()``, otherwise a module named ``lm_head``. An
+            ``nn.Linear``, or LoRA, a trained copy or trained rows of one (PEFT, NeMo AutoModel).
+        on_logits: for an operation that needs the logits: "warn" warns once for each place in the code, "raise" raises
+            RuntimeError, "allow" is silent.
+
+    Yields:
+        An object whose ``materialized`` counts head calls whose logits were computed.
+
+    Raises:
+        TypeError: ``model`` or ``head`` is not a module.
+        ValueError: the model has no LM head; the head does more than a linear layer (a ``forward`` or hooks of its
+            own, another adapter); ``on_logits`` is unknown; or the head is fused already.
+        RuntimeError: ``on_logits="raise"`` and an operation needs the logits; hidden states or head were modified
+            before the logits were used; or the gradient of logits is read that a fused loss never computes.
+        NotImplementedError: an in-place change of the shape of the logits, or ``detach_`` of logits with a view.
+    """
+    found = head_of(model, head)
+    _checks.check_choice("on_logits", on_logits, ON_LOGITS)
+    with deferring(found, FusedHead(model, found, on_logits)) as fused:
+        yield fused
+
+
+@contextlib.contextmanager
+def deferring(module: nn.Module, fused: FusedHead) -> Iterator[FusedHead]:
+    """Replace the forward of the head within the context."""
+    with contextlib.ExitStack() as stack:
+        with _CLAIM:
+            _lora.check_head(module, ADVICE)
+            stack.enter_context(_lora.replaced_forward(module, _lora.Replacement(module, fused.forward)))
+        yield fused
+
+
+@contextlib.contextmanager
+def deferred_logits(model: nn.Module, logits_dtype: torch.dtype | None = None) -> Iterator[bool]:
+    """Make the LM head return deferred logits within the context if it is supported, and materialize them silently.
+
+    Yields True if the head is supported.
+    """
+    module = head_module(model)
+    if module is None or not _lora.takes_apart(module):
+        yield False
+        return
+    with deferring(module, FusedHead(model, module, "allow", logits_dtype)):
+        yield True

@@ -1,0 +1,521 @@
+"""Deferred logits: hidden states and LM head in place of logits, until an operation needs the logits themselves.
+
+``RULES`` maps the name of an operation to a function that records it or computes it from chunks of logits. Operations
+without a rule, and calls for which the rule returns ``NotImplemented``, materialize the logits first.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels import ops
+from dllm_kernels._checks import FACTOR_RANGE, FLOAT_DTYPES, check_target_range
+from dllm_kernels._graph._call_state import CallState, Versions
+from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels.deferred._graph import Recipe, Step
+from dllm_kernels.deferred._moves import MOVES, Call, Move
+from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
+from dllm_kernels.deferred._nll_rules import NEW, new_tensor
+from dllm_kernels.deferred._pending import Asked, DeferredStat
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after, registers, strided
+from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._logits import LinearLogits
+
+Tensor = torch.Tensor
+ONE = Fraction(1)
+
+
+class Overwritten(NamedTuple):
+    """Rows of log-probabilities that were set to constants.
+
+    Attributes:
+        mask: True for these rows.
+        seen: the caller's mask, and its version.
+        fill: value of their classes.
+        ids: one class per row with another value, or None.
+        value: that value.
+    """
+
+    mask: Tensor
+    seen: tuple[Tensor, int]
+    fill: float
+    ids: Tensor | None = None
+    value: float = 0.0
+
+    def at(self, ids: Tensor) -> Tensor | float:
+        """Return the log-probabilities of classes, one per row, in these rows."""
+        return self.fill if self.ids is None else torch.where(self.ids == ids, self.value, self.fill)
+
+
+class Rows:
+    """Parts of deferred logits, and what is done to the logits; read in place of the logits by the NLL of rows.
+
+    Attributes:
+        parts: hidden states with D in the place of the classes, rows ``s A h`` of LoRA adapters, laid out like these,
+            or None, and the parameters of the head call.
+        needs: for each part, True if it had a gradient at the head call.
+        head: the head, a ``FusedHead``.
+        split_head: the linear layer and its adapters, as they were at the head call.
+        axis: class dimension.
+        state: autocast state of the head call.
+        versions: detects changes of the hidden states and of the head's parameters.
+        scale: factor after the cap.
+        cap: soft cap, or None.
+        log_probs: True for log-probabilities.
+        bias_factor: factor of the bias, in sums of logits.
+        columns: classes of the head, None for all.
+        skip: class that is never taken, because its logit is -inf or so low that its probability is 0, or None.
+        skip_finite: True if that logit is not -inf.
+        overwritten: rows of log-probabilities that were replaced, or None.
+        pending: statistics of logits of this head call that are not computed yet.
+    """
+
+    parts: tuple[Tensor | None, ...]
+    needs: tuple[bool, ...]
+    head: Any
+    split_head: Any
+    axis: int
+    state: CallState
+    versions: Versions
+    pending: list[Any]
+    owner: Callable[[], Any]
+    scale: Fraction = ONE
+    cap: Fraction | None = None
+    log_probs: bool = False
+    bias_factor: Fraction = ONE
+    columns: range | None = None
+    skip: int | None = None
+    skip_finite: bool = False
+    overwritten: Overwritten | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states, without a graph."""
+        return self.parts[0]  # type: ignore[return-value]
+
+    @property
+    def logits_dtype(self) -> torch.dtype | None:
+        """Dtype of the chunks of logits in fused operations; None: the dtype of the operands."""
+        return None if self.hidden.dtype == torch.float64 else self.head.logits_dtype
+
+    @property
+    def softcap(self) -> float | None:
+        """Soft cap of the logits, or None."""
+        return None if self.cap is None else float(self.cap)
+
+    def restored(self) -> Any:
+        """Restore the autocast state of the head call."""
+        return self.state.restored(self.hidden)
+
+    def rows_of(self, parts: Any) -> LinearLogits:
+        """Return the record of parts whose last dimension is that of the classes."""
+        self.check_unchanged()
+        with self.restored():
+            head = self.head.weights(self.split_head, parts)
+        bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
+        scale = None if self.scale == ONE else float(self.scale)
+        return LinearLogits(
+            parts[0], head.weight, bias, head.extra, self.logits_dtype, softcap=self.softcap, scale=scale,
+            skip_id=self.skip, compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
+        )  # fmt: skip
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Head with its active adapters, the classes, and the factor of the bias."""
+        return self.split_head.identity, self.columns, self.bias_factor
+
+    def check_unchanged(self, gathered: Sequence[Tensor | None] | None = None) -> None:
+        """Raise RuntimeError if hidden states or head, or parts gathered again, changed since the head call."""
+        merged = self.split_head.merges() != self.split_head.merged
+        if merged or (self.versions.changed() if gathered is None else self.versions.differ(gathered)):
+            raise RuntimeError(
+                "hidden states and LM head must not be modified between the head and the use of its logits, got a "
+                "modified tensor; use the logits before that, or modify a copy"
+            )
+
+    def filled_parts(self, parts: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """Return parts with the values of parameters that sharding has freed since."""
+        filled: tuple[Tensor | None, ...] = self.split_head.filled(parts)
+        if filled is not parts:
+            self.check_unchanged((None, None, *filled[2:]))
+        return filled
+
+    def copied(self) -> Any:
+        """Return a copy that is no tensor, so that a graph may hold it."""
+        made = Rows()
+        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")}, owner=weakref.ref(self))
+        return made
+
+
+KEPT = (
+    "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
+    "skip", "skip_finite", "overwritten", "pending",
+)  # fmt: skip
+
+
+class DeferredLogits(Rows, DeferredTensor):
+    """Logits of an LM head, or rows of them, that have not been computed.
+
+    Attributes:
+        owns: True if no other tensor shares memory with these logits, although they were made from others.
+    """
+
+    owns: bool = False
+
+    @classmethod
+    def of_head(
+        cls, head: Any, split: Any, parts: Sequence[Tensor | None], state: CallState, dtype: torch.dtype
+    ) -> Any:
+        """Return the output of a head."""
+        hidden: Any = parts[0]
+        form = torch.empty((*hidden.shape[:-1], split.out_features), dtype=dtype, device="meta")
+        needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in parts)
+        recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
+        versions = Versions.of(parts, split.parameters)
+        return cls.made(
+            form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
+            needs=needs, pending=[],
+        )  # fmt: skip
+
+    @property
+    def usable(self) -> bool:
+        """True if an op may take rows and head in place of the logits."""
+        kept = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
+        plain = not self.log_probs and self.skip is None
+        return self.fusible and kept and self.axis == len(self.shape) - 1 and plain
+
+    @property
+    def fusible(self) -> bool:
+        """True if an operation may compute from the hidden states, which have the digits of the logits."""
+        return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
+
+    @property
+    def source(self) -> tuple[Any, ...]:
+        """Head with its active adapters, soft cap and scale."""
+        return self.identity, self.softcap, None if self.scale == ONE else float(self.scale)
+
+    def filled(self) -> tuple[Tensor | None, ...]:
+        """Return the parts; those of another deferred tensor have their values."""
+        return self.parts if self.sources else self.filled_parts(self.parts)
+
+    def before_values(self, use: str) -> None:
+        """Check and report that the values of the output of the head are computed."""
+        self.check_unchanged()
+        self.head.report(use, self.shape)
+
+    def rows(self) -> LinearLogits:
+        """Return the record, with the classes as the last dimension."""
+        return self.rows_of(self.classes_last())
+
+    def record(self) -> LinearLogits | None:
+        """Return the record that an op takes, or None if it needs the logits."""
+        return self.rows() if self.usable else None
+
+    def classes_last(self) -> tuple[Tensor | None, ...]:
+        """Return the parts, in the graph, with the classes as the last dimension."""
+        h, u, *parameters = self.tapped()
+        return h.movedim(self.axis, -1), None if u is None else u.movedim(self.axis, -1), *parameters  # type: ignore[union-attr]
+
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor], parts: Any = None, **changes: Any) -> Any:
+        """Return the logits ``step(*sources)``, with other parts, attributes or ``form``."""
+        form = changes.pop("form", None)
+        if form is None:
+            form, _ = form_after(step, *sources) or (self._copy_form(parts, changes.get("axis", self.axis)), False)
+        kept = {name: getattr(self, name) for name in KEPT} | changes
+        state, hidden = self.state, self.hidden
+        parts = self.tapped() if parts is None else parts
+        return self.made(form, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
+
+    def _copy_form(self, parts: Any, axis: int) -> Tensor:
+        """Return the form of a copy whose shape depends on values: an index."""
+        sizes = list(parts[0].shape)
+        sizes[axis] = self.shape[self.axis]
+        return torch.empty(sizes, dtype=self.dtype, device="meta")
+
+    def elementwise(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        """Return the logits after an operation that keeps their shape."""
+        kept = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
+        form = torch.empty_like(self.form, dtype=dtype or self.dtype, memory_format=kept)
+        return self.after([self], step, form=form, owns=True, **changes)
+
+    def change(self, step: Callable[[Tensor], Tensor], view: Any = None, **changes: Any) -> Any:
+        """Change these logits in place, as ``step`` would a copy, if only ``view`` may share their memory."""
+        derived = any(x is not None and x is not view for x in (ref() for ref in self._derived))
+        shared = (self.sources and not self.owns) or derived
+        if shared or (self.requires_grad and not torch.is_grad_enabled()):  # without gradients, the values change alone
+            return NotImplemented
+        before = self.made(self.form, self.tapped(), self._recipe, **{name: getattr(self, name) for name in KEPT})
+        return self.become(before.elementwise(step, **changes))
+
+    def moved(self, move: Move, step: Callable[..., Any]) -> Any:
+        """Apply a move of rows to the hidden states."""
+        found = form_after(step, self)
+        if found is not None and found[0] is self.form:
+            return self
+        h, u, *rest = self.tapped()
+        hidden = move.apply(h)  # type: ignore[arg-type]
+        low_rank = None if u is None else move.apply(u)
+        if not isinstance(hidden, tuple | list):
+            axis = move.axis % hidden.dim()
+            form = self._copy_form([hidden], axis) if found is None else found[0]
+            owns = found is None or not found[1]
+            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, form=form, owns=owns)
+        made = []
+        for i, (h, form) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
+            u = None if low_rank is None else low_rank[i]
+            axis = move.axis % h.dim()
+            step = strided(form, form.storage_offset() - self.form.storage_offset())
+            made.append(self.after([self], step, (h, u, *rest), axis=axis, form=form))
+        return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
+
+
+Rule = Callable[[DeferredLogits, Call], Any]
+RULES: dict[str, Rule] = {}
+DeferredLogits.rules = RULES
+
+
+rule = registers(RULES)
+
+
+def move_rule(name: str) -> Rule:
+    """Return the rule of a move of rows."""
+
+    def move(x: DeferredLogits, call: Call) -> Any:
+        if x.overwritten is not None or any(isinstance(a, DeferredLogits) for a in call.args):
+            return NotImplemented
+        found = MOVES[name](x.shape, x.axis, call)
+        return NotImplemented if found is None else x.moved(found, call.on)
+
+    return move
+
+
+RULES |= {name: move_rule(name) for name in MOVES}
+
+
+@rule("view_as", "reshape_as", "expand_as")
+def _like(x: DeferredLogits, call: Call) -> Any:
+    name = call.function.__name__.removesuffix("_as")
+    return RULES[name](x, Call(getattr(Tensor, name), (tuple(call.args[0].shape),), {}))
+
+
+@rule("cat", "concat", "concatenate", "stack")
+def _joined(parts: Any, call: Call) -> Any:
+    given = arguments(("dim",), call.args, call.kwargs)
+    dim, stacks = given.pop("dim", 0), call.function.__name__ == "stack"
+    if given or not all(isinstance(z, DeferredLogits) and _alike(z, parts[0]) for z in parts):
+        return NotImplemented
+    first = parts[0]
+    dim %= first.ndim + stacks
+    if dim == first.axis and not stacks:
+        return NotImplemented
+
+    def joined(*tensors: Tensor) -> Tensor:
+        return call.function(list(tensors), dim)  # type: ignore[no-any-return]
+
+    tapped = [z.tapped() for z in parts]
+    hidden = joined(*(t[0] for t in tapped))
+    low_rank = None if tapped[0][1] is None else joined(*(t[1] for t in tapped))
+    axis = first.axis + (stacks and dim <= first.axis)
+    return first.after(parts, joined, (hidden, low_rank, *tapped[0][2:]), axis=axis, owns=True)
+
+
+def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
+    fields = (
+        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "requires", "skip", "skip_finite"
+    )  # fmt: skip
+    return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
+
+
+def _same_device(value: Any, device: torch.device) -> bool:
+    """Return True if an argument of ``to`` or ``type`` names the device, or is no device."""
+    if isinstance(value, str) and value.startswith("torch."):  # type("torch.DoubleTensor")
+        return False
+    if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
+        return True
+    given = torch.device(value)
+    return given.type == device.type and given.index in (None, device.index)
+
+
+CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@rule("to", "type", "type_as", *CASTS)
+def _cast(x: DeferredLogits, call: Call) -> Any:
+    dtype = CASTS.get(call.function.__name__)
+    for value in (*call.args, *call.kwargs.values()):
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif hasattr(value, "dtype") and hasattr(value, "device"):
+            if value.device != x.device:
+                return NotImplemented
+            dtype = value.dtype
+        elif value is True or not _same_device(value, x.device):  # True: a copy, or without waiting
+            return NotImplemented
+    dtype = dtype or x.dtype
+    if dtype not in FLOAT_DTYPES:
+        return NotImplemented
+    return x if dtype == x.dtype else x.elementwise(lambda z: z.to(dtype), dtype)
+
+
+@rule("detach", "data")
+def _detached(x: DeferredLogits, call: Call) -> Any:
+    with torch.no_grad():
+        return x.after([x], call.on)
+
+
+rule(*NEW)(new_tensor)
+
+
+def _number(value: Any) -> Fraction | None:
+    """Return a positive number as an exact fraction, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not FACTOR_RANGE[0] < value < FACTOR_RANGE[1]:
+        return None
+    return Fraction(value)
+
+
+def _scaled(x: DeferredLogits, call: Call, factor: Fraction | None) -> Any:
+    if factor is None or x.log_probs or call.kwargs or x.skip_finite:
+        return NotImplemented
+    scale = x.scale * factor
+    if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
+        return NotImplemented
+    return x.elementwise(call.on, scale=scale)
+
+
+@rule("mul")
+def _multiplied(x: DeferredLogits, call: Call) -> Any:
+    return _scaled(x, call, _number(call.args[0]) if len(call.args) == 1 else None)
+
+
+@rule("div")
+def _divided(x: DeferredLogits, call: Call) -> Any:
+    factor = _number(call.args[0]) if len(call.args) == 1 else None
+    return _scaled(x, call, factor and 1 / factor)
+
+
+@rule("tanh")
+def _capped(x: DeferredLogits, call: Call) -> Any:
+    """``tanh(s z)`` is ``s c tanh(z / c)`` for the cap ``c = 1 / s``."""
+    if x.cap is not None or x.log_probs or x.skip is not None or call.args or call.kwargs:
+        return NotImplemented
+    return x.elementwise(call.on, cap=1 / x.scale)
+
+
+@rule("mul_", "div_")
+def _scaled_in_place(x: DeferredLogits, call: Call) -> Any:
+    """Change the scale of these logits, if nothing else refers to their memory."""
+    factor = _number(call.args[0]) if len(call.args) == 1 and not call.kwargs else None
+    if factor is None or x.log_probs or x.skip_finite:
+        return NotImplemented
+    value, divides = call.args[0], "div" in call.function.__name__
+    scale = x.scale / factor if divides else x.scale * factor
+    return x.change(lambda z: z / value if divides else z * value, scale=scale)
+
+
+def on_classes(x: DeferredLogits, dim: Any) -> bool:
+    """Return True if ``dim`` is the class dimension."""
+    return isinstance(dim, int) and -x.ndim <= dim < x.ndim and dim % x.ndim == x.axis
+
+
+@rule("log_softmax")
+def _log_softmax(x: DeferredLogits, call: Call) -> Any:
+    names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
+    given = arguments(names, call.args, call.kwargs)
+    dtype = given.get("dtype")
+    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
+        return NotImplemented
+    dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
+
+    def step(z: Tensor) -> Tensor:  # the meta device has no autocast
+        return call.on(z).to(dtype)  # type: ignore[no-any-return]
+
+    return x.elementwise(step, dtype, log_probs=True)
+
+
+@rule("cross_entropy", "nll_loss")
+def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
+    of_log = call.function.__name__ == "nll_loss"
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = arguments(names, call.args, call.kwargs)
+    target = given.get("target")
+    unsupported = any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
+    if of_log != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or given.get("label_smoothing"):
+        return NotImplemented
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return NotImplemented
+    rows = x.shape[: x.axis] + x.shape[x.axis + 1 :]
+    reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    if target.shape != rows or reduction not in ("none", "sum", "mean") or takes_skipped(x, target):
+        return NotImplemented
+
+    def plain(z: Tensor) -> Tensor:
+        return call.function(z, torch.zeros(1, dtype=torch.long, device=z.device))  # type: ignore[no-any-return]
+
+    nll = DeferredNLL.of(x, target, ignored, dtype_after(plain, x.dtype, x.device))
+    if reduction == "none":
+        return nll.now()
+    return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
+
+
+@rule("gather")
+def _gathered(x: DeferredLogits, call: Call) -> Any:
+    given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
+    index = given.get("index")
+    usable = x.fusible and on_classes(x, given.get("dim"))
+    if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
+        return NotImplemented
+    rest = [d for d in range(x.ndim) if d != x.axis]
+    if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
+        return NotImplemented
+    ids = index.movedim(x.axis, -1)
+    if takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
+        return NotImplemented
+    if x.log_probs and ids.shape[-1] == 1:
+        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis).now()
+    ids, dtype, axis, log_probs = ids.where(ids != -100, -1), x.dtype, x.axis, x.log_probs  # -100 is out of range
+
+    def picked(out: Tensor, lse: Tensor, _: Any) -> Tensor:
+        return (out if log_probs else out + lse.unsqueeze(-1)).to(dtype).movedim(-1, axis)
+
+    check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
+    form = torch.empty(index.shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "picked", Asked(ids, False, picked), form)
+
+
+def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
+    """Return True if an id is that of the skipped class, on a CPU; on a GPU its result is NaN."""
+    return x.skip is not None and readable_without_sync(ids) and bool((ids == x.skip).any())
+
+
+@rule("logsumexp")
+def _logsumexp(x: DeferredLogits, call: Call) -> Any:
+    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    dim, axis = given.get("dim"), x.axis if given.get("keepdim") else None
+    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    if x.log_probs or not x.fusible or not on_classes(x, dim):
+        return NotImplemented
+    dtype = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device)
+    shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if axis is not None or i != x.axis]
+
+    def lse(_: Any, found: Tensor, __: Any) -> Tensor:
+        return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
+
+    form = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), form, axis)
+
+
+@rule("argmax")
+def _argmax(x: DeferredLogits, call: Call) -> Any:
+    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    if not on_classes(x, given.get("dim")) or x.overwritten is not None:
+        return NotImplemented
+    with torch.no_grad():
+        ids = ops.linear_sample(x.rows()._replace(scale=None), temperature=0).ids
+    return ids.unsqueeze(x.axis) if given.get("keepdim") else ids

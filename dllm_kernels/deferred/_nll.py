@@ -1,0 +1,252 @@
+"""Deferred negative log-likelihoods of rows: their weighted sum is one op, which skips rows of weight 0.
+
+Affine functions of the NLL of rows with constant coefficients, also sums over some dimensions, are recorded as row
+weights and an offset. A sum or mean over all rows is then ``weighted_linear_nll``, which computes its gradients in the
+forward pass. Any other use computes the NLL of each row by ``linear_token_nll``. ``_nll_rules.py`` has the rules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dllm_kernels import ops
+from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels.deferred._graph import Recipe, Step
+from dllm_kernels.deferred._pending import Asked, Pending
+from dllm_kernels.deferred._tensor import form_after
+from dllm_kernels.rows._dtypes import accum_dtype
+
+Tensor = torch.Tensor
+NO_INDEX = -(2**31)  # ignore_index of log-probabilities, for which no id is ignored
+
+
+class DeferredNLL(Pending):
+    """Weighted NLL of rows, ``factor * row_weights * nll + offset``, summed over the last dimension of the rows or not.
+
+    Parts: those of the logits, with the classes as the last dimension.
+
+    Target and weights are as they were when they were given: copies, because the caller may write into them.
+
+    Attributes:
+        logits: a copy of the attributes of the logits that the rows are from.
+        target: integers, one per row.
+        ignore_index: target with NLL 0.
+        row_weights: constants, one per row, in the dtype of the sum, or None.
+        factor: a number.
+        offset: constants in the shape of this tensor, or None.
+        finite: ``nan_to_num`` was applied to the product of the NLL and these constants, before all else; None: it was
+            not.
+        summed: True if the rows ``target`` have one dimension more than this tensor, over which it is a sum.
+    """
+
+    logits: Any
+    target: Tensor
+    ignore_index: int
+    row_weights: Tensor | None
+    factor: float
+    offset: Tensor | None
+    finite: Tensor | None
+    summed: bool
+
+    @classmethod
+    def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> Any:
+        """Return the NLL of logits with the classes in any dimension."""
+        nll = cls._of(
+            logits.classes_last(), dtype, logits=logits.copied(), target=target.detach().clone(),
+            ignore_index=ignore_index, row_weights=None, factor=factor, offset=None,
+            finite=None, summed=False,
+        )  # fmt: skip
+        if logits.overwritten is None:
+            return nll
+        values = -factor * logits.overwritten.at(target)
+        if ignore_index != NO_INDEX:
+            values = torch.where(target == ignore_index, 0.0, values)
+        return nll.masked(~logits.overwritten.mask, values)
+
+    @classmethod
+    def _of(
+        cls, parts: Any, dtype: torch.dtype, recipe: Any = None, form: Any = None, needs: Any = None, **kept: Any
+    ) -> Any:
+        logits, target = kept["logits"], kept["target"]
+        if needs is None:
+            needs = [n and t is not None and t.requires_grad for t, n in zip(parts, logits.needs, strict=True)]
+        if form is None:
+            form = torch.empty(target.shape[: target.dim() - kept["summed"]], dtype=dtype, device="meta")
+        recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
+        made = cls.made(form, parts, recipe, needs=needs, above=parts, **kept)
+        made.join()
+        return made
+
+    @property
+    def open(self) -> bool:
+        """True if the values may be computed with those of others; a view takes those of its base."""
+        return not self.sources and super().open
+
+    def asked(self) -> Asked:
+        """Return what the NLL is made from in a pass that computes more."""
+        ids = self.target.masked_fill(self.target == -100, -1).masked_fill(self.target == self.ignore_index, -100)
+        kept = {name: getattr(self, name) for name in AFFINE}
+        return Asked(ids.unsqueeze(-1), False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
+
+    def now(self) -> Tensor:
+        """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
+        return self if self.requires_grad else self.materialize()
+
+    def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        """Return the NLL of the same rows with other weights or dtype."""
+        return self._of(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in KEPT} | changes)
+
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
+        """Return the NLL as another tensor."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        recipe = Step(step, self.logits.restored, sources)
+        return self._of(self.tapped(), self.dtype, recipe, step(self.form), self.needs, **kept)
+
+    def reduced(self, count: Tensor | int | None = None) -> Tensor:
+        """Return the sum over all rows, or their sum over a count."""
+        known = isinstance(count, int)
+        rows = self.changed() if self.sources else self
+        computed = rows.materialize() if rows.open and rows.together() else None
+        divisor = max(count, 1) if isinstance(count, int) else 1 if count is None else count.clamp(min=1)
+        weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
+        weights = weights if self.finite is None else weights * self.finite
+        if computed is None:
+            given = _arguments(self.target, self.ignore_index)
+            out = ops.weighted_nll(self.logits.rows_of(self.tapped()), self.target, weights, **given)
+            loss = out.loss if self.offset is None else out.loss + self.offset.sum() / divisor
+            if self.finite is not None and not (out.nll * weights).isfinite().all():
+                computed = self.materialize("nan_to_num")
+        if computed is not None:
+            loss = computed.sum() / divisor
+        if count is not None and not (known and count):
+            counts = count if isinstance(count, Tensor) else torch.zeros((), device=self.device)
+            loss = torch.where(counts > 0, loss, torch.nan)  # 0 / 0
+        return loss.to(self.dtype)
+
+    def constant(self, value: Tensor | float) -> Tensor:
+        """Return a copy of a constant in this tensor's shape, in the dtype of the sum."""
+        dtype = accum_dtype(self.logits.hidden.dtype)
+        if isinstance(value, Tensor):
+            made = value.detach().to(self.device, torch.promote_types(dtype, value.dtype), copy=True)
+        else:
+            made = torch.full((), value, dtype=dtype, device=self.device)
+        return made.expand(self.shape)
+
+    def of_rows(self, constant: Tensor) -> Tensor:
+        """Expand a constant in this tensor's shape to the rows."""
+        return constant.unsqueeze(-1).expand(self.target.shape) if self.summed else constant
+
+    def times(self, factor: float) -> Any:
+        """Return the product with a number."""
+        return self.changed(factor=self.factor * factor, offset=None if self.offset is None else self.offset * factor)
+
+    def weighted(self, weights: Tensor, dtype: torch.dtype) -> Any:
+        """Return the product with constants, in a dtype."""
+        weights = self.constant(weights)
+        offset = None if self.offset is None else self.offset * weights
+        weights = self.of_rows(weights)
+        weights = weights if self.row_weights is None else self.row_weights * weights
+        return self.changed(row_weights=weights, offset=offset, dtype=dtype)
+
+    def masked(self, keep: Tensor, fill: Any, dtype: torch.dtype | None = None) -> Any:
+        """Return the NLL with ``fill``, a number or constants, where ``keep`` is False; NaN there does not count."""
+        weights = torch.where(self.of_rows(keep.expand(self.shape)), self.coefficients(), 0.0)
+        offset = self.offset
+        if offset is not None or isinstance(fill, Tensor) or fill != 0:
+            offset = torch.where(keep, 0.0 if offset is None else offset, self.constant(fill))
+        return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
+
+    def plus(self, other: Any) -> Any:
+        """Return the sum with an NLL of the same rows and targets; None for any other."""
+        if self.target is not other.target or self.logits is not other.logits or self.finite is not other.finite:
+            return None
+        if self.summed != other.summed or self.requires != other.requires:
+            return None
+        offset = other.offset if self.offset is None else self.offset
+        if offset is not None and self.offset is not None and other.offset is not None:
+            offset = self.offset + other.offset
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        weights = self.coefficients() + other.coefficients()
+        return self.changed(row_weights=weights, factor=1.0, offset=offset, dtype=dtype)
+
+    def coefficients(self) -> Tensor:
+        """Return factor times weight of each row."""
+        weights = self.of_rows(self.constant(self.factor))
+        return weights if self.row_weights is None else weights * self.row_weights
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
+        """Apply a move of rows, which must also accept tensors with further dimensions behind those of this one."""
+        h, u, *rest = self.tapped()
+        kept = {name: getattr(self, name) for name in KEPT}
+        kept |= {name: move(kept[name]) for name in (*PER_ROW, "offset") if kept[name] is not None}
+        parts = move(h), None if u is None else move(u), *rest  # type: ignore[arg-type]
+        form, is_view = form_after(move, self) or (None, False)
+        recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy needs its own rows only
+        return self._of(parts, self.dtype, recipe, form if is_view else None, **kept)
+
+    def summed_over(self, dims: Sequence[int], factor: float = 1.0) -> Any:
+        """Return the sum over some dimensions, times a number."""
+        first = self.ndim - len(dims)
+
+        def rows(t: Tensor) -> Tensor:
+            return t.movedim(tuple(dims), tuple(range(first, self.ndim))).flatten(first, self.ndim - 1 + self.summed)
+
+        h, u, *rest = self.tapped()
+        kept = {name: getattr(self, name) for name in KEPT} | {"summed": True, "factor": self.factor * factor}
+        kept |= {name: rows(kept[name]) for name in PER_ROW if kept[name] is not None}
+        if self.offset is not None:
+            kept["offset"] = self.offset.sum(tuple(dims)) * factor
+        return self._of((rows(h), None if u is None else rows(u), *rest), self.dtype, **kept)  # type: ignore[arg-type]
+
+    def unsqueezed(self, dim: int) -> Any:
+        """Return the NLL with a new dimension at ``dim``, not negative."""
+        return self.moved(lambda t: t.unsqueeze(dim))
+
+
+KEPT = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
+AFFINE = "row_weights", "factor", "offset", "finite", "summed"
+PER_ROW = "target", "row_weights", "finite"
+
+
+def _arguments(target: Tensor, ignore_index: int) -> dict[str, Any]:
+    return {
+        "ignore_index": ignore_index,
+        "check_targets": readable_without_sync(target) or None,
+    }  # as torch checks them
+
+
+def _values(parts: Any, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, **affine: Any) -> Tensor:
+    active = _active(**affine)
+    nll = ops.token_nll(logits.rows_of(parts), target, active=active, **_arguments(target, ignore_index)).nll
+    return _affine(nll, dtype, **affine)
+
+
+def _active(row_weights: Tensor | None, finite: Tensor | None, **_: Any) -> Tensor | None:
+    """Return a mask of the rows whose coefficient is not 0; None if all rows count."""
+    constants = [t for t in (finite, row_weights) if t is not None]
+    return functools.reduce(torch.mul, [t != 0 for t in constants]) if constants else None
+
+
+def _affine(
+    nll: Tensor, dtype: torch.dtype, *, row_weights: Tensor | None, factor: float, offset: Tensor | None,
+    finite: Tensor | None, summed: bool,
+) -> Tensor:  # fmt: skip
+    """Return the affine function of the NLL; NaN in rows without a coefficient do not count."""
+    active = _active(row_weights, finite)
+    nll = (nll if active is None else torch.where(active, nll, 0.0)).to(dtype)
+    nll = nll if finite is None else (nll * finite).to(dtype).nan_to_num()
+    nll = nll if factor == 1 else nll * factor
+    nll = nll if row_weights is None else (nll * row_weights).to(dtype)
+    nll = nll.sum(-1) if summed else nll
+    return nll if offset is None else (nll + offset).to(dtype)
+
+
+def dtype_after(function: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of the result of a function that keeps the dtype of its input, unless autocast changes it."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return dtype
+    return function(torch.zeros(1, 2, dtype=dtype, device=device)).dtype

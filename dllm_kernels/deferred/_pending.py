@@ -1,0 +1,261 @@
+"""Statistics of rows that stay pending until one of them is needed; one pass then computes all of them.
+
+``logsumexp``, ``gather`` and the entropy of logits, and the NLL of rows, are members of the list ``pending`` that all
+logits of one head call share. The value of a member is needed if an operation without a rule uses it. All others that
+are from the same rows are then computed with it by ``linear_row_stats``, which also has one backward pass for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels import ops
+from dllm_kernels._checks import is_freed
+from dllm_kernels._graph._own_graph import own_graph
+from dllm_kernels._graph._plain import readable_without_sync
+from dllm_kernels._graph._private import plainly
+from dllm_kernels.deferred._graph import Recipe, Step
+from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._tensor import DeferredTensor, form_after
+
+Tensor = torch.Tensor
+
+
+class Asked(NamedTuple):
+    """Statistics that a member needs, and how it is made from them.
+
+    Attributes:
+        ids: classes ``[..., K]`` whose log-probabilities are needed, -100 for none; or None.
+        entropy: True if the entropy is needed.
+        finish: returns the member's values, of log-probabilities ``[..., K]`` or None, logsumexp and entropy or None.
+    """
+
+    ids: Tensor | None
+    entropy: bool
+    finish: Callable[[Any, Tensor, Any], Tensor]
+
+
+def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool) -> Any:
+    """Compute statistics of rows ``parts``, with the classes as the last dimension."""
+    record = logits.rows_of(parts)
+    if ids is None:
+        ids = torch.full(record.hidden.shape[:-1], -100, device=record.hidden.device)
+    checks = readable_without_sync(ids) or None  # as torch checks them
+    return ops.row_stats(record, ids, entropy=entropy, check_targets=checks)
+
+
+class Pending(DeferredTensor):
+    """Base class of members; a derived class has :meth:`asked`.
+
+    Attributes:
+        logits: a copy of the attributes of the logits that the rows are from.
+        above: the parts in the graph that this tensor was made from; None for a view or a copy.
+    """
+
+    logits: Any
+    above: Any
+
+    def filled(self) -> tuple[Tensor | None, ...]:
+        """Return the parts with their values; those of another deferred tensor have them."""
+        return self.parts if self.sources else self.logits.filled_parts(self.parts)
+
+    def asked(self) -> Asked:
+        """Return what this member needs."""
+        raise NotImplementedError
+
+    def join(self) -> None:
+        """Enter the list of the head call."""
+        pending = self.logits.pending
+        pending[:] = [ref for ref in pending if ref() is not None]
+        pending.append(weakref.ref(self))
+
+    def leave(self) -> None:
+        """Leave the list: the values are not needed."""
+        self.logits.pending[:] = [ref for ref in self.logits.pending if ref() is not self]
+
+    @property
+    def _rows(self) -> tuple[Any, ...]:
+        """Equal for members of the same rows, in the same order."""
+        h, u = self.parts[:2]
+        assert h is not None
+        plain = h.is_contiguous() and (u is None or u.is_contiguous())
+        layout = h.shape[:-1].numel() if plain else (h.shape, h.stride())
+        pointers = h.data_ptr(), h.dtype, None if u is None else u.data_ptr()
+        of = self.logits
+        return (*pointers, layout, of.scale, of.cap, of.skip, of.columns, of.bias_factor, tuple(self.needs))
+
+    def together(self) -> list[Pending]:
+        """Return the members that are computed with this one, which are at least one statistic; otherwise nothing.
+
+        The first is of logits that are still alive, if there are any, because hooks on these must see the whole
+        gradient.
+        """
+        mine, owner, members = self._rows, self.logits.owner(), [self]
+        for other in (ref() for ref in self.logits.pending):
+            if other is None or other is self or not other.open or other._rows != mine:
+                continue
+            its = other.logits.owner()
+            if its is None or its is owner:
+                members.append(other)
+            elif owner is None:
+                owner = its
+                members.insert(0, other)
+        return members if any(isinstance(member, DeferredStat) for member in members) else []
+
+    @property
+    def open(self) -> bool:
+        """True if the values may be computed with those of others."""
+        known = self.requires and self.deferred and not self._recomputed and not self._checkpointed
+        return known and not self.watched and not any(map(is_freed, self.parts))  # by sharding, since it was made
+
+    def materialize(self, use: str = "materialize") -> Tensor:
+        """Return the values, computed with those of the others that are pending."""
+        if self.open and (members := self.together()):
+            compute(members)
+        return super().materialize(use)
+
+    def receive(self, value: Tensor) -> None:
+        """Set the values, in a graph that does not lead through this tensor."""
+        with plainly():
+            self._value, self._node = self._laid_out(value), self.grad_fn
+            self._linked = self._value.grad_fn
+
+
+def compute(members: Sequence[Pending]) -> None:
+    """Compute members of the same rows in one pass, in the graph of the first."""
+    first = members[0]
+    asked = [member.asked() for member in members]
+    with torch.inference_mode(False), torch.enable_grad(), own_graph(), first.logits.restored():
+        parts = first.above
+        rows = parts[0].shape[:-1]
+        ids = [a.ids.reshape(*rows, -1) for a in asked if a.ids is not None]
+        out = row_stats(first.logits, parts, torch.cat(ids, -1) if ids else None, any(a.entropy for a in asked))
+        start = 0
+        for member, a in zip(members, asked, strict=True):
+            shape, log_probs = member.parts[0].shape[:-1], None  # type: ignore[union-attr]
+            if a.ids is not None:
+                count = a.ids.shape[-1]
+                log_probs = out.log_probs[..., start : start + count].reshape(*shape, count)
+                start += count
+            entropy = out.entropy.reshape(shape) if a.entropy else None
+            member.receive(a.finish(log_probs, out.lse.reshape(shape), entropy))
+
+
+class DeferredStat(Pending):
+    """Logsumexp, chosen logits or log-probabilities, or entropy of rows.
+
+    Parts: those of the logits, with the classes as the last dimension.
+
+    Attributes:
+        of: the recipe of the logits.
+        axis: dimension of size 1 in place of the classes, or None.
+        request: what is needed; None for a view or a copy of another one.
+        kind: "lse", "picked" or "entropy".
+    """
+
+    of: Any
+    axis: int | None
+    request: Asked | None
+    kind: str
+
+    @classmethod
+    def of_logits(cls, x: Any, kind: str, request: Asked, form: Tensor, axis: int | None = None) -> Any:
+        """Return a statistic of logits; without a graph, its values, because the head may change."""
+        x.check_unchanged()
+        parts, logits = x.classes_last(), x.copied()
+        needs = [n and t is not None and t.requires_grad for t, n in zip(parts, x.needs, strict=True)]
+
+        def values(parts: Any) -> Tensor:
+            out = row_stats(logits, parts, request.ids, request.entropy)
+            return request.finish(None if request.ids is None else out.log_probs, out.lse, out.entropy)
+
+        recipe = Recipe(values, logits.restored, needs)  # not of x, which it would keep alive
+        made = cls.made(
+            form, parts, recipe, needs=needs, logits=logits, of=x._recipe, axis=axis, request=request, kind=kind,
+            above=parts,
+        )  # fmt: skip
+        if made.requires_grad:
+            made.join()
+            return made
+        found = made.materialize()
+        if kind == "lse" and not found.is_inference():
+            x._recipe.lse = weakref.ref(found), found._version
+        return found
+
+    def asked(self) -> Asked:
+        """Return what this statistic needs."""
+        assert self.request is not None
+        return self.request
+
+    @property
+    def open(self) -> bool:
+        """True if the values may be computed with those of others."""
+        return self.request is not None and super().open
+
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
+        """Return the statistic as another tensor."""
+        return self.changed(step, sources)
+
+    def changed(self, step: Callable[..., Tensor], sources: Sequence[Any], axis: int | None = None) -> Any:
+        """Return a view or a copy."""
+        recipe, (form, _) = Step(step, self.logits.restored, sources), form_after(step, self)  # type: ignore[misc]
+        of = None if axis is None else self.of
+        return self.made(
+            form, self.tapped(), recipe, needs=self.needs, logits=self.logits, of=of, axis=axis, request=None,
+            kind=self.kind, above=None,
+        )  # fmt: skip
+
+
+def is_lse_of(value: Any, x: Any) -> bool:
+    """Return True for the logsumexp of these logits, with a dimension in the place of the classes."""
+    if isinstance(value, DeferredStat):
+        return value.kind == "lse" and value.of is x._recipe and value.axis == x.axis
+    if x.requires and torch.is_grad_enabled():  # without a graph, the logsumexp is a constant
+        return False
+    ref, version = getattr(x._recipe, "lse", (lambda: None, 0))
+    known = isinstance(value, Tensor) and value is ref()
+    return known and value._version == version and value.dim() == x.ndim
+
+
+def _viewed(x: DeferredStat, call: Call) -> Any:
+    """Make a view."""
+    found = form_after(call.on, x)
+    return x.changed(call.on, [x]) if found is not None and found[1] else NotImplemented
+
+
+def _with_dimension(x: DeferredStat, call: Call) -> Any:
+    """Make a view by an index, which may have a dimension in the place of the classes."""
+    marked = torch.empty(tuple(range(2, 2 + x.ndim)), device="meta")
+    expected = list(marked.shape)
+    expected.insert(x.logits.axis, 1)
+    with contextlib.suppress(IndexError, RuntimeError):  # an index for other sizes
+        if x.axis is None and list(call.on(marked).shape) == expected:
+            return x.changed(call.on, [x], x.logits.axis)
+    return _viewed(x, call)
+
+
+def _scaled(x: DeferredStat, call: Call) -> Any:
+    """Multiply by a number, which leaves the statistic pending."""
+    number = all(isinstance(value, int | float) for value in call.args) and not call.kwargs
+    if x.request is None or not number:
+        return NotImplemented
+    parts, finish = x.tapped(), x.request.finish
+    request = x.request._replace(finish=lambda *stats: call.on(finish(*stats)))
+    made = x.made(
+        call.on(x.form), parts, Step(call.on, x.logits.restored, [x]), needs=x.needs, logits=x.logits, of=None,
+        axis=None, request=request, kind="scaled", above=parts,
+    )  # fmt: skip
+    made.join()
+    return made
+
+
+DeferredStat.rules = {
+    **dict.fromkeys(("squeeze", "view", "reshape", "flatten"), _viewed),
+    **dict.fromkeys(("unsqueeze", "__getitem__"), _with_dimension),
+    **dict.fromkeys(("neg", "mul", "div"), _scaled),
+}

@@ -1,0 +1,143 @@
+"""Rules of sums of logits: of the logits of one head with numbers as coefficients, and over classes.
+
+The head is linear, so that ``a W h + b W h'`` is ``W (a h + b h')``, and the sum over the classes is the product of the
+hidden states and the sum of the rows of the head. Both need logits without a soft cap.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from dllm_kernels._checks import FACTOR_RANGE
+from dllm_kernels._graph._plain import is_dtensor
+from dllm_kernels.deferred import _logits
+from dllm_kernels.deferred._logits import DeferredLogits, rule
+from dllm_kernels.deferred._moves import Call
+from dllm_kernels.deferred._nll import dtype_after
+from dllm_kernels.deferred._pending import DeferredStat, is_lse_of
+from dllm_kernels.deferred._tensor import arguments
+from dllm_kernels.rows._dtypes import accum_dtype
+
+Tensor = torch.Tensor
+
+
+def _is_linear(x: Any) -> bool:
+    return isinstance(x, DeferredLogits) and x.cap is None and not x.log_probs and x.skip is None
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@rule("add", "sub", "rsub", "subtract", "__rsub__")
+def _combined(x: DeferredLogits, call: Call) -> Any:
+    given, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
+    first, second, alpha = given.get("input"), given.get("other"), given.get("alpha", 1)
+    if "rsub" in name:
+        first, second = second, first
+    if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
+        dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
+        form, axis = torch.empty_like(x.form, dtype=dtype), x.axis
+        for lse in (second, *second.sources) if isinstance(second, DeferredStat) else ():
+            lse.leave()
+
+        def normalized(z: Tensor) -> Tensor:
+            return (z - z.logsumexp(axis, keepdim=True)).to(dtype)
+
+        return x.after([x], normalized, form=form, owns=True, log_probs=True)
+    if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
+        return NotImplemented
+    if not _alike(first, second):  # type: ignore[arg-type]
+        return NotImplemented
+    factor = Fraction(alpha) * second.scale / first.scale * (1 if name == "add" else -1)  # type: ignore[union-attr]
+    if not abs(factor) < FACTOR_RANGE[1]:
+        return NotImplemented
+    (h, u, *rest), (other_h, other_u, *_) = first.tapped(), second.tapped()  # type: ignore[union-attr]
+    hidden = torch.add(h, other_h, alpha=float(factor))
+    low_rank = None if u is None else torch.add(u, other_u, alpha=float(factor))
+    bias_factor = first.bias_factor + factor * second.bias_factor  # type: ignore[union-attr]
+
+    def step(a: Tensor, b: Tensor) -> Tensor:
+        return a.add(b, alpha=alpha) if name == "add" else a.sub(b, alpha=alpha)
+
+    return first.after(  # type: ignore[union-attr]
+        [first, second], step, (hidden, low_rank, *rest), bias_factor=bias_factor, owns=True
+    )
+
+
+def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
+    """Return True for logits of one head that were computed in the same way, but for their factors."""
+    fields = ("columns", "axis", "state", "dtype", "logits_dtype", "needs", "requires")
+    same = x.split_head.identity == y.split_head.identity and x.hidden.dtype == y.hidden.dtype
+    return same and all(getattr(x, name) == getattr(y, name) for name in fields)
+
+
+@rule("neg")
+def _negative(x: DeferredLogits, call: Call) -> Any:
+    return _multiplied(x, call, -1)
+
+
+def _multiplied(x: DeferredLogits, call: Call, value: Any) -> Any:
+    """Multiply by a number that is not positive."""
+    if not _is_linear(x) or not _finite(value) or not -FACTOR_RANGE[1] < value <= 0:
+        return NotImplemented
+    h, u, *rest = x.tapped()
+    sign = 0 if -FACTOR_RANGE[0] < value else -1
+    parts = h * sign, None if u is None else u * sign, *rest  # type: ignore[operator]
+    scale = x.scale * (Fraction(-value) if sign else 1)
+    if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
+        return NotImplemented
+    form = torch.empty_like(x.form)
+    return x.after([x], call.on, parts, form=form, owns=True, bias_factor=x.bias_factor * sign, scale=scale)
+
+
+def _by_number(name: str) -> None:
+    positive = _logits.RULES[name]
+
+    def product(x: DeferredLogits, call: Call) -> Any:
+        result = positive(x, call)
+        if result is not NotImplemented or len(call.args) != 1 or call.kwargs or not _finite(call.args[0]):
+            return result
+        (value,) = call.args
+        return _multiplied(x, call, value if name == "mul" else 1 / value if value else None)
+
+    _logits.RULES[name] = product
+
+
+_by_number("mul")
+_by_number("div")
+
+
+@rule("sum", "mean")
+def _over_classes(x: DeferredLogits, call: Call) -> Any:
+    """Sum over the classes, or over all: a product of the hidden states and the sum of the rows of the head."""
+    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
+    dim = given.get("dim")
+    dims = list(range(x.ndim)) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
+    if not _is_linear(x) or not x.fusible or given.get("dtype") is not None or given.get("keepdim"):
+        return NotImplemented
+    everything = len(dims) == x.ndim
+    if not dims or len(set(dims)) < len(dims) or (dims != [x.axis] and not everything):
+        return NotImplemented
+    dtype = dtype_after(lambda z: call.function(z, -1), x.dtype, x.device)
+    with x.restored(), torch.autocast(x.device.type, enabled=False):
+        hidden, weight, bias, extra, *_ = record = x.rows()
+        if is_dtensor(hidden) or is_dtensor(weight):
+            return NotImplemented
+        acc, rows = accum_dtype(hidden.dtype), hidden.shape[:-1].numel()
+
+        def over(h: Tensor, w: Tensor) -> Tensor:
+            h = h.reshape(-1, h.shape[-1]).sum(0, dtype=acc) if everything else h.to(acc)
+            return h @ w.sum(0, dtype=acc)
+
+        total = over(hidden, weight) + (0 if extra is None else over(*extra))
+        if bias is not None:
+            total = total + bias.sum(dtype=acc) * (rows if everything else 1)
+        total = total if record.scale is None else total * record.scale
+    if call.function.__name__ == "mean":
+        total = total / (x.numel() if everything else x.shape[x.axis])
+    return total.to(dtype)

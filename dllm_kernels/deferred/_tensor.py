@@ -1,0 +1,580 @@
+"""Deferred tensors: torch knows shape, strides, dtype, device and graph; the values are computed when they are needed.
+
+Every operation first looks for a rule in ``rules``, which records it or computes it without the values. All others, and
+code below ``__torch_function__`` (autograd Functions, hooks, extensions), receive the values, computed once and shared
+by all views, in the graph of the tensor. ``_graph.py`` has the autograd nodes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from dllm_kernels._graph._own_graph import own_graph
+from dllm_kernels._graph._plain import Deferred, is_dtensor
+from dllm_kernels._graph._private import disable_dynamo, has_saved_tensors_hooks, in_backward, plainly, same_storage
+from dllm_kernels.deferred import _graph
+from dllm_kernels.deferred._moves import Call
+
+ALIASES = {
+    "__mul__": "mul", "__rmul__": "mul", "multiply": "mul", "__truediv__": "div", "true_divide": "div", "divide": "div",
+    "__neg__": "neg", "negative": "neg", "__imul__": "mul_", "__idiv__": "div_", "multiply_": "mul_",
+    "__itruediv__": "div_", "true_divide_": "div_", "divide_": "div_",
+}  # fmt: skip
+CHANGES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")
+IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in CHANGES))
+# Answered by torch, which knows them without the values.
+KNOWN = (
+    "__delete__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "backward", "dim", "element_size",
+    "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_same_size",
+    "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_",
+    "retain_grad", "size", "storage_offset", "stride",
+)  # fmt: skip
+VIEWS = "T", "mT", "H", "mH", "real", "data"  # attributes that are tensors
+EXPOSING = "numpy", "__array__", "__dlpack__", "untyped_storage", "data_ptr"  # whose results share memory
+RESHAPED = "unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "resize_as_", "set_"
+FIRST = "input", "tensors", "self"
+RENAMED = {"axis": "dim", "keepdims": "keepdim"}
+# Their rules take all arguments, because the deferred tensor may be any of them.
+WHOLE = (
+    "__matmul__", "__rmatmul__", "__rsub__", "add", "dot", "einsum", "inner", "matmul", "mv", "rsub", "sub", "subtract",
+    "vdot", "where",
+)  # fmt: skip
+FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
+Rule = Callable[[Any, Call], Any]
+# Attributes of one tensor, which those made from it do not inherit.
+STATE = {
+    "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
+    "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read",
+}  # fmt: skip
+
+
+class UnknownArgumentError(Exception):
+    """A rule does not know an argument by name."""
+
+
+class DeferredTensor(Tensor, Deferred):
+    """Base class of deferred tensors.
+
+    Attributes:
+        form: tensor on the meta device with the shape, strides and dtype of this one.
+        parts: what the values are computed from, detached: hidden states, rows of adapters or None, parameters.
+        needs: for each part, True if it had a gradient at the head call.
+        sources: the deferred tensors that this one was made from; empty for the output of a head.
+    """
+
+    rules: ClassVar[dict[str, Rule]] = {}
+    form: Tensor
+    place: torch.device
+    parts: tuple[Tensor | None, ...]
+    needs: tuple[bool, ...]
+    sources: tuple[DeferredTensor, ...]
+    _recipe: Any  # of the values
+    _dense: Tensor | None  # values without a graph
+    _value: Tensor | None  # values in the graph of this tensor as it was when `_node` was its grad_fn
+    _node: Any
+    _linked: Any  # grad_fn of the values when the graph of this tensor was last that of its values
+    _tapped: tuple[Tensor | None, ...] | None
+    _derived: list[weakref.ref[DeferredTensor]]
+    _gradient_wanted: bool  # by a hook of the user, or retain_grad
+    _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
+    _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
+    _node_read: bool  # somebody may have hooks of its grad_fn
+    _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
+
+    @classmethod
+    def made(cls, form: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
+        """Return a tensor like ``form``, a tensor on the meta device."""
+        sources = getattr(recipe, "sources", ())
+        device = next(t.device for t in parts if t is not None)
+        of_normal = any(same_storage(form, source.form) and not source.is_inference() for source in sources)
+        normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
+        with plainly(), normal:
+            made = _graph.stand(cls, form, device, recipe, sources, parts)
+        with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
+            detached = tuple(None if t is None else t.detach() for t in parts)
+        vars(made).update(
+            attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
+            _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
+            _checkpointed=False, _leaf_view=False, _node_read=False,
+        )  # fmt: skip
+        for source in sources:
+            source._derived.append(weakref.ref(made))
+        return made
+
+    # Read often, so without a detour over ``__torch_function__``.
+    shape = property(lambda self: self.form.shape)
+    dtype = property(lambda self: self.form.dtype)
+    ndim = property(lambda self: self.form.ndim)
+    device = property(lambda self: self.place)
+
+    def filled(self) -> tuple[Tensor | None, ...]:
+        """Return the parts with their values, which sharding may have freed."""
+        return self.parts
+
+    def tapped(self) -> tuple[Tensor | None, ...]:
+        """Return the parts; in the graph, their gradients pass through this tensor."""
+        with plainly():
+            if not (self.requires_grad and torch.is_grad_enabled() and any(self.needs)):
+                return self.filled()
+            if self._tapped is None:
+                self._tapped = _graph.tap(self, self.needs, self.filled())
+            return self._tapped
+
+    @property
+    def _own_node(self) -> bool:
+        """True if this tensor is as it was made, or a copy: gradients of the parts may pass through its graph."""
+        with plainly():
+            if self.is_leaf:
+                return not self.requires_grad or (self._leaf_view and not torch.is_grad_enabled())
+            return self._copy or getattr(self.grad_fn, "recipe", None) is self._recipe
+
+    @property
+    def deferred(self) -> bool:
+        """True if rules apply: the values have not been computed, and nobody asked for their gradient."""
+        known = (self._value is not None or self._dense is not None) and not self._recomputed
+        return (
+            not known
+            and (not self._gradient_wanted or self._recomputed)
+            and self._own_node
+            and all(source.deferred for source in self.sources)
+        )
+
+    @property
+    def requires(self) -> bool:
+        """True if gradients pass through this tensor."""
+        with plainly():
+            return self.requires_grad
+
+    @property
+    def watched(self) -> bool:
+        """True if the gradient of the values must pass through this tensor, which may have hooks."""
+        with plainly():
+            hooked = self._backward_hooks is not None
+        return hooked or self._gradient_wanted or self._node_read or self._leaf_view
+
+    @property
+    def _recomputed(self) -> bool:
+        """True in a backward that recomputes a checkpointed function, which had seen the tensor without its values."""
+        return self._checkpointed and in_backward()
+
+    def before_values(self, use: str) -> None:
+        """Check and report that the values of the output of a head are computed."""
+
+    def dense(self, use: str = "backward") -> Tensor:
+        """Return the values without a graph."""
+        if self._value is not None:
+            return self._value.detach()
+        if self._dense is None:
+            if self.sources:
+                for source in self.sources:
+                    source.dense(use)
+                values = self._recipe.values()
+            else:
+                self.before_values(use)
+                values = self._recipe.values(self.filled())
+            self._dense = self._laid_out(values)
+        return self._dense
+
+    def _laid_out(self, t: Tensor) -> Tensor:
+        if t.stride() == self.form.stride() or t.numel() == 0:
+            return t
+        return torch.empty_strided(t.shape, self.form.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+    def materialize(self, use: str = "materialize") -> Tensor:
+        """Return the values, computed once, in the graph of this tensor."""
+        with plainly():
+            needs_grad, node = self.requires_grad, self.grad_fn
+        if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
+            through = self.watched or not self.sources or self._copy or not self._own_node
+            with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
+                known = self._value is not None or (self._dense is not None and not self.of_source)
+                if not needs_grad or through or known:
+                    values = self.dense(use)
+                    with plainly():
+                        values = _graph.in_graph(self, values) if needs_grad else values
+                else:
+                    sources = [source.materialize(use) for source in self.sources]
+                    with self._recipe.restored():
+                        values = self._laid_out(self._recipe.function(*sources))
+            self._value, self._node, self._linked = values, node, values.grad_fn
+        return self._value
+
+    def sync(self) -> None:
+        """Bring values and graphs of the family up to date after changes in place that no rule has seen.
+
+        A Function that marked a tensor as dirty changed its graph. An operation on values changed theirs.
+        """
+        family = [x for x in self.family() if x._value is not None]
+        with plainly(), torch.enable_grad():
+            for x in family:
+                if x.requires_grad and x._node is not None and x.grad_fn is not x._node:
+                    x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
+            for x in family:
+                if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
+                    _graph.become(x, x._value)  # type: ignore[arg-type]
+                    x._node, x._linked = x.grad_fn, x._value.grad_fn  # type: ignore[union-attr]
+
+    def family(self) -> list[DeferredTensor]:
+        """Return all deferred tensors that may share memory with this one."""
+        found: dict[int, DeferredTensor] = {}
+        queue: list[DeferredTensor] = [self]
+        while queue:
+            x = queue.pop()
+            if id(x) not in found:
+                found[id(x)] = x
+                queue += [*x.sources, *(y for y in (ref() for ref in x._derived) if y is not None)]
+        return list(found.values())
+
+    def in_place(self, use: str, change: Callable[[Tensor], Any]) -> None:
+        """Change the values. Torch knows which others share their memory, because views are made from the values."""
+        family = self.family()
+        for x in family:
+            x.materialize(use)
+            x._checkpointed &= not same_storage(x.form, self.form)
+        if torch.is_grad_enabled() and self.requires_grad:
+            for x in family:
+                x.linked_value()
+        values = self.materialize(use)
+        version = values._version
+        change(values)
+        self.sync()
+        if values._version > version and not values.is_inference():
+            torch.autograd.graph.increment_version(self)  # for Functions that saved this tensor
+
+    def linked_value(self) -> Tensor:
+        """Return the values, those of a view as a view of its source's: torch then changes the graphs of both."""
+        value: Any = self._value
+        if self.of_source and value.requires_grad and self._own_node and not self._copy:
+            source = self.sources[0].linked_value()
+            if value._base is not (source if source._base is None else source._base):
+                with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
+                    self._value = value = self._recipe.function(source)
+                self._linked = value.grad_fn
+        return value  # type: ignore[no-any-return]
+
+    @property
+    def of_source(self) -> bool:
+        """True for a view of another deferred tensor."""
+        return bool(self.sources) and same_storage(self.form, self.sources[0].form) and not self._leaf_view
+
+    def sharing(self, result: Any, several: bool) -> Any:
+        """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
+        if result is self._value:
+            return self
+        if self._value is None or not _shares(result, self._value):
+            return result
+        step = strided(result, result.storage_offset() - self._value.storage_offset())
+        form = step(self.form)
+        leaf = result.requires_grad and not torch.is_grad_enabled()
+        if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
+            result = step(self._value) if torch.is_grad_enabled() else result.detach()
+        recipe = _graph.Step(step, self._recipe.restored, [self])
+        kept = {name: getattr(self, name) for name in vars(self).keys() - STATE}
+        with torch.set_grad_enabled(result.requires_grad):
+            view = self.made(form, self.parts, recipe, **kept)
+        with plainly():
+            view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
+        return view.as_leaf() if leaf else view
+
+    def as_leaf(self) -> DeferredTensor:
+        """Require a gradient, as views that are made without gradients enabled."""
+        with plainly():
+            self._leaf_view = True
+            self.requires_grad_()
+        return self
+
+    def become(self, other: DeferredTensor) -> DeferredTensor:
+        """Take the place of a tensor that was made from this one, which no other tensor shares memory with."""
+        with plainly():
+            if other.requires_grad:
+                _graph.become(self, other)
+        vars(self).update({**vars(other), "_derived": [], "_tapped": None, "_copy": True})
+        for source in self.sources:
+            source._derived.append(weakref.ref(self))
+        return self
+
+    def _ask(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Register a hook, or retain the gradient, of this tensor and of its values."""
+        hook = args[0] if args else None
+        hook = getattr(hook, "func", hook)  # FSDP1 registers a functools.partial
+        if str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS):
+            return _without_function(func, (self, *args), kwargs)
+        self._gradient_wanted, value = True, self._value
+        with plainly():
+            linked = self._apart and _graph.becomes(self)  # its gradient is that of the values
+            handle = None if linked else func(self, *args, **kwargs)
+        if self._apart and value is not None and value.requires_grad:
+            other, first = func(value, *args, **kwargs), handle
+            handle = first or other
+            if first is not None:
+                handle.remove = lambda: (type(first).remove(first), other.remove())
+        return handle
+
+    @property
+    def _apart(self) -> bool:
+        """True if the graph of the values does not lead through this tensor."""
+        with plainly():
+            return self._value is not None and getattr(self._value.grad_fn, "of", None) is not self.grad_fn
+
+    @classmethod
+    @disable_dynamo
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, kwargs, args = getattr(func, "__name__", str(func)), dict(kwargs or {}), list(args)
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name in ("__get__", "__set__") else ""
+        if name == "__set__" and attribute == "data":
+            return args[0].in_place("data", lambda values: setattr(values, "data", _plain(args[1], "data")))
+        if name == "__get__" and attribute in VIEWS:
+            name, func = attribute, _attribute(attribute)
+        if name in KNOWN:
+            if name in ("register_hook", "retain_grad"):
+                return args[0]._ask(func, args[1:], kwargs)
+            if attribute == "grad_fn":
+                args[0]._node_read = True
+                if args[0]._apart:
+                    return args[0]._value.grad_fn
+            known = _without_function(func, args, kwargs)
+            return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
+        if func is torch.autograd.grad:
+            return _gradients(func, args, kwargs)
+        name = ALIASES.get(name, name)
+        objects = _deferred_in((*args, *kwargs.values()))
+        rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
+        if rule is not None:
+            with contextlib.suppress(UnknownArgumentError):
+                result = _by_rule(rule, name, func, args, kwargs)
+                if result is not NotImplemented:
+                    hooked = has_saved_tensors_hooks()
+                    while hooked and objects:
+                        objects[0]._checkpointed = True
+                        objects += objects.pop(0).sources
+                    return result
+        return _by_values(name, func, args, kwargs, objects)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute the values for code below ``__torch_function__``, such as autograd Functions."""
+        name = func.overloadpacket.__name__
+        if func in _graph.COPIES and not kwargs and isinstance(args[0], DeferredTensor):
+            with plainly(), torch.no_grad():
+                copy = args[0].after([args[0]], func)
+            copy.note_copy_of(args[0])
+            return copy
+        mutable = func._schema.is_mutable
+        if mutable and isinstance(args[0], DeferredTensor):
+            for x in args[0].family():  # copies keep the values that they had
+                x.dense(name)
+
+        def value(x: Any) -> Any:
+            return x.dense(name) if isinstance(x, DeferredTensor) else x
+
+        result = func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
+        return args[0] if mutable and isinstance(args[0], DeferredTensor) else result
+
+    def note_copy_of(self, source: Any) -> None:
+        """Note that gradients of the parts may pass a Function that returns this copy of its input.
+
+        Inside the forward of a Function, only its inputs require a gradient. A copy of another tensor is not a copy of
+        the input.
+        """
+        with plainly():
+            self._copy = source.requires_grad
+
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
+        """Return the tensor ``step(*sources)``, which has the parts of this one."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        parts = vars(self).get("parts", ())
+        if parts and is_dtensor(parts[0]) and hasattr(parts[0], name):
+            return getattr(self.materialize(name), name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:
+    found: list[DeferredTensor] = []
+    for x in values:
+        if isinstance(x, DeferredTensor):
+            found.append(x)
+        elif isinstance(x, tuple | list | dict):
+            found += _deferred_in(x.values() if isinstance(x, dict) else x)
+    return found
+
+
+def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    named = {RENAMED.get(key, key): value for key, value in kwargs.items()}
+    if name in WHOLE:
+        deferred = next(x for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, DeferredTensor))
+        return rule(deferred, Call(func, tuple(args), named))
+    first, *others = args or [named.pop(next((n for n in FIRST if n in named), next(iter(named))))]
+    if name == "mul" and not isinstance(first, DeferredTensor) and others:
+        first, others = others[0], [first]
+    if not isinstance(first, DeferredTensor | tuple | list):  # a sequence: cat, stack
+        return NotImplemented
+    result = rule(first, Call(func, tuple(others), named))
+    for x in [result] if isinstance(result, DeferredTensor) else result if isinstance(result, tuple | list) else ():
+        if x is first:
+            continue
+        if name in ("clone", "contiguous"):
+            x.note_copy_of(first)
+        elif name not in ("detach", "data") and _is_leaf_view(x, first):
+            x.as_leaf()
+    return result
+
+
+def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
+    if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
+        return False
+    return source.requires_grad and same_storage(x.form, source.form)
+
+
+def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], objects: list[DeferredTensor]) -> Any:
+    """Call a function with values in the place of deferred tensors."""
+    for x in objects:
+        x.sync()
+    if name == "__deepcopy__" and objects[0].requires_grad and objects[0].is_leaf:
+        return objects[0].dense(name).clone().requires_grad_()
+    in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    changed = (args or [kwargs.get("input")])[0] if in_place else kwargs.get("out")
+    if not isinstance(changed, DeferredTensor):
+        given, named = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+        for x in objects if in_place or name in EXPOSING else ():  # a list, or the caller, may change the values
+            for each in x.family():
+                each.materialize(name)
+        result = func(*given, **named)
+        for x in objects:
+            if in_place:
+                x.sync()
+            several = isinstance(result, tuple | list)
+            result = _pytree.tree_map(lambda t: x.sharing(t, several), result)  # noqa: B023
+        return result
+    views = (ref() for ref in changed._derived)
+    if name in RESHAPED or (name == "detach_" and any(x is not None and x.of_source for x in views)):
+        raise NotImplementedError(
+            f"{name} must not be called on deferred logits; use {name[:-1]}, which returns a tensor"
+        )
+    for x in changed.family():
+        x.materialize(name)
+    if name == "detach_":
+        changed._dense, changed._value = changed.dense(name), None
+        return _without_function(func, args, kwargs)
+    with plainly():
+        if changed.is_leaf and changed.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    given = _pytree.tree_map(lambda x: x if x is changed else _plain(x, name), (args, kwargs))
+
+    def change(values: Tensor) -> None:
+        put, named = _pytree.tree_map(lambda x: values if x is changed else x, given)
+        func(*put, **named)
+
+    changed.in_place(name, change)
+    return None if name == "__setitem__" else changed
+
+
+def _without_function(func: Any, args: Any, kwargs: Any) -> Any:
+    with plainly():
+        return func(*args, **kwargs)
+
+
+def _plain(x: Any, use: str) -> Any:
+    return x.materialize(use) if isinstance(x, DeferredTensor) else x
+
+
+def _shares(result: Any, values: Any) -> bool:
+    if type(result) is not Tensor or result.layout is not torch.strided or result.dtype != values.dtype:
+        return False
+    return same_storage(result, values)
+
+
+@contextlib.contextmanager
+def _normal() -> Iterator[None]:
+    grad = torch.is_grad_enabled()  # inference_mode(False) enables gradients
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        yield
+
+
+def strided(form: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
+    """Return the operation that makes a view; unlike one of several views, it allows changes of the others."""
+    shape, strides = form.shape, form.stride()
+    return lambda z: z.as_strided(shape, strides, z.storage_offset() + offset)
+
+
+def _attribute(name: str) -> Callable[[Tensor], Any]:
+    def attribute(t: Tensor) -> Any:
+        return getattr(t, name)
+
+    attribute.__name__ = name
+    return attribute
+
+
+def form_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | None:
+    """Return shape, strides and dtype after ``step``, and whether it makes a view; None if that depends on values."""
+    given = [t.form for t in sources]
+    try:
+        with torch.no_grad():
+            out = step(*given)
+    except Exception:
+        return None
+    return out, isinstance(out, Tensor) and any(same_storage(out, t) for t in given)
+
+
+def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
+    """Compute ``torch.autograd.grad``; gradients of deferred tensors pass these, their values, or both.
+
+    Raises:
+        RuntimeError: the gradient of a deferred tensor is that of a fused loss, which never computes it.
+    """
+    given = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
+    apart = [x for x in given if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
+    values = [x._value for x in apart]
+    unused = {"allow_unused": True} if apart else {}
+    with plainly():
+        gradients = func(args[0], [*given, *values], *args[2:], **{**kwargs, **unused})
+    found = list(gradients[: len(given)])
+    for x, gradient in zip(given, found, strict=True):
+        if isinstance(gradient, _graph.PartsGradient):
+            raise RuntimeError(
+                "inputs of torch.autograd.grad must be tensors that the loss was computed from, got deferred ones of "
+                f"shape {tuple(x.shape)}, which a fused loss never computes; call materialize() of them before the loss"
+            )
+    for x, gradient in zip(apart, gradients[len(given) :], strict=True):
+        at = next(i for i, each in enumerate(given) if each is x)
+        found[at] = _graph.total(found[at], gradient)
+    return tuple(found)
+
+
+def registers(rules: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
+    """Return a decorator ``rule(*names)``, which enters the rule of operations into a table."""
+
+    def rule(*names: str) -> Callable[[Rule], Rule]:
+        def register(function: Rule) -> Rule:
+            rules.update(dict.fromkeys(names, function))
+            return function
+
+        return register
+
+    return rule
+
+
+def arguments(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a function of torch by name.
+
+    Raises:
+        UnknownArgumentError: an argument has another name or place, so the operation needs the tensor.
+    """
+    if len(args) > len(names) or not kwargs.keys() <= set(names):
+        raise UnknownArgumentError
+    return {**dict(zip(names, args, strict=False)), **kwargs}

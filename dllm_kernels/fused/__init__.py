@@ -1,5 +1,0 @@
-"""Training loops from logits, computed from hidden states."""
-
-from dllm_kernels.fused._head import fused_head
-
-__all__ = ["fused_head"]

@@ -1,0 +1,177 @@
+"""How a call computes its logits: the LM head, and the settings that a custom op takes as typed arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dllm_kernels._checks._backend import use_triton
+from dllm_kernels._graph._plain import check_no_tangent
+from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_products
+from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits
+from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._primitives import row_primitives
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
+
+
+class NeedsGrad(NamedTuple):
+    """Flags of the inputs that require a gradient: the logits or hidden states, and the tensors of the head."""
+
+    x: bool = False
+    weight: bool = False
+    bias: bool = False
+    u: bool = False
+    U: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, head: Head | None) -> NeedsGrad:
+        """Evaluate before ``autograd.Function.apply``: inside its forward, requires_grad is True even under no_grad."""
+        if not torch.is_grad_enabled():
+            return NO_GRADIENTS
+        return cls(*[t is not None and t.requires_grad for t in (x, *(head or ()))])
+
+    @property
+    def frozen_head(self) -> bool:
+        """True if only rows need a gradient, so that each depends on the upstream gradient of its own row alone."""
+        return (self.x or self.u) and not (self.weight or self.bias or self.U)
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of :class:`NeedsGrad`; None for inputs that require none."""
+
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    u: Tensor | None = None
+    U: Tensor | None = None
+
+
+# Gradients with one row per row of the call. Those of the other inputs, the parameters of the head, are sums over rows.
+PER_ROW_GRADS = ("x", "u")
+NO_GRADIENTS = NeedsGrad()
+
+
+class Split(NamedTuple):
+    """The part of a call on DTensors that this rank computes; made by ``distributed/run.py``.
+
+    Attributes:
+        primitives: makes the row primitives for its columns from those of whole rows; None if it holds whole rows.
+        ranks: number of ranks that share each row.
+        vocabulary: number of columns of a whole row, rounded up to a multiple of ``ranks``.
+        all_reduce: sums a 0-d tensor over the ranks that hold the other rows.
+        shape: shape of all rows.
+        other_rows: True if other ranks hold other rows.
+    """
+
+    primitives: Callable[[RowPrimitives], RowPrimitives] | None
+    ranks: int
+    vocabulary: int
+    all_reduce: Callable[[Tensor], Tensor]
+    shape: tuple[int, ...]
+    other_rows: bool
+
+
+class Setup(NamedTuple):
+    """Settings of a call: all that the code below a public function needs beside tensors.
+
+    Attributes:
+        transform: transform of the logits.
+        triton: True for the Triton kernels, False for plain torch.
+        dtype: dtype of the matrix products, and of the gradient of the logits.
+        logits_dtype: dtype of the logits.
+        needs: inputs that require a gradient.
+        chunk_size: rows of logits that exist at a time; None: chosen.
+        num_active: upper bound on the number of active rows; None: counted.
+        with_lse: True if the logsumexp is a result.
+        with_correct: True if the argmax-match is a result.
+        with_ids: True if the argmax is a result.
+        split: this rank's part of a call on DTensors, or None.
+    """
+
+    transform: Transform = NO_TRANSFORM
+    triton: bool = False
+    dtype: torch.dtype = torch.float32
+    logits_dtype: torch.dtype = torch.float32
+    needs: NeedsGrad = NO_GRADIENTS
+    chunk_size: int | None = None
+    num_active: int | None = None
+    with_lse: bool = False
+    with_correct: bool = False
+    with_ids: bool = False
+    split: Split | None = None
+
+    @classmethod
+    def of(cls, logits: Logits, options: Options, split: Split | None = None) -> Setup:
+        """Derive the settings of a call from validated logits and options.
+
+        Raises:
+            ValueError: the ``logits_dtype`` of a record does not fit the head, or the backend cannot run.
+            NotImplementedError: an input has a forward-mode tangent.
+        """
+        sizes: tuple[int | None, int | None] = None, None
+        if not isinstance(logits, LinearLogits):
+            check_no_tangent(logits)
+            x, head, dtype, logits_dtype = logits, None, logits.dtype, logits.dtype
+        else:
+            x, head, dtype = logits.hidden, logits.head, compute_dtype(logits)
+            check_no_tangent(x, *head)
+            sizes = logits.chunk_size, logits.num_active
+            logits_dtype = dtype_of_chunks(logits, dtype)
+        return cls(
+            options.transform, use_triton(options.backend, x), dtype, logits_dtype, NeedsGrad.of(x, head), *sizes,
+            options.with_lse, options.with_correct, options.with_ids, split,
+        )  # fmt: skip
+
+    @property
+    def accum_dtype(self) -> torch.dtype:
+        """Dtype of sums and of all results per row."""
+        return accum_dtype(self.dtype)
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """True if the gradient of the logits is float16, whose smallest number is 6e-8, so that gradients underflow."""
+        return self.dtype == torch.float16
+
+    @property
+    def splits_rows(self) -> bool:
+        """True if this rank holds some columns of each row."""
+        return self.split is not None and self.split.primitives is not None
+
+    def primitives(self) -> RowPrimitives:
+        """Return the row primitives to call."""
+        whole = row_primitives(self.triton)
+        if self.split is None or self.split.primitives is None:
+            return whole
+        return self.split.primitives(whole)
+
+
+def compute_dtype(logits: LinearLogits) -> torch.dtype:
+    """Return the dtype of the matrix products as ``F.linear`` would choose it, autocast included."""
+    if logits.compute_dtype is not None:
+        return logits.compute_dtype
+    return dtype_of_products(logits.hidden, logits.weight)
+
+
+def stored(logits: LinearLogits) -> Tensor:
+    """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones."""
+    dtype = compute_dtype(logits)
+    wide = dtype_of_chunks(logits, dtype)
+    hidden, *head = [None if t is None else t.to(dtype).to(wide) for t in (logits.hidden, *logits.head)]
+    weight, bias, u, U = head
+    with torch.autocast(logits.hidden.device.type, enabled=False):
+        z = F.linear(hidden, weight, bias)  # type: ignore[arg-type]
+        return z if u is None or U is None else z + F.linear(u, U)
+
+
+def dtype_of_chunks(logits: LinearLogits, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the chunks of logits, for products in ``dtype``."""
+    wide, narrow = logits.logits_dtype == torch.float32, dtype in (torch.float16, torch.bfloat16)
+    if logits.logits_dtype not in (None, dtype) and not (wide and narrow):
+        allowed = f"torch.float32, {dtype}" if narrow else dtype
+        raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {logits.logits_dtype}")
+    return torch.float32 if wide and narrow else dtype

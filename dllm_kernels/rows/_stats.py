@@ -1,0 +1,126 @@
+"""What the row statistics and their objectives share, from the constants per row to the gradient of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_kernels._graph._opaque import Spec
+from dllm_kernels.rows import _chain_rule
+from dllm_kernels.rows._active_rows import ActiveRows
+from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_marks
+from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._rest import rest_backward, with_rest
+from dllm_kernels.rows._results import RestStats, RowStats
+from dllm_kernels.rows._setup import Setup
+from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
+
+
+class RequestedStats(NamedTuple):
+    """Statistics requested for N rows, and constants per row.
+
+    Attributes:
+        ids: int64 ``[N, K]``, -1 for an id without a column.
+        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
+        mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
+        mix_b: b of the mixture, ``[N]``, or None.
+        with_entropy: True if the entropy is requested.
+        with_rest: True if the log-probability of all columns except the ids is requested.
+    """
+
+    ids: Tensor
+    marks: Tensor | None
+    mix_a: Tensor | None
+    mix_b: Tensor | None
+    with_entropy: bool
+    with_rest: bool
+
+    @classmethod
+    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> RequestedStats:
+        """Flatten the validated tensors of a call."""
+        ids = flat_ids(call.ids, call.rows, setup.transform)
+        a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
+        return cls(ids, row_marks(call.active), a, b, call.options.entropy, call.options.rest)
+
+    def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
+        """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
+        return StatsRequest(
+            self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
+            setup.transform, self.with_entropy, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
+        )  # fmt: skip
+
+    def specs(self, setup: Setup, *, lse: bool = True) -> list[Spec]:
+        """Return shape and dtype of each field of :class:`StatsResult`."""
+        (N, K), acc, mix = self.ids.shape, setup.accum_dtype, self.mix_a is not None
+        wanted = (lse, lse, self.with_entropy, mix, mix and any(setup.needs))
+        rest: Spec = ((N,), acc) if self.with_rest else None
+        return [
+            ((N, K), acc), *[((N,), acc) if given else None for given in wanted],
+            ((N,), torch.bool) if setup.with_correct else None, ((N,), torch.int64) if setup.with_ids else None,
+            rest, rest, rest,
+        ]  # fmt: skip
+
+    def empty(self, rows: ActiveRows, setup: Setup) -> list[Tensor | None]:
+        """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
+        device = self.ids.device
+        return [
+            None if spec is None else rows.empty(*spec[0][1:], dtype=spec[1], device=device)
+            for spec in self.specs(setup)
+        ]
+
+
+def of_chunk(request: StatsRequest, rows: ActiveRows, chunk: slice, targets: Tensor) -> StatsRequest:
+    """Return the request for the rows of a chunk, ``IGNORE`` in ``targets`` for inactive ones."""
+    a, b = (None if t is None else rows.take(t, chunk) for t in (request.a, request.b))
+    return request._replace(ids=rows.take(request.ids, chunk), targets=targets, a=a, b=b)
+
+
+def statistics(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, *, rest: bool) -> StatsResult:
+    """Compute the statistics of logits ``[B, L, V]``."""
+    result = StatsResult(*primitives.stats.forward(logits, request))
+    return with_rest(primitives, logits, request, result) if rest else result
+
+
+def coefficients(
+    primitives: RowPrimitives, request: StatsRequest, result: StatsResult, upstream: Upstream
+) -> tuple[Coefficients, Tensor, Tensor]:
+    """Combine the upstream gradients as ``_chain_rule.coefficients`` does; the backend does so for all but log r."""
+    combine = primitives.stats.coefficients if upstream.rest is None else _chain_rule.coefficients
+    return combine(request, result, upstream)
+
+
+def each(function: Callable[[Tensor], Tensor], c: Coefficients) -> Coefficients:
+    """Apply a function to all coefficients."""
+    return Coefficients(*[None if t is None else function(t) for t in c])  # type: ignore[arg-type]
+
+
+def divided(c: Coefficients, size: Tensor) -> Coefficients:
+    """Divide all coefficients of a row by its entry of ``size``, if it is not 0."""
+    size = torch.where(size == 0, 1.0, size)
+    return each(lambda t: t / (size.unsqueeze(1) if t.dim() == 2 else size), c)
+
+
+def write_gradient(
+    primitives: RowPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, result: StatsResult, out: Tensor
+) -> None:
+    """Write the gradient with respect to the logits to ``out``; both ``[B, L, V]``, and maybe the same tensor."""
+    if c.rest_coef is None:
+        primitives.stats.backward(logits, request, c, result.row_max, result.log_sum, out)
+    else:
+        rest_backward(primitives, logits, request, c, result, out)
+
+
+def with_nones(made: Iterable[Tensor], given: Sequence[bool]) -> list[Any]:
+    """Put None back among the outputs of a Function, where ``given`` is False."""
+    outputs = iter(made)
+    return [next(outputs) if there else None for there in given]
+
+
+def named(log_probs: Any, lse: Any, entropy: Any, mix: Any, rest: Any, correct: Any, ids: Any) -> RowStats | RestStats:
+    """Return the statistics as a caller receives them."""
+    if rest is None:
+        return RowStats(log_probs, lse, entropy, mix, correct, ids)
+    return RestStats(log_probs, lse, rest, correct)

@@ -1,0 +1,106 @@
+"""Deferred logits without ``fused_head``: heads that are refused silently, and operators of Python."""
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+from dllm_kernels.deferred._head import deferred_logits
+from tests.conftest import DEVICE
+
+V, D = 7, 5
+
+
+class Model(nn.Module):
+    def __init__(self, head=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head = head or nn.Linear(D, V)
+
+    def forward(self, hidden):
+        return self.lm_head(hidden)
+
+
+def deferred():
+    """Return deferred logits, and the logits."""
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
+    with deferred_logits(model) as defers:
+        assert defers
+        out = model(hidden)
+    assert "forward" not in vars(model.lm_head)
+    return out, model(hidden)
+
+
+IN_PLACE = [
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow
+]  # fmt: skip  # fmt: skip
+
+
+@pytest.mark.parametrize("change", IN_PLACE, ids=lambda change: change.__name__)
+def test_in_place_changes_are_visible_through_every_reference(change):
+    out, logits = deferred()
+    changed = change(out, 2)
+    assert changed is out or changed is out.materialize()
+    torch.testing.assert_close(torch.as_tensor(out.materialize()), change(logits, 2))
+    changed += 1
+    assert torch.equal(out.float(), logits + 1)
+
+
+def test_their_truth_value_is_that_of_the_tensor():
+    out, logits = deferred()
+    for question in (bool, float, int):
+        with pytest.raises((RuntimeError, ValueError), match=r"ambiguous|converted to"), torch.no_grad():
+            question(out)
+    assert logits.max().item() in out
+    assert 1e9 not in out
+    assert {out: 1}[out] == 1  # they hash by identity, as tensors do
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def hooked():
+    head = nn.Linear(D, V)
+    head.register_forward_hook(lambda module, args, output: output * 2)
+    return head
+
+
+@pytest.mark.parametrize("head", [Adapted(D, V), hooked(), nn.Sequential(nn.Linear(D, V))], ids=str)
+def test_a_head_that_is_more_than_linear_computes_its_logits(head):
+    model, hidden = Model(head), torch.randn(2, 3, D)
+    with deferred_logits(model) as defers:
+        assert not defers
+        assert torch.is_tensor(model(hidden))
+
+
+def test_a_model_without_a_head_is_left_alone():
+    with deferred_logits(nn.Sequential()) as defers:
+        assert not defers
+
+
+def test_the_autocast_state_of_the_call_is_used():
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16), deferred_logits(model):
+        narrow = model(hidden)
+    with deferred_logits(model):
+        wide = model(hidden)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected, found = model(hidden), wide.materialize()
+    torch.testing.assert_close(narrow.materialize(), expected)
+    torch.testing.assert_close(torch.softmax(narrow.float(), -1), torch.softmax(expected.float(), -1))
+    torch.testing.assert_close(found, model(hidden))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_reading_them_under_no_grad_keeps_their_gradient(mode):
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
+    with deferred_logits(model):
+        out = model(hidden)
+    with mode():
+        out.argmax(-1)
+        out.exp()
+    got, expected = (torch.autograd.grad(z.square().sum(), hidden)[0] for z in (out.materialize(), model(hidden)))
+    torch.testing.assert_close(got, expected)

@@ -1,0 +1,47 @@
+"""Integrations: labels of a collator that cannot be read, and log-probabilities of TRL with a frozen head."""
+
+import math
+
+import pytest
+import torch
+
+import dllm_kernels
+from dllm_kernels._graph import _plain
+from dllm_kernels.integrations.transformers import mdlm_loss_func, unpack_labels
+from dllm_kernels.integrations.trl import _log_probs
+from dllm_kernels.ops import LinearLogits
+
+
+@pytest.mark.parametrize("loss", [None, dllm_kernels.BlockDiffusionCrossEntropyLoss(), lambda *masks: masks[3]])
+def test_labels_that_cannot_be_read_give_a_nan_loss(monkeypatch, loss):
+    """Reading labels on a GPU would be a host sync, so the loss shows that they are not packed."""
+    monkeypatch.setattr(_plain, "readable_without_sync", lambda t: False)
+    labels = torch.tensor([[-100, 3, -100, 7]])
+    targets, noise, p, supervised = unpack_labels(labels)
+    assert torch.equal(noise, supervised)
+    assert p.tolist() == [[0, 1, 0, 1]]
+    assert targets.tolist() == [[-100, 2**31 - 1, -100, 2**31 - 1]]
+    assert mdlm_loss_func((torch.zeros(1, 4, 13),), labels, loss=loss).isnan()
+
+
+N, D, V = 6, 5, 37
+TARGETS = torch.tensor([1, -100, 3, 4, 5, 6])
+ON = torch.tensor([True, True, False, False, True, True])
+WITHOUT = [1, 2, 3]  # rows without a target, and inactive ones
+HARMFUL = torch.tensor([0.5, math.inf, math.nan, -math.inf, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_upstream_gradient_stays_out_of_rows_without_a_gradient(trained, entropy, dtype):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype).requires_grad_(trained)
+    found = []
+    for upstream in (HARMFUL, HARMFUL.index_fill(0, torch.tensor(WITHOUT), 0.0)):
+        leaf = hidden.clone().requires_grad_()
+        log_probs, of_rows, _ = _log_probs(LinearLogits(leaf, weight), TARGETS, active=ON, entropy=entropy)
+        outputs = [log_probs, *([of_rows] if entropy else [])]
+        found.append(torch.autograd.grad(outputs, leaf, [upstream, torch.zeros(N)][: len(outputs)])[0])
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
