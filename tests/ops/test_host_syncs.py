@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from dllm_kernels import ops
-from tests.support.inputs import detached
 from tests.support.recorded import ReadBack
 
 N, D, V = 6, 16, 64
@@ -12,6 +11,10 @@ N, D, V = 6, 16, 64
 
 def log_probs(stats):
     return stats.log_probs
+
+
+def detached(x):
+    return x._replace(hidden=x.hidden.detach())
 
 
 def log_q(x):

@@ -107,7 +107,9 @@ def test_a_gradient_only_where_one_is_required(name, trains, backend):
     ],
 )
 def test_a_second_backward_of_a_sum_raises_with_advice(name, advice, backend):
-    loss = OPS[name][0](ops.LinearLogits(*(torch.randn(n, D, requires_grad=True) for n in (N, V))), backend=backend)
+    loss = OPS[name][0](
+        ops.LinearLogits(*(torch.randn(n, D, device=DEVICE, requires_grad=True) for n in (N, V))), backend=backend
+    )
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=advice):
         loss.backward()

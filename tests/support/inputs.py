@@ -102,4 +102,4 @@ def exact(kind, logits, **options):
     """
     if kind == "stored":
         return logits
-    return LinearLogits(logits, torch.eye(logits.shape[-1], dtype=logits.dtype, device=DEVICE), **options)
+    return LinearLogits(logits, torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device), **options)
