@@ -106,7 +106,7 @@ BAD = [
 
 
 @every_case
-@pytest.mark.parametrize(("fields", "options", "error", "message"), BAD, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("fields", "options", "error", "message"), BAD, ids=[bad[-1][:40] for bad in BAD])
 def test_a_bad_field_of_the_record_is_named(name, fields, options, error, message):
     case, inputs = BY_NAME[name], {key: t.cpu() for key, t in drawn(name).items()}
     if name == "scdd" and "skip_id" in fields | options:

@@ -72,7 +72,8 @@ def test_parity(input_kind, kind, tail, dtype, transform, reduction, K, sizes, b
         leaves = source.leaves((2, 5), V, dtype, D=D, seed=seed + 100, size=2.0)
         return leaves, torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
 
-    assert_parity(ours, oracle, draw, {V, K})
+    # Rounding the teacher's mass, 0.9, changes the log of the rest, 0.1, by nine times as much.
+    assert_parity(ours, oracle, draw, {V, K, 9**2} if tail else {V, K})
 
 
 @every_kind

@@ -9,10 +9,9 @@ ROOT = Path(__file__).parents[2]
 # Files whose tests launch kernels; the same subject has the same name in each folder.
 SUBJECTS = {
     "kernels": "batch_invariance bounds divergence_kernel planted_faults ptx real_vocabularies row_kernels row_weights",
-    "ops": "divergence dpace_weights extra gradcheck gumbel_topk linear_nll linear_sample num_active row_objective"
-    " row_stats second_order soft_embedding token_log_probs token_nll topk_divergence transform",
-    "internals": "corruption corruption_levels divergence gumbel_topk linear_nll linear_sample philox row_stats"
-    " soft_embedding token_nll topk_divergence transform",
+    "ops": "divergence dpace_weights extra gradcheck gumbel_topk linear_logits linear_nll linear_sample num_active"
+    " products row_objective row_stats second_order soft_embedding token_log_probs token_nll topk_divergence transform",
+    "internals": "backends corruption rows",
     "corruption": "corruption corruption_levels padding segments sources",
     "losses": "losses", "policy": "loss", "generate": "generate",
 }  # fmt: skip
