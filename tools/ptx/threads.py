@@ -208,7 +208,8 @@ class Threads:
     def _whole_warps(self, line: str, active: Array | None, members: Any = 0xFFFFFFFF) -> None:
         self.line = line
         warps = None if active is None else active.reshape(-1, 32)
-        if (members != 0xFFFFFFFF) or (warps is not None and (warps.any(1) != warps.all(1)).any()):
+        partial = np.any((members != 0xFFFFFFFF) & (True if active is None else active))  # a register in few kernels
+        if partial or (warps is not None and (warps.any(1) != warps.all(1)).any()):
             raise FaultError("an instruction of a warp that only some of its threads execute")
 
     def shuffle(self, line: str, active: Array | None, kind: str, value: Any, by: Any, clamp: Any, members: Any) -> Any:
