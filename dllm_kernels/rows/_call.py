@@ -57,7 +57,7 @@ class Call(NamedTuple):
     @property
     def on_ranks(self) -> bool:
         """True if an input is a DTensor, so that each rank computes a part of the call."""
-        return any_dtensor(self.x, *(self.head or ()))
+        return any_dtensor(self.logits) if self.head is None else any_dtensor(self.x, *self.head)
 
 
 def checked(
@@ -112,7 +112,8 @@ def checked_logits(
     rows that one call takes.
     """
     logits, transform, V = checked_rows(names, logits, ids, options.transform, branches)
-    return logits, replaced(options, transform=transform).checked(V), V
+    options = options if transform is options.transform else replaced(options, transform=transform)
+    return logits, options.checked(V), V
 
 
 def checked_rows(

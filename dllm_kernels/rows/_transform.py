@@ -36,7 +36,7 @@ class Transform(NamedTuple):
     @property
     def is_identity(self) -> bool:
         """True without any step; comparing a symbolic number would specialise a graph."""
-        return all(field is None for field in self)
+        return self.softcap is None and self.scale is None and self.skip_id is None
 
     def check(self) -> None:
         """Raise unless each field is None or valid; :meth:`checked` compares ``skip_id`` with V."""
