@@ -54,7 +54,8 @@ def token_nll(
         with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
         with_ids: also return the predicted id, the argmax of the transformed logits; takes no second product or pass.
         inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
-            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them. A
+            :class:`LinearLogits` has none to overwrite.
         softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
@@ -107,7 +108,8 @@ def weighted_nll(
         round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
             computed in that dtype.
         inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
-            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them. A
+            :class:`LinearLogits` has none to overwrite.
         softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
