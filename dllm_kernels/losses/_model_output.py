@@ -15,7 +15,7 @@ from dllm_kernels.losses import _common
 from dllm_kernels.ops.divergence import TeacherInput, compared, divergence_unchecked
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
-from dllm_kernels.rows._call import Call, checked_logits
+from dllm_kernels.rows._call import Call, checked_logits, names_of
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import RowPrimitives
@@ -48,7 +48,7 @@ class ModelOutput(NamedTuple):
     def of(cls, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
         """Take logits, stored, deferred or a record."""
         logits = opened(logits, options.transform)
-        return cls(names.of_hidden if isinstance(logits, LinearLogits) else names, options, logits)
+        return cls(names_of(names, logits), options, logits)
 
     @property
     def x(self) -> Any:
@@ -63,7 +63,7 @@ class ModelOutput(NamedTuple):
     def in_chunks_of(self, size: int | None) -> ModelOutput:
         """Return this output with the size of its chunks of logits, if its record has none."""
         logits = self.logits
-        if not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
+        if size is None or not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
             return self
         return replaced(self, logits=replaced(logits, chunk_size=size))
 

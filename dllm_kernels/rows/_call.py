@@ -14,7 +14,7 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, composed, detached, opened, rows_of
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._transform import Transform
+from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
 
 class Call(NamedTuple):
@@ -82,7 +82,7 @@ def checked(
     """
     ids, active, weights = all_plain(ids, active, weights)
     logits, options, V = checked_logits(names, opened(logits, options.transform), ids, options)
-    names, x = names.of_hidden if isinstance(logits, LinearLogits) else names, rows_of(logits)
+    names, x = names_of(names, logits), rows_of(logits)
     rows = x.shape[:-1]
     if not several or ids.dim() != x.dim() or ids.shape[:-1] != rows or ids.shape[-1] < 1:
         _check_ids_shape(names, x, ids, several)
@@ -129,18 +129,20 @@ def checked_rows(
         extra = _checks.checked_extra(names, x, logits.weight, extra, casts=casts)
     _checks.check_logits_dtype(logits.logits_dtype)
     transform = composed(logits, transform)
-    logits = LinearLogits(
-        x, logits.weight, logits.bias, extra, logits_dtype=logits.logits_dtype,
-        chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
-        num_active=_checks.checked_up_to("num_active", logits.num_active, branches * x.shape[:-1].numel()),
-        compute_dtype=logits.compute_dtype, source=logits.source,
-    )  # fmt: skip
-    return logits, transform, V
+    chunk_size = _checks.checked_size("chunk_size", logits.chunk_size)
+    bound = _checks.checked_up_to("num_active", logits.num_active, branches * x.shape[:-1].numel())
+    fields = {**NO_TRANSFORM._asdict(), "extra": extra, "chunk_size": chunk_size, "num_active": bound}
+    return replaced(logits, **fields), transform, V
+
+
+def names_of(names: _checks.Names, logits: Logits) -> _checks.Names:
+    """Return the caller's names, with that of the hidden states for the rows of a record."""
+    return names.of_hidden if isinstance(logits, LinearLogits) else names
 
 
 def name_of_rows(names: _checks.Names, logits: Logits) -> str:
     """Return the caller's name of logits, or of the hidden states of a record."""
-    return names.hidden if isinstance(logits, LinearLogits) else names.rows
+    return names_of(names, logits).rows
 
 
 def made_by_head(hidden: Any, head: Any, *options: Any) -> Any:
