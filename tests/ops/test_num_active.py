@@ -224,3 +224,18 @@ def test_every_loss_and_its_gradients_are_nan(name, backend):
     out.total_loss.backward()
     for t in (out.total_loss, out.dllm_loss, h.grad, w.grad):
         assert t.isnan().all()
+
+
+def test_the_bound_of_two_branches_is_that_of_both_together():
+    B, L, D, V = 2, 3, 4, 7
+    hidden, causal, head = (torch.randn(*s, D, device=DEVICE) for s in ((B, L), (B, L), (V,)))
+    ids, on = torch.arange(B * L, device=DEVICE).view(B, L), torch.ones(B, L, device=DEVICE)
+    masks = on, on / 2, on, on
+
+    def total(**options):
+        loss = HybridDiffusionLLMLoss()
+        return loss.forward_fused(hidden, head, ids, *masks, causal_hidden=causal, **options).total_loss
+
+    torch.testing.assert_close(total(num_active=2 * B * L), total(), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=rf"^num_active must be an int in \[0, {2 * B * L}\], got {2 * B * L + 1}$"):
+        total(num_active=2 * B * L + 1)
