@@ -18,7 +18,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, plain_count, readable_without_sync
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._common import Count, DLLMLossOutput, next_tokens, shift_left
-from dllm_kernels.losses._model_output import CAUSAL, ModelOutput
+from dllm_kernels.losses._model_output import CAUSAL, NAMES, ModelOutput
 from dllm_kernels.rows._interface import P_MASK_MIN
 from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
@@ -32,22 +32,29 @@ class TransformedLoss(nn.Module):
     """
 
     reductions: tuple[str, ...] = _common.REDUCTIONS
+    chunk_size: int | None = None
 
     def __init__(
         self, softcap: float | None, scale: float | None, skip_id: int | None, reduction: str, backend: str
     ) -> None:
         super().__init__()
-        Transform(softcap, scale, skip_id).check()
-        self.softcap = softcap
-        self.scale = scale
-        self.skip_id = skip_id
+        self.softcap, self.scale, self.skip_id = Transform(softcap, scale, skip_id).check()
         self.reduction = reduction
         self._returns_rows()
         self.backend = backend
 
+    @property
+    def transform(self) -> Transform:
+        """Transform of the logits, read on every call because attributes may have been reassigned."""
+        return Transform(self.softcap, self.scale, self.skip_id)
+
     def _options(self, **others: Any) -> Options:
-        """Return the options of the ops, built on every call because attributes may have been reassigned."""
-        return Options(Transform(self.softcap, self.scale, self.skip_id), backend=self.backend, **others)
+        """Return the options of the ops."""
+        return Options(self.transform, backend=self.backend, **others)
+
+    def _rows(self, logits: Any, options: Options, names: _checks.Names = NAMES) -> ModelOutput:
+        """Take logits, stored, deferred or a record, in chunks of ``chunk_size`` rows unless the record has its own."""
+        return ModelOutput.of(logits, options, names).in_chunks_of(self.chunk_size)
 
     def _returns_rows(self) -> bool:
         """Return True if the output has per-row losses. Validated on every call: the attribute may be reassigned."""
@@ -197,8 +204,6 @@ class DiffusionLoss(TransformedLoss):
         ValueError: ``reduction`` is unknown. Every call checks all three again.
     """
 
-    chunk_size: int | None = None
-
     def __init__(
         self, fp32_upcast: bool = True, *, softcap: float | None = None, scale: float | None = None,
         skip_id: int | None = None, reduction: str = "total", backend: str = "auto", shift: bool = False,
@@ -247,7 +252,7 @@ class DiffusionLoss(TransformedLoss):
         tensors = all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts)
         batch = Batch._make((*tensors, _checks.checked_bool("shift", self.shift)))
         options = self._options(round_nll=self._rounds())
-        rows, causal = ModelOutput.of(logits, options).in_chunks_of(self.chunk_size), None
+        rows, causal = self._rows(logits, options), None
         if causal_logits is not None:
             causal = ModelOutput.of(causal_logits, options, CAUSAL)
         if rows.packed(batch.target_ids):

@@ -86,7 +86,8 @@ class DraftLoss(TransformedLoss):
         super().__init__(**common)
         _check_gamma(loss_gamma)  # before the conversion to float, which drops a gradient and accepts strings
         self.loss_gamma = loss_gamma if loss_gamma is None or isinstance(loss_gamma, str) else float(loss_gamma)
-        self.chunk_size, self.normalize, self.dpace_alpha = chunk_size, normalize, dpace_alpha
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
+        self.normalize, self.dpace_alpha = normalize, dpace_alpha
         object.__setattr__(self, "position_weights", position_weights)  # nn.Module would register a module
         self.anchor_row, self.decay_from = anchor_row, decay_from
         self._checked_weighting()
@@ -99,7 +100,6 @@ class DraftLoss(TransformedLoss):
         _checks.check_probability("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         decay_from = _checks.checked_int("decay_from", self.decay_from, 0)
-        _checks.checked_size("chunk_size", self.chunk_size)
         gamma = self.loss_gamma
         # gamma != gamma tests for NaN, because a graph with a symbolic float cannot hold math.isnan
         if gamma is not None and not isinstance(gamma, str) and (gamma == 0 or gamma != gamma):

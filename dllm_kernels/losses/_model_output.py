@@ -62,7 +62,7 @@ class ModelOutput(NamedTuple):
 
     def in_chunks_of(self, size: int | None) -> ModelOutput:
         """Return this output with the size of its chunks of logits, if its record has none."""
-        logits = self.logits
+        size, logits = _checks.checked_size("chunk_size", size), self.logits
         if size is None or not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
             return self
         return replaced(self, logits=replaced(logits, chunk_size=size))

@@ -11,7 +11,6 @@ from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses._block_weights import MEAN_EPS, Counts, counts_per_offset, size_of_blocks
 from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import LOSS_TYPES, DraftCall, DraftLoss
-from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.token_nll import token_nll_unchecked
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -245,7 +244,7 @@ class DFlashDecayLoss(DraftLoss):
         prefix: Tensor | None,
     ) -> DraftCall:  # fmt: skip
         """Check the arguments of a call."""
-        rows = ModelOutput.of(logits, self._options()).in_chunks_of(self.chunk_size)
+        rows = self._rows(logits, self._options())
         if rows.packed(target_ids):
             rows, counts = rows.as_batch(), counts.as_batch()
             target_ids, block_mask, prefix = map(as_batch, (target_ids, block_mask, prefix))

@@ -248,7 +248,7 @@ class DraftDistillationLoss(DraftLoss):
         )
         if teacher_logits is None:
             _check_none_given("teacher_logits", teacher_rows=teacher_rows, draft_to_target=draft_to_target)
-        rows = ModelOutput.of(logits, options).in_chunks_of(self.chunk_size)
+        rows = self._rows(logits, options)
         counts = Counts(num_tokens, num_blocks, num_sequences, total_weight)
         if rows.packed(block_mask if target_ids is None else target_ids):
             rows, teacher, counts = rows.as_batch(), _as_batch(teacher), counts.as_batch()

@@ -84,7 +84,7 @@ class IDLMLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices do not match, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
-        rows = ModelOutput.of(logits, self._options())
+        rows = self._rows(logits, self._options())
         _checks.checked_bool("auto_balance", self.auto_balance)  # the attributes may have been reassigned
         _checks.check_finite("clean_loss_weight", self.clean_loss_weight)
         if rows.packed(target_ids):

@@ -167,7 +167,7 @@ class SCDDLoss(DiffusionLoss):
         self.max_ratio = max_ratio
         self.gamma_shape = gamma_shape
         self.t_peak = t_peak
-        self.chunk_size = chunk_size
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self._check_settings()
 
     def _loss(
@@ -234,7 +234,6 @@ class SCDDLoss(DiffusionLoss):
         _checks.checked_int("mask_token_id", self.mask_token_id, 0)
         _checks.checked_int("num_timesteps", self.num_timesteps, 2)
         checked_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
-        _checks.checked_size("chunk_size", self.chunk_size)
 
 
 def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class CrossEntropy(TransformedLoss):
 
     def checked(self, names: _checks.Names, logits: Logits, labels: Tensor) -> tuple[ModelOutput, Tensor]:
         """Validate logits, or their record, and labels; return both, with the labels as targets of the ops."""
-        rows = ModelOutput.of(logits, self._options(), names).of_any_shape(labels)
+        rows = self._rows(logits, self._options(), names).of_any_shape(labels)
         return rows, self.targets_of(labels)
 
     def targets_of(self, labels: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         _checks.check_logits_dtype(dtype)
         of_float64 = getattr(hidden_states, "dtype", None) == torch.float64
         wide = torch.float32 if dtype == torch.float32 and not of_float64 else None
-        return LinearLogits(hidden_states, lm_weight, lm_bias, extra, logits_dtype=wide, chunk_size=self.chunk_size)
+        return LinearLogits(hidden_states, lm_weight, lm_bias, extra, wide)
 
     def forward(
         self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,

@@ -19,7 +19,6 @@ from dllm_kernels.mtp import cross_entropy as base
 from dllm_kernels.mtp.cross_entropy import CrossEntropy, FusedLinearCrossEntropy, normalized, position_weights, to_int64
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
-from dllm_kernels.rows._transform import Transform
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             pairs = zip(outputs, low_rank, strict=True)
             outputs = [loss_fn.record(rows_of(h), weight, bias, pair, logits_dtype) for h, pair in pairs]
         else:
-            outputs = [opened(z, Transform(loss_fn.softcap, loss_fn.scale, loss_fn.skip_id)) for z in outputs]
+            outputs = [opened(z, loss_fn.transform) for z in outputs]
         records = [z for z in outputs if isinstance(z, LinearLogits)]
         if len(records) == len(outputs) and all(z.same_head(records[0]) for z in records):
             rows, ids, weights, divided = _stacked(loss_fn, name, records, targets, counts)

@@ -741,7 +741,7 @@ def _chunks(
     sizes = [len(head.weight if teacher.weight is None else teacher.weight)]
     if teacher.columns is not None:
         sizes.append(len(teacher.columns))
-    others = [(size, setup.logits_dtype) for size in sizes]
+    others = [(size, setup.chunk_dtype) for size in sizes]
     return Chunks(hidden, head, marks, setup, needs, factors, listed=listed, others=others)
 
 

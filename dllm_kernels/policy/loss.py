@@ -291,7 +291,7 @@ class PolicyLoss(nn.Module):
 
 def _checked_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int) -> ModelOutput:
     """Validate rows ``[K, B, L, V]`` or ``[K, B, L, D]``, head, ids from column ``shift`` on, views and options."""
-    logits, options, V = checked_logits(NAMES, rows.logits, ids, rows.options)
+    logits, options, _ = checked_logits(NAMES, rows.logits, ids, rows.options)
     names, x = rows.names, rows.x
     _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if rows.stored else "[K, B, L, D]")
     _checks.check_ndim("ids", ids, 2, "[B, L]")
@@ -303,9 +303,9 @@ def _checked_rows(rows: ModelOutput, ids: Tensor, views: PolicyViews, shift: int
     _checks.check_shape(names.rows, x, (*shape, x.shape[-1]), "that of the views, with one dimension more")
     _checks.check_same_device(names.rows, x, views=views.scored)
     _checks.check_constant("views.weights", views.weights)
-    counted, ids = views.scored.any(0)[:, shift:], ids[:, shift:]
-    _checks.check_target_range(None, "ids", ids, V, counted=counted, shift=shift, excluded=options.transform.skip_id)
-    return ModelOutput(names, options, logits)
+    checked = ModelOutput(names, options, logits)
+    checked.check_targets(ids, views.scored.any(0)[:, shift:], shift=shift)
+    return checked
 
 
 def _log_probs(rows: ModelOutput, ids: Tensor, scored: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:

@@ -129,10 +129,14 @@ def checked_rows(
         extra = _checks.checked_extra(names, x, logits.weight, extra, casts=casts)
     _checks.check_logits_dtype(logits.logits_dtype)
     transform = composed(logits, transform)
-    chunk_size = _checks.checked_size("chunk_size", logits.chunk_size)
-    bound = _checks.checked_up_to("num_active", logits.num_active, branches * x.shape[:-1].numel())
-    fields = {**NO_TRANSFORM._asdict(), "extra": extra, "chunk_size": chunk_size, "num_active": bound}
-    return replaced(logits, **fields), transform, V
+    logits = replaced(
+        logits,
+        **NO_TRANSFORM._asdict(),
+        extra=extra,
+        chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
+        num_active=_checks.checked_up_to("num_active", logits.num_active, branches * x.shape[:-1].numel()),
+    )
+    return logits, transform, V
 
 
 def names_of(names: _checks.Names, logits: Logits) -> _checks.Names:

@@ -83,7 +83,7 @@ class Chunks:
         self.bias, self.U = (None if t is None else t.to(setup.dtype) for t in (head.bias, head.U))
         self.primitives = setup.primitives()
         V, device = len(head.weight), hidden.device
-        choose = self._chooser_of_size([*others, (V, setup.logits_dtype)])
+        choose = self._chooser_of_size([*others, (V, setup.chunk_dtype)])
         self.grads: dict[str, Tensor] = {}
         if needs.bias:
             self.grads["bias"] = torch.zeros(V, dtype=setup.accum_dtype, device=device)
@@ -96,7 +96,7 @@ class Chunks:
             self.rows.checked_(self.grads["bias"])
         size = setup.chunk_size or choose()
         self.size = max(1, min(size, self.rows.count))
-        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=setup.logits_dtype, device=device)
+        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=setup.chunk_dtype, device=device)
         for field, t in zip(PER_ROW_GRADS, (hidden, head.u), strict=True):
             if t is not None and getattr(needs, field):
                 self.grads[field] = self.rows.empty(t.shape[1], dtype=t.dtype, device=device)
@@ -109,7 +109,7 @@ class Chunks:
         collectives.
         """
         D, setup, split = self.hidden.shape[1], self.setup, self.setup.split
-        if setup.logits_dtype != setup.dtype:  # the gradient of the logits is copied
+        if setup.chunk_dtype != setup.dtype:  # the gradient of the logits is copied
             buffers.append((len(self.weight), setup.dtype))
         ranks = 1
         if split is not None and setup.splits_rows:

@@ -31,7 +31,7 @@ def logsumexp(row_max: Any, log_sum: Any, setup: Setup) -> Any:
 
 def rounded(nll: Tensor, round_nll: bool, setup: Setup) -> Tensor:
     """Round the NLL to the dtype of the logits, if requested, like a cross-entropy computed in that dtype."""
-    return nll.to(setup.logits_dtype).to(nll.dtype) if round_nll else nll
+    return nll.to(setup.chunk_dtype).to(nll.dtype) if round_nll else nll
 
 
 def weighted_sum(nll: Tensor, weights: Tensor, mask_zero: bool) -> Tensor:

@@ -83,7 +83,7 @@ class Setup(NamedTuple):
         transform: transform of the logits.
         triton: True for the Triton kernels, False for plain torch.
         dtype: dtype of the matrix products, and of the gradient of the logits.
-        logits_dtype: dtype of the logits.
+        chunk_dtype: dtype of the logits.
         needs: inputs that require a gradient.
         chunk_size: rows of logits that exist at a time; None: chosen.
         num_active: upper bound on the number of active rows; None: counted.
@@ -96,7 +96,7 @@ class Setup(NamedTuple):
     transform: Transform = NO_TRANSFORM
     triton: bool = False
     dtype: torch.dtype = torch.float32
-    logits_dtype: torch.dtype = torch.float32
+    chunk_dtype: torch.dtype = torch.float32
     needs: NeedsGrad = NO_GRADIENTS
     chunk_size: int | None = None
     num_active: int | None = None
@@ -116,14 +116,14 @@ class Setup(NamedTuple):
         sizes: tuple[int | None, int | None] = None, None
         if not isinstance(logits, LinearLogits):
             check_no_tangent(logits)
-            x, head, dtype, logits_dtype = logits, None, logits.dtype, logits.dtype
+            x, head, dtype, chunk_dtype = logits, None, logits.dtype, logits.dtype
         else:
             x, head, dtype = logits.hidden, logits.head, compute_dtype(logits)
             check_no_tangent(x, *head)
             sizes = logits.chunk_size, logits.num_active
-            logits_dtype = dtype_of_chunks(logits, dtype)
+            chunk_dtype = dtype_of_chunks(logits, dtype)
         return cls(
-            options.transform, use_triton(options.backend, x), dtype, logits_dtype, NeedsGrad.of(x, head), *sizes,
+            options.transform, use_triton(options.backend, x), dtype, chunk_dtype, NeedsGrad.of(x, head), *sizes,
             options.with_lse, options.with_correct, options.with_ids, split,
         )  # fmt: skip
 

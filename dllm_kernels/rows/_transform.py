@@ -38,8 +38,8 @@ class Transform(NamedTuple):
         """True without any step; comparing a symbolic number would specialise a graph."""
         return self.softcap is None and self.scale is None and self.skip_id is None
 
-    def check(self) -> None:
-        """Raise unless each field is None or valid; :meth:`checked` compares ``skip_id`` with V."""
+    def check(self) -> Transform:
+        """Return the transform, or raise unless each field is None or valid; :meth:`checked` compares with V."""
         _checks.check_factor("softcap", self.softcap)
         _checks.check_factor("scale", self.scale)
         column: Any = self.skip_id
@@ -47,6 +47,7 @@ class Transform(NamedTuple):
             raise TypeError(f"skip_id must be an int or None, got {_checks.type_name(column)}")
         if column is not None and column < 0:
             raise ValueError(f"skip_id must not be negative, got {column}")
+        return self
 
     def checked(self, V: int) -> Transform:
         """Validate the transform of logits with V columns, and convert to Python types; a scale of 1 becomes None."""

@@ -198,7 +198,7 @@ def test_names():
     for transform in (Transform(), Transform(3.0, 0.7, 0)):
         comparison = Comparison(checked_spec(MANY, beta=0.3, base="soft_ce"), transform, 4.0, True)
         x, op = torch.ones(2, 3), _custom_ops.OPS["divergence"]
-        args = [x, Teacher(x), None, x[:, 0], comparison, Setup(transform, logits_dtype=torch.float16)]
+        args = [x, Teacher(x), None, x[:, 0], comparison, Setup(transform, chunk_dtype=torch.float16)]
         assert op.rebuilt(*op.arguments(args)) == args  # tensors are compared by identity
 
 
