@@ -227,9 +227,9 @@ def _weighted(fn: _BucketDivergence, stats: Any, log_q: Tensor, missing: Tensor,
 def _of_statistics(fn: _BucketDivergence, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
     """Build the result from the statistics of all rows."""
     weights, dtype = teacher.weights, teacher.weights.dtype
-    inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if the bound is too small
-    value, a = (torch.where(inactive, of_inactive, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
-    loss = torch.where(inactive, of_inactive, weights * value)
+    inactive, inactive_value = weights == 0, stats.lse.detach()  # 0, or NaN if the bound is too small
+    value, a = (torch.where(inactive, inactive_value, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
+    loss = torch.where(inactive, inactive_value, weights * value)
     agree = stats.correct & ~a.isnan()
     return Divergence(loss if per_row else loss.sum(), value.detach(), a, agree)
 
