@@ -329,7 +329,7 @@ class _Metrics:
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
-        weights = self._shares(self.weighting.of_rows(self.mask, self.block_size), EPS["loss"])
+        weights = self._shares(self.weighting.row_weights(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         if any(kind.values()):
             found = self.compared(weights, kind=kind)
@@ -343,7 +343,7 @@ class _Metrics:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
         ((name, weight),) = self.terms.items()
         found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
-        weights = self.weighting.of_rows(self.mask, self.block_size, torch.exp(-found.value))
+        weights = self.weighting.row_weights(self.mask, self.block_size, torch.exp(-found.value))
         return weight * sum_of_rows(found.loss, self._shares(weights, EPS["loss"])), found, {}
 
     def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:

@@ -115,8 +115,8 @@ def checked_prefix(prefix: Tensor, mask_name: str, mask: Tensor, rows: int) -> T
     return prefix
 
 
-def given_rows(prefix: Tensor, rows: int) -> Tensor:
-    """Return True for the rows whose token the prefix ``[B, blocks]`` gives, ``[B, blocks, rows]``."""
+def rows_in_prefix(prefix: Tensor, rows: int) -> Tensor:
+    """Return True for the rows whose token is part of the prefix ``[B, blocks]``, ``[B, blocks, rows]``."""
     return torch.arange(1, rows + 1, device=prefix.device) < prefix.unsqueeze(2)
 
 
@@ -190,7 +190,7 @@ class BlockWeights(NamedTuple):
         decay = torch.exp(rising / (math.inf if gamma is None else gamma))
         return torch.where(rising > 0, 0.0, decay) if self.decay_from else decay
 
-    def of_rows(
+    def row_weights(
         self, mask: Tensor, block_size: int | None, q: Tensor | None = None, prefix: Tensor | None = None
     ) -> Tensor:
         """Compute the detached row weights ``[B, T]`` before the denominator.

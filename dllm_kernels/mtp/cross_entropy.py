@@ -36,7 +36,7 @@ class CrossEntropy(TransformedLoss):
 
     def checked(self, names: _checks.Names, logits: Logits, labels: Tensor) -> tuple[ModelOutput, Tensor]:
         """Validate logits, or their record, and labels; return both, with the labels as targets of the ops."""
-        rows = self._rows(logits, self._options(), names).of_any_shape(labels)
+        rows = self._rows(logits, self._options(), names).checked_any_shape(labels)
         return rows, self.targets_of(labels)
 
     def targets_of(self, labels: Tensor) -> Tensor:
