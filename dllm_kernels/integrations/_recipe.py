@@ -106,8 +106,8 @@ class _Recorder:
         generator = RowSeeds(signed.to(ids.device, non_blocking=True))
         more, options = others[0]
         with _Draws(generator):
-            found = self.strategy.apply_corruption(ids, loss_mask, *more, **{**options, "generator": generator})
-        return tuple(t.contiguous() for t in found)
+            result = self.strategy.apply_corruption(ids, loss_mask, *more, **{**options, "generator": generator})
+        return tuple(t.contiguous() for t in result)
 
 
 class _Draws(TorchFunctionMode):
