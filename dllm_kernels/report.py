@@ -174,7 +174,7 @@ def _values(*shape: int) -> Tensor:
     return torch.sin(count).float().view(shape).mul(3)
 
 
-def _of_logits(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
+def _nll_check(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
     """Return the check of a weighted NLL from float32 logits."""
 
     def check(device: str, backend: str) -> tuple[float, float]:
@@ -191,7 +191,7 @@ def _of_logits(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
     return check
 
 
-def _of_hidden(device: str, backend: str) -> tuple[float, float]:
+def _linear_nll(device: str, backend: str) -> tuple[float, float]:
     """Check the NLL from bfloat16 hidden states through a trained head, in two chunks."""
     targets, weights = torch.arange(24, device="cpu"), torch.linspace(0.5, 1.0, 24, device="cpu")
 
@@ -241,7 +241,7 @@ def _sample(device: str, backend: str) -> tuple[float, float]:
 
 # A row of 20,000 float32 logits is shared by two programs.
 CHECKS: dict[str, Callable[[str, str], tuple[float, float]]] = {
-    "float32 NLL": _of_logits(8, 100), "bfloat16 linear NLL": _of_hidden, "NLL of a split row": _of_logits(2, 20_000),
+    "float32 NLL": _nll_check(8, 100), "bfloat16 linear NLL": _linear_nll, "NLL of a split row": _nll_check(2, 20_000),
     "row statistics": _statistics, "corruption": _corruption, "sample": _sample,
 }  # fmt: skip
 

@@ -29,7 +29,7 @@ LOOP = "_apply_corruption"  # of the recipe
 
 
 class NotByRowError(Exception):
-    """The recorded calls cannot be made as one."""
+    """The recorded calls cannot be replaced by one call."""
 
 
 def batched(loop: Any, home: str, routines: Mapping[str, Callable[..., Any]]) -> Any:

@@ -12,7 +12,7 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import TeacherInput, compared, divergence_unchecked
+from dllm_kernels.ops.divergence import TeacherInput, checked_comparison, divergence_unchecked
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits, names_of
@@ -199,7 +199,7 @@ class ModelOutput(NamedTuple):
     ) -> Divergence:  # fmt: skip
         """Compute the divergence to a teacher, which is checked here."""
         call = self._call({}, targets, None, weights.detach())
-        return divergence_unchecked(*compared(self.names, call, teacher, spec, temperature, reduction))
+        return divergence_unchecked(*checked_comparison(self.names, call, teacher, spec, temperature, reduction))
 
     def _call(self, overrides: dict[str, Any], ids: torch.Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options

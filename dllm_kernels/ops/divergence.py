@@ -199,7 +199,7 @@ def divergence(
         logits, options.transform, teacher_logits, teacher_rows, draft_to_target, teacher_transform
     )
     call = checked(NAMES, logits, _targets(logits, targets, weights, spec), options, weights=weights)
-    return divergence_unchecked(*compared(NAMES, call, raw_teacher, spec, temperature, reduction))
+    return divergence_unchecked(*checked_comparison(NAMES, call, raw_teacher, spec, temperature, reduction))
 
 
 def linear_divergence(
@@ -286,7 +286,7 @@ def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> A
     return torch.full(x.shape[:-1], IGNORE, dtype=torch.int64, device=x.device) if targets is None else targets
 
 
-def compared(
+def checked_comparison(
     names: _checks.Names, call: Call, raw_teacher: TeacherInput, spec: DivergenceSpec, temperature: Any, reduction: Any
 ) -> tuple[Call, Teacher, Comparison]:
     """Validate the teacher and the options of a comparison; return the arguments of :func:`divergence_unchecked`.
@@ -333,7 +333,7 @@ def _checked_teacher(names: _checks.Names, call: Call, raw_teacher: TeacherInput
     transform = raw_teacher.transform.checked(vocabulary_of(student))
     logits, transform, teacher_V = checked_rows(teacher_names, logits, call.ids, transform)
     transform = transform.checked(teacher_V)
-    call, logits = _of_one_kind(call, logits)
+    call, logits = _same_form(call, logits)
     if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
         if compute_dtype(logits) != compute_dtype(call.logits):
             raise ValueError(f"{teacher_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
@@ -348,7 +348,7 @@ def _checked_teacher(names: _checks.Names, call: Call, raw_teacher: TeacherInput
     return call, Teacher(rows_of(logits), weight, bias, u, U, raw_teacher.rows, raw_teacher.columns, inverse), transform
 
 
-def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:
+def _same_form(call: Call, teacher: Logits) -> tuple[Call, Logits]:
     """Return both models as records, or both with stored logits, of the wider dtype if a record requires float32."""
     student = call.logits
     if isinstance(student, LinearLogits) == isinstance(teacher, LinearLogits):
@@ -448,7 +448,7 @@ class _Divergence(Fused):
         ctx: Any, logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup,
     ) -> Any:  # fmt: skip
-        loss, *constant, mean, stats, argmax, norms = _of_logits(logits, teacher, ids, weights, comparison, setup)
+        loss, *constant, mean, stats, argmax, norms = _compare_logits(logits, teacher, ids, weights, comparison, setup)
         ctx.save_for_backward(logits, ids, weights, mean, stats, argmax, norms, *teacher)
         ctx.comparison, ctx.setup = comparison, setup
         return outputs(ctx, [loss], constant)
@@ -477,7 +477,7 @@ class _LinearDivergence(Fused):
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
         parts = Head(*head)
-        loss, *constant, _, x, weight, bias, u, U, loss_scale, row_size = _of_hidden(
+        loss, *constant, _, x, weight, bias, u, U, loss_scale, row_size = _compare_hidden(
             hidden, parts, teacher, ids, weights, comparison, setup
         )
         once = None if comparison.per_row else ("linear_divergence", 'reduction="none"')
@@ -502,7 +502,7 @@ class _RecomputedDivergence(Fused):
         ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
-        loss, value, rate, agree, mean, *_, row_size = _of_hidden(
+        loss, value, rate, agree, mean, *_, row_size = _compare_hidden(
             hidden, Head(*head), teacher, ids, weights, comparison, setup
         )
         ctx.save_for_backward(hidden, *head, ids, weights if row_size is None else row_size, mean, *teacher)
@@ -549,7 +549,7 @@ def _specs_of_logits(
 
 
 @opaque("divergence", _specs_of_logits)
-def _of_logits(
+def _compare_logits(
     logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison, setup: Setup
 ) -> list[Tensor | None]:
     """Return loss, value, acceptance rate, argmax match, and the fields of :class:`_Saved` that backward reads."""
@@ -697,7 +697,7 @@ def _specs_of_hidden(
 
 
 @opaque("linear_divergence", _specs_of_hidden)
-def _of_hidden(
+def _compare_hidden(
     hidden: Tensor, head: Head, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
     setup: Setup,
 ) -> list[Tensor | None]:  # fmt: skip
