@@ -104,8 +104,8 @@ class DLLMCollator:
         samples = checked_samples("batch", batch)
         packed = {name: pad for name, pad in PACKED.items() if any(name in sample for sample in samples)}
         fields = (*FIELDS, *packed)
-        found = [_length(i, sample, fields) for i, sample in enumerate(samples)]
-        lengths = torch.tensor(found, dtype=torch.int64, device="cpu")
+        counts = [_length(i, sample, fields) for i, sample in enumerate(samples)]
+        lengths = torch.tensor(counts, dtype=torch.int64, device="cpu")
         rows = {field: self._rows(samples, field) for field in fields}
         starts = torch.zeros_like(lengths)
         if self.response_window:
@@ -193,11 +193,11 @@ def checked_samples(name: str, samples: object) -> list[Mapping[str, Any]]:
     if isinstance(samples, (Mapping, torch.Tensor)) or not isinstance(samples, Iterable):
         hint = "; put a single sample into a list" if isinstance(samples, Mapping) else ""
         raise TypeError(f"{name} must be a list of dicts, got {_checks.type_name(samples)}{hint}")
-    found = list(samples)
-    for i, sample in enumerate(found):
+    batch = list(samples)
+    for i, sample in enumerate(batch):
         if not isinstance(sample, Mapping):
             raise TypeError(f"sample {i} must be a dict, got {_checks.type_name(sample)}")
-    return found
+    return batch
 
 
 def _length(i: int, sample: Mapping[str, Any], fields: Sequence[str]) -> int:

@@ -49,7 +49,7 @@ from dllm_kernels.rows._logits import LinearLogits, cast_head, map_rows
 __all__ = ["DiffusionGeneration", "diffusion_generate"]
 
 REMASKING = "confidence", "margin", "entropy", "random"
-OF_PROBABILITIES = "confidence", "margin"  # whose scores are compared with a threshold
+PROBABILITY_SCORES = "confidence", "margin"  # whose scores are compared with a threshold
 Predict = Callable[[HeadFunction], Tensor]  # returns what a function of the logits computes in a call of the model
 
 
@@ -102,9 +102,9 @@ def schedule(length: int, block_size: int, steps: int | None, *, infill: bool = 
             f"steps must lie between the number of blocks and that of tokens, {len(spans)} and {length}, got {steps}"
         )
     shared, whole = min(steps, length), max(length, 1)
-    own = [shared * stop // whole - shared * start // whole for start, stop in spans]
-    own[0] += steps - shared
-    return [Block(*span, n) for span, n in zip(spans, own, strict=True)]
+    per_block = [shared * stop // whole - shared * start // whole for start, stop in spans]
+    per_block[0] += steps - shared
+    return [Block(*span, n) for span, n in zip(spans, per_block, strict=True)]
 
 
 def diffusion_generate(
@@ -221,8 +221,8 @@ def diffusion_generate(
     Margin, entropy and ``position_temperature``: Dream, Ye et al. 2025, arXiv:2508.15487. ``threshold``: Fast-dLLM, Wu
     et al. 2025, arXiv:2505.22618, algorithm 1.
     """
-    found = head_of(model, head)
-    _lora.check_head(found, _HeadTokens.advice)
+    lm_head = head_of(model, head)
+    _lora.check_head(lm_head, _HeadTokens.advice)
     _checks.check_ids("prompt_ids", prompt_ids)
     _checks.check_whole_tensor("prompt_ids", prompt_ids)
     _checks.check_ndim("prompt_ids", prompt_ids, 2, "[B, P]")
@@ -233,7 +233,7 @@ def diffusion_generate(
         steps = _checks.checked_int("steps", steps, 1, _checks.MOST_SIZE)
     block_size = _checks.checked_size("block_size", block_size)
     plan = schedule(max_new_tokens, block_size or max(max_new_tokens, 1), steps, infill=bool(infill))
-    mask, parts = checked_mask_id(mask_token_id, prompt), _lora.split(found)
+    mask, parts = checked_mask_id(mask_token_id, prompt), _lora.split(lm_head)
     V = parts.out_features
     eos = checked_tokens("eos_token_id", eos_token_id, V, mask)
     pad = checked_tokens("pad_token_id", pad_token_id, V, mask, several=False) or eos[:1]
@@ -247,31 +247,31 @@ def diffusion_generate(
     sampling.check(V, device)
     inputs, real = _model_inputs(prompt, attention_mask, max_new_tokens, model_kwargs, shift)
     _seeds.check_sources(generator, seeds, (B,), device)
-    of_steps = None
+    step_seeds = None
     if choice.draws or temperature != 0:
         call = _seeds.resolve_seed(device, B, generator, seeds)
-        of_rows = _philox.child_seeds(call.view(1), B)[0] if seeds is None else call
-        of_steps = _philox.child_seeds(of_rows, 1 + min(steps or P + max_new_tokens, P + max_new_tokens))
+        row_seeds = _philox.child_seeds(call.view(1), B)[0] if seeds is None else call
+        step_seeds = _philox.child_seeds(row_seeds, 1 + min(steps or P + max_new_tokens, P + max_new_tokens))
     holes = (prompt == mask) & real if infill else None
     # No row of a shifted model predicts the first token.
     if holes is not None and shift and (at := first_true((holes & (real.cumsum(1) == 1)).any(1))) is not None:
         raise ValueError(f"prompt_ids must not begin with MASK for shift=True and infill=True, got it in row {at[0]}")
     rows = torch.cat([prompt, prompt.new_full((B, max_new_tokens), mask)], 1)
-    tokens = _Tokens(rows, real, holes, (sampling, choice), of_steps, shift, accum_dtype(parts.weight.dtype))
+    tokens = _Tokens(rows, real, holes, (sampling, choice), step_seeds, shift, accum_dtype(parts.weight.dtype))
     groups = calls.groups_of(model)
     if cfg_scale:
         inputs = {name: _doubled(value, B) for name, value in inputs.items()}
-    given = F.pad(prompt != mask, (0, max_new_tokens), value=False)
+    in_prompt = F.pad(prompt != mask, (0, max_new_tokens), value=False)
 
     def call_model() -> Any:
         # copies, because a model may modify its inputs, or keep them and compare later ones to them
         ids = tokens.ids.clone()
         if cfg_scale:
-            ids = torch.cat([ids, ids.masked_fill(given, mask)])
-        own = {} if attention_mask is None else {"attention_mask": inputs["attention_mask"].clone()}
-        return model(ids, **{**inputs, **own})
+            ids = torch.cat([ids, ids.masked_fill(in_prompt, mask)])
+        copies = {} if attention_mask is None else {"attention_mask": inputs["attention_mask"].clone()}
+        return model(ids, **{**inputs, **copies})
 
-    with torch.no_grad(), running_in_head(found, _HeadTokens) as run, _evaluating(model):
+    with torch.no_grad(), running_in_head(lm_head, _HeadTokens) as run, _evaluating(model):
         for block in plan:
             tokens.decode(block, lambda rows: run(call_model, rows)[0], groups)
             if eos:
@@ -320,7 +320,7 @@ class _Sampling(NamedTuple):
         ops.linear_sample(logits, seeds=seed, backend=self.backend, **self.samples)
 
     @property
-    def of_scores(self) -> bool:
+    def same_distribution(self) -> bool:
         """True if the distribution of the samples is also that of the scores."""
         temperature, top_k, top_p, min_p = self.samples.values()
         return temperature in (0, 1) and not top_k and top_p in (None, 1) and not min_p
@@ -336,23 +336,23 @@ class _Sampling(NamedTuple):
         options: dict[str, Any] = {"active": active, "backend": self.backend}
         first_two = 2 if self.remasking == "margin" else None
         out = ops.linear_sample(logits, seeds=seeds, return_top=first_two, **self.samples, **options)
-        score, of_scores = out.log_probs, out
-        if self.remasking == "confidence" and not self.of_scores:
+        score, distribution = out.log_probs, out
+        if self.remasking == "confidence" and not self.same_distribution:
             score = ops.token_log_probs(logits, out.ids, **options).log_probs
         elif self.remasking in ("margin", "entropy"):
-            if not self.of_scores:
-                of_scores = ops.linear_sample(logits, temperature=0, return_top=first_two, **options)
-            score = -of_scores.entropy
-            if of_scores.top_log_probs is not None:
-                score = -of_scores.top_log_probs.double().exp().diff(dim=-1)[..., 0]
+            if not self.same_distribution:
+                distribution = ops.linear_sample(logits, temperature=0, return_top=first_two, **options)
+            score = -distribution.entropy
+            if distribution.top_log_probs is not None:
+                score = -distribution.top_log_probs.double().exp().diff(dim=-1)[..., 0]
         return torch.stack([t.double() for t in (out.ids, out.log_probs, score)], -1)
 
     def _guided(self, rows: Tensor) -> Tensor:
         """Combine the rows ``[2B, W, C]`` with and without the prompt to those of the guided logits ``[B, W, C]``."""
         if not self.cfg_scale:
             return rows
-        given, without = rows.to(accum_dtype(rows.dtype)).tensor_split(2)
-        return (without + (1 + self.cfg_scale) * (given - without)).to(rows.dtype)
+        conditional, unconditional = rows.to(accum_dtype(rows.dtype)).tensor_split(2)
+        return (unconditional + (1 + self.cfg_scale) * (conditional - unconditional)).to(rows.dtype)
 
     def _without_suppressed(self, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Return the bias of the head with -inf for suppressed tokens."""
@@ -394,7 +394,7 @@ class Choice(NamedTuple):
             raise ValueError(f"position_temperature must be 0 for remasking='random', got {position_temperature}")
         if threshold is not None:
             _checks.check_probability("threshold", threshold, "a number or None")
-            if remasking not in OF_PROBABILITIES:
+            if remasking not in PROBABILITY_SCORES:
                 raise ValueError(f"threshold must be None for remasking={remasking!r}, got {threshold}")
         if threshold is not None and position_temperature != 0:
             raise ValueError("threshold and position_temperature exclude each other: expected one of them, got both")
@@ -423,10 +423,10 @@ class Choice(NamedTuple):
         late = _is_one_of(new, self.late)
         ranked = score.masked_fill(late, torch.finfo(score.dtype).min).masked_fill(~masked, -torch.inf)
         best = torch.arange(masked.shape[1], device=masked.device) < count[:, None]
-        kept = torch.zeros_like(masked).scatter_(1, ranked.sort(dim=-1, descending=True, stable=True).indices, best)
+        decoded = torch.zeros_like(masked).scatter_(1, ranked.sort(dim=-1, descending=True, stable=True).indices, best)
         if self.threshold is not None:
-            kept |= (value >= self.threshold) & ~late
-        return kept & masked
+            decoded |= (value >= self.threshold) & ~late
+        return decoded & masked
 
 
 class _Tokens:
@@ -463,29 +463,29 @@ class _Tokens:
     def decode(self, block: Block, predict: Predict, groups: calls.Groups) -> None:
         """Decode a block; stop early if no rank has a masked token left, which only these options make possible."""
         at = slice(0 if self.infills and block.start == 0 else self.P + block.start, self.P + block.stop)
-        of_row, counted = block.stop - block.start, self.choice.threshold is not None or at.start < self.P
+        per_row, counted = block.stop - block.start, self.choice.threshold is not None or at.start < self.P
         endless = itertools.repeat(self.ids.shape[1])  # more steps than a row has tokens: one token per step
         for left in endless if block.steps is None else range(block.steps, 0, -1):
             masked = self.masked[:, at]
-            total = int(masked.sum()) if counted else self.unfinished * of_row  # a host sync if counted
+            total = int(masked.sum()) if counted else self.unfinished * per_row  # a host sync if counted
             if counted and not calls.on_any_rank(total > 0, groups, masked.device):
                 break
             self._step(at, masked, total, -(-masked.sum(1) // left), predict)
-            of_row -= -(-of_row // left)
+            per_row -= -(-per_row // left)
 
     def _step(self, at: slice, masked: Tensor, total: int, count: Tensor, predict: Predict) -> None:
         """Sample the masked tokens of some columns, at most ``total``, and decode ``count [B]`` of them."""
         columns = (torch.arange(at.start, at.stop, device=masked.device) - int(self.shift)).clamp(min=0)
-        seeds, of_tokens, draws = None, None, None
+        seeds, token_seeds, draws = None, None, None
         if self.seeds is not None:
-            own = (self.step + 1).clamp(max=self.seeds.shape[1] - 1)  # a row that has ended may wait for other ranks
-            seeds = of_tokens = self.seeds.gather(1, own[:, None])[:, 0]
+            index = (self.step + 1).clamp(max=self.seeds.shape[1] - 1)  # a row that has ended may wait for other ranks
+            seeds = token_seeds = self.seeds.gather(1, index[:, None])[:, 0]
             draws = _position_draws(seeds, len(columns)) if self.choice.temperature else None
             if at.start < self.P:
-                of_tokens = _philox.child_seeds(seeds, len(columns)).gather(1, self.number[:, at])
+                token_seeds = _philox.child_seeds(seeds, len(columns)).gather(1, self.number[:, at])
                 draws = None if draws is None else draws.gather(1, self.number[:, at])
 
-        def of_block(logits: LinearLogits) -> Tensor:
+        def sample_block(logits: LinearLogits) -> Tensor:
             B, L = self.ids.shape
             expected, shape = (2 * B if self.sampling.cfg_scale else B, L), logits.hidden.shape
             if shape[:-1] != expected:
@@ -494,15 +494,15 @@ class _Tokens:
                     f"{tuple(shape)}; {_HeadTokens.advice}"
                 )
             logits = map_rows(logits, lambda t: t.index_select(1, columns))
-            return self.sampling.sampled(replaced(logits, num_active=total), of_tokens, masked)
+            return self.sampling.sampled(replaced(logits, num_active=total), token_seeds, masked)
 
-        new, log_probs, score = predict(of_block).unbind(-1)
-        kept = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
-        self.ids[:, at] = torch.where(kept, new.long(), self.ids[:, at])
-        self.log_probs[:, at] = torch.where(kept, log_probs.to(self.log_probs.dtype), self.log_probs[:, at])
-        self.steps[:, at] = torch.where(kept, self.step[:, None], self.steps[:, at])
+        new, log_probs, score = predict(sample_block).unbind(-1)
+        decoded = self.choice.chosen(masked, count, new, score if self.order is None else self.order[:, at], draws)
+        self.ids[:, at] = torch.where(decoded, new.long(), self.ids[:, at])
+        self.log_probs[:, at] = torch.where(decoded, log_probs.to(self.log_probs.dtype), self.log_probs[:, at])
+        self.steps[:, at] = torch.where(decoded, self.step[:, None], self.steps[:, at])
         self.step += masked.any(1)
-        self.masked[:, at] = masked & ~kept
+        self.masked[:, at] = masked & ~decoded
 
     def end_rows(self, block: Block, eos: list[int]) -> None:
         """End the rows with an EOS in the block, and count the others. Causes a host sync."""
@@ -529,10 +529,10 @@ def _position_draws(seeds: Tensor, positions: int) -> Tensor:
 
 
 def _is_one_of(ids: Tensor, tokens: list[int]) -> Tensor:
-    found = torch.zeros_like(ids, dtype=torch.bool)
+    result = torch.zeros_like(ids, dtype=torch.bool)
     for token in tokens:
-        found |= ids == token
-    return found
+        result |= ids == token
+    return result
 
 
 def checked_tokens(
@@ -580,13 +580,13 @@ def _model_inputs(
         on = attention_mask != 0
         inputs["attention_mask"] = F.pad(attention_mask, (0, length), value=1)
     if readable_without_sync(on):
-        there = on.any(1)
-        last = on[:, -1] if on.shape[1] else there
-        if (at := first_true(there & ~last)) is not None:
+        nonempty = on.any(1)
+        last = on[:, -1] if on.shape[1] else nonempty
+        if (at := first_true(nonempty & ~last)) is not None:
             raise ValueError(
                 f"attention_mask must be 1 in the last column of a prompt, got 0 in row {at[0]}; pad on the left"
             )
-        if shift and (at := first_true(~there)) is not None:
+        if shift and (at := first_true(~nonempty)) is not None:
             raise ValueError(f"prompt_ids must have a token in every row for shift=True, got none in row {at[0]}")
     return inputs, on
 

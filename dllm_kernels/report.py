@@ -75,10 +75,10 @@ def _devices() -> list[tuple[str, str]]:
             continue
         # Gradients are compared, so a caller's no_grad() or inference_mode() must not apply.
         with torch.inference_mode(False), torch.enable_grad():
-            found = {backend: _tried(device, backend) for backend in BACKENDS}
-        word, _, rest = found["auto"].partition(", ")
+            by_backend = {backend: _tried(device, backend) for backend in BACKENDS}
+        word, _, rest = by_backend["auto"].partition(", ")
         verdicts.append((device, f"not usable: {rest}" if word in ("no", "fails") else rest))
-        outcomes += [(f"backend={backend} on {device}", outcome) for backend, outcome in found.items()]
+        outcomes += [(f"backend={backend} on {device}", outcome) for backend, outcome in by_backend.items()]
     return verdicts + outcomes
 
 
@@ -105,7 +105,7 @@ def _said(error: Exception) -> str:
     first = str(error).strip().partition("\n")[0]
     if any(name in first and _hidden(name) for name in VARIABLES):
         first = re.sub(r", got .*", f", got {HIDDEN}", first)
-    text = PATHS.sub(lambda found: found[1] or PATH, first)[:300]
+    text = PATHS.sub(lambda match: match[1] or PATH, first)[:300]
     return text if type(error) in (ValueError, RuntimeError) and text else f"{type(error).__name__}: {text}"
 
 
@@ -144,8 +144,8 @@ def _tried(device: str, backend: str) -> str:
 Form = Callable[..., Sequence[Tensor]]
 
 
-def _error(ours: Form, plain: Form, leaves: Sequence[Tensor], device: str) -> tuple[float, float]:
-    """Compare outputs and gradients of ``ours`` with ``plain`` in float64; return the largest error and its limit.
+def _error(tested: Form, plain: Form, leaves: Sequence[Tensor], device: str) -> tuple[float, float]:
+    """Compare outputs and gradients of ``tested`` with ``plain`` in float64; return the largest error and its limit.
 
     Errors are relative to the largest entry of a result. The limit is twice the error of ``plain`` in the dtype of the
     leaves, one rounding step, and the noise of another order of summation.
@@ -155,16 +155,16 @@ def _error(ours: Form, plain: Form, leaves: Sequence[Tensor], device: str) -> tu
         inputs = [t.to(device, dtype, copy=True).requires_grad_() for t in leaves]
         outputs = form(*inputs)
         total = torch.stack([(t * torch.linspace(0.5, 1.0, t.numel(), device=device)).sum() for t in outputs]).sum()
-        found = (*outputs, *torch.autograd.grad(total, inputs))
-        return [t.detach().cpu().double() for t in found]
+        tensors = (*outputs, *torch.autograd.grad(total, inputs))
+        return [t.detach().cpu().double() for t in tensors]
 
     dtype = leaves[0].dtype
     noise = torch.finfo(torch.float32).eps * leaves[-1].numel() ** 0.5
     pairs = []
-    of_all = results(ours, device, dtype), results(plain, "cpu", dtype), results(plain, "cpu", torch.float64)
-    for found, rounded, exact in zip(*of_all, strict=True):
-        error, of_plain = (float((t - exact).abs().max() / exact.abs().max()) for t in (found, rounded))
-        pairs.append((error, 2 * of_plain + torch.finfo(dtype).eps + noise))
+    compared = results(tested, device, dtype), results(plain, "cpu", dtype), results(plain, "cpu", torch.float64)
+    for actual, rounded, exact in zip(*compared, strict=True):
+        error, plain_error = (float((t - exact).abs().max() / exact.abs().max()) for t in (actual, rounded))
+        pairs.append((error, 2 * plain_error + torch.finfo(dtype).eps + noise))
     return max(pairs, key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0] / pair[1])
 
 
@@ -174,28 +174,28 @@ def _values(*shape: int) -> Tensor:
     return torch.sin(count).float().view(shape).mul(3)
 
 
-def _of_logits(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
+def _nll_check(rows: int, V: int) -> Callable[[str, str], tuple[float, float]]:
     """Return the check of a weighted NLL from float32 logits."""
 
     def check(device: str, backend: str) -> tuple[float, float]:
         targets, weights = torch.arange(rows, device="cpu"), torch.linspace(0.5, 1.0, rows, device="cpu")
 
-        def ours(logits: Tensor) -> list[Tensor]:
+        def tested(logits: Tensor) -> list[Tensor]:
             return [dllm_kernels.weighted_nll(logits, targets.to(device), weights.to(device), backend=backend).loss]
 
         def plain(logits: Tensor) -> list[Tensor]:
             return [(F.cross_entropy(logits, targets, reduction="none") * weights).sum()]
 
-        return _error(ours, plain, [_values(rows, V)], device)
+        return _error(tested, plain, [_values(rows, V)], device)
 
     return check
 
 
-def _of_hidden(device: str, backend: str) -> tuple[float, float]:
+def _linear_nll(device: str, backend: str) -> tuple[float, float]:
     """Check the NLL from bfloat16 hidden states through a trained head, in two chunks."""
     targets, weights = torch.arange(24, device="cpu"), torch.linspace(0.5, 1.0, 24, device="cpu")
 
-    def ours(hidden: Tensor, head: Tensor) -> list[Tensor]:
+    def tested(hidden: Tensor, head: Tensor) -> list[Tensor]:
         options: dict[str, Any] = {"weights": weights.to(device), "chunk_size": 16, "backend": backend}
         return [dllm_kernels.weighted_linear_nll(hidden, head, targets.to(device), **options).loss]
 
@@ -204,14 +204,14 @@ def _of_hidden(device: str, backend: str) -> tuple[float, float]:
         nll = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets, reduction="none")
         return [(nll * weights).sum()]
 
-    return _error(ours, plain, [_values(24, 64).bfloat16(), (_values(100, 64) / 64).bfloat16()], device)
+    return _error(tested, plain, [_values(24, 64).bfloat16(), (_values(100, 64) / 64).bfloat16()], device)
 
 
 def _statistics(device: str, backend: str) -> tuple[float, float]:
     """Check log-probabilities and entropy from float32 logits."""
     ids = torch.arange(8, device="cpu")
 
-    def ours(logits: Tensor) -> list[Tensor]:
+    def tested(logits: Tensor) -> list[Tensor]:
         out = ops.token_log_probs(logits, ids.to(device), with_entropy=True, backend=backend)
         assert out.entropy is not None
         return [out.log_probs, out.entropy]
@@ -220,15 +220,15 @@ def _statistics(device: str, backend: str) -> tuple[float, float]:
         log_p = logits.log_softmax(-1)
         return [log_p.gather(-1, ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
 
-    return _error(ours, plain, [_values(8, 100)], device)
+    return _error(tested, plain, [_values(8, 100)], device)
 
 
 def _corruption(device: str, backend: str) -> tuple[float, float]:
     """Count the positions at which the masks of two seeds differ from the recorded ones."""
     ids, seeds = torch.zeros(2, 16, dtype=torch.int64, device=device), torch.arange(3, 17, 7, device=device)
-    found = dllm_kernels.corrupt_uniform(ids, torch.ones_like(ids), 1, seeds=seeds, backend=backend)[1]
-    masked = (set(row.nonzero().flatten().tolist()) for row in found.cpu())
-    return float(sum(len(row ^ wanted) for row, wanted in zip(masked, MASKED, strict=True))), 0.0
+    noise = dllm_kernels.corrupt_uniform(ids, torch.ones_like(ids), 1, seeds=seeds, backend=backend)[1]
+    masked = (set(row.nonzero().flatten().tolist()) for row in noise.cpu())
+    return float(sum(len(row ^ recorded) for row, recorded in zip(masked, MASKED, strict=True))), 0.0
 
 
 def _sample(device: str, backend: str) -> tuple[float, float]:
@@ -236,12 +236,12 @@ def _sample(device: str, backend: str) -> tuple[float, float]:
     head = (torch.arange(400, device=device).view(100, 4) * 37 % 13 - 6) / 4
     seeds = torch.arange(4, device=device)
     ids = ops.linear_sample(torch.eye(4, device=device), head, seeds=seeds, backend=backend).ids.tolist()
-    return float(sum(found != wanted for found, wanted in zip(ids, SAMPLED, strict=True))), 0.0
+    return float(sum(token != recorded for token, recorded in zip(ids, SAMPLED, strict=True))), 0.0
 
 
 # A row of 20,000 float32 logits is shared by two programs.
 CHECKS: dict[str, Callable[[str, str], tuple[float, float]]] = {
-    "float32 NLL": _of_logits(8, 100), "bfloat16 linear NLL": _of_hidden, "NLL of a split row": _of_logits(2, 20_000),
+    "float32 NLL": _nll_check(8, 100), "bfloat16 linear NLL": _linear_nll, "NLL of a split row": _nll_check(2, 20_000),
     "row statistics": _statistics, "corruption": _corruption, "sample": _sample,
 }  # fmt: skip
 

@@ -27,9 +27,9 @@ MAX_BUFFER = 2**20
 ROUNDING = 1e-3
 
 
-def on_any_rank(device: torch.device, *found: bool | Tensor) -> list[bool]:
+def on_any_rank(device: torch.device, *results: bool | Tensor) -> list[bool]:
     """Return 0-d results as bools, True if they are True on any rank, so that all ranks raise or none does."""
-    flags = torch.stack([torch.as_tensor(x, device=device).int() for x in found])
+    flags = torch.stack([torch.as_tensor(x, device=device).int() for x in results])
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(flags, dist.ReduceOp.MAX)
     return [bool(x) for x in flags.tolist()]
@@ -38,7 +38,7 @@ def on_any_rank(device: torch.device, *found: bool | Tensor) -> list[bool]:
 def dependence(
     model: nn.Module, inputs: Mapping[str, Any], hidden_of: Callable[[nn.Module, dict[str, Any]], Tensor | None]
 ) -> tuple[bool | Tensor, bool | Tensor]:
-    """Return ``later`` and ``earlier`` of :class:`Found`; ``later`` is True if the model cannot be tested.
+    """Return (later, earlier): True if positions depend on later, or on earlier tokens; or if they cannot be tested.
 
     Every rank calls the model the same number of times, whatever its batch is, because sharded models communicate.
 
@@ -53,17 +53,17 @@ def dependence(
     if isinstance(attention := fixed.get("attention_mask"), Tensor) and attention.shape == ids.shape:
         fixed["attention_mask"] = torch.ones_like(attention)  # padding must not hide a dependence
     middle = (ids.shape[1] + 1) // 2
-    kept = position < middle - 1, position < middle, position >= middle  # tokens that stay and are compared
-    others = [torch.where(where, ids, changed) for where in kept]
+    compared = position < middle - 1, position < middle, position >= middle  # tokens that stay and are compared
+    others = [torch.where(where, ids, changed) for where in compared]
     model = _without_wrappers(model)
     with unchanged(model, ids.device):
-        found = [hidden_of(model, {**fixed, "input_ids": x}) for x in (ids, *others)]
-    rows = [_rows(hidden, ids) for hidden in found if hidden is not None]
-    if len(rows) < len(found) or any(x is None for x in rows):
+        outputs = [hidden_of(model, {**fixed, "input_ids": x}) for x in (ids, *others)]
+    rows = [_rows(hidden, ids) for hidden in outputs if hidden is not None]
+    if len(rows) < len(outputs) or any(x is None for x in rows):
         return True, True
     before, *after = (x.to(accum_dtype(x.dtype)) for x in rows)
-    *of_firsts, of_second = [(before - x)[:, where].norm() for x, where in zip(after, kept, strict=True)]
-    return torch.stack(of_firsts).amax() > ROUNDING * of_second, of_second > 0
+    *from_later, from_earlier = [(before - x)[:, where].norm() for x, where in zip(after, compared, strict=True)]
+    return torch.stack(from_later).amax() > ROUNDING * from_earlier, from_earlier > 0
 
 
 def _rows(hidden: Any, ids: Tensor) -> Any:

@@ -114,25 +114,25 @@ class Host:
             with_these = " and ".join(f"{name}={value}" for name, value in self._arguments.items())
             raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
         if strict and self._problems:
-            kept = ", ".join(self._problems)
-            raise RuntimeError(f"{self.name} is patched already, without {kept}; unpatch() first")
+            names = ", ".join(self._problems)
+            raise RuntimeError(f"{self.name} is patched already, without {names}; unpatch() first")
         return replace(self.report, already=True)
 
     def pairs(
-        self, homes: Homes, kept: Collection[str], replacement_for: Callable[[str, str, Any], Any]
+        self, homes: Homes, excluded: Collection[str], replacement_for: Callable[[str, str, Any], Any]
     ) -> tuple[list[tuple[Any, Any]], Problems]:
         """Return (original, replacement) of every name that can be replaced, and what prevents that for the others.
 
         Args:
             homes: module -> the names in it.
-            kept: names to skip.
+            excluded: names to skip.
             replacement_for: returns the replacement for ``(module, name, original)``.
         """
         pairs: list[tuple[Any, Any]] = []
         problems: Problems = {}
         for home, names in homes.items():
             held, missing = self._held(home)
-            for name in [name for name in names if name not in kept]:
+            for name in [name for name in names if name not in excluded]:
                 ambiguous = sum(name in others for others in homes.values()) > 1
                 label = f"{self.name}.{home}.{name}" if ambiguous else name
                 original = held.get(name)
@@ -140,17 +140,17 @@ class Host:
                     problems[label] = [missing or f"{self.name}.{home} has no {name}"]
                 elif not self.owns(original):
                     problems[label] = [f"{self.name}.{home}.{name} is {origin(original)}, not the framework's own"]
-                elif found := self.differences(label, original, ours := replacement_for(home, name, original)):
-                    problems[label] = found
+                elif lines := self.differences(label, original, replacement := replacement_for(home, name, original)):
+                    problems[label] = lines
                 else:
-                    pairs.append((original, ours))
+                    pairs.append((original, replacement))
         return pairs, problems
 
     def owns(self, value: Any) -> bool:
         """Return True if the framework defines the class or function, or if it is an active replacement of one."""
         home = str(getattr(value, "__module__", None))
         defined = home.startswith(self.name) and is_defined_in(home, value)
-        return defined or any(value is ours for _, ours in self._pairs)
+        return defined or any(value is replacement for _, replacement in self._pairs)
 
     def _held(self, home: str) -> tuple[dict[str, Any], str]:
         """Return the attributes of a module, and what is missing if the framework does not have it."""
@@ -161,36 +161,36 @@ class Host:
                 raise
             return {}, f"{self.name} has no module {home}"
 
-    def differences(self, name: str, original: Any, ours: Any) -> list[str]:
+    def differences(self, name: str, original: Any, replacement: Any) -> list[str]:
         """List signature differences that can make the replacement, or a public method of it, misread a call."""
-        if inspect.isclass(original) != inspect.isclass(ours):
+        if inspect.isclass(original) != inspect.isclass(replacement):
             return [f"{name}: is {'a' if inspect.isclass(original) else 'no'} class, unlike ours"]
-        calls = {name: (original, ours)}
+        calls = {name: (original, replacement)}
         if inspect.isclass(original):
             for method, value in vars(original).items():
                 if inspect.isfunction(value) and (method == "__call__" or not method.startswith("_")):
-                    calls[f"{name}.{method}"] = value, getattr(ours, method, None)
+                    calls[f"{name}.{method}"] = value, getattr(replacement, method, None)
         return [
             f"{label}: {problem}"
-            for label, (theirs, mine) in calls.items()
-            for problem in (["not offered here"] if mine is None else self._of_signatures(theirs, mine))
+            for label, (old, new) in calls.items()
+            for problem in (["not offered here"] if new is None else self._signature_problems(old, new))
         ]
 
-    def _of_signatures(self, original: Any, replacement: Any) -> Iterator[str]:
-        theirs, ours = inspect.signature(original).parameters, inspect.signature(replacement).parameters
-        positional = [p.name for p in ours.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        for place, (name, parameter) in enumerate(theirs.items()):
-            mine = ours.get(name)
-            if mine is None:
+    def _signature_problems(self, original: Any, replacement: Any) -> Iterator[str]:
+        expected, offered = inspect.signature(original).parameters, inspect.signature(replacement).parameters
+        positional = [p.name for p in offered.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        for place, (name, parameter) in enumerate(expected.items()):
+            counterpart = offered.get(name)
+            if counterpart is None:
                 yield f"takes {name}, which ours does not"
             elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and positional[place : place + 1] != [name]:
                 other = f"argument {positional.index(name)}" if name in positional else "keyword-only"
                 yield f"{name} is argument {place}, ours is {other}"
-            elif not _same_default(parameter.default, mine.default, self.same_defaults.get(name, ())):
-                yield f"{name} defaults to {_default(parameter)}, ours to {_default(mine)}"
-        for name, mine in ours.items():
-            variadic = mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
-            if name not in theirs and mine.default is mine.empty and not variadic:
+            elif not _same_default(parameter.default, counterpart.default, self.same_defaults.get(name, ())):
+                yield f"{name} defaults to {_default(parameter)}, ours to {_default(counterpart)}"
+        for name, counterpart in offered.items():
+            variadic = counterpart.kind in (counterpart.VAR_POSITIONAL, counterpart.VAR_KEYWORD)
+            if name not in expected and counterpart.default is counterpart.empty and not variadic:
                 yield f"does not take {name}, which ours needs"
 
     def patch(
@@ -233,7 +233,7 @@ class Host:
         for owner, name, original in self._methods:
             setattr(owner, name, original)
         self._methods.clear()
-        restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
+        restored = _swap(self.name, [(replacement, original) for original, replacement in self._pairs])
         self.report, self._pairs, self._problems = None, (), {}
         return restored
 
@@ -302,7 +302,7 @@ def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:
 
 def _swap(host: str, pairs: Pairs) -> Places:
     """Replace the first object of each pair by the second wherever a loaded module of the host holds it."""
-    new = {id(old): (old, ours) for old, ours in pairs}
+    new = {id(old): (old, replacement) for old, replacement in pairs}
     done = []
 
     def swapped(value: Any) -> Any:
@@ -320,8 +320,8 @@ def _swap(host: str, pairs: Pairs) -> Places:
                 put = functools.partial(setattr, value, "__defaults__")
                 places.append((f"{name}.__defaults__", put, value.__defaults__))
             for place, put, held in places:
-                if (ours := swapped(held)) is not held:
-                    put(ours)
+                if (replacement := swapped(held)) is not held:
+                    put(replacement)
                     done.append((module.__name__, place))
     return tuple(sorted(done))
 
@@ -349,8 +349,8 @@ def loaded(host: str) -> list[ModuleType]:
     return list({id(module): module for module in named if isinstance(module, ModuleType)}.values())
 
 
-def _same_default(theirs: Any, ours: Any, same: tuple[Any, ...]) -> bool:
-    return (theirs in same and ours in same) or (type(theirs) is type(ours) and theirs == ours)
+def _same_default(expected: Any, offered: Any, same: tuple[Any, ...]) -> bool:
+    return (expected in same and offered in same) or (type(expected) is type(offered) and expected == offered)
 
 
 def _default(parameter: inspect.Parameter) -> str:

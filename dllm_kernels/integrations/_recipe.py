@@ -29,7 +29,7 @@ LOOP = "_apply_corruption"  # of the recipe
 
 
 class NotByRowError(Exception):
-    """The recorded calls cannot be made as one."""
+    """The recorded calls cannot be replaced by one call."""
 
 
 def batched(loop: Any, home: str, routines: Mapping[str, Callable[..., Any]]) -> Any:
@@ -106,8 +106,8 @@ class _Recorder:
         generator = RowSeeds(signed.to(ids.device, non_blocking=True))
         more, options = others[0]
         with _Draws(generator):
-            found = self.strategy.apply_corruption(ids, loss_mask, *more, **{**options, "generator": generator})
-        return tuple(t.contiguous() for t in found)
+            result = self.strategy.apply_corruption(ids, loss_mask, *more, **{**options, "generator": generator})
+        return tuple(t.contiguous() for t in result)
 
 
 class _Draws(TorchFunctionMode):

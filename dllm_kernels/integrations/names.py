@@ -131,7 +131,7 @@ def linear_cross_entropy(
     logits = LinearLogits(hidden, weight)
     _check_linear(_checks.Names("hidden", "labels"), logits, labels)
     out = ops.token_log_probs(logits, labels, temperature=temperature, with_entropy=True)
-    log_probs, entropy = out.log_probs.flatten(), _given(out.entropy).flatten()
+    log_probs, entropy = out.log_probs.flatten(), _requested(out.entropy).flatten()
     return (log_probs if reduction == "none" else getattr(log_probs, reduction)()), entropy
 
 
@@ -175,7 +175,7 @@ class FusedLinearForPPO(nn.Module):
         logits = LinearLogits(hidden_states, vocab_weights, chunk_size=self.chunk_size)
         _check_linear(_checks.Names("hidden_states", "input_ids", "vocab_weights"), logits, input_ids)
         out = ops.token_log_probs(logits, input_ids, temperature=temperature, with_entropy=True)
-        return out.log_probs, _given(out.entropy).to(hidden_states.dtype)
+        return out.log_probs, _requested(out.entropy).to(hidden_states.dtype)
 
 
 def _check_linear(names: _checks.Names, logits: LinearLogits, ids: Tensor, ignored: int = -100) -> None:
@@ -187,8 +187,8 @@ def _check_linear(names: _checks.Names, logits: LinearLogits, ids: Tensor, ignor
         _checks.check_target_range(None, names.targets, ids, V, ignored)
 
 
-def _given(entropy: Tensor | None) -> Tensor:
-    assert entropy is not None  # it was asked for
+def _requested(entropy: Tensor | None) -> Tensor:
+    assert entropy is not None  # it was requested
     return entropy
 
 
@@ -208,7 +208,7 @@ def token_entropy(logits: Logits) -> Tensor:
     rows = rows_of(logits)
     _checks.check_float("logits", rows)
     ids = torch.zeros(rows.shape[:-1], dtype=torch.int64, device=rows.device)
-    return _given(ops.row_stats(logits, ids, entropy=True).entropy)
+    return _requested(ops.row_stats(logits, ids, entropy=True).entropy)
 
 
 def masked_soft_cross_entropy(logits: Tensor, target_probs: Tensor, position_mask: Tensor) -> Tensor:

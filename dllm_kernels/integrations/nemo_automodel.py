@@ -90,7 +90,7 @@ SAME_DEFAULTS = {"ignore_index": (None, -100), "chunk_size": (1024, None), "loss
 HEAD_PARAMETERS = ("weight", "bias", "parametrizations")
 HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
 DeferLogits = Callable[[torch.nn.Module], AbstractContextManager[bool]]
-OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
+REPLACEMENTS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 _host = Host(HOST, SAME_DEFAULTS)
 
 
@@ -128,18 +128,18 @@ def patch(
     """
     excluded = checked_excluded(exclude, [_recipe.LOOP, *(name for names in HOMES.values() for name in names)])
     check_wide_logits(logits_dtype)
-    asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
-    if (earlier := _host.earlier(checked_bool("strict", strict), **asked)) is not None:
+    arguments = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
+    if (earlier := _host.earlier(checked_bool("strict", strict), **arguments)) is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
-    def ours_for(home: str, name: str, original: Any) -> Any:
-        ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
+    def replacement_for(home: str, name: str, original: Any) -> Any:
+        replacement = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
         if name == "FusedLinearCrossEntropy":
-            ours.of_patch = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
-        return ours
+            replacement.patch_options = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
+        return replacement
 
-    pairs, problems = _host.pairs(HOMES, excluded, ours_for)
+    pairs, problems = _host.pairs(HOMES, excluded, replacement_for)
     deferred = functools.partial(deferred_logits, logits_dtype=logits_dtype)
     steps, missing = _steps(deferred) if fuse_head else ([], {})
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
@@ -149,7 +149,7 @@ def patch(
     one_call = not {_recipe.LOOP, *NOISE} & {*excluded, *problems} and _has_loop(_host.loaded_module(RECIPES[0]))
     batched = (f"{LOOP_OWNER}.{_recipe.LOOP}",) if one_call else ()
     reported = {"kept": kept, "fused": fused, "original": original, "batched": batched}
-    report = _host.patch(version, pairs, problems, strict, asked, **reported)
+    report = _host.patch(version, pairs, problems, strict, arguments, **reported)
     if one_call:
         _host.when_imported(RECIPES[0], _replace_loop)
     for step in steps:
@@ -169,14 +169,14 @@ def unpatch() -> tuple[tuple[str, str], ...]:
 
 def _steps(deferred: DeferLogits) -> tuple[list[tuple[type, str, Any]], dict[str, list[str]]]:
     """Return (class, method, replacement) of every training step, and messages about missing ones."""
-    found, missing = [], {}
+    steps, missing = [], {}
     for name, (home, method, recipe_at) in STEPS.items():
         owner = getattr(_host.module(home), name, None)
         if inspect.isclass(owner) and method in vars(owner):
-            found.append((owner, method, _in_context(deferred, vars(owner)[method], recipe_at)))
+            steps.append((owner, method, _in_context(deferred, vars(owner)[method], recipe_at)))
         else:
             missing[f"{name}.{method}"] = [f"{HOST}.{home} has no {name}.{method}"]
-    return found, missing
+    return steps, missing
 
 
 def _has_loop(recipe: ModuleType | None) -> bool:
@@ -221,17 +221,17 @@ def _originals(replaced: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _derived(ours: type, *, of_host: bool) -> Callable[[type], type]:
-    """Return a function that derives from ours a class with the name of the host's class.
+def _derived(base: type, *, from_host: bool) -> Callable[[type], type]:
+    """Return a function that derives from ``base`` a class with the name of the host's class.
 
-    ``of_host``: also derive from the host's class. The name matters, because the host's configuration and pickle look
+    ``from_host``: also derive from the host's class. The name matters, because the host's configuration and pickle look
     classes up by name.
     """
 
     def derived(original: type) -> type:
         like = {name: getattr(original, name) for name in ("__module__", "__qualname__")}
-        bases = (ours, original) if of_host and inspect.isclass(original) else (ours,)
-        return type(original.__name__, bases, {**like, "__doc__": ours.__bases__[0].__doc__, "original": original})
+        bases = (base, original) if from_host and inspect.isclass(original) else (base,)
+        return type(original.__name__, bases, {**like, "__doc__": base.__bases__[0].__doc__, "original": original})
 
     return derived
 
@@ -259,7 +259,7 @@ def _per_row(x: torch.Tensor, entries: Any) -> Any:
 class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     """Fused cross-entropy whose LM head is gathered by the host's class."""
 
-    of_patch: Mapping[str, Any] = {}  # options of :func:`patch`
+    patch_options: Mapping[str, Any] = {}  # options of :func:`patch`
 
     def forward(
         self, hidden_states: torch.Tensor, labels: torch.Tensor, lm_weight: torch.Tensor,
@@ -268,7 +268,7 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
     ) -> torch.Tensor:  # fmt: skip
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         options["lm_bias"] = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        options |= self.of_patch
+        options |= self.patch_options
         return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
@@ -280,7 +280,7 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
 def _calculate_loss(original: Any) -> Any:
     @functools.wraps(mtp.calculate_loss)
     def calculate_loss(loss_fn: Any, **kwargs: Any) -> Any:
-        if not isinstance(loss_fn, OURS):
+        if not isinstance(loss_fn, REPLACEMENTS):
             return original(loss_fn, **kwargs)
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy):
             kwargs |= _head_of_host(loss_fn, required(kwargs, "hidden_states", loss_fn), **_given_head(kwargs))
@@ -292,7 +292,7 @@ def _calculate_loss(original: Any) -> Any:
 def _calculate_mtp_loss(original: Any) -> Any:
     @functools.wraps(mtp.calculate_mtp_loss)
     def calculate_mtp_loss(loss_fn: Any, **kwargs: Any) -> Any:
-        if not isinstance(loss_fn, OURS):
+        if not isinstance(loss_fn, REPLACEMENTS):
             return original(loss_fn, **kwargs)
         hidden = kwargs.get("mtp_per_depth_h")
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
@@ -363,7 +363,7 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
     original: Any
 
     def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.loss_fn, OURS):
+        if isinstance(self.loss_fn, REPLACEMENTS):
             return super().forward(output, labels)
         loss: torch.Tensor = self.original.forward(self, output, labels)  # reads attributes of this class too
         return loss
@@ -379,9 +379,9 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     # Also derived from the host's class, because the host checks isinstance and recipes then request hidden states.
-    "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, of_host=True),
-    "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, of_host=True),
+    "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, from_host=True),
+    "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, from_host=True),
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
-    "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, of_host=False),
+    "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, from_host=False),
 }

@@ -76,13 +76,13 @@ def patch(*, exclude: Iterable[str] = (), strict: bool = False) -> PatchReport:
         TypeError: ``strict`` is not a bool.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
-    kept = checked_excluded(exclude, OURS)
+    excluded = checked_excluded(exclude, REPLACEMENTS)
     strict = _checks.checked_bool("strict", strict)
-    if (earlier := _host.earlier(strict, exclude=kept)) is not None:
+    if (earlier := _host.earlier(strict, exclude=excluded)) is not None:
         return earlier
-    pairs, problems = _host.pairs(dict.fromkeys(TABLES, sorted(OURS)), kept, _of_table)
+    pairs, problems = _host.pairs(dict.fromkeys(TABLES, sorted(REPLACEMENTS)), excluded, _replacement)
     version = importlib.metadata.version(HOST)
-    return _host.patch(version, pairs, problems, strict, {"exclude": kept}, kept=tuple(kept))
+    return _host.patch(version, pairs, problems, strict, {"exclude": excluded}, kept=tuple(excluded))
 
 
 @_host.exclusive
@@ -95,14 +95,14 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _of_table(home: str, name: str, original: Loss) -> Loss:
+def _replacement(home: str, name: str, original: Loss) -> Loss:
     """Wrap the replacement for one table; eager losses fall back to the original if the targets require a gradient."""
-    ours = OURS[name]
+    replacement = REPLACEMENTS[name]
 
-    @functools.wraps(ours)
+    @functools.wraps(replacement)
     def loss(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        wanted = home == EAGER and torch.is_grad_enabled() and targets.requires_grad
-        return (original if wanted else ours)(logits, targets, *args, **kwargs)
+        trains_targets = home == EAGER and torch.is_grad_enabled() and targets.requires_grad
+        return (original if trains_targets else replacement)(logits, targets, *args, **kwargs)
 
     return loss
 
@@ -110,7 +110,7 @@ def _of_table(home: str, name: str, original: Loss) -> Loss:
 # The losses ----------------------------------------------------------------------------------------------------------
 
 
-def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+def _per_row(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
     """Return the divergence per row, computed in the wider of the two dtypes."""
     for name, value in (("logits", logits), ("targets", targets)):  # the op has another name for the targets
         _checks.check_tensor(name, value)
@@ -122,32 +122,32 @@ def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: 
 
 def kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute KL(q || p) per row, ``[1, T]``, from logits ``[1, T, V]``: p is the draft's softmax, q the verifier's."""
-    return _of_rows("kl", logits, targets)
+    return _per_row("kl", logits, targets)
 
 
 def reverse_kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute KL(p || q) per row, with p and q as in :func:`kl_div_loss`."""
-    return _of_rows("rkl", logits, targets)
+    return _per_row("rkl", logits, targets)
 
 
 def js_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute (KL(q || m) + KL(p || m)) / 2 per row, m = (p + q) / 2, with p and q as in :func:`kl_div_loss`."""
-    return _of_rows("jsd", logits, targets)
+    return _per_row("jsd", logits, targets)
 
 
 def ce_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute -log p at the verifier's argmax per row, with p and q as in :func:`kl_div_loss`."""
-    return _of_rows("teacher_ce", logits, targets)
+    return _per_row("teacher_ce", logits, targets)
 
 
 def tv_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute 1 - a per row, a = sum min(p, q), with p and q as in :func:`kl_div_loss`."""
-    return _of_rows("tv", logits, targets)
+    return _per_row("tv", logits, targets)
 
 
 def neg_log_acceptance_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Compute -log(max(a, 1e-5)) per row, with a as in :func:`tv_loss`."""
-    return _of_rows("nla", logits, targets)
+    return _per_row("nla", logits, targets)
 
 
 def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | torch.Tensor = 3.0) -> torch.Tensor:
@@ -157,15 +157,15 @@ def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | tor
     ``eta`` is a number, or a tensor that broadcasts with ``[1, T]``; a tensor takes two passes over the logits.
     """
     if not isinstance(eta, torch.Tensor):
-        return _of_rows("lk", logits, targets, eta=eta)
+        return _per_row("lk", logits, targets, eta=eta)
     kl, tv = kl_div_loss(logits, targets), tv_loss(logits, targets)
     lam = torch.exp(-eta * (1 - tv).detach())
     return lam * kl + (1 - lam) * tv
 
 
 LOSSES = kl_div_loss, reverse_kl_div_loss, js_div_loss, ce_loss, tv_loss, neg_log_acceptance_loss, lk_hybrid_loss
-OURS: dict[str, Loss] = {loss.__name__: loss for loss in LOSSES}
-NAMES = dict(zip(KINDS, OURS, strict=True))  # of the functions in the tables
+REPLACEMENTS: dict[str, Loss] = {loss.__name__: loss for loss in LOSSES}
+NAMES = dict(zip(KINDS, REPLACEMENTS, strict=True))  # of the functions in the tables
 
 
 # The metrics of speculators, from hidden states ----------------------------------------------------------------------
@@ -243,7 +243,7 @@ def speculators_metrics(
     if dpace and len(terms) > 1:
         raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
     _checks.check_finite("confidence_head_alpha", confidence_head_alpha)
-    compared = functools.partial(
+    divergence = functools.partial(
         ops.linear_divergence, hidden, weight, teacher_hidden, bias=bias, extra=extra, teacher_weight=teacher_weight,
         teacher_bias=teacher_bias, teacher_extra=teacher_extra, teacher_rows=teacher_rows,
         draft_to_target=draft_to_target, chunk_size=chunk_size, logits_dtype=logits_dtype, backend=backend,
@@ -256,20 +256,20 @@ def speculators_metrics(
     kind = "dpace" if dpace else "decay"
     weighting = BlockWeights(kind, float(gamma), dpace_alpha, "tokens", anchor_row=True, decay_from=first)
     mask = loss_mask.detach().float()
-    call = _Metrics(compared, terms, mask, block_size, weighting, truncated=draft_to_target is not None)
-    loss, found, term_losses = call.dpace() if dpace else call.decay()
+    call = _Metrics(divergence, terms, mask, block_size, weighting, truncated=draft_to_target is not None)
+    loss, result, term_losses = call.dpace() if dpace else call.decay()
     metrics: Metrics = {}
     if confidence_logits is not None:
         _checks.check_float("confidence_logits", confidence_logits)
         _checks.check_shape("confidence_logits", confidence_logits, loss_mask.shape, "that of loss_mask")
-        learned, metrics = call.confidence(confidence_logits, found.acceptance_rate)
+        learned, metrics = call.confidence(confidence_logits, result.acceptance_rate)
         loss = loss + float(confidence_head_alpha) * learned
     metrics |= _counted("loss", loss.detach().clone())
     for name, value in term_losses.items():
         metrics |= _counted(f"{name}_loss", value)
     if _checks.checked_bool("acceptance", acceptance) or confidence_logits is not None:
-        metrics |= call.acceptance(found.acceptance_rate)
-    return loss, metrics | call.accuracy(found.agree)
+        metrics |= call.acceptance(result.acceptance_rate)
+    return loss, metrics | call.accuracy(result.agree)
 
 
 def _checked_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int, gamma: float) -> int:
@@ -316,11 +316,11 @@ def _counted(name: str, total: torch.Tensor, count: torch.Tensor | None = None) 
 class _Metrics:
     """One call of :func:`speculators_metrics`.
 
-    ``compared(weights, kind=..., reduction=...)`` returns the divergence of the rows. ``weighting`` computes their
+    ``divergence(weights, kind=..., reduction=...)`` returns the divergence of the rows. ``weighting`` computes their
     weights. ``mask`` is ``loss_mask`` in the dtype of sums. ``truncated``: True if the draft has a smaller vocabulary.
     """
 
-    compared: Callable[..., ops.Divergence]
+    divergence: Callable[..., ops.Divergence]
     terms: dict[str, float]
     mask: torch.Tensor
     block_size: int
@@ -329,22 +329,22 @@ class _Metrics:
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
-        weights = self._shares(self.weighting.of_rows(self.mask, self.block_size), EPS["loss"])
+        weights = self._shares(self.weighting.row_weights(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         if any(kind.values()):
-            found = self.compared(weights, kind=kind)
-            loss = found.loss
-        else:  # only the metrics and the confidence head are wanted; a divergence of no kind is an error
-            found = self.compared(weights, kind=dict.fromkeys(kind, 1.0))
-            loss = 0.0 * found.loss
-        return loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
+            result = self.divergence(weights, kind=kind)
+            loss = result.loss
+        else:  # only the metrics and the confidence head are requested; a divergence of no kind is an error
+            result = self.divergence(weights, kind=dict.fromkeys(kind, 1.0))
+            loss = 0.0 * result.loss
+        return loss, result, self._term_losses(result, weights) if len(self.terms) > 1 else {}
 
     def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
         ((name, weight),) = self.terms.items()
-        found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
-        weights = self.weighting.of_rows(self.mask, self.block_size, torch.exp(-found.value))
-        return weight * sum_of_rows(found.loss, self._shares(weights, EPS["loss"])), found, {}
+        result = self.divergence(self.mask != 0, kind=KINDS[name], reduction="none")
+        weights = self.weighting.row_weights(self.mask, self.block_size, torch.exp(-result.value))
+        return weight * sum_of_rows(result.loss, self._shares(weights, EPS["loss"])), result, {}
 
     def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """Return the loss of the confidence head and its calibration metrics. It is always weighted by the decay."""
@@ -392,9 +392,9 @@ class _Metrics:
         """Divide row weights by the number of valid rows of their sequence and by the number of sequences."""
         return weights / (self.mask.sum(1, keepdim=True) + eps) / len(weights)
 
-    def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _term_losses(self, result: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the loss of each term: from a, as the remainder of the sum (one term), or by a separate pass."""
-        free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
+        free = {"tv": 1 - result.acceptance_rate, "nla": -result.acceptance_rate.clamp(min=FLOOR).log()}
         if self.truncated:  # the acceptance rate of the result is over all columns, that of the loss over the draft's
             free = {}
         values = {name: free[name] for name in self.terms if name in free}
@@ -404,8 +404,8 @@ class _Metrics:
         last = others.pop() if others else None
         with torch.no_grad():
             for name in self.terms.keys() - values.keys() - {last}:
-                values[name] = self.compared(weights, kind=KINDS[name]).value
+                values[name] = self.divergence(weights, kind=KINDS[name]).value
         if last is not None:
             known = sum(self.terms[name] * value for name, value in values.items())
-            values[last] = (found.value - known) / self.terms[last]
+            values[last] = (result.value - known) / self.terms[last]
         return {name: sum_of_rows(values[name], weights) for name in self.terms}

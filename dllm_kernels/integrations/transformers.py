@@ -115,8 +115,8 @@ def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask
         ValueError: shapes, dtypes or devices do not match; on a CPU, a supervised token or its probability is out of
             range. On a GPU the check would be a host sync, and a value out of range becomes another value.
     """
-    given = {"input_ids": input_ids, "loss_mask": loss_mask, "noise_mask": noise_mask, "p_mask": p_mask}
-    for name, t in given.items():
+    tensors = {"input_ids": input_ids, "loss_mask": loss_mask, "noise_mask": noise_mask, "p_mask": p_mask}
+    for name, t in tensors.items():
         _checks.check_whole_tensor(name, t)
     _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
@@ -388,8 +388,8 @@ class MaskedDiffusionCollator:
 
     def _seeds(self, samples: Sequence[Mapping[str, Any]], batch: Mapping[str, Tensor]) -> Tensor | None:
         if self.seed_field is not None:
-            given = [_seed(i, self.seed_field, sample[self.seed_field]) for i, sample in enumerate(samples)]
-            seeds = torch.tensor(given, dtype=torch.int64, device="cpu")
+            values = [_seed(i, self.seed_field, sample[self.seed_field]) for i, sample in enumerate(samples)]
+            seeds = torch.tensor(values, dtype=torch.int64, device="cpu")
             return seeds + self._epoch * SEED_STRIDE
         if self._seeded_by_tokens:
             return _seeds_of_tokens(batch)
@@ -608,8 +608,8 @@ class _LossCall(NamedTuple):
             return None
         if type(self.loss) is MDLMCrossEntropyLoss:
             return self.counts.masked
-        of_supervised = type(self.loss) in (BlockDiffusionCrossEntropyLoss, SCDDLoss)
-        return self.counts.supervised if of_supervised or not isinstance(self.loss, DiffusionLoss) else None
+        weights_supervised = type(self.loss) in (BlockDiffusionCrossEntropyLoss, SCDDLoss)
+        return self.counts.supervised if weights_supervised or not isinstance(self.loss, DiffusionLoss) else None
 
     def _weights(self) -> Tensor:
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
@@ -825,13 +825,13 @@ class MaskedDiffusionTrainerMixin:
         if self._wants_logits or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         loss_call = self._loss_call(inputs["labels"], num_items_in_batch)
-        made = list[Tensor]()
+        losses = list[Tensor]()
 
         def loss(logits: LinearLogits) -> Tensor:
-            made.append(loss_call.compute(replaced(logits, logits_dtype=self._logits_dtype)))
-            return made[-1].as_subclass(_LossOutput)
+            losses.append(loss_call.compute(replaced(logits, logits_dtype=self._logits_dtype)))
+            return losses[-1].as_subclass(_LossOutput)
 
-        self._in_head = made
+        self._in_head = losses
         try:
             with computed_in_head(head_module(self.accelerator.unwrap_model(model)), loss, FROM_LOGITS):
                 return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
@@ -877,10 +877,10 @@ class MaskedDiffusionTrainerMixin:
         labels, probes = inputs["labels"], self._probes > 0 and torch.is_grad_enabled()
         if (self._seen_labels and not probes) or not _plain.has_values(labels):
             return
-        found: tuple[bool | Tensor, bool | Tensor] = True, True
+        dependence: tuple[bool | Tensor, bool | Tensor] = True, True
         if probes and isinstance(ids := inputs.get("input_ids"), Tensor) and ids.dim() == 2:
-            found = _attention.dependence(model, inputs, self._hidden_of)
-        unpacked, later, earlier = _attention.on_any_rank(labels.device, _not_packed(labels).any(), *found)
+            dependence = _attention.dependence(model, inputs, self._hidden_of)
+        unpacked, later, earlier = _attention.on_any_rank(labels.device, _not_packed(labels).any(), *dependence)
         if unpacked:
             _refuse_labels("token ids, or other labels that are not packed")
         if earlier and not later:

@@ -93,20 +93,20 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
         ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
     _checks.check_wide_logits(logits_dtype)
-    strict, asked = _checks.checked_bool("strict", strict), {"logits_dtype": logits_dtype}
-    if (earlier := _host.earlier(strict, **asked)) is not None:
+    strict, arguments = _checks.checked_bool("strict", strict), {"logits_dtype": logits_dtype}
+    if (earlier := _host.earlier(strict, **arguments)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
-    ours = ChunkedLogProbs(original, logits_dtype)
+    replacement = ChunkedLogProbs(original, logits_dtype)
     if original is not None and not _host.owns(original):
-        found = [f"{module.__name__}.{NAME} is {origin(original)}, not the framework's own"]
+        differences = [f"{module.__name__}.{NAME} is {origin(original)}, not the framework's own"]
     elif callable(forward := getattr(original, "forward", None)):
-        found = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
+        differences = _host.differences(f"{NAME}.forward", functools.partial(forward, None), replacement.apply)
     else:
-        found = [f"{module.__name__} has no {NAME}.forward"]
-    pairs, problems = ([], {NAME: found}) if found else ([(original, ours)], {})
-    return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, asked)
+        differences = [f"{module.__name__} has no {NAME}.forward"]
+    pairs, problems = ([], {NAME: differences}) if differences else ([(original, replacement)], {})
+    return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, arguments)
 
 
 @_host.exclusive
@@ -161,13 +161,13 @@ class ChunkedLogProbs:
         unknown = "log_sum_sq_probs" in outputs or ("mean_logits" in outputs and cap is not None)
         valid = 0 < scale < math.inf and temperature > 0 and (cap is None or 0 < cap < math.inf)
         if unknown or not valid or hasattr(weight, "ds_id"):
-            asked = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
-            return self.original.apply(hidden, weight, bias, targets, *asked)  # type: ignore[no-any-return]
+            settings = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            return self.original.apply(hidden, weight, bias, targets, *settings)  # type: ignore[no-any-return]
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
         logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, logits_dtype=self.logits_dtype)
-        wanted = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
-        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **wanted)
+        requested = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
+        log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **requested)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
             is_top1 = is_top1 | _outside_is_top1(LinearLogits(hidden, weight, bias), targets, outside)
         mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
@@ -253,13 +253,13 @@ class _FrozenHead(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
         hidden, weight, targets, outside, grad = ctx.saved_tensors
-        if of_entropy is None:
-            found = None if of_log_probs is None else times_upstream(grad, of_log_probs[..., None].to(grad.dtype))
+        if grad_entropy is None:
+            grad_h = None if grad_log_probs is None else times_upstream(grad, grad_log_probs[..., None].to(grad.dtype))
         else:
             known = () if outside is None else (outside,)
-            upstream = torch.zeros_like(of_entropy) if of_log_probs is None else of_log_probs
+            upstream = torch.zeros_like(grad_entropy) if grad_log_probs is None else grad_log_probs
 
             def both(stats: Any, a: Tensor, b: Tensor, *outside: Tensor) -> Tensor:
                 return torch.addcmul(a * _or_outside(stats, *outside), b, stats.entropy)
@@ -267,11 +267,11 @@ class _FrozenHead(torch.autograd.Function):
             options = {**ctx.options, "with_correct": False, "entropy": True}
             with ctx.call_state.restored(hidden), own_graph(), torch.enable_grad():
                 h = hidden.detach().requires_grad_()
-                given = upstream.contiguous(), of_entropy.contiguous(), *known
+                aux = upstream.contiguous(), grad_entropy.contiguous(), *known
                 logits = replaced(ctx.logits, hidden=h, weight=weight)
-                out = ops.row_objective(logits, targets, both, *given, **options)
-                (found,) = torch.autograd.grad(out.loss, h)
-        return found, *(None,) * 5
+                out = ops.row_objective(logits, targets, both, *aux, **options)
+                (grad_h,) = torch.autograd.grad(out.loss, h)
+        return grad_h, *(None,) * 5
 
 
 # Diffusion policies ---------------------------------------------------------------------------------------------------
@@ -401,24 +401,24 @@ class DiffusionPolicyMixin:
         compute_entropy: bool = False, compute_aux_loss: bool = False, **others: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """Return scores and entropies ``[B, logits_to_keep]``, and the auxiliary loss of the model, if any."""
-        if given := sorted(name for name, value in others.items() if value is not None):
-            raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
+        if unsupported := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(unsupported)}")
         seeds = row_seeds(input_ids, attention_mask, logits_to_keep, self._number_of_masks())
         parts, size = (input_ids, attention_mask, seeds), batch_size or len(input_ids)
         chunks = zip(*(torch.split(t, size) for t in parts), strict=True)
         options = logits_to_keep, compute_entropy, compute_aux_loss
-        found = [self._scores_of(model, ids, mask, of_rows, *options) for ids, mask, of_rows in chunks]
-        scores, entropies, auxiliary = zip(*found, strict=True)
+        results = [self._scores_of(model, ids, mask, chunk_seeds, *options) for ids, mask, chunk_seeds in chunks]
+        scores, entropies, auxiliary = zip(*results, strict=True)
         aux_loss = None if auxiliary[0] is None else torch.stack(auxiliary).mean()
         return torch.cat(scores), torch.cat(entropies) if compute_entropy else None, aux_loss
 
     def _number_of_masks(self) -> int:
         """Return the number that rows hash with their tokens; it stays the same while a generation is trained on."""
-        given = self._iteration
-        if given is None:
+        iteration = self._iteration
+        if iteration is None:
             generation: int = self._step // (self.args.steps_per_generation * self.num_iterations)
             return generation
-        return _whole(given(self) if callable(given) else given, "a function that returns an int")
+        return _whole(iteration(self) if callable(iteration) else iteration, "a function that returns an int")
 
     def _scores_of(
         self, model: Any, ids: Tensor, attention_mask: Tensor, seeds: Tensor, keep: int, entropy: bool, auxiliary: bool
@@ -443,8 +443,8 @@ class DiffusionPolicyMixin:
                 extra = logits.extra and tuple(t.float() for t in logits.extra)
                 logits = replaced(logits, hidden=logits.hidden.float(), extra=extra)
             with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not in_float32):
-                found = _log_probs(logits, targets, active=active, entropy=entropy)
-            parts = [t for t in found if t is not None]
+                stats = _log_probs(logits, targets, active=active, entropy=entropy)
+            parts = [t for t in stats if t is not None]
             if torch.compiler.is_compiling():
                 return torch.stack(parts, -1)
             return _Stacked.apply(arrived, *parts)  # type: ignore[no-untyped-call,no-any-return]
@@ -453,8 +453,8 @@ class DiffusionPolicyMixin:
         inputs |= {"input_ids": views.noisy.flatten(0, 1), "attention_mask": attention_mask.repeat(shape[0], 1)}
         head = head_module(self.accelerator.unwrap_model(model))
         with self.accelerator.autocast():
-            found, outputs = run_in_head(lambda: model(**inputs), head, rows, _HeadRows)
-        unstacked = _Unstacked.apply(arrived, found)  # type: ignore[no-untyped-call]
+            stacked, outputs = run_in_head(lambda: model(**inputs), head, rows, _HeadRows)
+        unstacked = _Unstacked.apply(arrived, stacked)  # type: ignore[no-untyped-call]
         log_probs, *entropies = ((t.roll(1, -1) if self._shift else t).view(shape) for t in unstacked)
         first = ids.shape[1] - keep  # not [:, -keep:], which is the whole row if all completions are empty
         scores = views.token_scores(log_probs)[:, first:]
@@ -489,11 +489,11 @@ def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, it
     _checks.check_mask("attention_mask", attention_mask, input_ids.shape, "that of input_ids")
     _checks.check_same_device("input_ids", input_ids, attention_mask=attention_mask)
     logits_to_keep = _checks.checked_int("logits_to_keep", logits_to_keep, 0, input_ids.shape[1])
-    there = attention_mask != 0
+    real = attention_mask != 0
     completion = torch.arange(input_ids.shape[1], device=input_ids.device) >= input_ids.shape[1] - logits_to_keep
-    place = 2 * there.cumsum(-1) + completion
-    of_tokens = torch.where(there, _mixed(input_ids.long() + GAMMA * place), 0)
-    return _mixed(of_tokens.sum(-1) + _wrapped(GAMMA * _whole(iteration)))
+    place = 2 * real.cumsum(-1) + completion
+    hashes = torch.where(real, _mixed(input_ids.long() + GAMMA * place), 0)
+    return _mixed(hashes.sum(-1) + _wrapped(GAMMA * _whole(iteration)))
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -593,21 +593,21 @@ def diffusion_rollout(
             prompt_ids = trainer._tokenize_prompts(prompts)[0]
         if shift and not all(map(len, prompt_ids)):
             raise ValueError("every prompt must have a token for shift=True, got an empty prompt")
-        wanted = trainer.args.max_completion_length if length is None else length
-        if wanted is None:
+        new_tokens = trainer.args.max_completion_length if length is None else length
+        if new_tokens is None:
             raise ValueError("length must be given for a trainer without a max_completion_length, got None")
         P, device = max(map(len, prompt_ids), default=0), trainer.accelerator.device
         pad = _token_id(trainer.processing_class, "pad_token_id") or 0
         ids = [[pad] * (P - len(p)) + list(p) for p in prompt_ids]
-        there = [[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids]
-        tokens, attention = (torch.tensor(t, dtype=torch.int64, device=device).view(len(ids), P) for t in (ids, there))
-        own: dict[str, Any] = {name: getattr(trainer, name, None) for name in ("top_k", "top_p", "min_p")}
+        real = [[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids]
+        tokens, attention = (torch.tensor(t, dtype=torch.int64, device=device).view(len(ids), P) for t in (ids, real))
+        filters: dict[str, Any] = {name: getattr(trainer, name, None) for name in ("top_k", "top_p", "min_p")}
         with trainer.accelerator.autocast():
             out = diffusion_generate(
-                trainer.model, tokens, max_new_tokens=wanted, attention_mask=attention,
+                trainer.model, tokens, max_new_tokens=new_tokens, attention_mask=attention,
                 temperature=trainer.temperature if temperature is None else temperature,
                 eos_token_id=_token_id(trainer.processing_class, "eos_token_id"),
-                seeds=torch.empty(len(ids), dtype=torch.int64, device="cpu").random_().to(device), **own, **options,
+                seeds=torch.empty(len(ids), dtype=torch.int64, device="cpu").random_().to(device), **filters, **options,
             )  # fmt: skip
         if infill:
             filled = out.ids[:, :P].tolist()

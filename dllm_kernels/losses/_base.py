@@ -94,7 +94,7 @@ class Batch(NamedTuple):
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)
             _checks.check_masks_like("target_ids", self.target_ids, loss_mask_ar=self.loss_mask_ar)
-        check_given(**tensors)
+        check_optional_tensors(**tensors)
 
     def check_noise(self, **others: torch.Tensor) -> None:
         """Check the masks of a loss that reads ``p_mask``: shape, device, order, constant."""
@@ -171,7 +171,7 @@ class Batch(NamedTuple):
             raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
 
 
-def check_given(**tensors: torch.Tensor | None) -> None:
+def check_optional_tensors(**tensors: torch.Tensor | None) -> None:
     """Raise TypeError if an optional argument is given and is not a tensor."""
     for name, value in tensors.items():
         if value is not None:

@@ -83,7 +83,7 @@ def in_blocks(t: Tensor, rows: int) -> Tensor:
     return t.reshape(t.shape[0], t.shape[1] // rows, rows)
 
 
-def _of_rows(blocks: Tensor, rows: int) -> Tensor:
+def _repeated(blocks: Tensor, rows: int) -> Tensor:
     """Repeat the value of each block ``[B, blocks]`` for its rows, ``[B, blocks * rows]``."""
     return blocks.unsqueeze(2).expand(*blocks.shape, rows).flatten(1)
 
@@ -115,8 +115,8 @@ def checked_prefix(prefix: Tensor, mask_name: str, mask: Tensor, rows: int) -> T
     return prefix
 
 
-def given_rows(prefix: Tensor, rows: int) -> Tensor:
-    """Return True for the rows whose token the prefix ``[B, blocks]`` gives, ``[B, blocks, rows]``."""
+def rows_in_prefix(prefix: Tensor, rows: int) -> Tensor:
+    """Return True for the rows whose token is part of the prefix ``[B, blocks]``, ``[B, blocks, rows]``."""
     return torch.arange(1, rows + 1, device=prefix.device) < prefix.unsqueeze(2)
 
 
@@ -181,7 +181,7 @@ class BlockWeights(NamedTuple):
         rows = rows_of_block(T, block_size, self.anchor_row)
         if prefix is None:
             return self._decay_of_block(gamma, rows, device, dtype).repeat(T // rows)
-        steps = torch.arange(T, device=device) % rows - (_of_rows(prefix, rows) - 1)
+        steps = torch.arange(T, device=device) % rows - (_repeated(prefix, rows) - 1)
         return torch.where(steps < 0, 0.0, torch.exp(-steps.to(dtype) / (math.inf if gamma is None else gamma)))
 
     def _decay_of_block(self, gamma: float | None, rows: int, device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -190,7 +190,7 @@ class BlockWeights(NamedTuple):
         decay = torch.exp(rising / (math.inf if gamma is None else gamma))
         return torch.where(rising > 0, 0.0, decay) if self.decay_from else decay
 
-    def of_rows(
+    def row_weights(
         self, mask: Tensor, block_size: int | None, q: Tensor | None = None, prefix: Tensor | None = None
     ) -> Tensor:
         """Compute the detached row weights ``[B, T]`` before the denominator.

@@ -17,7 +17,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.losses import _block_weights, _common
 from dllm_kernels.losses._base import TransformedLoss
-from dllm_kernels.losses._block_weights import BlockWeights, Counts, given_rows, rows_of_block
+from dllm_kernels.losses._block_weights import BlockWeights, Counts, rows_in_prefix, rows_of_block
 from dllm_kernels.losses._common import DLLMLossOutput, check_counts, sum_of_rows
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.dpace_weights import VARIANTS
@@ -154,7 +154,7 @@ class DraftLoss(TransformedLoss):
         if prefix is not None:
             block_mask, prefix = self._checked_prefix(prefix, block_mask, block_size)
         mask = block_mask.detach().to(torch.float32 if q is None else q.dtype)
-        return weighting.of_rows(mask, block_size, q, prefix).reshape(shape)
+        return weighting.row_weights(mask, block_size, q, prefix).reshape(shape)
 
     def _checked_prefix(self, prefix: Tensor, block_mask: Tensor, block_size: int | None) -> tuple[Tensor, Tensor]:
         """Check the prefix against the blocks of the mask; return the mask of the predicted rows, and the prefix."""
@@ -162,7 +162,7 @@ class DraftLoss(TransformedLoss):
             raise ValueError("prefix must be None without a block_size, or with position_weights other than 'decay'")
         rows = rows_of_block(block_mask.shape[1], block_size, self.anchor_row)
         prefix = _block_weights.checked_prefix(prefix, "block_mask", block_mask, rows)
-        return torch.where(given_rows(prefix, rows).flatten(1), 0, block_mask), prefix
+        return torch.where(rows_in_prefix(prefix, rows).flatten(1), 0, block_mask), prefix
 
     def _checked_counts(self, counts: Counts, target_ids: Tensor) -> Counts:
         """Check the counts of the whole step, also if unused; return them as plain tensors."""
@@ -236,26 +236,26 @@ class DraftCall:
     def weights(self, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the row weights before and over the denominator; the decay needs no confidence ``q``."""
         mask = self.block_mask.detach().to(self.rows.accum_dtype)
-        weights = self.weighting.of_rows(mask, self.block_size, q, self.prefix)
+        weights = self.weighting.row_weights(mask, self.block_size, q, self.prefix)
         return weights, self.weighting.normalized(weights, mask, self.block_size, self.counts)
 
-    def output(self, found: DraftResult) -> DLLMLossOutput:
+    def output(self, result: DraftResult) -> DLLMLossOutput:
         """Build the output with the draft accuracy and acceptance rates, both without rows before ``decay_from``."""
-        weighting, mask, correct, a, rows = self.weighting, self.block_mask, found.correct, found.a, self.block_size
+        weighting, mask, correct, a, rows = self.weighting, self.block_mask, result.correct, result.a, self.block_size
         prefix = self.prefix
         if weighting.decays and weighting.decay_from:
             B, T = mask.shape
             in_block = rows_of_block(T, self.block_size, weighting.anchor_row)
             prefix = torch.full((B, T // in_block), weighting.decay_from + 1, device=mask.device)
-            mask = torch.where(given_rows(prefix, in_block).flatten(1), 0, mask)
+            mask = torch.where(rows_in_prefix(prefix, in_block).flatten(1), 0, mask)
             correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
         if rows is not None and not weighting.anchor_row:
             rows -= 1
         hits, count = _block_weights.counts_per_offset(correct, mask, rows)
         row_losses = None
-        if found.value is not None and self.returns_rows:
-            row_losses = _common.weighted_rows(found.value, found.weights)
-        out = _common.single_loss(found.loss, found.weights, row_losses)
+        if result.value is not None and self.returns_rows:
+            row_losses = _common.weighted_rows(result.value, result.weights)
+        out = _common.single_loss(result.loss, result.weights, row_losses)
         return replaced(
             out, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a,
             prefix=prefix,

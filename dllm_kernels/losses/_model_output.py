@@ -12,7 +12,7 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import TeacherInput, compared, divergence_unchecked
+from dllm_kernels.ops.divergence import TeacherInput, checked_comparison, divergence_unchecked
 from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
 from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits, names_of
@@ -76,7 +76,7 @@ class ModelOutput(NamedTuple):
         """Return packed rows as a batch of one sequence."""
         return replaced(self, logits=map_rows(self.logits, lambda t: _common.as_batch(t, 2)))
 
-    def of_blocks(self, target_ids: Any) -> bool:
+    def has_blocks(self, target_ids: Any) -> bool:
         """Return True if the rows ``[B, blocks, k, V]`` or ``[B, blocks, k, D]`` or the targets are those of blocks.
 
         Raises:
@@ -142,14 +142,14 @@ class ModelOutput(NamedTuple):
             return None
         return row_primitives(use_triton(self.options.backend, like))
 
-    def of_any_shape(self, target_ids: torch.Tensor, branches: int = 1) -> ModelOutput:
+    def checked_any_shape(self, target_ids: torch.Tensor, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[..., V or D]``, the dtype and device of the targets, and the LM head, if any."""
         logits, options, _ = checked_logits(self.names, self.logits, target_ids, self.options, branches)
         return ModelOutput(self.names, options, logits)
 
     def checked(self, target_ids: torch.Tensor, *, width: int | None = None, branches: int = 1) -> ModelOutput:
         """Validate options, rows ``[B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any."""
-        names, checked = self.names, self.of_any_shape(target_ids, branches)
+        names, checked = self.names, self.checked_any_shape(target_ids, branches)
         x = checked.x
         _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.stored else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
@@ -199,7 +199,7 @@ class ModelOutput(NamedTuple):
     ) -> Divergence:  # fmt: skip
         """Compute the divergence to a teacher, which is checked here."""
         call = self._call({}, targets, None, weights.detach())
-        return divergence_unchecked(*compared(self.names, call, teacher, spec, temperature, reduction))
+        return divergence_unchecked(*checked_comparison(self.names, call, teacher, spec, temperature, reduction))
 
     def _call(self, overrides: dict[str, Any], ids: torch.Tensor, active: Any, weights: Any = None) -> Call:
         options = replaced(self.options, **overrides) if overrides else self.options

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels._checks import check_masks_like
-from dllm_kernels.losses._base import Batch, DiffusionLoss, check_given
+from dllm_kernels.losses._base import Batch, DiffusionLoss, check_optional_tensors
 from dllm_kernels.losses._common import divide
 from dllm_kernels.losses._model_output import ModelOutput
 
@@ -37,7 +37,7 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
     """
 
     def _weights(self, batch: Batch, rows: ModelOutput) -> tuple[torch.Tensor, torch.Tensor]:
-        check_given(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
+        check_optional_tensors(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
         check_masks_like("target_ids", batch.target_ids, loss_mask=batch.loss_mask)
         batch.check_unused_noise()
         batch.check_not_swapped()

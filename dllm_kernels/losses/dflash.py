@@ -208,10 +208,10 @@ class DFlashDecayLoss(DraftLoss):
         """
         counts = Counts(num_tokens, num_blocks, num_sequences)
         call = self._call(logits, target_ids, block_mask, block_size, counts, prefix)
-        found = call.cross_entropy(per_row=True)
-        assert found.value is not None
-        nll = found.value.reshape(target_ids.shape) if target_ids.dim() == 3 else found.value
-        return _in_blocks_of(target_ids, call.output(found)), nll
+        result = call.cross_entropy(per_row=True)
+        assert result.value is not None
+        nll = result.value.reshape(target_ids.shape) if target_ids.dim() == 3 else result.value
+        return _in_blocks_of(target_ids, call.output(result)), nll
 
     def weighted_mean(self, token_nll: Tensor, weights: Tensor) -> Tensor:
         """Compute ``sum(weights * token_nll) / (sum(weights) + 1e-6)``, as ``normalize="mean"`` does.
@@ -248,7 +248,7 @@ class DFlashDecayLoss(DraftLoss):
         if rows.packed(target_ids):
             rows, counts = rows.as_batch(), counts.as_batch()
             target_ids, block_mask, prefix = map(as_batch, (target_ids, block_mask, prefix))
-        elif rows.of_blocks(target_ids):
+        elif rows.has_blocks(target_ids):
             block_size = size_of_blocks(rows.names.targets, target_ids, block_size, self.anchor_row)
             _checks.check_weights("block_mask", block_mask, target_ids.shape, f"that of {rows.names.targets}")
             rows, target_ids, block_mask = rows.blocks_as_sequences(), target_ids.flatten(1), block_mask.flatten(1)
@@ -292,7 +292,7 @@ class DFlashDecayLoss(DraftLoss):
         token_nll = token_nll.to(accum_dtype(token_nll.dtype))
         mask = block_mask.to(token_nll.dtype)
         weighting, counts = self._checked_weighting(), Counts(num_tokens, num_blocks, num_sequences)
-        weights = weighting.of_rows(mask, block_size, torch.exp(-token_nll.detach()))
+        weights = weighting.row_weights(mask, block_size, torch.exp(-token_nll.detach()))
         out = single_loss(sum_of_rows(token_nll, weighting.normalized(weights, mask, block_size, counts)), weights)
         return replaced(out, draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 

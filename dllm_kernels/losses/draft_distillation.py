@@ -247,7 +247,7 @@ class DraftDistillationLoss(DraftLoss):
             logits, options.transform, teacher_logits, teacher_rows, draft_to_target, self.teacher_transform
         )
         if teacher_logits is None:
-            _check_none_given("teacher_logits", teacher_rows=teacher_rows, draft_to_target=draft_to_target)
+            _check_none("teacher_logits", teacher_rows=teacher_rows, draft_to_target=draft_to_target)
         rows = self._rows(logits, options)
         counts = Counts(num_tokens, num_blocks, num_sequences, total_weight)
         if rows.packed(block_mask if target_ids is None else target_ids):
@@ -260,15 +260,15 @@ class DraftDistillationLoss(DraftLoss):
         call = _Call(
             weighting, self._returns_rows(), rows, targets, block_mask, block_size, counts, self, teacher, spec
         )
-        found = call.compute()
-        total = found.loss
-        if confidence_logits is not None and found.a is not None:
-            s = torch.where(found.weights != 0, confidence_logits.to(found.weights.dtype), 0.0)
-            learned = F.binary_cross_entropy_with_logits(s, found.a.clamp(0, 1), reduction="none")
-            total = total + self.confidence_weight * sum_of_rows(learned, found.divided)
-            if found.value is not None:
-                found = replaced(found, value=found.value + self.confidence_weight * learned)
-        return replaced(call.output(found), total_loss=total)
+        result = call.compute()
+        total = result.loss
+        if confidence_logits is not None and result.a is not None:
+            s = torch.where(result.weights != 0, confidence_logits.to(result.weights.dtype), 0.0)
+            learned = F.binary_cross_entropy_with_logits(s, result.a.clamp(0, 1), reduction="none")
+            total = total + self.confidence_weight * sum_of_rows(learned, result.divided)
+            if result.value is not None:
+                result = replaced(result, value=result.value + self.confidence_weight * learned)
+        return replaced(call.output(result), total_loss=total)
 
     def forward_fused(
         self, hidden: Tensor, lm_head_weight: Tensor, teacher_hidden: Tensor | None, target_ids: Tensor | None,
@@ -285,13 +285,13 @@ class DraftDistillationLoss(DraftLoss):
         ``teacher_weight`` it shares ``lm_head_weight`` and ``lm_head_bias``, but not ``extra``.
         """
         logits = LinearLogits(hidden, lm_head_weight, lm_head_bias, extra, logits_dtype, num_active=num_active)
-        teacher, of_head = None, {
+        teacher, teacher_head = None, {
             "teacher_weight": teacher_weight, "teacher_bias": teacher_bias, "teacher_extra": teacher_extra,
         }  # fmt: skip
         if teacher_hidden is None:
-            _check_none_given("teacher_hidden", teacher_rows=teacher_rows, draft_to_target=draft_to_target, **of_head)
+            _check_none("teacher_hidden", teacher_rows=teacher_rows, draft_to_target=draft_to_target, **teacher_head)
         else:
-            teacher = head_of_teacher(logits, teacher_hidden, *of_head.values())
+            teacher = head_of_teacher(logits, teacher_hidden, *teacher_head.values())
         return DraftDistillationLoss.forward(
             self, logits, teacher, target_ids, block_mask, num_tokens, block_size, teacher_rows=teacher_rows,
             draft_to_target=draft_to_target, confidence_logits=confidence_logits, num_blocks=num_blocks,
@@ -327,7 +327,7 @@ class DraftDistillationLoss(DraftLoss):
             raise ValueError(f"{name} must be given for {' and '.join(needs_teacher)}, got None")
 
 
-def _check_none_given(teacher: str, **others: Any) -> None:
+def _check_none(teacher: str, **others: Any) -> None:
     """Raise if one of the other arguments is given without the teacher."""
     if names := [name for name, value in others.items() if value is not None]:
         raise ValueError(f"{teacher} must be given with {', '.join(names)}, got None")
@@ -413,14 +413,14 @@ class _Call(DraftCall):
             return None
         if self.confidence == "acceptance":
             return each.acceptance_rate.clamp(0, 1)
-        of_draft = self.loss.teacher == "draft"
-        if term.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and of_draft:
+        draft_columns = self.loss.teacher == "draft"
+        if term.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered and draft_columns:
             return torch.exp(-each.value / term.coefficient)
         if self.confidence == "target":
             return self._target_probabilities()
         with torch.no_grad():
-            of_best = self._divergence(self._active_mask, spec=checked_spec("teacher_ce"), temperature=1.0)
-        return torch.exp(-of_best.value)
+            teacher_ce = self._divergence(self._active_mask, spec=checked_spec("teacher_ce"), temperature=1.0)
+        return torch.exp(-teacher_ce.value)
 
     def _target_probabilities(self) -> Tensor:
         """Compute the draft's probability of the target tokens."""

@@ -9,7 +9,7 @@ import torch
 from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
 from dllm_kernels._graph._plain import plain, readable_without_sync
-from dllm_kernels.losses._block_weights import checked_prefix, given_rows, rows_of_block, size_of_blocks
+from dllm_kernels.losses._block_weights import checked_prefix, rows_in_prefix, rows_of_block, size_of_blocks
 from dllm_kernels.losses._common import DLLMLossOutput, as_batch
 from dllm_kernels.ops.dpace_weights import accepted_prefix, accepted_rows, anchor_rows, check_probabilities
 
@@ -136,9 +136,9 @@ def acceptance_stats(
     valid = mask.to(torch.float32).reshape(mask.shape[0], T // rows, rows)
     may_be_missing = anchor_rows(valid) if anchor_row else None
     if prefix is not None:
-        given = given_rows(checked_prefix(prefix, "mask", valid.flatten(1), rows), rows)
-        valid = torch.where(given, 0.0, valid)
-        may_be_missing = given if may_be_missing is None else given | may_be_missing
+        in_prefix = rows_in_prefix(checked_prefix(prefix, "mask", valid.flatten(1), rows), rows)
+        valid = torch.where(in_prefix, 0.0, valid)
+        may_be_missing = in_prefix if may_be_missing is None else in_prefix | may_be_missing
     if sampling:
         check_probabilities("output", rates, valid.reshape(rates.shape))
     rates = rates.to(torch.float32).reshape(valid.shape)
@@ -185,13 +185,13 @@ def _matches_of(output: Any) -> torch.Tensor:
 
 def _prefix_of(output: Any, prefix: torch.Tensor | None) -> torch.Tensor | None:
     """Return the prefix of a loss output, or the given one; raise if they differ."""
-    of_call = output.prefix if isinstance(output, DLLMLossOutput) else None
-    if prefix is None or of_call is None:
-        return of_call if prefix is None else prefix
+    output_prefix = output.prefix if isinstance(output, DLLMLossOutput) else None
+    if prefix is None or output_prefix is None:
+        return output_prefix if prefix is None else prefix
     _checks.check_ids("prefix", prefix)
     prefix = plain(prefix)
-    of_batch = as_batch(prefix)
-    known = readable_without_sync(of_batch) and readable_without_sync(of_call)
-    if of_batch.shape != of_call.shape or (known and not torch.equal(of_batch.long(), of_call)):
+    batched = as_batch(prefix)
+    known = readable_without_sync(batched) and readable_without_sync(output_prefix)
+    if batched.shape != output_prefix.shape or (known and not torch.equal(batched.long(), output_prefix)):
         raise ValueError("prefix must be that of the loss call, which output holds, or None, got another one")
-    return of_call
+    return output_prefix

@@ -103,12 +103,12 @@ def _sampled_anchors(
     """Compute :func:`sample_anchors` of validated arguments."""
     B, L = loss_mask.shape
     count = min(num, L) if B else 0
-    found = torch.zeros(B, 0, dtype=torch.int64, device=loss_mask.device)
+    positions = torch.zeros(B, 0, dtype=torch.int64, device=loss_mask.device)
     if count:
         keys, length = _keys_of_anchors(loss_mask, segment_ids, seed, block_size)
         smallest = _smallest(keys, count) if overlap else _disjoint(keys, count, length, min(block_size, L))
-        found = torch.as_tensor(smallest & ((1 << _POSITION_BITS) - 1), device=loss_mask.device)
-    anchors = F.pad(found.clamp(max=L), (0, num - count), value=L).sort(1).values
+        positions = torch.as_tensor(smallest & ((1 << _POSITION_BITS) - 1), device=loss_mask.device)
+    anchors = F.pad(positions.clamp(max=L), (0, num - count), value=L).sort(1).values
     real = anchors < L
     return [torch.where(real, anchors, 0), real]
 
@@ -172,17 +172,17 @@ def _disjoint(keys: Array, count: int, length: Array, longest: int) -> Array:
 
     Overwrites the keys.
     """
-    (B, L), of_torch = keys.shape, isinstance(keys, Tensor)
-    xp: Any = torch if of_torch else np
-    arange = partial(torch.arange, device=keys.device) if of_torch else np.arange
-    row, window, found = arange(B)[:, None], arange(1 - longest, longest), []
+    (B, L), is_torch = keys.shape, isinstance(keys, Tensor)
+    xp: Any = torch if is_torch else np
+    arange = partial(torch.arange, device=keys.device) if is_torch else np.arange
+    row, window, chosen = arange(B)[:, None], arange(1 - longest, longest), []
     for _ in range(count):
         first = keys.argmin(1)[:, None]
-        found.append(keys[row, first])
+        chosen.append(keys[row, first])
         near = (first + window).clip(0, L - 1)
         meets = (near < first + length[row, first]) & (near + length[row, near] > first)
         keys[row, near] = xp.where(meets, _NONE, keys[row, near])
-    return xp.concatenate(found, 1)
+    return xp.concatenate(chosen, 1)
 
 
 def block_targets(

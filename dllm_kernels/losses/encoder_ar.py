@@ -131,8 +131,8 @@ def encoder_ar_loss(
     if normalize == "tokens":
         weights = divide(weights, num_tokens, scored)
     else:
-        of_sequence = scored.sum(1, keepdim=True)
-        weights = divide(weights / of_sequence.clamp(min=1), num_sequences, of_sequence > 0)
+        counts = scored.sum(1, keepdim=True)
+        weights = divide(weights / counts.clamp(min=1), num_sequences, counts > 0)
     return rows.weighted(targets, weights).loss
 
 

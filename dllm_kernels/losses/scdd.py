@@ -224,9 +224,9 @@ class SCDDLoss(DiffusionLoss):
         same = (z == x).to(D.dtype)
         seen = (step.base_t + step.rho_t * same).clamp(min=TINY)
         coefficients = step.base_s * step.u, step.rho_s * step.u, (step.base_s + step.rho_s * same) * step.r
-        drawn, clean, kept = (number / seen for number in coefficients)  # 0 for impossible tokens, with gradient 0
+        drawn, clean, stayed = (number / seen for number in coefficients)  # 0 for impossible tokens, with gradient 0
         filled = step.released * (step.base_s * out.mix + step.rho_s * at_x)
-        corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + kept * _change(step, K, log_z.exp(), at_z - D)
+        corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + stayed * _change(step, K, log_z.exp(), at_z - D)
         return -torch.where(z == mask, filled, corrected)
 
     def _check_settings(self) -> None:

@@ -36,7 +36,7 @@ class CrossEntropy(TransformedLoss):
 
     def checked(self, names: _checks.Names, logits: Logits, labels: Tensor) -> tuple[ModelOutput, Tensor]:
         """Validate logits, or their record, and labels; return both, with the labels as targets of the ops."""
-        rows = self._rows(logits, self._options(), names).of_any_shape(labels)
+        rows = self._rows(logits, self._options(), names).checked_any_shape(labels)
         return rows, self.targets_of(labels)
 
     def targets_of(self, labels: Tensor) -> Tensor:
@@ -180,8 +180,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
         _checks.check_logits_dtype(dtype)
-        of_float64 = getattr(hidden_states, "dtype", None) == torch.float64
-        wide = torch.float32 if dtype == torch.float32 and not of_float64 else None
+        is_float64 = getattr(hidden_states, "dtype", None) == torch.float64
+        wide = torch.float32 if dtype == torch.float32 and not is_float64 else None
         return LinearLogits(hidden_states, lm_weight, lm_bias, extra, wide)
 
     def forward(
@@ -364,8 +364,8 @@ def takes_hidden_states(loss_fn: nn.Module) -> bool:
 
 def is_plain(loss_fn: nn.Module) -> TypeGuard[CrossEntropy]:
     """Return True if the loss is one of the two base losses, without overridden forward and without hooks."""
-    own = type(loss_fn).forward in (MaskedCrossEntropy.forward, FusedLinearCrossEntropy.forward)
-    return own and "forward" not in vars(loss_fn) and not any(getattr(loss_fn, hooks) for hooks in HOOKS)
+    base_forward = type(loss_fn).forward in (MaskedCrossEntropy.forward, FusedLinearCrossEntropy.forward)
+    return base_forward and "forward" not in vars(loss_fn) and not any(getattr(loss_fn, hooks) for hooks in HOOKS)
 
 
 def ignore_index_of(loss_fn: nn.Module) -> int:
@@ -376,9 +376,9 @@ def ignore_index_of(loss_fn: nn.Module) -> int:
 
 def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
     """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
-    own = ignore_index_of(loss_fn)
+    index = ignore_index_of(loss_fn)
     if ignore_index is not None:
         _checks.checked_int("ignore_index", ignore_index)
-    if ignore_index not in (None, IGNORE, own):
-        raise ValueError(f"ignore_index must be {IGNORE} or that of loss_fn, {own}, got {ignore_index}")
-    return own
+    if ignore_index not in (None, IGNORE, index):
+        raise ValueError(f"ignore_index must be {IGNORE} or that of loss_fn, {index}, got {ignore_index}")
+    return index

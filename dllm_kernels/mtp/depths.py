@@ -181,7 +181,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     labels = to_int64(labels)
     outputs, name = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
-        targets = _given_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
+        targets = _checked_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
     else:
         packed = _sub_sequences(labels, cu_seqlens, seq_idx)
         targets = [_Target(mtp_labels(labels, k, own_index, packed), "labels", k + 1) for k in range(len(outputs))]
@@ -206,10 +206,10 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
     common = counts | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     common |= {"logits_dtype": logits_dtype}
-    given_head = not are_logits and not (lm_weight is None and lm_bias is None)
-    if from_hidden or given_head:
+    explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
+    if from_hidden or explicit_head:
         weight = head_weight(model) if lm_weight is None else lm_weight
-        if given_head:
+        if explicit_head:
             names = replaced(base.NAMES, rows="mtp_per_depth_h[0]")
             _checks.check_rows(names, rows_of(outputs[0]), labels, (weight, lm_bias))
         common["lm_weight"] = gathered_once(weight, rows_of(outputs[0]))
@@ -251,8 +251,8 @@ def _depth_outputs(
         raise ValueError(
             f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
-    name, given = ("mtp_per_depth_h", hidden) if logits is None else ("mtp_per_depth_logits", logits)
-    outputs: list[Logits] = _as_list(name, given)
+    name, tensors = ("mtp_per_depth_h", hidden) if logits is None else ("mtp_per_depth_logits", logits)
+    outputs: list[Logits] = _as_list(name, tensors)
     if not outputs:
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
@@ -288,7 +288,7 @@ def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Logits]) -> list
     return [(v.squeeze(0) if v.dim() == rows_of(x).dim() + 1 else v, second) for v, x in zip(u, outputs, strict=True)]
 
 
-def _given_targets(
+def _checked_targets(
     targets: Sequence[Tensor], depths: int, labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None
 ) -> list[_Target]:
     if cu_seqlens is not None or seq_idx is not None:

@@ -125,8 +125,8 @@ class PipelineCausalLMLoss(nn.Module):
     @staticmethod
     def _depths(output: Any) -> dict[str, Any] | None:
         depths = {name: _field(output, name) for name in ("mtp_per_depth_h", "mtp_per_depth_logits")}
-        given = {name: list(value) for name, value in depths.items() if value is not None}
-        return {name: value for name, value in given.items() if value} or None  # no depths: no MTP
+        lists = {name: list(value) for name, value in depths.items() if value is not None}
+        return {name: value for name, value in lists.items() if value} or None  # no depths: no MTP
 
     def _scaling(self, output: Any) -> float:
         if self.scaling_factor is not None:

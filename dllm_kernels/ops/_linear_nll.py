@@ -51,8 +51,8 @@ class WeightedLinearNLL(Fused):
         parts = Head(*head)  # type: ignore[arg-type]
         scale = weights if any(setup.needs) else None
         nll, row_max, log_sum, correct, ids, *grads, loss_scale, row_size = _nll(hidden, parts, y, scale, True, setup)
-        made = Gradients(*grads), loss_scale, row_size
-        link = keep_gradients(ctx, hidden, parts, made, setup, ("weighted_linear_nll", "linear_token_nll"))
+        saved = Gradients(*grads), loss_scale, row_size
+        link = keep_gradients(ctx, hidden, parts, saved, setup, ("weighted_linear_nll", "linear_token_nll"))
         nll = rounded(nll, round_nll, setup)
         loss = weighted_sum(nll, weights, mask_zero)
         return outputs(ctx, [loss], [nll, logsumexp(row_max, log_sum, setup), correct, ids], link)
@@ -132,7 +132,7 @@ def _nll(hidden: Tensor, head: Head, y: Tensor, scale: Tensor | None, summed: bo
         chunks = Chunks(hidden, head, y, setup, needs, factors)
         rows, device, acc = chunks.rows, hidden.device, setup.accum_dtype
         keeps = _keeps_stats(summed, setup)
-        out = [rows.empty(dtype=acc, device=device) if kept else None for kept in (True, keeps, keeps)]
+        out = [rows.empty(dtype=acc, device=device) if needed else None for needed in (True, keeps, keeps)]
         out += [None if spec is None else rows.empty(dtype=spec[1], device=device) for spec in argmax_specs(y, setup)]
         options: dict[str, Any] = {
             "with_correct": setup.with_correct, "with_ids": setup.with_ids, "transform": setup.transform,

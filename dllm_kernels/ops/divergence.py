@@ -195,11 +195,11 @@ def divergence(
         kind, teacher=teacher, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base
     )
     options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
-    logits, given = TeacherInput.opened(
+    logits, raw_teacher = TeacherInput.opened(
         logits, options.transform, teacher_logits, teacher_rows, draft_to_target, teacher_transform
     )
     call = checked(NAMES, logits, _targets(logits, targets, weights, spec), options, weights=weights)
-    return divergence_unchecked(*compared(NAMES, call, given, spec, temperature, reduction))
+    return divergence_unchecked(*checked_comparison(NAMES, call, raw_teacher, spec, temperature, reduction))
 
 
 def linear_divergence(
@@ -257,21 +257,21 @@ class TeacherInput(NamedTuple):
 
     @classmethod
     def opened(
-        cls, logits: Any, transform: Transform, teacher_logits: Any, rows: Any, columns: Any, own: Any
+        cls, logits: Any, transform: Transform, teacher_logits: Any, rows: Any, columns: Any, fields: Any
     ) -> tuple[Any, TeacherInput]:
-        """Open the logits of both models; return the student's, and the teacher with ``teacher_transform=own``."""
-        of_teacher, scale = transform, "scale"
-        if own is not None:
-            if not isinstance(own, Mapping):
-                raise TypeError(f"teacher_transform must be a dict or None, got {_checks.type_name(own)}")
-            for name in own:
+        """Open the logits of both models; return the student's, and the teacher with ``teacher_transform=fields``."""
+        teacher_transform, scale = transform, "scale"
+        if fields is not None:
+            if not isinstance(fields, Mapping):
+                raise TypeError(f"teacher_transform must be a dict or None, got {_checks.type_name(fields)}")
+            for name in fields:
                 if name not in Transform._fields:
                     known = ", ".join(Transform._fields)
                     raise ValueError(f"teacher_transform must have no keys but {known}, got {name!r}")
-            of_teacher, scale = Transform(**own), "teacher_transform['scale']"
-        logits, teacher_logits = both_opened(logits, teacher_logits, transform, of_teacher)
+            teacher_transform, scale = Transform(**fields), "teacher_transform['scale']"
+        logits, teacher_logits = both_opened(logits, teacher_logits, transform, teacher_transform)
         rows, columns = all_plain(rows, columns)
-        return logits, cls(teacher_logits, rows, columns, of_teacher, scale)
+        return logits, cls(teacher_logits, rows, columns, teacher_transform, scale)
 
 
 def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> Any:
@@ -286,25 +286,25 @@ def _targets(logits: Any, targets: Any, weights: Any, spec: DivergenceSpec) -> A
     return torch.full(x.shape[:-1], IGNORE, dtype=torch.int64, device=x.device) if targets is None else targets
 
 
-def compared(
-    names: _checks.Names, call: Call, given: TeacherInput, spec: DivergenceSpec, temperature: Any, reduction: Any
+def checked_comparison(
+    names: _checks.Names, call: Call, raw_teacher: TeacherInput, spec: DivergenceSpec, temperature: Any, reduction: Any
 ) -> tuple[Call, Teacher, Comparison]:
     """Validate the teacher and the options of a comparison; return the arguments of :func:`divergence_unchecked`.
 
     Args:
         names: names of the student's arguments.
         call: the validated call of the student.
-        given: the teacher.
+        raw_teacher: the teacher as the caller gave it.
         spec: weighted sum of kinds.
         temperature: an argument of the public function.
         reduction: an argument of the public function.
     """
-    call, teacher, transform = _checked_teacher(names, call, given)
+    call, teacher, transform = _checked_teacher(names, call, raw_teacher)
     per_row, T = _checks.is_per_row(reduction), _checks.checked_temperature(temperature)
     if teacher.columns is None:
         spec = replaced(spec, full=False)
     options = replaced(call.options, transform=_tempered(call.options.transform, T, "scale"))
-    comparison = Comparison(spec, _tempered(transform, T, given.scale), T * T, per_row, call.weights is not None)
+    comparison = Comparison(spec, _tempered(transform, T, raw_teacher.scale), T * T, per_row, call.weights is not None)
     return replaced(call, options=options), teacher, comparison
 
 
@@ -313,43 +313,43 @@ def _tempered(transform: Transform, T: float, name: str) -> Transform:
     return replaced(transform, scale=_checks.tempered_scale(transform.scale, T, name))
 
 
-def _checked_teacher(names: _checks.Names, call: Call, given: TeacherInput) -> tuple[Call, Teacher, Transform]:
+def _checked_teacher(names: _checks.Names, call: Call, raw_teacher: TeacherInput) -> tuple[Call, Teacher, Transform]:
     """Validate the teacher; return the call, the teacher and the transform of its logits.
 
     If one of the two models has stored logits, the other one's are stored, too.
     """
-    student, logits, own_names = call.logits, given.logits, TEACHER
-    name, own_name, x = name_of_rows(names, student), name_of_rows(TEACHER, logits), rows_of(logits)
+    student, logits, teacher_names = call.logits, raw_teacher.logits, TEACHER
+    name, teacher_name, x = name_of_rows(names, student), name_of_rows(TEACHER, logits), rows_of(logits)
     shared = isinstance(student, LinearLogits) and student.shares_weight(logits)
     if shared:
-        own_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
-    if isinstance(logits, LinearLogits) and logits.skip_id is not None and given.columns is not None:
+        teacher_names = replaced(TEACHER, weight=names.weight, bias=names.bias)
+    if isinstance(logits, LinearLogits) and logits.skip_id is not None and raw_teacher.columns is not None:
         raise ValueError(
             f"skip_id of teacher_logits must be None with draft_to_target, got {logits.skip_id}; pass the student's "
             'column, teacher_transform={"skip_id": ...}'
         )
-    _checks.check_float(own_name, x)
-    _checks.check_same_device(name, call.x, **{own_name: x})
-    transform = given.transform.checked(vocabulary_of(student))
-    logits, transform, own_V = checked_rows(own_names, logits, call.ids, transform)
-    transform = transform.checked(own_V)
-    call, logits = _of_one_kind(call, logits)
+    _checks.check_float(teacher_name, x)
+    _checks.check_same_device(name, call.x, **{teacher_name: x})
+    transform = raw_teacher.transform.checked(vocabulary_of(student))
+    logits, transform, teacher_V = checked_rows(teacher_names, logits, call.ids, transform)
+    transform = transform.checked(teacher_V)
+    call, logits = _same_form(call, logits)
     if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
         if compute_dtype(logits) != compute_dtype(call.logits):
-            raise ValueError(f"{own_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
+            raise ValueError(f"{teacher_name} must have the dtype of {name}, {call.x.dtype}, got {x.dtype}")
     else:
-        _checks.check_dtype(own_name, rows_of(logits), (call.x.dtype,))
-    _check_rows(name, call, own_name, x, given.rows)
-    inverse = _checked_columns(name, call, own_name, own_V, given.columns)
+        _checks.check_dtype(teacher_name, rows_of(logits), (call.x.dtype,))
+    _check_rows(name, call, teacher_name, x, raw_teacher.rows)
+    inverse = _checked_columns(name, call, teacher_name, teacher_V, raw_teacher.columns)
     logits = detached(logits)
     weight, bias, u, U = logits.head if isinstance(logits, LinearLogits) else (None, None, None, None)
     if shared:
         weight = bias = None
-    return call, Teacher(rows_of(logits), weight, bias, u, U, given.rows, given.columns, inverse), transform
+    return call, Teacher(rows_of(logits), weight, bias, u, U, raw_teacher.rows, raw_teacher.columns, inverse), transform
 
 
-def _of_one_kind(call: Call, teacher: Logits) -> tuple[Call, Logits]:
-    """Return both models as records, or both with stored logits, of the wider dtype if a record asks for float32."""
+def _same_form(call: Call, teacher: Logits) -> tuple[Call, Logits]:
+    """Return both models as records, or both with stored logits, of the wider dtype if a record requires float32."""
     student = call.logits
     if isinstance(student, LinearLogits) == isinstance(teacher, LinearLogits):
         return call, teacher
@@ -430,12 +430,12 @@ def divergence_unchecked(
         weights = flat_values(call.weights, setup.accum_dtype)
     constants = teacher, y, weights, comparison, setup
     if head is None:
-        made = _Divergence.under(setup)(call.x, *constants)
+        results = _Divergence.under(setup)(call.x, *constants)
     else:
         recomputed = comparison.per_row and any(setup.needs) and not setup.needs.frozen_head
         function = _RecomputedDivergence if recomputed else _LinearDivergence
-        made = function.under(setup)(flat_rows(call.x), *constants, *head.flat)
-    loss, value, acceptance_rate, agree = made[:4]
+        results = function.under(setup)(flat_rows(call.x), *constants, *head.flat)
+    loss, value, acceptance_rate, agree = results[:4]
     loss = loss.view(rows) if comparison.per_row else loss
     return Divergence(loss, value.view(rows), acceptance_rate.view(rows), agree.view(rows))
 
@@ -448,18 +448,18 @@ class _Divergence(Fused):
         ctx: Any, logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup,
     ) -> Any:  # fmt: skip
-        loss, *of_rows, mean, stats, argmax, norms = _of_logits(logits, teacher, ids, weights, comparison, setup)
+        loss, *constant, mean, stats, argmax, norms = _compare_logits(logits, teacher, ids, weights, comparison, setup)
         ctx.save_for_backward(logits, ids, weights, mean, stats, argmax, norms, *teacher)
         ctx.comparison, ctx.setup = comparison, setup
-        return outputs(ctx, [loss], of_rows)
+        return outputs(ctx, [loss], constant)
 
     @staticmethod
     @first_order(SOFTMAX)
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> Any:
         logits, ids, weights, mean, stats, argmax, norms, *teacher = ctx.saved_tensors
-        kept = _Kept(mean, stats, argmax, norms)
+        saved = _Saved(mean, stats, argmax, norms)
         (grad,) = _grad_of_logits(
-            logits, Teacher(*teacher), ids, weights, grad_loss.contiguous(), kept, ctx.comparison, ctx.setup
+            logits, Teacher(*teacher), ids, weights, grad_loss.contiguous(), saved, ctx.comparison, ctx.setup
         )
         return grad, None, None, None, None, None
 
@@ -477,12 +477,12 @@ class _LinearDivergence(Fused):
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
         parts = Head(*head)
-        loss, *of_rows, _, x, weight, bias, u, U, loss_scale, row_size = _of_hidden(
+        loss, *constant, _, x, weight, bias, u, U, loss_scale, row_size = _compare_hidden(
             hidden, parts, teacher, ids, weights, comparison, setup
         )
         once = None if comparison.per_row else ("linear_divergence", 'reduction="none"')
-        made = Gradients(x, weight, bias, u, U), loss_scale, row_size
-        return outputs(ctx, [loss], of_rows, keep_gradients(ctx, hidden, parts, made, setup, once))
+        saved = Gradients(x, weight, bias, u, U), loss_scale, row_size
+        return outputs(ctx, [loss], constant, keep_gradients(ctx, hidden, parts, saved, setup, once))
 
     @staticmethod
     @first_order(SOFTMAX_OF_HEAD)
@@ -502,7 +502,7 @@ class _RecomputedDivergence(Fused):
         ctx: Any, hidden: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
         setup: Setup, *head: Any,
     ) -> Any:  # fmt: skip
-        loss, value, rate, agree, mean, *_, row_size = _of_hidden(
+        loss, value, rate, agree, mean, *_, row_size = _compare_hidden(
             hidden, Head(*head), teacher, ids, weights, comparison, setup
         )
         ctx.save_for_backward(hidden, *head, ids, weights if row_size is None else row_size, mean, *teacher)
@@ -520,8 +520,8 @@ class _RecomputedDivergence(Fused):
         return grad_hidden, None, None, None, None, None, *grad_head
 
 
-class _Kept(NamedTuple):
-    """What backward reads beside the logits of both sides: the mean of a, :class:`Kept`, and norms of the teacher."""
+class _Saved(NamedTuple):
+    """Tensors for backward, besides the logits of both sides: the mean of a, :class:`Kept`, norms of the teacher."""
 
     mean_acceptance: Any
     stats: Any
@@ -539,20 +539,20 @@ def _specs_of_rows(weights: Tensor, comparison: Comparison, setup: Setup) -> lis
 def _specs_of_logits(
     _logits: Tensor, teacher: Teacher, _ids: Any, weights: Tensor, comparison: Comparison, setup: Setup
 ) -> list[Spec]:
-    (N,), acc, kept = weights.shape, setup.accum_dtype, any(setup.needs)
-    with_norms = kept and comparison.spec.full and teacher.columns is not None
+    (N,), acc, needed = weights.shape, setup.accum_dtype, any(setup.needs)
+    with_norms = needed and comparison.spec.full and teacher.columns is not None
     specs: list[Spec] = [((N, KEPT_STATS), acc), ((N,), torch.int64)]
     return [
-        *_specs_of_rows(weights, comparison, setup), *(specs if kept else (None, None)),
+        *_specs_of_rows(weights, comparison, setup), *(specs if needed else (None, None)),
         ((N, 2), acc) if with_norms else None,
     ]  # fmt: skip
 
 
 @opaque("divergence", _specs_of_logits)
-def _of_logits(
+def _compare_logits(
     logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison, setup: Setup
 ) -> list[Tensor | None]:
-    """Return loss, value, acceptance rate, argmax match, and the fields of :class:`_Kept` that backward reads."""
+    """Return loss, value, acceptance rate, argmax match, and the fields of :class:`_Saved` that backward reads."""
     spec = comparison.spec
     with no_autocast(logits):
         mean = None
@@ -594,16 +594,16 @@ def _compare_rows(
     pairs = _pairs(logits, teacher, ids, weights, mean, comparison, setup, norms_of)
     if teacher.columns is None:
         ((_, _, request),) = pairs
-        *results, kept = compare(logits, request, with_grad=False)
-        assert kept is not None
-        return *results, *kept, None
+        *results, saved = compare(logits, request, with_grad=False)
+        assert saved is not None
+        return *results, *saved, None
     value, acceptance = (weights.new_empty(weights.shape) for _ in range(2))
     stats, norms = (weights.new_empty(*weights.shape, size) for size in (KEPT_STATS, 2))
     agree, argmax = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
     for here, place, request in pairs:
-        *results, kept = compare(logits[place], request, with_grad=False)
-        assert kept is not None
-        for whole, part in zip((value, acceptance, agree, stats, argmax), (*results, *kept), strict=True):
+        *results, saved = compare(logits[place], request, with_grad=False)
+        assert saved is not None
+        for whole, part in zip((value, acceptance, agree, stats, argmax), (*results, *saved), strict=True):
             whole[here] = part
         if request.whole is not None:
             norms[here] = request.whole.norms
@@ -648,7 +648,7 @@ def _request(comparison: Comparison, setup: Setup, mean: Tensor | None) -> Calla
 
 @opaque("divergence_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
 def _grad_of_logits(
-    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor, kept: _Kept,
+    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor, kept: _Saved,
     comparison: Comparison, setup: Setup,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradient of the logits, each row of it times its weight and upstream gradient."""
@@ -660,10 +660,10 @@ def _grad_of_logits(
         scale = _upstream(weights, grad_loss, comparison)
         pairs = _pairs(x, teacher, ids, scale, kept.mean_acceptance, comparison, setup, None)
         for here, place, request in pairs:
-            of_rows = Kept(kept.stats[here], kept.teacher_argmax[here])
+            part = Kept(kept.stats[here], kept.teacher_argmax[here])
             if kept.teacher_norms is not None:
-                request = request._replace(whole=Whole(kept.teacher_norms[here], of_rows.teacher_argmax))
-            setup.primitives().divergence_grad(x[place], request, of_rows, out[place])
+                request = request._replace(whole=Whole(kept.teacher_norms[here], part.teacher_argmax))
+            setup.primitives().divergence_grad(x[place], request, part, out[place])
     return [grad]
 
 
@@ -672,12 +672,12 @@ def _upstream(weights: Tensor, grad_loss: Tensor, comparison: Comparison) -> Ten
     return times_upstream(weights, grad_loss) * comparison.value_scale
 
 
-def _constant(ids: Tensor | None, comparison: Comparison, kept: Kept) -> Tensor | None:
+def _constant(ids: Tensor | None, comparison: Comparison, saved: Kept) -> Tensor | None:
     """Return True for rows without a gradient, such as ignored ones; None if the kinds have no such rows."""
     if not comparison.spec.may_be_constant:
         return None
     no_target = None if ids is None else ids == IGNORE
-    return comparison.spec.constant(kept.acceptance, kept.teacher_argmax == IGNORE, no_target)
+    return comparison.spec.constant(saved.acceptance, saved.teacher_argmax == IGNORE, no_target)
 
 
 def _computes_gradients(comparison: Comparison, setup: Setup) -> bool:
@@ -691,13 +691,13 @@ def _specs_of_hidden(
     computes, acc = _computes_gradients(comparison, setup), setup.accum_dtype
     scales = computes and setup.needs_loss_scaling and not comparison.per_row
     grads = gradient_specs(hidden, head, setup.needs if computes else NO_GRADIENTS, acc if scales else None)
-    of_rows = computes or (any(setup.needs) and comparison.spec.may_be_constant)
-    row_size = (weights.shape, acc) if scales or (comparison.per_row and of_rows) else None
+    reads_size = computes or (any(setup.needs) and comparison.spec.may_be_constant)
+    row_size = (weights.shape, acc) if scales or (comparison.per_row and reads_size) else None
     return [*_specs_of_rows(weights, comparison, setup), *grads, ((), acc) if scales else None, row_size]
 
 
 @opaque("linear_divergence", _specs_of_hidden)
-def _of_hidden(
+def _compare_hidden(
     hidden: Tensor, head: Head, teacher: Teacher, ids: Tensor | None, weights: Tensor, comparison: Comparison,
     setup: Setup,
 ) -> list[Tensor | None]:  # fmt: skip
@@ -764,11 +764,11 @@ def _compare_chunks(
         s = rows.take(scale, chunk).masked_fill(marks == IGNORE, 0)
         t, whole = teacher_logits(chunk)
         y = None if ids is None else rows.take(ids, chunk)
-        of_rows = request(t[None], s, targets=y, whole=whole)
-        *results, kept = chunks.primitives.divergence(logits[None], of_rows, with_grad=with_grad)
+        chunk_request = request(t[None], s, targets=y, whole=whole)
+        *results, saved = chunks.primitives.divergence(logits[None], chunk_request, with_grad=with_grad)
         if with_grad:
             chunks.add_gradients(chunk, h, marks, logits, s)
-        rows.put_each(out, chunk, [*results, None if kept is None else _constant(y, comparison, kept)])
+        rows.put_each(out, chunk, [*results, None if saved is None else _constant(y, comparison, saved)])
     return rows.finished(out)
 
 

@@ -219,14 +219,14 @@ def _sample(
             noise = None
             if seeds is not None and row_numbers is not None:
                 noise = Noise(rows.take(seeds, chunk), rows.take(row_numbers, chunk))
-            whole = kept = logits, transform
+            whole = truncated = logits, transform
             if truncates:
-                kept = primitives.truncated(*whole, truncation), NO_TRANSFORM
-            chosen = primitives.sample(*kept, noise)[1].unsqueeze(1)
+                truncated = primitives.truncated(*whole, truncation), NO_TRANSFORM
+            chosen = primitives.sample(*truncated, noise)[1].unsqueeze(1)
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
-            x, of_x = whole if untruncated_log_probs else kept
-            request = StatsRequest(chosen, targets, transform=of_x, entropy=True)
+            x, x_transform = whole if untruncated_log_probs else truncated
+            request = StatsRequest(chosen, targets, transform=x_transform, entropy=True)
             result = StatsResult(*primitives.stats.forward(x[None], request))
             rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])

@@ -170,15 +170,15 @@ def row_objective_unchecked(call: Call, aux: tuple[Tensor, ...], *, fn: Fn, spli
         return on_this_rank(row_objective_unchecked, call, {"aux": aux}, sums=("loss",), fn=fn)
     setup, rows, ids, head = Setup.of(call.logits, call.options, split), call.rows, call.ids, call.head
     assert head is not None
-    wanted = RequestedStats.of(call, None, setup)
+    requested = RequestedStats.of(call, None, setup)
     flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
     objective = Objective(fn, ids.dim() == call.x.dim(), flat_aux)
-    loss, *made = _LinearRowObjective.under(setup)(flat_rows(call.x), wanted, objective, setup, *head.flat)
-    given = (True, True, True, wanted.with_entropy, wanted.with_rest, setup.with_correct, setup.with_ids)
-    value, log_probs, *others = _stats.with_nones(made, given)
-    of_rows: list[Any] = [None if t is None else t.view(rows) for t in others]
-    value, log_probs, (lse, entropy, rest, correct, best) = value.view(rows), log_probs.view(ids.shape), of_rows
-    if wanted.with_rest:
+    loss, *results = _LinearRowObjective.under(setup)(flat_rows(call.x), requested, objective, setup, *head.flat)
+    present = (True, True, True, requested.with_entropy, requested.with_rest, setup.with_correct, setup.with_ids)
+    value, log_probs, *others = _stats.with_nones(results, present)
+    stats: list[Any] = [None if t is None else t.view(rows) for t in others]
+    value, log_probs, (lse, entropy, rest, correct, best) = value.view(rows), log_probs.view(ids.shape), stats
+    if requested.with_rest:
         return RestObjective(loss, value, log_probs, lse, rest, correct)
     return RowObjective(loss, value, log_probs, lse, entropy, correct, best)
 
@@ -188,10 +188,10 @@ class _LinearRowObjective(Fused):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, wanted: RequestedStats, objective: Objective, setup: Setup, *head: Any
+        ctx: Any, hidden: Tensor, requested: RequestedStats, objective: Objective, setup: Setup, *head: Any
     ) -> tuple[Tensor, ...]:
-        loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
-        link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
+        loss, value, result, saved = _objective(hidden, Head(*head), requested, objective, setup)
+        link = keep_gradients(ctx, hidden, Head(*head), saved, setup, ("linear_row_objective", "linear_row_stats"))
         lse = result.row_max + result.log_sum
         constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct, result.best]
         return outputs(ctx, [loss], constant, link)
@@ -204,7 +204,7 @@ class _LinearRowObjective(Fused):
 
 
 def _objective(
-    hidden: Tensor, head: Head, wanted: RequestedStats, objective: Objective, setup: Setup
+    hidden: Tensor, head: Head, requested: RequestedStats, objective: Objective, setup: Setup
 ) -> tuple[Tensor, Tensor, StatsResult, tuple[Gradients, Tensor | None, Tensor | None]]:
     """Compute the loss, the value and the statistics of each row, and what ``keep_gradients`` saves.
 
@@ -212,9 +212,9 @@ def _objective(
     logits. With loss scaling, each row's gradient lacks its size, and the head's the loss scale.
     """
     with torch.cuda.device_of(hidden), no_autocast(hidden):  # type: ignore[no-untyped-call]
-        chunks = Chunks(hidden, head, wanted.marks, setup, setup.needs)
-        request = wanted.request(setup, chunks.targets)
-        rows, out, primitives = chunks.rows, wanted.empty(chunks.rows, setup), chunks.primitives
+        chunks = Chunks(hidden, head, requested.marks, setup, setup.needs)
+        request = requested.request(setup, chunks.targets)
+        rows, out, primitives = chunks.rows, requested.empty(chunks.rows, setup), chunks.primitives
         dtype, device, needed = setup.accum_dtype, hidden.device, any(setup.needs)
         value, sizes, loss_scale = rows.empty(dtype=dtype, device=device), None, None
         if needed and setup.needs_loss_scaling:
@@ -222,7 +222,7 @@ def _objective(
             loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=dtype, device=device)
         for chunk, h, targets, logits in chunks:
             here = _stats.of_chunk(request, rows, chunk, targets)
-            result = _stats.statistics(primitives, logits[None], here, rest=wanted.with_rest)
+            result = _stats.statistics(primitives, logits[None], here, rest=requested.with_rest)
             part, upstream = objective.of(result, targets, [rows.take(t, chunk) for t in objective.aux], needed)
             rows.put_each([value, *out], chunk, [part, *result])
             if needed:
@@ -259,16 +259,16 @@ class Objective(NamedTuple):
 
         The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
         """
-        given = (result.log_probs, result.row_max + result.log_sum, result.entropy, result.rest)
-        leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
+        inputs = (result.log_probs, result.row_max + result.log_sum, result.entropy, result.rest)
+        leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in inputs]
         log_probs, lse, entropy, rest = leaves
         # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
         with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
             log_probs = log_probs if self.several else log_probs.squeeze(1)
             stats = _stats.named(log_probs, lse, entropy, None, rest, result.correct, result.best)
             value = torch.where(targets != IGNORE, _checked_value(self.fn(stats, *aux), lse), 0.0)
-            *upstream, of_rest = _gradients(value.sum(), leaves)
-        return value.detach(), Upstream._make([*upstream, None, of_rest])
+            *upstream, grad_rest = _gradients(value.sum(), leaves)
+        return value.detach(), Upstream._make([*upstream, None, grad_rest])
 
 
 def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -103,8 +103,8 @@ def soft_embedding(
     x, weight = logits.hidden, logits.weight
     _checks.check_float("hidden", x)
     if (bump is None) != (bump_ids is None):
-        given = "bump_ids" if bump is None else "bump"
-        raise ValueError(f"bump and bump_ids must both be given or neither, got {given} alone")
+        name = "bump_ids" if bump is None else "bump"
+        raise ValueError(f"bump and bump_ids must both be given or neither, got {name} alone")
     if bump_ids is None:
         bump_ids = torch.full(x.shape[:-1], IGNORE, dtype=torch.int64, device=x.device)
     options = Options(Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend)
@@ -195,9 +195,9 @@ def _expectation(
         table = chunks.weight if own_table is None else own_table
         dtype = setup.dtype if primitives.add_parts is None else setup.accum_dtype
         out = rows.empty(table.shape[1], dtype=dtype, device=hidden.device)
-        through = transform.softcap is None and transform.scale is None
+        untransformed = transform.softcap is None and transform.scale is None
         for chunk, _, targets, logits in chunks:
-            request = StatsRequest(rows.take(ids, chunk), targets, transform=transform, through=through)
+            request = StatsRequest(rows.take(ids, chunk), targets, transform=transform, through=untransformed)
             bumped = None
             if bump is not None:
                 z = _taken_out(logits, request.ids, transform, primitives, setup.accum_dtype)
@@ -239,10 +239,10 @@ def _coefficients(request: StatsRequest, result: StatsResult, bumped: Tensor | N
     if bumped is None:
         return Coefficients(torch.zeros_like(log_p), torch.ones_like(result.row_max))
     in_range, log_sum = request.ids != IGNORE, result.log_sum.unsqueeze(1)
-    of_lowest = torch.exp(log_p.clamp(max=0))
-    others = log_sum + torch.log1p(-of_lowest)
+    p_lowest = torch.exp(log_p.clamp(max=0))
+    others = log_sum + torch.log1p(-p_lowest)
     bumped = bumped - result.row_max.unsqueeze(1)
     log_z = torch.logaddexp(others, bumped)
     share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
-    grad_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    grad_ids = torch.where(in_range, torch.exp(bumped - log_z) - share * p_lowest, 0.0)
     return Coefficients(grad_ids, torch.where(in_range, share, 1.0).squeeze(1))

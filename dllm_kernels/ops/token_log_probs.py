@@ -96,17 +96,17 @@ def token_log_probs(
     """
     _checks.check_flags(with_entropy=with_entropy)
     hidden: Any = logits_or_hidden
-    made = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)  # type: ignore[arg-type]
-    for name, value in zip(made._fields[2:], made[2:], strict=True):
+    record = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)  # type: ignore[arg-type]
+    for name, value in zip(record._fields[2:], record[2:], strict=True):
         if value is not None and weight is None:
             raise ValueError(f"{name} requires weight, got weight=None")
-    logits = logits_or_hidden if weight is None else made
+    logits = logits_or_hidden if weight is None else record
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
         backend=backend, entropy=with_entropy,
     )  # fmt: skip
     call = checked(NAMES, logits, ids, options, active=active)
-    there = call.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
-    there = there if call.active is None else there & (call.active != 0)
-    out = row_stats_unchecked(replaced(call, active=there))
+    scored = call.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
+    scored = scored if call.active is None else scored & (call.active != 0)
+    out = row_stats_unchecked(replaced(call, active=scored))
     return TokenLogProbs(out.log_probs, out.entropy)

@@ -144,10 +144,10 @@ def token_nll_unchecked(call: Call, split: Split | None = None) -> TokenNLL:
         return on_this_rank(token_nll_unchecked, call)  # type: ignore[no-any-return]
     setup, y = _setup(call, split), flat_targets(call.ids, call.active, call.options)
     if call.head is None:
-        made = _TokenNLL.under(setup)(call.logits, y, call.options.inplace_backward, setup)
+        results = _TokenNLL.under(setup)(call.logits, y, call.options.inplace_backward, setup)
     else:
-        made = LinearTokenNLL.under(setup)(flat_rows(call.x), y, setup, *call.head.flat)
-    return TokenNLL(*in_rows(made, call.rows, setup))
+        results = LinearTokenNLL.under(setup)(flat_rows(call.x), y, setup, *call.head.flat)
+    return TokenNLL(*in_rows(results, call.rows, setup))
 
 
 def weighted_nll_unchecked(call: Call, split: Split | None = None) -> WeightedNLL:
@@ -157,18 +157,18 @@ def weighted_nll_unchecked(call: Call, split: Split | None = None) -> WeightedNL
 
         return on_this_rank(weighted_nll_unchecked, call, sums=("loss",))  # type: ignore[no-any-return]
     setup, options = _setup(call, split), call.options
-    weights, given = flat_values(call.weights, setup.accum_dtype), call.active is not None
+    weights, masked = flat_values(call.weights, setup.accum_dtype), call.active is not None
     if call.head is None:
         y = flat_targets(call.ids, call.active, options)
-        loss, *made = _WeightedNLL.under(setup)(
-            call.logits, y, weights, given, options.round_nll, options.inplace_backward, setup
+        loss, *results = _WeightedNLL.under(setup)(
+            call.logits, y, weights, masked, options.round_nll, options.inplace_backward, setup
         )
     else:
-        y = flat_targets(call.ids, call.active if given else call.weights, options)
-        loss, *made = WeightedLinearNLL.under(setup)(
-            flat_rows(call.x), y, weights, given, options.round_nll, setup, *call.head.flat
+        y = flat_targets(call.ids, call.active if masked else call.weights, options)
+        loss, *results = WeightedLinearNLL.under(setup)(
+            flat_rows(call.x), y, weights, masked, options.round_nll, setup, *call.head.flat
         )
-    return WeightedNLL(loss, *in_rows(made, call.rows, setup))
+    return WeightedNLL(loss, *in_rows(results, call.rows, setup))
 
 
 def _setup(call: Call, split: Split | None) -> Setup:

@@ -129,9 +129,9 @@ def topk_divergence(
     call, teacher = _checked(logits, top_ids, options, top_log_probs, weights)
     per_row = _checks.is_per_row(reduction)
     if call.head is None or per_row or torch.compiler.is_compiling() or not has_values(call.x):
-        return _of_statistics(fn, row_stats_unchecked(call), teacher, per_row)
+        return _result(fn, row_stats_unchecked(call), teacher, per_row)
     out = row_objective_unchecked(call, tuple(teacher), fn=partial(_weighted, fn))
-    return replaced(_of_statistics(fn, out, teacher, False), loss=out.loss)
+    return replaced(_result(fn, out, teacher, False), loss=out.loss)
 
 
 def linear_topk_divergence(
@@ -224,12 +224,12 @@ def _weighted(fn: _BucketDivergence, stats: Any, log_q: Tensor, missing: Tensor,
     return fn(stats, log_q, missing)[0] * weights
 
 
-def _of_statistics(fn: _BucketDivergence, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
+def _result(fn: _BucketDivergence, stats: Any, teacher: _Teacher, per_row: bool) -> Divergence:
     """Build the result from the statistics of all rows."""
     weights, dtype = teacher.weights, teacher.weights.dtype
-    inactive, of_inactive = weights == 0, stats.lse.detach()  # 0, or NaN if the bound is too small
-    value, a = (torch.where(inactive, of_inactive, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
-    loss = torch.where(inactive, of_inactive, weights * value)
+    inactive, inactive_value = weights == 0, stats.lse.detach()  # 0, or NaN if the bound is too small
+    value, a = (torch.where(inactive, inactive_value, t.to(dtype)) for t in fn(stats, teacher.log_q, teacher.missing))
+    loss = torch.where(inactive, inactive_value, weights * value)
     agree = stats.correct & ~a.isnan()
     return Divergence(loss if per_row else loss.sum(), value.detach(), a, agree)
 

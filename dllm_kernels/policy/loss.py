@@ -25,7 +25,7 @@ from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops import RowStats
 from dllm_kernels.ops.row_objective import row_objective_unchecked
 from dllm_kernels.policy.objective import PolicyObjective, score_metrics
-from dllm_kernels.policy.views import PolicyViews, of_next_tokens, scored_once, supervised_tokens
+from dllm_kernels.policy.views import PolicyViews, next_token_views, scored_once, supervised_tokens
 from dllm_kernels.rows._call import Call, checked_logits
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits
@@ -191,13 +191,13 @@ class PolicyLoss(nn.Module):
         eager = not torch.compiler.is_compiling() and has_values(rows.x)
         by_row = eager and self.level == "token" and not rows.stored and scored_once(views)
         if self.shift:  # everything per token moves to the row that predicts it
-            ids, views = next_tokens(ids), of_next_tokens(views)
-            given = old, advantages, ref
-            old, advantages, ref = (shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in given)
+            ids, views = next_tokens(ids), next_token_views(views)
+            constants = old, advantages, ref
+            old, advantages, ref = (shift_left(t, 0) if t is not None and t.dim() == 2 else t for t in constants)
         scored = views.scored & (ids.long() != IGNORE)  # int64, because -100 equals 156 in uint8
         c = self._constants(views, scored, (old, advantages, ref), num_tokens, rows.accum_dtype)
         if by_row:
-            loss, log_probs, entropy = self._of_rows(rows, ids, views, scored, c, with_entropy)
+            loss, log_probs, entropy = self._by_row(rows, ids, views, scored, c, with_entropy)
             scores = views.token_scores(log_probs)
         else:
             log_probs, entropy = _log_probs(rows, ids, scored, with_entropy)
@@ -205,8 +205,8 @@ class PolicyLoss(nn.Module):
             scores = views.token_scores(log_probs) if by_token else views.sequence_scores(log_probs, mean=True)
             value = self.objective(scores, c.old, c.advantages, c.ref)
             loss = torch.where(c.counted, value * c.factors, 0.0).sum()
-        found = score_metrics(self.objective, scores, c.old, c.advantages, c.ref)
-        ratio, clip_fraction, kl = (None if t is None else _mean(t, c.counted) for t in found)
+        metrics = score_metrics(self.objective, scores, c.old, c.advantages, c.ref)
+        ratio, clip_fraction, kl = (None if t is None else _mean(t, c.counted) for t in metrics)
         entropy = None if entropy is None else _mean(entropy.detach(), scored)
         return PolicyLossOutput(loss, ratio, clip_fraction, kl, entropy)
 
@@ -224,7 +224,7 @@ class PolicyLoss(nn.Module):
             temperature=temperature, softcap=softcap, skip_id=skip_id, backend=backend,
         )  # fmt: skip
 
-    def _of_rows(
+    def _by_row(
         self, rows: ModelOutput, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, with_entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (loss, log-probabilities, entropies) of scores that are one row each."""
@@ -275,12 +275,12 @@ class PolicyLoss(nn.Module):
         _checks.check_flags(shift=self.shift)
 
     def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
-        self.objective._check_given(old, ref)
-        of_tokens, of_rows = tuple(ids.shape), tuple(ids.shape[:1])
+        self.objective._check_required(old, ref)
+        token_shape, row_shape = tuple(ids.shape), tuple(ids.shape[:1])
         by_token = self.level == "token"
-        scores = of_tokens if by_token else of_rows
+        scores = token_shape if by_token else row_shape
         _check_constant("old", old, ids, (scores,), self.level)
-        _check_constant("advantages", advantages, ids, (of_rows, scores) if by_token else (of_rows,), self.level)
+        _check_constant("advantages", advantages, ids, (row_shape, scores) if by_token else (row_shape,), self.level)
         _check_constant("ref", ref, ids, (scores,), self.level)
 
     def _check_num_tokens(self, num_tokens: Count) -> None:

@@ -133,7 +133,7 @@ class PolicyObjective:
         """
         s = scores.log_probs if isinstance(scores, RowStats) else scores
         _checks.check_float("scores", s)
-        self._check_given(old, ref)
+        self._check_required(old, ref)
         for name, value in (("old", old), ("advantages", advantages), ("ref", ref)):
             if value is not None or name == "advantages":
                 _check_beside(name, value, s)
@@ -144,7 +144,7 @@ class PolicyObjective:
             return loss
         return loss + self._penalty(s - ref, self.kl_coef)  # type: ignore[operator]
 
-    def _check_given(self, old: Tensor | None, ref: Tensor | None) -> None:
+    def _check_required(self, old: Tensor | None, ref: Tensor | None) -> None:
         """Raise ValueError if scores that the objective needs are missing."""
         if old is None and self.kind != "reinforce":
             raise ValueError(f"old must be given for kind={self.kind!r}, got None")
@@ -270,8 +270,8 @@ def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Ten
         return loss
 
     if torch.compiler.is_compiling():  # torch.autograd.grad would break the graph
-        found: Tensor = torch.func.grad(checked)(log_probs.detach())
-        return -found.detach()
+        gradient: Tensor = torch.func.grad(checked)(log_probs.detach())
+        return -gradient.detach()
     with own_graph(), torch.enable_grad():
         leaf = log_probs.detach().clone().requires_grad_()
         loss = checked(leaf)

@@ -133,7 +133,7 @@ def scored_once(views: PolicyViews) -> bool:
     return len(views.scored) == 1 or views._scored_once_in == _version(views.scored)
 
 
-def of_next_tokens(views: PolicyViews) -> PolicyViews:
+def next_token_views(views: PolicyViews) -> PolicyViews:
     """Return views in which row i scores token i + 1. Token 0 is neither scored nor, if a view scores it, counted."""
     n = views.num_supervised
     n = None if n is None else n - views.scored[..., :1].any(0).sum(-1)
@@ -250,14 +250,14 @@ def policy_views(
         raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
     levels = _checked_level(level, ids, num, scheme)
     draws = scheme not in ("full", "trace") or prob > 0
-    of_draws, of_call = _seeds_of_views(ids, num, seeds, generator, draws)
-    rows = _ViewArguments(ids, supervised, mask_id, num, of_draws, of_call, backend, levels, prob, step_map, start)
-    made = SCHEMES[scheme](rows)
-    weights = torch.where(made.scored, made.weight[..., None], 0.0)
-    noisy = torch.where(made.masked, mask_id, ids)
-    views = PolicyViews(noisy, made.scored, weights, supervised.sum(-1), scheme)
+    draw_seeds, call_seed = _seeds_of_views(ids, num, seeds, generator, draws)
+    rows = _ViewArguments(ids, supervised, mask_id, num, draw_seeds, call_seed, backend, levels, prob, step_map, start)
+    result = SCHEMES[scheme](rows)
+    weights = torch.where(result.scored, result.weight[..., None], 0.0)
+    noisy = torch.where(result.masked, mask_id, ids)
+    views = PolicyViews(noisy, result.scored, weights, supervised.sum(-1), scheme)
     once = scheme == "trace" or (scheme == "count" and num == 1)  # the view of a step; a mask and its complement
-    if once and not torch.compiler.is_compiling() and (version := _version(made.scored)) >= 0:
+    if once and not torch.compiler.is_compiling() and (version := _version(result.scored)) >= 0:
         object.__setattr__(views, "_scored_once_in", version)
     return views
 
@@ -302,8 +302,8 @@ def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
     term = beta * torch.where(scored, log_probs, 0.0) + torch.where(scored, weights, 1.0).log()
     # Exclude tokens without a score, because a logsumexp of only -inf has the gradient NaN.
     term = torch.where(scored | ~anywhere, term, -torch.inf)
-    of_token = torch.where(anywhere, torch.logsumexp(term, 0), 0.0)
-    return of_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1).to(of_token.dtype))
+    per_token = torch.where(anywhere, torch.logsumexp(term, 0), 0.0)
+    return per_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1).to(per_token.dtype))
 
 
 class _ViewArguments(NamedTuple):
@@ -334,8 +334,8 @@ class _ViewArguments(NamedTuple):
         shape, among = (self.num, *self.ids.shape), self.supervised if among is None else among
         ids, among = (t.expand(shape).flatten(0, 1) for t in (self.ids, among))
         start = None if self.start is None else self.start.repeat(self.num)
-        of_rows: dict[str, Any] = {"level": level.flatten(), "seeds": self.seeds.flatten(), "start": start}
-        noise = corrupt_uniform(ids, among, self.mask_id, exact=exact, backend=self.backend, **of_rows)[1]
+        row_options: dict[str, Any] = {"level": level.flatten(), "seeds": self.seeds.flatten(), "start": start}
+        noise = corrupt_uniform(ids, among, self.mask_id, exact=exact, backend=self.backend, **row_options)[1]
         return noise.view(shape)
 
     def filled(self, value: float, columns: int) -> Tensor:
@@ -356,7 +356,7 @@ class _ViewArguments(NamedTuple):
         return (level - level.floor()).to(torch.float32).clamp(_LEAST_LEVEL, 1.0 - _LEAST_LEVEL)
 
 
-class _Made(NamedTuple):
+class _Masks(NamedTuple):
     """Masked and scored tokens, bool ``[K, B, L]``, and the weight of the scored ones, ``[K, B]`` or ``[K, 1]``."""
 
     masked: Tensor
@@ -364,30 +364,30 @@ class _Made(NamedTuple):
     weight: Tensor
 
 
-def _full(rows: _ViewArguments) -> _Made:
+def _full(rows: _ViewArguments) -> _Masks:
     masked = scored = rows.everywhere
     if rows.prompt_prob > 0:
         level = rows.filled(rows.prompt_prob, len(rows.ids))
         masked = scored | rows.masks(level, among=~rows.supervised)
-    return _Made(masked, scored.contiguous(), rows.filled(1.0 / rows.num, 1))
+    return _Masks(masked, scored.contiguous(), rows.filled(1.0 / rows.num, 1))
 
 
-def _coupled(rows: _ViewArguments) -> _Made:
+def _coupled(rows: _ViewArguments) -> _Masks:
     level = rows.levels(rows.seeds, 0.2, 0.8) if rows.level is None else rows.level
     mask = rows.masks(level)
     scored = torch.stack([rows.everywhere, mask, rows.everywhere & ~mask], 1).flatten(0, 1)
     half = 0.5 / rows.num
     weight = torch.stack([torch.full_like(level, half), half / level, half / (1.0 - level)], 1).flatten(0, 1)
-    return _Made(scored, scored, weight)
+    return _Masks(scored, scored, weight)
 
 
-def _elbo(rows: _ViewArguments) -> _Made:
+def _elbo(rows: _ViewArguments) -> _Masks:
     level = rows.stratified(rows.levels(rows.seeds[0])) if rows.level is None else rows.level
     scored = rows.masks(level)
-    return _Made(scored, scored, 1.0 / (rows.num * level))
+    return _Masks(scored, scored, 1.0 / (rows.num * level))
 
 
-def _count(rows: _ViewArguments) -> _Made:
+def _count(rows: _ViewArguments) -> _Masks:
     n, level = rows.supervised.sum(-1), rows.level
     if level is None:
         B = len(rows.ids)
@@ -401,17 +401,17 @@ def _count(rows: _ViewArguments) -> _Made:
     mask = rows.masks(level, exact=True)
     scored = torch.stack([mask, rows.everywhere & ~mask], 1).flatten(0, 1)
     # Clamp the size of an empty view, whose weight is not used.
-    return _Made(scored, scored, (n + 1).to(torch.float32) / (2 * rows.num * scored.sum(-1).clamp(min=1)))
+    return _Masks(scored, scored, (n + 1).to(torch.float32) / (2 * rows.num * scored.sum(-1).clamp(min=1)))
 
 
-def _quadrature(rows: _ViewArguments) -> _Made:
+def _quadrature(rows: _ViewArguments) -> _Masks:
     (rule,) = quadrature_rule(rows.ids, rows.num)
     level, weight = rule[..., None]
     scored = rows.masks(level.expand(-1, rows.ids.shape[0]))
-    return _Made(scored, scored, weight)
+    return _Masks(scored, scored, weight)
 
 
-def _trace(rows: _ViewArguments) -> _Made:
+def _trace(rows: _ViewArguments) -> _Masks:
     step = rows.step_map.to(torch.int64).clamp(min=-1)
     last = torch.nn.functional.pad(step, (0, 1)).amax(-1)  # at least 0, also without tokens
     every = rows.num == 1 and step.numel() > 0
@@ -421,10 +421,10 @@ def _trace(rows: _ViewArguments) -> _Made:
     least = view if every else view * (last // K) + (view * (last % K + 1) + K - 1) // K
     masked = step >= least[..., None]
     scored = torch.cat([masked[:-1] & ~masked[1:], masked[-1:]]) & rows.supervised
-    return _Made(masked, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
+    return _Masks(masked, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
 
 
-SCHEMES: dict[str, Callable[[_ViewArguments], _Made]] = {
+SCHEMES: dict[str, Callable[[_ViewArguments], _Masks]] = {
     "full": _full, "coupled": _coupled, "elbo": _elbo, "count": _count, "quadrature": _quadrature, "trace": _trace,
 }  # fmt: skip
 # Published methods, and the scheme with their views.

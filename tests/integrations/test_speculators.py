@@ -25,7 +25,7 @@ from tests.support.parity import assert_as_good_as_plain, largest_error, value_a
 pytestmark = pytest.mark.peer
 B, N, BLOCK, V, D = 1, 6, 4, 19, 8
 T = N * BLOCK
-NAMES = sorted(integration.OURS)
+NAMES = sorted(integration.REPLACEMENTS)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_losses_of_both_tables_equal_the_eager_ones_of_the_host(host, key, dtype
     theirs = [value_and_grads(lambda z: original(z, t), [z], upstream) for z, t in draws]  # noqa: B023
     exact = [
         value_and_grads(
-            lambda z: integration.OURS[original.__name__](z, t.double()),  # noqa: B023
+            lambda z: integration.REPLACEMENTS[original.__name__](z, t.double()),  # noqa: B023
             [z.double()],
             upstream.double(),
         )
@@ -248,7 +248,7 @@ def test_targets_of_another_dtype(host):
 def test_bad_targets(name, change, error, message):
     z, t = drawn(0, torch.float32)
     with pytest.raises(error, match=f"^{message}"):
-        integration.OURS[name](z, change(t))
+        integration.REPLACEMENTS[name](z, change(t))
 
 
 def test_only_eager_losses_give_targets_a_gradient(host):
