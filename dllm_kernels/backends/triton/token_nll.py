@@ -168,7 +168,7 @@ def _token_nll_bwd(
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
+    v, mask = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
     if on:
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))  # an out-of-range target gives NaN
         row_max = tl.load(max_ptr + n)
@@ -179,14 +179,14 @@ def _token_nll_bwd(
             row_max, log_sum, transform, BLOCK_V, ACC, "",
         )  # fmt: skip
         if start == 0:
-            x = tl.load(logits_ptr + row + v, mask=there)
+            x = tl.load(logits_ptr + row + v, mask=mask)
             tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
-            _math.store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "")
+            _math.store_grad(x, out_ptr + out_row, v, mask, hot, scale, row_max, log_sum, transform, None, ACC, "")
     else:
         for tile in range(start, end, BLOCK_V):
             _math.zero_columns(out_ptr + out_at + tile, i, i < end - tile)
         if start == 0:
-            _math.zero_columns(out_ptr + out_row, v, there)
+            _math.zero_columns(out_ptr + out_row, v, mask)
 
 
 def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool, with_ids: bool) -> NLL:
@@ -218,7 +218,7 @@ def nll(
     sizes = (*_launch.strides(logits), V, *arguments(transform))
     inputs, outputs = (logits, targets, weights), (*out, weighted)
     flags = {"WITH_CORRECT": with_correct, "WITH_IDS": with_ids, "ACC": _launch.acc(acc)}
-    options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
+    options = {"ALIGNED": _launch.aligned(logits), **_launch.tile_options(tile)}
     if tile.splits == 1:
         _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, **options)
         return out
