@@ -9,7 +9,7 @@ A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. 
 
 The row primitives of a backend:
 
-``divergence(logits, request, *, with_grad) -> DivergenceResult(value, acceptance_rate, agree, kept)``
+``divergence(logits, request, *, with_grad) -> DivergenceResult(value, acceptance_rate, agree, saved)``
 
     ``request`` is a :class:`DivergenceRequest`. ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the
     same dtype. Both may have any batch and position strides; columns are adjacent. N = B L. All other tensors are
@@ -23,9 +23,9 @@ The row primitives of a backend:
     ``value``, acc: the sum over the terms of the spec of coefficient times kind, without the weight.
     ``acceptance_rate``, acc: a. ``agree``, bool: True if both rows have the same argmax; False if the row is NaN.
 
-    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``kept`` is None.
+    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``saved`` is None.
     The gradient is with respect to the logits as given, before ``transform``. Otherwise the logits are not written, and
-    ``kept`` is the input of ``divergence_grad``. The teacher's logits are never written.
+    ``saved`` is the input of ``divergence_grad``. The teacher's logits are never written.
 
     ``targets``, int64, if ``spec.wants_targets``. For a target of -100 the term ``ce`` is 0, without a gradient. Any
     other out-of-range target makes the value and the gradient of its row NaN. No target equals ``skip_id`` of the
@@ -51,10 +51,10 @@ The row primitives of a backend:
     None; a column that is out of range is ignored. ``start`` is added to the column. If rows are split, the logits are
     the columns ``part_of(V')`` of each row, which begin at ``start``, and the results are those of whole rows.
 
-``divergence_grad(logits, request, kept, out) -> None``
+``divergence_grad(logits, request, saved, out) -> None``
 
     Writes the gradient that ``divergence`` computes ``with_grad`` to ``out``, in one pass over the logits. ``out`` is
-    ``[B, L, V]`` in the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the
+    ``[B, L, V]`` in the dtype of the logits, and shares no memory with them. ``saved`` comes from ``divergence`` of the
     same backend and request. ``weights`` may differ, except that rows of weight 0 must keep it, because their
     statistics are zeros.
 """
@@ -211,10 +211,10 @@ class DivergenceResult(NamedTuple):
         value: acc ``[N]``.
         acceptance_rate: acc ``[N]``.
         agree: bool ``[N]``.
-        kept: input of ``divergence_grad``; None if the gradient has been written.
+        saved: input of ``divergence_grad``; None if the gradient has been written.
     """
 
     value: torch.Tensor
     acceptance_rate: torch.Tensor
     agree: torch.Tensor
-    kept: Kept | None = None
+    saved: Kept | None = None

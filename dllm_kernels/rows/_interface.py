@@ -116,7 +116,7 @@ class RowPrimitives(Protocol):
     def divergence(self, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
         """Compare rows with a teacher's rows; see ``rows/_divergence.py``."""
 
-    def divergence_grad(self, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+    def divergence_grad(self, logits: Tensor, request: DivergenceRequest, saved: Kept, out: Tensor) -> None:
         """Write the gradient of ``divergence`` to ``out``; see ``rows/_divergence.py``."""
 
     def row_norms(

@@ -11,7 +11,7 @@ from dllm_kernels.backends.triton._launch import alone_on_a_multiprocessor
 from dllm_kernels.backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels.backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-# Range that ``uniform`` is clamped to, as in corruption/_topk.py: 2^-1022 and 1 - 2^-53. Written as bits, because a float
+# Range that ``uniform`` is clamped to, as in corruption/_topk.py: 2^-1022 and 1 - 2^-53. As bits, because a float
 # literal may be rounded to float32 in an expression with a float64 tensor.
 _MIN_UNIFORM = tl.constexpr(0x0010000000000000)
 _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)
