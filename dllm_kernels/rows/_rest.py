@@ -87,7 +87,7 @@ def rest_backward(
     column = torch.where(held, ids, ids.gather(1, first_held))
     any_held = held.any(1, keepdim=True)
     column = column.masked_fill(~any_held, 0)
-    grad_ids = _of_ids(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
+    grad_ids = _id_grads(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
     coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others)
@@ -100,7 +100,7 @@ def rest_backward(
     out.scatter_(2, column, torch.where(any_held.view(*shape[:2], 1), grad_ids.view(shape), out.gather(2, column)))
 
 
-def _of_ids(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:
+def _id_grads(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:
     """Backpropagate the gradients ``[N, K]`` of transformed logits at these columns; 0 in inactive rows."""
     transform, shape = request.transform.pointwise, (*logits.shape[:2], grad.shape[1])
     z = logits.gather(2, column.view(shape)).view(grad.shape).to(grad.dtype)

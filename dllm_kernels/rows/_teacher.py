@@ -113,8 +113,8 @@ class Teacher(NamedTuple):
             skip = (inverse == column).to(torch.int32).argmax(0, keepdim=True)
 
         def norms_of(logits: Tensor, start: int) -> Whole:
-            of_skip = None if skip is None else skip - start
-            norms, best = setup.primitives().row_norms(logits, transform.pointwise, of_skip, start)
+            local_skip = None if skip is None else skip - start
+            norms, best = setup.primitives().row_norms(logits, transform.pointwise, local_skip, start)
             return Whole(norms, inverse[best])
 
         return norms_of
