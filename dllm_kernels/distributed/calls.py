@@ -26,22 +26,22 @@ def groups_of(model: nn.Module) -> Groups:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    found: list[Any] = []
+    groups: list[Any] = []
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                found.append(module.process_group)
+                groups.append(module.process_group)
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            found.append(module.process_group)
+            groups.append(module.process_group)
         for p in module.parameters(recurse=False):
             if is_dtensor(p):
                 mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-                found += [mesh.get_group(i) for i in range(mesh.ndim)]
+                groups += [mesh.get_group(i) for i in range(mesh.ndim)]
             elif hasattr(p, "ds_process_group"):
-                found.append(p.ds_process_group)
-    of_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in found}
-    return [group for ranks, group in of_ranks.items() if len(ranks) > 1]
+                groups.append(p.ds_process_group)
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
 
 
 def on_any_rank(here: bool, groups: Groups, device: torch.device) -> bool:
