@@ -13,7 +13,7 @@ from dllm_kernels.corruption._rules import Array
 
 # Second counter word of the high 16 and of the low 32 bits of a uniform.
 HIGH, LOW = 1, 2
-# Up to this many columns, NumPy's generator, which is set for each, is faster than some 250 NumPy calls for all.
+# Up to this many columns, setting NumPy's generator for each is faster than some 250 NumPy calls for all at once.
 _FEW = 100
 
 

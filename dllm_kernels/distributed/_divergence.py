@@ -154,8 +154,8 @@ def _local_stats(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
 
 def _fill_neutral(stats: Tensor) -> None:
     """Fill every three columns with the maximum, log sum and argmax of no columns."""
-    for i, nothing in enumerate((torch.finfo(stats.dtype).min, -math.inf, -1)):
-        stats[:, i::3].fill_(nothing)  # a copy from the host would be a sync
+    for i, neutral in enumerate((torch.finfo(stats.dtype).min, -math.inf, -1)):
+        stats[:, i::3].fill_(neutral)  # a copy from the host would be a sync
 
 
 def _combine(shard: VocabShard, pairs: _local.Pairs, local_stats: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
@@ -196,8 +196,8 @@ def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, 
     norms = _local.Norms(*normalizers)
     columns, scratch = _columns(program, block, norms, log_mass)
     acceptance, *sums = program.summed(columns, scratch)
-    z, nothing = block.z, torch.zeros_like(acceptance)
-    picked = [nothing if c is None else _local.at(z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)]
+    z, zero = block.z, torch.zeros_like(acceptance)
+    picked = [zero if c is None else _local.at(z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)]
     rate = [] if log_mass is None or program.full else [_local.overlap(columns, log_mass, scratch[0])]
     part.copy_(torch.cat([acceptance, *picked, *sums, *rate], 1))
 

@@ -1,4 +1,4 @@
-"""Ranks that must call a model equally often, because its forward communicates, and what they decide together.
+"""Common decisions of ranks that must call a model equally often, because its forward communicates.
 
 A loop whose number of calls depends on the rows of a rank, such as a generation that ends at an EOS, would end on one
 rank while the others wait for it in a collective of their next call.
@@ -44,11 +44,11 @@ def groups_of(model: nn.Module) -> Groups:
     return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
 
 
-def on_any_rank(here: bool, groups: Groups, device: torch.device) -> bool:
-    """Return True if ``here`` is True on any rank of the groups; a host sync if there are groups."""
+def on_any_rank(condition: bool, groups: Groups, device: torch.device) -> bool:
+    """Return True if ``condition`` is True on any rank of the groups; a host sync if there are groups."""
     if not groups:
-        return here
-    flag = torch.full((), int(here), dtype=torch.int32, device=device)  # torch.tensor would be a second host sync
+        return condition
+    flag = torch.full((), int(condition), dtype=torch.int32, device=device)  # torch.tensor would be a second host sync
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)

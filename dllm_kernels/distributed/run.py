@@ -59,10 +59,10 @@ def on_this_rank(
     """
     x, head, logits = call.x, call.head, call.logits
     if isinstance(logits, LinearLogits) and logits.compute_dtype is not None:  # gathering casts as autocast does
-        again = {"sums": sums, "embedding": embedding, "teacher": teacher, **keywords}
+        options = {"sums": sums, "embedding": embedding, "teacher": teacher, **keywords}
         cast = logits.compute_dtype if logits.compute_dtype != x.dtype else None
         with torch.autocast(x.device.type, cast, enabled=cast is not None):
-            return on_this_rank(op, call._replace(logits=logits._replace(compute_dtype=None)), per_row, **again)
+            return on_this_rank(op, call._replace(logits=logits._replace(compute_dtype=None)), per_row, **options)
     if isinstance(logits, LinearLogits) and head is not None:
         hidden, (weight, bias, u, U), local_embedding, rows, shard = _local_hidden(x, head, embedding)
         extra = None if u is None or U is None else (u, U)

@@ -173,7 +173,7 @@ class Replacement:
 
 @contextlib.contextmanager
 def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Set ``head.forward`` within the context, then restore what was there, which may be an attribute of the object."""
+    """Set ``head.forward`` within the context, then restore the previous one, maybe an attribute of the object."""
     before = {name: value for name, value in vars(head).items() if name == "forward"}
     head.forward = forward
     try:
@@ -193,8 +193,8 @@ def linear_logits(head: nn.Module, hidden: torch.Tensor) -> LinearLogits:
         ValueError: tensor parallelism splits an adapter, and ``hidden`` is not a DTensor.
     """
     parts = split(head)
-    taken = weights(parts, hidden, low_rank_rows(parts, hidden))
-    return LinearLogits(hidden, taken.weight, taken.bias, taken.extra)
+    tensors = weights(parts, hidden, low_rank_rows(parts, hidden))
+    return LinearLogits(hidden, tensors.weight, tensors.bias, tensors.extra)
 
 
 def _adapters(head: Any) -> list[Adapter]:

@@ -88,8 +88,8 @@ class ActiveRows:
         """Overwrite a tensor by NaN, flags by False and ids by ``IGNORE``, if ``num_active`` is too small."""
         if self.overflow is None:
             return t
-        nothing = math.nan if t.is_floating_point() else IGNORE if t.dtype == torch.int64 else 0
-        return t.masked_fill_(self.overflow, nothing)
+        filler = math.nan if t.is_floating_point() else IGNORE if t.dtype == torch.int64 else 0
+        return t.masked_fill_(self.overflow, filler)
 
     def put(self, out: Tensor, chunk: slice, value: Tensor) -> None:
         """Write the chunk's rows; the padding of a given ``num_active`` goes to a spare last row."""

@@ -21,7 +21,7 @@ class Call(NamedTuple):
     """Validated arguments of a call, with plain tensors per row.
 
     Attributes:
-        logits: logits ``[..., V]``, or the record of those that a head makes, without a transform.
+        logits: logits ``[..., V]``, or the record of those of a head, without a transform.
         options: validated options, with the transform of the logits.
         ids: targets ``[...]`` or ids ``[..., K]``, integers.
         active: mask ``[...]`` or None.

@@ -89,7 +89,7 @@ class Term(NamedTuple):
 
 
 def _settled(term: Term) -> Term:
-    """Return the other kind that the end of the range of an option is, unless its value is symbolic in a graph."""
+    """Replace a kind by the one it equals at an end of an option's range, unless the value is symbolic in a graph."""
     for value, option in zip(term.options, KINDS[term.kind].options.values(), strict=False):
         for end, kind in option.ends.items():
             if _changing.equals(value, end):
@@ -120,8 +120,8 @@ class DivergenceSpec(NamedTuple):
         """
         total: dict[str, Term] = {}
         for kind, coefficient, options in map(_settled, terms):
-            same = total.get(kind)
-            total[kind] = Term(kind, coefficient if same is None else same.coefficient + coefficient, options)
+            previous = total.get(kind)
+            total[kind] = Term(kind, coefficient if previous is None else previous.coefficient + coefficient, options)
         numbers = [number for term in total.values() for number in (term.coefficient, *term.options)]
         return cls(tuple(total), tuple(numbers), lam_of_mean, full)
 
@@ -144,7 +144,7 @@ class DivergenceSpec(NamedTuple):
 
     @property
     def may_be_constant(self) -> bool:
-        """True if there are rows without a gradient, because every term has some."""
+        """True if rows may have no gradient, because every term allows that."""
         return all(KINDS[kind].constant is not None for kind in self.kinds)
 
     def constant(self, acceptance: torch.Tensor, no_best: torch.Tensor, no_target: torch.Tensor | None) -> torch.Tensor:

@@ -136,7 +136,7 @@ def _jsd(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> ValueAndFactors:
     p_to_mean, q_to_mean = X
     rest, value = 1 - o[0], o[0] * q_to_mean + (1 - o[0]) * p_to_mean
     if isinstance(n.mass, Tensor) and o[0] > 0:
-        value = value - (1 - n.mass) * (o[0] * math.log(o[0]))  # columns that are not given, m = beta q
+        value = value - (1 - n.mass) * (o[0] * math.log(o[0]))  # the other columns of whole rows, m = beta q
     return value, (rest, -rest * p_to_mean)
 
 

@@ -132,7 +132,7 @@ Logits = Tensor | LinearLogits
 
 
 def rows_of(logits: Logits) -> Tensor:
-    """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are made of."""
+    """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are computed from."""
     return logits.hidden if isinstance(logits, LinearLogits) else logits
 
 

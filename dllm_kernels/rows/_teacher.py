@@ -1,4 +1,4 @@
-"""The teacher of a divergence: its rows, its LM head, which of them are compared, and its logits of a chunk of rows."""
+"""The teacher of a divergence: rows, LM head, compared rows and columns, and the logits of a chunk of rows."""
 
 from __future__ import annotations
 

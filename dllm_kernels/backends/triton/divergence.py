@@ -89,7 +89,7 @@ def _any(*coefficients):
 
 @triton.jit
 def _times(e, x):
-    """Multiply; 0 if the probability e is negligible, for any x. NaN is kept."""
+    """Multiply; 0 if the probability e is negligible, for any x. A NaN in e propagates."""
     return tl.where(e < LEAST, 0.0, e * x)
 
 
@@ -454,10 +454,10 @@ def _pass(
     WIDE: tl.constexpr = z_tail.shape[0]
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     i = tl.arange(0, BLOCK_V)
-    few = tl.zeros([1], ACC)
+    zero = tl.zeros([1], ACC)
     v = wide + tl.arange(0, WIDE)
     tails = _columns(
-        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _filled_sums(few), norms, gradient, spec,
+        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _filled_sums(zero), norms, gradient, spec,
         SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
     )  # fmt: skip
     sums = _filled_sums(tl.zeros([LANES], ACC))

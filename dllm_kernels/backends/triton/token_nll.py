@@ -241,11 +241,11 @@ def nll_grad(
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
-    rows, same = _launch.strides_of_both(logits, out)
+    rows, same_strides = _launch.strides_of_both(logits, out)
     # Half the columns per thread for tanh in float64, because otherwise Triton 3.6 spills 8 bytes on sm_80.
     many = logits.dtype == torch.float64 and transform.softcap is not None
     _token_nll_bwd[(B * L * splits,)](
         logits, targets, scale, factor, row_max, log_sum, out, *rows, V, *arguments(transform), tiles, splits,
-        SAME_STRIDES=same, BLOCK_V=tile.block_v, ACC=_launch.acc(scale.dtype),
+        SAME_STRIDES=same_strides, BLOCK_V=tile.block_v, ACC=_launch.acc(scale.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(tile.num_warps * (2 if many else 1), tile.block_v), **FUSED,
     )  # fmt: skip
