@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dllm_kernels.backends.torch import _divergence as _local
 from dllm_kernels.distributed._layout import VocabShard
-from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, SavedStats
 from dllm_kernels.rows._divergence_kinds import Columns, RowValues
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
@@ -53,12 +53,12 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
         at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
     n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
     value = program.rows(feature_sums, n, weight)[0]
-    stats = program.kept_stats(norms, acceptance, feature_sums)
+    saved = SavedStats(program.saved_stats(norms, acceptance, feature_sums), teacher_argmax)
     agree = (student_argmax == (teacher_argmax if best is None else best)) & ~rate.isnan()
     result = DivergenceResult(pairs.put(value), pairs.put(rate), pairs.put(agree))
     if not with_grad:
-        return result._replace(saved=Kept(pairs.put(stats), pairs.put(teacher_argmax)))
-    _write_gradient(shard, _local.Program(request, known=True), pairs, request, Kept(stats, teacher_argmax), logits)
+        return result._replace(saved=SavedStats(*map(pairs.put, saved)))
+    _write_gradient(shard, _local.Program(request, known=True), pairs, request, saved, logits)
     return result
 
 
@@ -85,11 +85,13 @@ def row_norms(
     return torch.cat([row_max, log_sum], 1), column.squeeze(1)
 
 
-def divergence_grad(shard: VocabShard, logits: Tensor, request: DivergenceRequest, saved: Kept, out: Tensor) -> None:
+def divergence_grad(
+    shard: VocabShard, logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor
+) -> None:
     """See ``rows/_divergence.py``; without communication."""
     program = _local.Program(request, known=True)
     pairs = _pairs(shard, logits, request, program)
-    _write_gradient(shard, program, pairs, request, Kept(*(pairs.take(t) for t in saved)), out)
+    _write_gradient(shard, program, pairs, request, SavedStats(*(pairs.take(t) for t in saved)), out)
 
 
 def _pairs(shard: VocabShard, logits: Tensor, request: DivergenceRequest, program: _local.Program) -> _local.Pairs:
@@ -100,7 +102,7 @@ def _pairs(shard: VocabShard, logits: Tensor, request: DivergenceRequest, progra
 
 
 def _write_gradient(
-    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, request: DivergenceRequest, saved: Kept,
+    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, request: DivergenceRequest, saved: SavedStats,
     out: Tensor,
 ) -> None:  # fmt: skip
     """Compute this rank's columns of the gradient; ``saved`` has the rows of the pairs."""

@@ -67,11 +67,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels._graph import _changing
-from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, OptionValues, kept_stats
+from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, OptionValues, saved_stats
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
-# Columns of :attr:`Kept.stats`, and the one with a.
-KEPT_STATS, ACCEPTANCE = kept_stats(), 4
+# Columns of :attr:`SavedStats.stats`, and the one with a.
+SAVED_STATS, ACCEPTANCE = saved_stats(), 4
 
 
 class Term(NamedTuple):
@@ -186,11 +186,11 @@ class DivergenceRequest(NamedTuple):
         return self.whole if self.spec.full else None
 
 
-class Kept(NamedTuple):
+class SavedStats(NamedTuple):
     """Statistics of N rows from which the gradient needs one pass.
 
     Attributes:
-        stats: acc ``[N, KEPT_STATS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
+        stats: acc ``[N, SAVED_STATS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
             the gradient of the spec reads. Their order and units depend on the backend.
         teacher_argmax: int64 ``[N]``, the teacher's argmax; ``best`` of :class:`Whole` with ``spec.full``.
     """
@@ -217,4 +217,4 @@ class DivergenceResult(NamedTuple):
     value: torch.Tensor
     acceptance_rate: torch.Tensor
     agree: torch.Tensor
-    saved: Kept | None = None
+    saved: SavedStats | None = None

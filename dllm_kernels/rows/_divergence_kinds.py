@@ -209,7 +209,7 @@ NAMES = (*(name for name in KINDS if name not in BASES.values()), *MULTIPLES, *A
 OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.options.items()}
 
 
-def kept_stats() -> int:
+def saved_stats() -> int:
     """Return the number of statistics per row from which the gradient of any sum of kinds needs one pass.
 
     They are two normalizers of each side, a, and the sums that are also terms of the gradient. The number is a power of

@@ -18,7 +18,7 @@ import torch
 
 from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.backends.torch._workers import run_jobs
-from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept, Whole
+from dllm_kernels.rows._divergence import SAVED_STATS, DivergenceRequest, DivergenceResult, SavedStats, Whole
 from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, Columns, Feature, OptionValues, RowValues
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
@@ -92,11 +92,11 @@ class Program:
                 minus[kind.minus] = kind_factors[0]
         return value, GradientFactors([by_key[key] for key in self.gradient], minus.get("best"), minus.get("target"))
 
-    def kept_stats(self, norms: Norms, acceptance: Tensor, sums: Sequence[Tensor]) -> Tensor:
-        """Return the statistics ``[R, KEPT_STATS]`` of rows, from the sums of :attr:`sums`."""
+    def saved_stats(self, norms: Norms, acceptance: Tensor, sums: Sequence[Tensor]) -> Tensor:
+        """Return the statistics ``[R, SAVED_STATS]`` of rows, from the sums of :attr:`sums`."""
         sums_by_key = dict(zip(self.sums, sums, strict=True))
         columns = [*norms, acceptance, *(sums_by_key[key] for key in self.both)]
-        return torch.cat(columns + [torch.zeros_like(acceptance)] * (KEPT_STATS - len(columns)), 1)
+        return torch.cat(columns + [torch.zeros_like(acceptance)] * (SAVED_STATS - len(columns)), 1)
 
     def flags(self, target_flag: Tensor | None, best_flag: Tensor | None, mass: Tensor | None) -> dict[str, Any]:
         """Return the fields of :class:`RowValues` that the gradient reads; the last two are None unless ``full``."""
@@ -251,9 +251,9 @@ class Pairs:
 
 
 class Results(NamedTuple):
-    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``stats [R, KEPT_STATS]``.
+    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``stats [R, SAVED_STATS]``.
 
-    ``stats`` and ``teacher_argmax`` are the fields of :class:`Kept`, None if the gradient is computed at once.
+    ``stats`` and ``teacher_argmax`` are the fields of :class:`SavedStats`, None if the gradient is computed at once.
     ``whole`` and ``best`` are the fields of :class:`Whole`, or None.
     """
 
@@ -278,13 +278,13 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     results = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
     rows = Results(*inputs, *results, None, None, whole, best)
     if not with_grad:
-        rows = rows._replace(stats=pairs.empty(KEPT_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
+        rows = rows._replace(stats=pairs.empty(SAVED_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
     pairs.for_each_block(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
-    saved = None if with_grad else Kept(pairs.put(rows.stats), pairs.put(rows.teacher_argmax))
+    saved = None if with_grad else SavedStats(pairs.put(rows.stats), pairs.put(rows.teacher_argmax))
     return DivergenceResult(pairs.put(rows.value), pairs.put(rows.acceptance), pairs.put(rows.agree), saved)
 
 
-def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: Kept, out: Tensor) -> None:
+def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor) -> None:
     """See ``rows/_divergence.py``."""
     program = Program(request, known=True)
     pairs = Pairs(logits, request, program.work_blocks)
@@ -356,7 +356,7 @@ def _whole_rows(
         student_argmax == (teacher_argmax if row.best is None else row.best), ~rate.isnan(), out=row.agree
     )
     if row.stats is not None:
-        row.stats.copy_(program.kept_stats(norms, acceptance, sums))
+        row.stats.copy_(program.saved_stats(norms, acceptance, sums))
         row.teacher_argmax.copy_(teacher_argmax)
     return (
         None

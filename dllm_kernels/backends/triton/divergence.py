@@ -56,7 +56,7 @@ from dllm_kernels.backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels.backends.triton._launch import PER_ROW, SIZES, TRANSFORM
 from dllm_kernels.backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels.backends.triton._transform import number, transformed
-from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels.rows._divergence import SAVED_STATS, DivergenceRequest, DivergenceResult, SavedStats
 from dllm_kernels.rows._divergence_kinds import KINDS, OPTIONS, TIE
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._transform import Transform
@@ -78,7 +78,7 @@ _TIE = tl.constexpr(TIE)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
-STATS = tl.constexpr(KEPT_STATS)
+STATS = tl.constexpr(SAVED_STATS)
 
 
 @triton.constexpr_function
@@ -656,14 +656,14 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     value, acceptance = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
     agree, saved = torch.empty(N, dtype=torch.bool, device=device), None
     if not with_grad:
-        stats = torch.empty(N, KEPT_STATS, dtype=acc, device=device)
-        saved = Kept(stats, torch.empty(N, dtype=torch.int64, device=device))
+        stats = torch.empty(N, SAVED_STATS, dtype=acc, device=device)
+        saved = SavedStats(stats, torch.empty(N, dtype=torch.int64, device=device))
     result = DivergenceResult(value, acceptance, agree, saved)
     _launch_rows(logits, request, saved, logits if with_grad else None, result[:3])
     return result
 
 
-def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: Kept, out: Tensor) -> None:
+def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor) -> None:
     """Launch the kernel over the rows of both sides; see ``rows/_divergence.py``."""
     _launch_rows(logits, request, saved, out, (None, None, None))
 
@@ -684,7 +684,7 @@ def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, star
 
 
 def _launch_rows(
-    logits: Tensor, request: DivergenceRequest, saved: Kept | None, out: Tensor | None,
+    logits: Tensor, request: DivergenceRequest, saved: SavedStats | None, out: Tensor | None,
     results: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results``: value, acceptance rate, agree."""
