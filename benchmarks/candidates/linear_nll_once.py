@@ -149,6 +149,6 @@ def nll_and_factor_(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Te
     warps = _tiles.at_most_a_thread_a_column(block * logits.element_size() // 2048, block)
     tile = _tiles.Tile(block, warps)
     _linear_nll_rows_once[(C,)](
-        logits, targets, scale, *out[:3], factor, logits.stride(0), V, ACC=tl.float32, **_launch.of_tile(tile)
+        logits, targets, scale, *out[:3], factor, logits.stride(0), V, ACC=tl.float32, **_launch.tile_options(tile)
     )
     return out, factor

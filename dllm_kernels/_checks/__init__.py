@@ -50,7 +50,7 @@ class Names(NamedTuple):
     extra: str = "extra"
 
     @property
-    def of_hidden(self) -> Names:
+    def for_hidden(self) -> Names:
         """The names for rows that are hidden states."""
         return Names(self.hidden, *self[1:])
 
@@ -385,10 +385,10 @@ def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | Non
 
     A DTensor may be stored in another dtype, as under FSDP2's mixed precision. It is checked after it is gathered.
     """
-    given = {name: t for name, t in others.items() if t is not None}
-    if _plain.autocasts(rows) and all(t.dtype != torch.float64 for t in (rows, *given.values())):
+    present = {name: t for name, t in others.items() if t is not None}
+    if _plain.autocasts(rows) and all(t.dtype != torch.float64 for t in (rows, *present.values())):
         return
-    for name, t in given.items():
+    for name, t in present.items():
         if t.dtype != rows.dtype and not _plain.is_dtensor(t):
             raise ValueError(
                 f"{name} must have the dtype of {rows_name}, {rows.dtype}, unless torch.autocast is on, got {t.dtype}"

@@ -38,14 +38,14 @@ def _leaves(kind: Any, value: str) -> Iterator[tuple[str, str]]:
     if kind in TYPES:
         yield value, TYPES[kind]
     else:
-        for field, of_field in _fields(kind).items():
-            yield from _leaves(of_field, f"{value}.{field}")
+        for field, field_type in _fields(kind).items():
+            yield from _leaves(field_type, f"{value}.{field}")
 
 
 def _rebuilt(kind: Any, values: Iterator[Any]) -> Any:
     """Return an argument of a function from the arguments of the op."""
     if kind not in TYPES:
-        fields = {field: _rebuilt(of_field, values) for field, of_field in _fields(kind).items()}
+        fields = {field: _rebuilt(field_type, values) for field, field_type in _fields(kind).items()}
         return getattr(kind, "from_fields", kind)(**fields)
     value = next(values)
     return None if kind == float | None and value == 0 else value
@@ -76,14 +76,14 @@ class _CustomOp:
         split = f"[{', '.join(tensors)}], [{', '.join(floats)}], dict({', '.join(f'{_name(v)}={v}' for v in others)})"
         self.split = eval(f"lambda {', '.join(self.kinds)}: ({split})")
 
-        def implementation(*given: Any, **keywords: Any) -> list[Tensor]:
-            with torch.cuda.device_of(given[0]):  # type: ignore[no-untyped-call]
-                return [t for t in function(*self.rebuilt(given, keywords)) if t is not None]
+        def implementation(*args: Any, **keywords: Any) -> list[Tensor]:
+            with torch.cuda.device_of(args[0]):  # type: ignore[no-untyped-call]
+                return [t for t in function(*self.rebuilt(args, keywords)) if t is not None]
 
-        def fake(*given: Any, **keywords: Any) -> list[Tensor]:
+        def fake(*args: Any, **keywords: Any) -> list[Tensor]:
             # The values of floats that change between calls are unknown, and no shape depends on them.
-            specs = self.specs(*self.rebuilt(given, keywords, fake=True))
-            return [given[0].new_empty(shape, dtype=dtype) for shape, dtype in filter(None, specs)]
+            specs = self.specs(*self.rebuilt(args, keywords, fake=True))
+            return [args[0].new_empty(shape, dtype=dtype) for shape, dtype in filter(None, specs)]
 
         op = torch.library.custom_op(f"dllm_kernels::{defined.name}", implementation, mutates_args=(), schema=schema)
         op.register_fake(fake)
@@ -98,9 +98,9 @@ class _CustomOp:
             others.update(zip(self.floats, numbers, strict=True))
         return tensors, others
 
-    def rebuilt(self, given: Sequence[Any], keywords: dict[str, Any], *, fake: bool = False) -> list[Any]:
+    def rebuilt(self, tensors: Sequence[Any], keywords: dict[str, Any], *, fake: bool = False) -> list[Any]:
         """Rebuild the arguments of the function from :meth:`arguments`."""
-        flat = dict(zip(self.tensors, given, strict=True)) | keywords
+        flat = dict(zip(self.tensors, tensors, strict=True)) | keywords
         if self.floats and not fake:
             numbers = _changing.unpacked([flat[name] for name in self.floats], flat["changing_numbers"])
             flat.update(zip(self.floats, numbers, strict=True))
@@ -115,5 +115,5 @@ def call(defined: Opaque, args: Sequence[Any]) -> list[Tensor | None]:
     """Call the custom op of an opaque function; return what the function would return."""
     op = OPS[defined.name]
     tensors, others = op.arguments(args)
-    made = iter(op.overload(*tensors, **others))
-    return [None if spec is None else next(made) for spec in defined.specs(*args)]
+    results = iter(op.overload(*tensors, **others))
+    return [None if spec is None else next(results) for spec in defined.specs(*args)]

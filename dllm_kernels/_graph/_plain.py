@@ -23,7 +23,7 @@ class Deferred:
         raise NotImplementedError
 
     def record(self) -> Any:
-        """Return the ``LinearLogits`` of which these logits are made, or None."""
+        """Return the ``LinearLogits`` from which these logits are computed, or None."""
         return None
 
 

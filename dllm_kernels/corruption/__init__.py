@@ -400,8 +400,8 @@ def corrupt_mix(
             f"mask_token_id must lie in [0, vocab_size) = [0, {vocab_size}), MASK being one of the vocab_size tokens, "
             f"got {mask_id}; are mask_token_id and vocab_size swapped, or was MASK added behind the vocabulary?"
         )
-    p = _checked_of_row("mask_prob", mask_prob, input_ids)
-    q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
+    p = _checked_per_row("mask_prob", mask_prob, input_ids)
+    q = _checked_per_row("uniform_prob", uniform_prob, input_ids)
     check = _checks.checked_bool("check", check)
     start = checked_start(start, input_ids)
     seed = _seeds.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
@@ -532,7 +532,7 @@ def _corrupted(
         _checks.check_like("input_ids", input_ids, INT_DTYPES, segment_ids=segment_ids)
         columns = L
     if level is not None:
-        level = _checked_of_row("level", level, input_ids, columns)
+        level = _checked_per_row("level", level, input_ids, columns)
     start = checked_start(start, input_ids)
     seed = _seeds.resolve_seed(input_ids.device, B, generator, seeds)
     routine = replaced(routine, block_size=block_size, eps=eps)
@@ -609,7 +609,7 @@ def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
     return vocab_size
 
 
-def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
+def _checked_per_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
     """Convert one value per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
     _checks.check_float(name, value)
     _checks.check_whole_tensor(name, value)

@@ -59,18 +59,18 @@ class Grid(NamedTuple):
         """Number of positions of each block of a row."""
         return [self.size] * (self.blocks - 1) + [self.L - (self.blocks - 1) * self.size]
 
-    def fold(self, at_place: Array) -> Array:
+    def fold(self, per_position: Array) -> Array:
         """View ``[rows, L]`` as ``[rows, blocks, size]`` if there are several blocks and none is short."""
-        return at_place.reshape(-1, self.blocks, self.size) if self.blocks > 1 and self.even else at_place
+        return per_position.reshape(-1, self.blocks, self.size) if self.blocks > 1 and self.even else per_position
 
-    def expand_to_positions(self, of_block: Array) -> Array:
+    def expand_to_positions(self, per_block: Array) -> Array:
         """Expand ``[rows, blocks]``, or ``[rows, 1]`` for all blocks, to broadcast against the result of ``fold``."""
         if self.even and self.blocks > 1:
-            return of_block[..., None]
-        if of_block.shape[1] == 1:
-            return of_block
-        repeat = torch.repeat_interleave if isinstance(of_block, Tensor) else np.repeat
-        return repeat(of_block, self.size, 1)[:, : self.L]
+            return per_block[..., None]
+        if per_block.shape[1] == 1:
+            return per_block
+        repeat = torch.repeat_interleave if isinstance(per_block, Tensor) else np.repeat
+        return repeat(per_block, self.size, 1)[:, : self.L]
 
 
 class BatchRows(NamedTuple):
@@ -176,8 +176,8 @@ def corrupt(
             return CorruptionResult(_topk.select_largest(rows.draws, rows.supervised, k), token, m)
         if kind == "topk":
             length = None if padding is None else rows_of(padding.length, rows)
-            of_rows = rows_of(rate, rows) if isinstance(rate, Tensor) else rate
-            chosen = _topk_of_blocks(grid, rows.draws, m, of_rows, int(block_size is None), length)
+            row_rate = rows_of(rate, rows) if isinstance(rate, Tensor) else rate
+            chosen = _topk_of_blocks(grid, rows.draws, m, row_rate, int(block_size is None), length)
             return CorruptionResult(chosen, token, m)
         number = None if segments is None else rows_of(segments, rows)
         m = m if number is None else _rules.level_of_segment(m, number)
@@ -204,8 +204,8 @@ def _rate(routine: Routine, L: int, start: Tensor | None) -> float | Tensor:
     sizes = (L - start.clamp(0, L)).clamp(min=1).to(torch.float64)[:, None]
     # Torch divides a number by a tensor as a product with the reciprocal, which has other roundings.
     bounds = (torch.full_like(sizes, number) for number in (half, most))
-    of_rows = torch.minimum(*(bound / by for bound, by in zip(bounds, (sizes * ratio, sizes), strict=True)))
-    return of_rows.to(torch.float32)
+    rates = torch.minimum(*(bound / by for bound, by in zip(bounds, (sizes * ratio, sizes), strict=True)))
+    return rates.to(torch.float32)
 
 
 def segment_numbers(segment_ids: Tensor, start: Tensor | None) -> Tensor:
@@ -359,8 +359,8 @@ def _corrupt(
     """Draw if there is a seed, run the body on all rows, and write the outputs; for ``times`` see ``host_slices``."""
     if padding is not None:
         real = padding.real
-        of_row = real if loss_mask is None else padding.to_left(loss_mask != 0) & real
-        left = _corrupt(padding.to_left(input_ids), of_row, seed, None, grid, layout, body, times)
+        left_mask = real if loss_mask is None else padding.to_left(loss_mask != 0) & real
+        left = _corrupt(padding.to_left(input_ids), left_mask, seed, None, grid, layout, body, times)
         p_mask = left[2] if grid.blocks == 1 else left[2].masked_fill(~real, 1.0)
         return padding.back(left[0]), padding.back(left[1]), padding.back(p_mask)
     if on_host(input_ids):

@@ -73,9 +73,9 @@ def gumbel_topk_mask(
         if uniform is not None:
             raise ValueError("start must be None with uniform, which already has one value per column, got a tensor")
     seed = None if uniform is not None else _seeds.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
-    of_rows = counts(k, log_w) if traced(log_w) else k
+    row_k = counts(k, log_w) if traced(log_w) else k
     with torch.no_grad():
-        (mask,) = choose(log_w.detach(), of_rows, uniform, seed, start, backend)
+        (mask,) = choose(log_w.detach(), row_k, uniform, seed, start, backend)
     return mask
 
 

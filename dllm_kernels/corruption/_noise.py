@@ -13,7 +13,7 @@ from dllm_kernels.corruption._rules import Array
 
 # Second counter word of the high 16 and of the low 32 bits of a uniform.
 HIGH, LOW = 1, 2
-# Up to this many columns, NumPy's generator, which is set for each, is faster than some 250 NumPy calls for all.
+# Up to this many columns, setting NumPy's generator for each is faster than some 250 NumPy calls for all at once.
 _FEW = 100
 
 
@@ -70,8 +70,8 @@ def low_of_on_host(noise: Noise, row: Array, column: Array) -> Array:
     counter = 2 * noise.first_counter + (v >> 3) + ZERO
     seed, number = noise.seeds.numpy()[row], noise.row_numbers.numpy()[row]
     if len(v) <= _FEW:
-        of_each = zip(seed.tolist(), counter.tolist(), number.tolist(), strict=True)
-        four = [words_from(s, c, LOW, number=n).random_raw(4) for s, c, n in of_each]
+        states = zip(seed.tolist(), counter.tolist(), number.tolist(), strict=True)
+        four = [words_from(s, c, LOW, number=n).random_raw(4) for s, c, n in states]
         words: Array = np.array(four, np.uint64).reshape(-1, 4).view(np.int64).T
     else:
         zero = np.zeros_like(counter)

@@ -84,7 +84,7 @@ def check_start_range(start: Tensor | None, D: int) -> None:
             raise ValueError(f"start must lie in [0, {D}], got values from {values.min()} to {values.max()}")
 
 
-# Range that a given u is clamped to; -ln u is about 709 and 1.1e-16 at its ends.
+# Range that ``uniform`` is clamped to; -ln u is about 709 and 1.1e-16 at its ends.
 MIN_UNIFORM = 2.0**-1022
 MAX_UNIFORM = 1.0 - 2.0**-53
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from dllm_kernels.backends.torch import _divergence as _local
 from dllm_kernels.distributed._layout import VocabShard
-from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, SavedStats
 from dllm_kernels.rows._divergence_kinds import Columns, RowValues
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
@@ -44,21 +44,21 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
     if shard.size:
         columns = (None if t is None else shard.local_ids(t) for t in (teacher_argmax, y))
         pairs.for_each_block(partial(_sum, program), (sums, *columns, log_mass, *norms))
-    acceptance, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
-    rate = of_features.pop() if has_rate else acceptance
+    acceptance, at_best, at_target, *feature_sums = shard.add_parts(sums).unsqueeze(2).unbind(1)
+    rate = feature_sums.pop() if has_rate else acceptance
     if pairs.out_of_range is not None:
         acceptance, rate = (t.masked_fill(pairs.out_of_range, math.nan) for t in (acceptance, rate))
     flags = _flags(shard, program, y, teacher_argmax, log_mass, acceptance.dtype)
     if (target_flag := flags["target_flag"]) is not None:
         at_target = torch.where(target_flag != 0, at_target * target_flag, 0.0)
     n = RowValues(acceptance, program.lam_acceptance(acceptance), at_best, at_target, **flags)
-    value = program.rows(of_features, n, weight)[0]
-    stats = program.kept_stats(norms, acceptance, of_features)
+    value = program.rows(feature_sums, n, weight)[0]
+    saved = SavedStats(program.saved_stats(norms, acceptance, feature_sums), teacher_argmax)
     agree = (student_argmax == (teacher_argmax if best is None else best)) & ~rate.isnan()
     result = DivergenceResult(pairs.put(value), pairs.put(rate), pairs.put(agree))
     if not with_grad:
-        return result._replace(kept=Kept(pairs.put(stats), pairs.put(teacher_argmax)))
-    _write_gradient(shard, _local.Program(request, known=True), pairs, request, Kept(stats, teacher_argmax), logits)
+        return result._replace(saved=SavedStats(*map(pairs.put, saved)))
+    _write_gradient(shard, _local.Program(request, known=True), pairs, request, saved, logits)
     return result
 
 
@@ -85,31 +85,35 @@ def row_norms(
     return torch.cat([row_max, log_sum], 1), column.squeeze(1)
 
 
-def divergence_grad(shard: VocabShard, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+def divergence_grad(
+    shard: VocabShard, logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor
+) -> None:
     """See ``rows/_divergence.py``; without communication."""
     program = _local.Program(request, known=True)
     pairs = _pairs(shard, logits, request, program)
-    _write_gradient(shard, program, pairs, request, Kept(*(pairs.take(t) for t in kept)), out)
+    _write_gradient(shard, program, pairs, request, SavedStats(*(pairs.take(t) for t in saved)), out)
 
 
 def _pairs(shard: VocabShard, logits: Tensor, request: DivergenceRequest, program: _local.Program) -> _local.Pairs:
     """Pair this rank's columns of both sides."""
     transform, teacher_transform = (shard.local_transform(t) for t in (request.transform, request.teacher_transform))
-    of_shard = request._replace(transform=transform, teacher_transform=teacher_transform)
-    return _local.Pairs(logits, of_shard, 2 + program.work_blocks)
+    local_request = request._replace(transform=transform, teacher_transform=teacher_transform)
+    return _local.Pairs(logits, local_request, 2 + program.work_blocks)
 
 
 def _write_gradient(
-    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, request: DivergenceRequest, kept: Kept, out: Tensor
-) -> None:
-    """Compute this rank's columns of the gradient; ``kept`` has the rows of the pairs."""
+    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, request: DivergenceRequest, saved: SavedStats,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Compute this rank's columns of the gradient; ``saved`` has the rows of the pairs."""
     if not shard.size:
         return
+    stats, teacher_argmax = saved
     y, weight = pairs.take(request.targets), pairs.take(request.weights)
-    log_mass = _local.Norms.of(kept.stats).log_mass(pairs.take_whole(request.full)[0])
-    c = program.factors(kept.stats, weight, _flags(shard, program, y, kept.teacher_argmax, log_mass, kept.stats.dtype))
-    teacher_argmax, y = shard.local_ids(kept.teacher_argmax), None if y is None else shard.local_ids(y)
-    per_row = (kept.stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.features))
+    log_mass = _local.Norms.of(stats).log_mass(pairs.take_whole(request.full)[0])
+    c = program.factors(stats, weight, _flags(shard, program, y, teacher_argmax, log_mass, stats.dtype))
+    teacher_argmax, y = shard.local_ids(teacher_argmax), None if y is None else shard.local_ids(y)
+    per_row = (stats, log_mass, teacher_argmax, y, c.best, c.target, *(f.contiguous() for f in c.features))
     pairs.for_each_block(partial(_gradient, program), per_row, out=out)
 
 
@@ -152,8 +156,8 @@ def _local_stats(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
 
 def _fill_neutral(stats: Tensor) -> None:
     """Fill every three columns with the maximum, log sum and argmax of no columns."""
-    for i, nothing in enumerate((torch.finfo(stats.dtype).min, -math.inf, -1)):
-        stats[:, i::3].fill_(nothing)  # a copy from the host would be a sync
+    for i, neutral in enumerate((torch.finfo(stats.dtype).min, -math.inf, -1)):
+        stats[:, i::3].fill_(neutral)  # a copy from the host would be a sync
 
 
 def _combine(shard: VocabShard, pairs: _local.Pairs, local_stats: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
@@ -190,18 +194,18 @@ def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, 
 
     They are a, -log p at the teacher's argmax and at the target, the features, and a of whole rows if it differs.
     """
-    part, teacher_argmax, y, log_mass, *of_norms = row
-    norms = _local.Norms(*of_norms)
-    columns, room = _columns(program, block, norms, log_mass)
-    acceptance, *sums = program.summed(columns, room)
-    z, nothing = block.z, torch.zeros_like(acceptance)
-    picked = [nothing if c is None else _local.at(z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)]
-    rate = [] if log_mass is None or program.full else [_local.overlap(columns, log_mass, room[0])]
+    part, teacher_argmax, y, log_mass, *normalizers = row
+    norms = _local.Norms(*normalizers)
+    columns, scratch = _columns(program, block, norms, log_mass)
+    acceptance, *sums = program.summed(columns, scratch)
+    z, zero = block.z, torch.zeros_like(acceptance)
+    picked = [zero if c is None else _local.at(z, c, norms.row_max, norms.log_sum)[0] for c in (teacher_argmax, y)]
+    rate = [] if log_mass is None or program.full else [_local.overlap(columns, log_mass, scratch[0])]
     part.copy_(torch.cat([acceptance, *picked, *sums, *rate], 1))
 
 
 def _gradient(program: _local.Program, block: _local.Block, out: Tensor, row: tuple[Any, ...]) -> Tensor:
     stats, log_mass, teacher_argmax, y, best, target, *features = row
-    columns, room = _columns(program, block, _local.Norms.of(stats), log_mass)
+    columns, scratch = _columns(program, block, _local.Norms.of(stats), log_mass)
     c = _local.GradientFactors(features, best, target)
-    return _local.subtract_one_hots_(program.write_gradient(columns, room, c, out), teacher_argmax, y, c)
+    return _local.subtract_one_hots_(program.write_gradient(columns, scratch, c, out), teacher_argmax, y, c)

@@ -124,8 +124,8 @@ class VocabShard(NamedTuple):
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """Convert ids to columns of this shard; ``IGNORE`` for columns of other shards."""
-        here = ids - self.start
-        return torch.where((here >= 0) & (here < self.size), here, IGNORE)
+        column = ids - self.start
+        return torch.where((column >= 0) & (column < self.size), column, IGNORE)
 
     def local_transform(self, transform: Transform) -> Transform:
         """Convert ``skip_id`` to a column of this shard, None if another shard holds it."""

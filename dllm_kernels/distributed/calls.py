@@ -1,4 +1,4 @@
-"""Ranks that must call a model equally often, because its forward communicates, and what they decide together.
+"""Common decisions of ranks that must call a model equally often, because its forward communicates.
 
 A loop whose number of calls depends on the rows of a rank, such as a generation that ends at an EOS, would end on one
 rank while the others wait for it in a collective of their next call.
@@ -26,29 +26,29 @@ def groups_of(model: nn.Module) -> Groups:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
-    found: list[Any] = []
+    groups: list[Any] = []
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             if module.will_sync_module_buffers():  # type: ignore[no-untyped-call]
-                found.append(module.process_group)
+                groups.append(module.process_group)
         elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-            found.append(module.process_group)
+            groups.append(module.process_group)
         for p in module.parameters(recurse=False):
             if is_dtensor(p):
                 mesh: Any = p.device_mesh  # type: ignore[attr-defined]
-                found += [mesh.get_group(i) for i in range(mesh.ndim)]
+                groups += [mesh.get_group(i) for i in range(mesh.ndim)]
             elif hasattr(p, "ds_process_group"):
-                found.append(p.ds_process_group)
-    of_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in found}
-    return [group for ranks, group in of_ranks.items() if len(ranks) > 1]
+                groups.append(p.ds_process_group)
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    return [group for ranks, group in by_ranks.items() if len(ranks) > 1]
 
 
-def on_any_rank(here: bool, groups: Groups, device: torch.device) -> bool:
-    """Return True if ``here`` is True on any rank of the groups; a host sync if there are groups."""
+def on_any_rank(condition: bool, groups: Groups, device: torch.device) -> bool:
+    """Return True if ``condition`` is True on any rank of the groups; a host sync if there are groups."""
     if not groups:
-        return here
-    flag = torch.full((), int(here), dtype=torch.int32, device=device)  # torch.tensor would be a second host sync
+        return condition
+    flag = torch.full((), int(condition), dtype=torch.int32, device=device)  # torch.tensor would be a second host sync
     for group in groups:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)

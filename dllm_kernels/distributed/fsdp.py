@@ -127,10 +127,10 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
     if not 0 < factor < math.inf:
         raise ValueError(f"factor must be positive and finite, got {factor}")
     modules = list(head.modules()) if isinstance(head, nn.Module) else []
-    given = head.parameters() if isinstance(head, nn.Module) else head
-    if not isinstance(given, Iterable):
-        raise TypeError(f"head must be an nn.Module or parameters, got {type_name(given)}")
-    for parameter in [given] if isinstance(given, torch.Tensor) else given:
+    parameters = head.parameters() if isinstance(head, nn.Module) else head
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameters)}")
+    for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameter)}")
         setattr(parameter, _FACTOR, factor)
@@ -139,9 +139,9 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
 
 def _divide_factor(weight: DTensor, default: float) -> float:
     """Return the last divisor that :func:`set_gradient_divide_factor` set for the parameter or its module."""
-    of_module = (f for module, f in _FACTORS.items() if id(weight) in map(id, module.parameters(recurse=False)))
+    module_factors = (f for module, f in _FACTORS.items() if id(weight) in map(id, module.parameters(recurse=False)))
     factor: float | None = getattr(weight, _FACTOR, None)
-    return next(of_module, default) if factor is None else factor
+    return next(module_factors, default) if factor is None else factor
 
 
 @_layout.outside_the_graph
@@ -174,9 +174,9 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
         return weight
     mesh, placements = weight.device_mesh, weight.placements
     splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
-    of_tensor = (_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
-    given = weight, data, torch.Size(of_tensor), dtype_of_products(hidden, weight)
-    full: torch.Tensor = _Gather.apply(*given)  # type: ignore[no-untyped-call]
+    local_shape = (_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
+    inputs = weight, data, torch.Size(local_shape), dtype_of_products(hidden, weight)
+    full: torch.Tensor = _Gather.apply(*inputs)  # type: ignore[no-untyped-call]
     if not tensor:
         return full
     return as_dtensor(full, _submesh(weight, tensor), [placements[i] for i in tensor], weight.shape, weight.stride())

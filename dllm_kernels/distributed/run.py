@@ -59,10 +59,10 @@ def on_this_rank(
     """
     x, head, logits = call.x, call.head, call.logits
     if isinstance(logits, LinearLogits) and logits.compute_dtype is not None:  # gathering casts as autocast does
-        again = {"sums": sums, "embedding": embedding, "teacher": teacher, **keywords}
+        options = {"sums": sums, "embedding": embedding, "teacher": teacher, **keywords}
         cast = logits.compute_dtype if logits.compute_dtype != x.dtype else None
         with torch.autocast(x.device.type, cast, enabled=cast is not None):
-            return on_this_rank(op, call._replace(logits=logits._replace(compute_dtype=None)), per_row, **again)
+            return on_this_rank(op, call._replace(logits=logits._replace(compute_dtype=None)), per_row, **options)
     if isinstance(logits, LinearLogits) and head is not None:
         hidden, (weight, bias, u, U), local_embedding, rows, shard = _local_hidden(x, head, embedding)
         extra = None if u is None or U is None else (u, U)
@@ -77,9 +77,9 @@ def on_this_rank(
     def local(t: Any) -> Any:
         return tuple(map(rows.local, t)) if isinstance(t, tuple) else None if t is None else rows.local(t)
 
-    of_rows = {name: local(getattr(call, name)) for name in ("ids", "active", "weights")}
+    row_tensors = {name: local(getattr(call, name)) for name in ("ids", "active", "weights")}
     keywords |= {name: local(t) for name, t in (per_row or {}).items()}
-    out = op(call._replace(logits=logits, **of_rows), **keywords, split=_split(rows, shard))
+    out = op(call._replace(logits=logits, **row_tensors), **keywords, split=_split(rows, shard))
     if not rows.groups:
         return out
     summed = {name: _layout.sum_over(getattr(out, name), rows.groups) for name in sums}
@@ -144,8 +144,8 @@ def _local_hidden(
 ) -> tuple[Tensor, Head, Any, RankRows, VocabShard | None]:
     """Return this rank's (hidden states, head, embedding, rows), and its columns of the head if they are split."""
     tied = embedding is head.weight
-    given = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else embedding}
-    heads = {name: gather_head(t, x, name) for name, t in given.items() if t is not None}
+    parameters = {WEIGHT: head.weight, BIAS: head.bias, "extra[1]": head.U, "embedding": None if tied else embedding}
+    heads = {name: gather_head(t, x, name) for name, t in parameters.items() if t is not None}
     shard = _shard_of_head(heads[WEIGHT])
     _check_laid_out_alike(heads)
     groups = () if shard is None else (shard.group,)
@@ -215,10 +215,10 @@ def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: RankRows) 
     if isinstance(hidden, DTensor) and hidden.device_mesh != u.device_mesh:
         raise ValueError("extra[0] must be on the mesh of the hidden states, got a DTensor on another; redistribute it")
     like = hidden.placements if isinstance(hidden, DTensor) else [Replicate()] * u.device_mesh.ndim
-    return _rows_here("extra[0]", u.redistribute(placements=_of_rows(like, u)), groups)[0]
+    return _rows_here("extra[0]", u.redistribute(placements=_rows_only(like, u)), groups)[0]
 
 
-def _of_rows(placements: Any, t: Tensor) -> list[Placement]:
+def _rows_only(placements: Any, t: Tensor) -> list[Placement]:
     """Keep the placements that split a dimension of ``t`` other than the last; replace all others by Replicate."""
     return [Replicate() if shard_dim(p) in (None, t.dim() - 1) else p for p in placements]
 
@@ -229,7 +229,7 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, RankRows]:
         return _layout.sum_gradient_over(t, groups) if groups else t, _layout.rows_of(name, t)
     mesh, ranks = t.device_mesh, [dist.get_process_group_ranks(group) for group in groups]
     vocab = [dist.get_process_group_ranks(mesh.get_group(j)) in ranks for j in range(mesh.ndim)]
-    placements = [Replicate() if shared else p for shared, p in zip(vocab, _of_rows(t.placements, t), strict=True)]
+    placements = [Replicate() if shared else p for shared, p in zip(vocab, _rows_only(t.placements, t), strict=True)]
     grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
     t = t.redistribute(placements=placements)  # sums the partial gradients in backward
     rows = _layout.rows_of(name, t)
@@ -272,8 +272,8 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: RankRows, part: VocabShard | None,
 
 def _student_placements(t: DTensor, x: DTensor, rows: RankRows, *, columns: bool, picked: bool) -> list[Placement]:
     """Return placements for ``t`` that split its rows, and columns if requested, as those of ``x``; else Replicate."""
-    kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
-    placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]
+    row_splits = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
+    placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, row_splits, strict=True)]
     for i, p in enumerate(x.placements):
         if columns and shard_dim(p) == x.dim() - 1:
             placements[i] = Shard(t.dim() - 1)

@@ -80,11 +80,11 @@ def _largest(shard: VocabShard, local: Any, logits: Tensor, k: int, transform: T
 
     A stable sort suffices for the columns, because they ascend with the ranks.
     """
-    here = min(k, shard.size)
+    local_k = min(k, shard.size)
     best = logits.new_full((len(logits), k, 2), -math.inf, dtype=torch.float64)
-    if here:
-        values, ids = local(logits, here, shard.local_transform(transform))
-        best[:, :here] = torch.stack([values.to(torch.float64), (ids + shard.start).to(torch.float64)], 2)
+    if local_k:
+        values, ids = local(logits, local_k, shard.local_transform(transform))
+        best[:, :local_k] = torch.stack([values.to(torch.float64), (ids + shard.start).to(torch.float64)], 2)
     values, ids = shard.gather(best.flatten(1)).view(-1, *best.shape).transpose(0, 1).flatten(1, 2).unbind(-1)
     # A rank with fewer than k columns leaves entries without a column (id < 0), which are sorted to the end.
     order = values.masked_fill(ids < 0, math.nan).neg().sort(dim=1, stable=True).indices[:, :k]
@@ -121,9 +121,9 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
     """
     argmax = request.correct or request.best
-    here = _local_request(shard, request)._replace(a=None, b=None, correct=False, best=argmax)
-    shard_stats = StatsResult(*local.forward(logits, here)) if shard.size else _empty_stats(here, logits.dtype)
-    owned = here.ids != IGNORE
+    narrowed = _local_request(shard, request)._replace(a=None, b=None, correct=False, best=argmax)
+    shard_stats = StatsResult(*local.forward(logits, narrowed)) if shard.size else _empty_stats(narrowed, logits.dtype)
+    owned = narrowed.ids != IGNORE
     from_max = torch.where(owned, shard_stats.log_probs + shard_stats.log_sum.unsqueeze(1), 0.0)
     from_max = from_max.masked_fill(owned & (shard_stats.log_sum == -math.inf).unsqueeze(1), -math.inf)
     more = [] if shard_stats.entropy is None else [shard_stats.entropy]
@@ -183,9 +183,9 @@ def _mix(
     shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest, *sums: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Compute (F, W) of whole rows with one all-reduce."""
-    here = _local_request(shard, request)
+    narrowed = _local_request(shard, request)
     if shard.size:
-        parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
+        parts = torch.stack([t for t in local.mix(logits, narrowed, *sums) if t is not None])
     else:
         parts = sums[0].new_zeros(1 + request.gradients, request.targets.shape[0])
     F, *W = shard.add_parts(parts).unbind()

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from dllm_kernels._checks import type_name
 from dllm_kernels._graph._private import plainly
-from dllm_kernels.head._lora import check_head, of_rows, replaced_forward
+from dllm_kernels.head._lora import check_head, linear_logits, replaced_forward
 from dllm_kernels.head._module import head_module
 from dllm_kernels.rows._logits import LinearLogits
 
@@ -54,8 +54,8 @@ class HeadOutput(Tensor):
             return result
         tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
         shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
-        kept = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
-        if result is None or (tensors and not kept):  # None: an assignment or another in-place function
+        keeps_class = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
+        if result is None or (tensors and not keeps_class):  # None: an assignment or another in-place function
             refuse_output(f"a call of {name} on it", cls.advice)
         return result
 
@@ -84,7 +84,7 @@ def computed_in_head(head: Any, compute: HeadFunction, advice: str) -> Iterator[
     """
 
     def forward(hidden: Tensor) -> Tensor:
-        return compute(of_rows(head, hidden))
+        return compute(linear_logits(head, hidden))
 
     with contextlib.ExitStack() as stack:
         with _CLAIM:
@@ -134,13 +134,13 @@ def result_of_head(computed: list[Tensor], outputs: Any, output: type[HeadOutput
     Raises:
         ValueError: the model did not call its head once and return the result, possibly cast or copied.
     """
-    found = logits_of(outputs)
-    if len(computed) != 1 or not isinstance(found, output):
+    returned = logits_of(outputs)
+    if len(computed) != 1 or not isinstance(returned, output):
         got = "another tensor" if len(computed) == 1 else f"{len(computed)} calls of the head"
         refuse_output(got, output.advice)
     with plainly():
-        found = found.as_subclass(Tensor)
-    result: Tensor = _Unrounded.apply(computed[0] if found.requires_grad else computed[0].detach(), found)  # type: ignore[no-untyped-call]
+        returned = returned.as_subclass(Tensor)
+    result: Tensor = _Unrounded.apply(computed[0] if returned.requires_grad else computed[0].detach(), returned)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -205,10 +205,10 @@ def head_of(model: nn.Module, head: nn.Module | None) -> nn.Module:
     for name, module in (("model", model), ("head", head)):
         if not isinstance(module, nn.Module) and (name == "model" or module is not None):
             raise TypeError(f"{name} must be an nn.Module, got {type_name(module)}")
-    found = head_module(model) if head is None else head
-    if found is None:
+    lm_head = head_module(model) if head is None else head
+    if lm_head is None:
         raise ValueError(
             "model must have get_output_embeddings() or a module named lm_head, unless head is given, got "
             f"{type_name(model)}"
         )
-    return found
+    return lm_head

@@ -50,7 +50,7 @@ def takes_apart(head: nn.Module) -> bool:
 
 
 def check_head(head: nn.Module | None, advice: str) -> None:
-    """Raise ValueError unless :func:`of_rows` supports the head; ``advice`` ends the message."""
+    """Raise ValueError unless :func:`linear_logits` supports the head; ``advice`` ends the message."""
     module = _chosen(head)
     if module is not head:
         _check_call(head, advice)
@@ -102,10 +102,10 @@ class SplitHead(NamedTuple):
 
     def filled(self, parts: Sequence[Any]) -> tuple[Any, ...]:
         """Return the parts of a head call; parameters that sharding has freed since are gathered, without a graph."""
-        like, u, *given = parts
-        if not any(map(is_freed, given)):
+        like, u, *parameters = parts
+        if not any(map(is_freed, parameters)):
             return tuple(parts)
-        pairs = zip(given, self.parameters(), strict=True)
+        pairs = zip(parameters, self.parameters(), strict=True)
         return like, u, *(gathered_once(now, like).detach().to(t.dtype) if is_freed(t) else t for t, now in pairs)  # type: ignore[arg-type]
 
 
@@ -149,8 +149,8 @@ def weights(
     columns = torch.cat([gathered_once(b, like).to(like.dtype) for b in adapters[::2]], 1)  # type: ignore[arg-type]
     for adapter, b in zip(head.adapters, adapters[1::2], strict=True):
         if b is not None:
-            own = gathered_once(b, like) * adapter.scale
-            bias = own if bias is None else gathered_once(bias, like) + own
+            adapter_bias = gathered_once(b, like) * adapter.scale
+            bias = adapter_bias if bias is None else gathered_once(bias, like) + adapter_bias
     return Head(weight, None if bias is None else bias.to(like.dtype), u, columns)  # type: ignore[arg-type]
 
 
@@ -173,7 +173,7 @@ class Replacement:
 
 @contextlib.contextmanager
 def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Set ``head.forward`` within the context, then restore what was there, which may be an attribute of the object."""
+    """Set ``head.forward`` within the context, then restore the previous one, maybe an attribute of the object."""
     before = {name: value for name, value in vars(head).items() if name == "forward"}
     head.forward = forward
     try:
@@ -183,7 +183,7 @@ def replaced_forward(head: nn.Module, forward: Callable[..., Any]) -> Iterator[N
         vars(head).update(before)
 
 
-def of_rows(head: nn.Module, hidden: torch.Tensor) -> LinearLogits:
+def linear_logits(head: nn.Module, hidden: torch.Tensor) -> LinearLogits:
     """Return the record of the logits of hidden states ``[..., D]``, for a head that :func:`check_head` accepts.
 
     ``A h`` is computed here. The gradient of B is computed by the loss. Sharded adapter parameters are gathered, except
@@ -193,8 +193,8 @@ def of_rows(head: nn.Module, hidden: torch.Tensor) -> LinearLogits:
         ValueError: tensor parallelism splits an adapter, and ``hidden`` is not a DTensor.
     """
     parts = split(head)
-    taken = weights(parts, hidden, low_rank_rows(parts, hidden))
-    return LinearLogits(hidden, taken.weight, taken.bias, taken.extra)
+    tensors = weights(parts, hidden, low_rank_rows(parts, hidden))
+    return LinearLogits(hidden, tensors.weight, tensors.bias, tensors.extra)
 
 
 def _adapters(head: Any) -> list[Adapter]:
@@ -202,10 +202,10 @@ def _adapters(head: Any) -> list[Adapter]:
     if _is_nemo(head):
         p = head.dropout_p if head.dropout_position == "pre" else 0.0
         return [Adapter(head.lora_A, head.lora_B, head.scale, lambda h: F.dropout(h, p, head.training))]
-    return [_of_peft(head, name) for name in _active(head)] if _is_peft(head) else []
+    return [_peft_adapter(head, name) for name in _active(head)] if _is_peft(head) else []
 
 
-def _of_peft(head: Any, name: str) -> Adapter:
+def _peft_adapter(head: Any, name: str) -> Adapter:
     a, dropout = head.lora_A[name], head.lora_dropout[name]
 
     def dropped(hidden: torch.Tensor) -> torch.Tensor:
@@ -266,8 +266,8 @@ def _is_nemo(head: Any) -> bool:
     The Triton variant computes the same function.
     """
     nemo: Any = sys.modules.get("nemo_automodel.components._peft.lora")
-    own = getattr(type(head), "forward", None)
-    return nemo is not None and own in (nemo.LinearLoRA.forward, nemo.TritonLinearLoRA.forward)
+    forward = getattr(type(head), "forward", None)
+    return nemo is not None and forward in (nemo.LinearLoRA.forward, nemo.TritonLinearLoRA.forward)
 
 
 def _check_nemo(head: Any, advice: str) -> None:
@@ -276,8 +276,8 @@ def _check_nemo(head: Any, advice: str) -> None:
         "dropout after lora_B": head.dropout_position == "post" and head.dropout_p > 0 and head.training,
         "a base layer that is quantized or of another library": getattr(head, "super_fwd", None) is not None,
     }
-    for what, found in refused.items():
-        if found:
+    for what, present in refused.items():
+        if present:
             _refuse(head, advice, f" with {what}")
     _check_call(head, advice)
     _check_shape(head, advice)
@@ -287,8 +287,8 @@ def _check_nemo(head: Any, advice: str) -> None:
 
 def _check_call(head: Any, advice: str) -> None:
     """Raise ValueError if a call of a head, of a class that is supported, does more than the class."""
-    if (own := own_forward(head)) is not None:
-        _refuse(head, advice, f" with {own}")
+    if (description := own_forward(head)) is not None:
+        _refuse(head, advice, f" with {description}")
     check_hooks(head, advice)
 
 

@@ -113,8 +113,8 @@ def check_linear_head(head: nn.Module, advice: str, *, replaced: bool = False) -
 
 def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
     """Name an operation of the head beside ``hidden @ weight.T + bias``; None if :func:`check_linear_head` passes."""
-    if (own := own_forward(head)) is not None:
-        return own
+    if (description := own_forward(head)) is not None:
+        return description
     if type(head).forward not in LINEAR_FORWARDS:
         return "a forward of its own"
     if (hook := _hook(head, () if replaced else SHARDING)) is not None:

@@ -45,7 +45,7 @@ from dllm_kernels.rows._call import (
     times_upstream,
 )
 from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, float16_scaling, no_autocast
-from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceSpec, Kept, Whole
+from dllm_kernels.rows._divergence import SAVED_STATS, DivergenceRequest, DivergenceSpec, SavedStats, Whole
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import IGNORE, as_blv
@@ -521,7 +521,7 @@ class _RecomputedDivergence(Fused):
 
 
 class _Saved(NamedTuple):
-    """Tensors for backward, besides the logits of both sides: the mean of a, :class:`Kept`, norms of the teacher."""
+    """Tensors for backward, besides the logits of both sides: the mean of a, :class:`SavedStats`, norms of the teacher."""
 
     mean_acceptance: Any
     stats: Any
@@ -541,7 +541,7 @@ def _specs_of_logits(
 ) -> list[Spec]:
     (N,), acc, needed = weights.shape, setup.accum_dtype, any(setup.needs)
     with_norms = needed and comparison.spec.full and teacher.columns is not None
-    specs: list[Spec] = [((N, KEPT_STATS), acc), ((N,), torch.int64)]
+    specs: list[Spec] = [((N, SAVED_STATS), acc), ((N,), torch.int64)]
     return [
         *_specs_of_rows(weights, comparison, setup), *(specs if needed else (None, None)),
         ((N, 2), acc) if with_norms else None,
@@ -587,7 +587,7 @@ def _compare_rows(
     logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, mean: Tensor | None, comparison: Comparison,
     setup: Setup, *, with_whole: bool,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return value, a, argmax match, both fields of :class:`Kept` and the teacher's norms or None, of N rows."""
+    """Return value, a, argmax match, both fields of :class:`SavedStats` and the teacher's norms or None, of N rows."""
     logits, compare, norms_of = as_blv(logits), setup.primitives().divergence, None
     if teacher.columns is not None and with_whole:
         norms_of = teacher.norms_function(setup, comparison.teacher_transform)
@@ -598,7 +598,7 @@ def _compare_rows(
         assert saved is not None
         return *results, *saved, None
     value, acceptance = (weights.new_empty(weights.shape) for _ in range(2))
-    stats, norms = (weights.new_empty(*weights.shape, size) for size in (KEPT_STATS, 2))
+    stats, norms = (weights.new_empty(*weights.shape, size) for size in (SAVED_STATS, 2))
     agree, argmax = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
     for here, place, request in pairs:
         *results, saved = compare(logits[place], request, with_grad=False)
@@ -655,12 +655,12 @@ def _grad_of_logits(
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, out = as_blv(logits), as_blv(grad)
     with no_autocast(logits):
-        constant = _constant(ids, comparison, Kept(kept.stats, kept.teacher_argmax))
+        constant = _constant(ids, comparison, SavedStats(kept.stats, kept.teacher_argmax))
         weights = weights if constant is None else weights.masked_fill(constant, 0)
         scale = _upstream(weights, grad_loss, comparison)
         pairs = _pairs(x, teacher, ids, scale, kept.mean_acceptance, comparison, setup, None)
         for here, place, request in pairs:
-            part = Kept(kept.stats[here], kept.teacher_argmax[here])
+            part = SavedStats(kept.stats[here], kept.teacher_argmax[here])
             if kept.teacher_norms is not None:
                 request = request._replace(whole=Whole(kept.teacher_norms[here], part.teacher_argmax))
             setup.primitives().divergence_grad(x[place], request, part, out[place])
@@ -672,7 +672,7 @@ def _upstream(weights: Tensor, grad_loss: Tensor, comparison: Comparison) -> Ten
     return times_upstream(weights, grad_loss) * comparison.value_scale
 
 
-def _constant(ids: Tensor | None, comparison: Comparison, saved: Kept) -> Tensor | None:
+def _constant(ids: Tensor | None, comparison: Comparison, saved: SavedStats) -> Tensor | None:
     """Return True for rows without a gradient, such as ignored ones; None if the kinds have no such rows."""
     if not comparison.spec.may_be_constant:
         return None

@@ -21,7 +21,7 @@ from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import any_dtensor, plain
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.corruption._seeds import check_sources, resolve_seed
-from dllm_kernels.rows._call import Call, checked, flat_index, made_by_head, row_marks
+from dllm_kernels.rows._call import Call, as_linear_logits, checked, flat_index, row_marks
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, Logits, flat_rows
@@ -120,7 +120,7 @@ def linear_sample(
     et al. 2018, arXiv 1805.04833 (top-k); Holtzman et al. 2020, arXiv 1904.09751 (top-p); Nguyen et al. 2024, arXiv
     2407.01082 (min-p); the order of transformers' ``GenerationMixin._get_logits_processor``.
     """
-    logits = made_by_head(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
+    logits = as_linear_logits(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
     x = logits.hidden
     _checks.check_float("hidden", x)
     _checks.check_number("temperature", temperature)

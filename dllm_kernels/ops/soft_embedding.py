@@ -28,7 +28,7 @@ from dllm_kernels import _checks
 from dllm_kernels._graph import _changing
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import any_dtensor, plain
-from dllm_kernels.rows._call import Call, checked, flat_ids, flat_values, made_by_head, row_marks
+from dllm_kernels.rows._call import Call, as_linear_logits, checked, flat_ids, flat_values, row_marks
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, RowPrimitives
@@ -99,7 +99,7 @@ def soft_embedding(
 
     Source: self-conditioning as in DiffusionGemma; introduced by Chen et al. 2022, arXiv 2208.04202, section 3.2.
     """
-    logits = made_by_head(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
+    logits = as_linear_logits(hidden, head, bias, extra, logits_dtype, chunk_size, num_active)
     x, weight = logits.hidden, logits.weight
     _checks.check_float("hidden", x)
     if (bump is None) != (bump_ids is None):

@@ -1,1 +1,1 @@
-"""The mathematics of rows of logits, stored or made by a head, and what a backend must offer; no public function."""
+"""Mathematics of rows of logits, stored or computed by an LM head, and what a backend must offer; nothing public."""

@@ -88,8 +88,8 @@ class ActiveRows:
         """Overwrite a tensor by NaN, flags by False and ids by ``IGNORE``, if ``num_active`` is too small."""
         if self.overflow is None:
             return t
-        nothing = math.nan if t.is_floating_point() else IGNORE if t.dtype == torch.int64 else 0
-        return t.masked_fill_(self.overflow, nothing)
+        filler = math.nan if t.is_floating_point() else IGNORE if t.dtype == torch.int64 else 0
+        return t.masked_fill_(self.overflow, filler)
 
     def put(self, out: Tensor, chunk: slice, value: Tensor) -> None:
         """Write the chunk's rows; the padding of a given ``num_active`` goes to a spare last row."""
@@ -159,7 +159,7 @@ def _choose_for_gpu(rows: int, V: int, D: int, trains_head: bool, most: int, sms
 
 @functools.lru_cache(maxsize=64)
 def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tuple[tuple[int, ...], int]:
-    """Return (of_tiles, per_row): a chunk of c rows costs ``of_tiles[ceil(c / 128)] + per_row * c``.
+    """Return (tile_costs, per_row): a chunk of c rows costs ``tile_costs[ceil(c / 128)] + per_row * c``.
 
     The unit is the time of one step of the inner dimension for one wave of 128 x 256 tiles; c is at most ``most``.
 
@@ -175,12 +175,12 @@ def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tupl
 
     fixed = 2000 + (V * D // 6000 if trains_head else 0)  # 2000: launches and the tail of a product
     row_tiles = range(most // ROW_MULTIPLE + 1)  # tiles of 128 rows in a chunk
-    of_tiles = (waves(tiles * -(-V // 256)) * D + waves(tiles * -(-D // 256)) * V + fixed for tiles in row_tiles)
-    return tuple(of_tiles), waves(-(-V // 128) * -(-D // 256)) if trains_head else 0
+    tile_costs = (waves(tiles * -(-V // 256)) * D + waves(tiles * -(-D // 256)) * V + fixed for tiles in row_tiles)
+    return tuple(tile_costs), waves(-(-V // 128) * -(-D // 256)) if trains_head else 0
 
 
 def _gpu_cost(size: int, rows: int, costs: tuple[tuple[int, ...], int]) -> int:
     """Sum the :func:`_chunk_costs` over all chunks of ``rows`` rows."""
-    (of_tiles, per_row), (whole, rest) = costs, divmod(rows, size)
-    total = whole * of_tiles[size // ROW_MULTIPLE] + rows * per_row
-    return total + (of_tiles[-(-rest // ROW_MULTIPLE)] if rest else 0)
+    (tile_costs, per_row), (whole, rest) = costs, divmod(rows, size)
+    total = whole * tile_costs[size // ROW_MULTIPLE] + rows * per_row
+    return total + (tile_costs[-(-rest // ROW_MULTIPLE)] if rest else 0)

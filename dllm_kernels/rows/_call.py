@@ -21,7 +21,7 @@ class Call(NamedTuple):
     """Validated arguments of a call, with plain tensors per row.
 
     Attributes:
-        logits: logits ``[..., V]``, or the record of those that a head makes, without a transform.
+        logits: logits ``[..., V]``, or the record of those of a head, without a transform.
         options: validated options, with the transform of the logits.
         ids: targets ``[...]`` or ids ``[..., K]``, integers.
         active: mask ``[...]`` or None.
@@ -122,7 +122,7 @@ def checked_rows(
     """Validate logits or their record; return them, both transforms composed but not validated, and V."""
     if not isinstance(logits, LinearLogits):
         return logits, transform, _checks.check_rows(names, logits, ids)
-    names, x, casts = names.of_hidden, logits.hidden, logits.compute_dtype is not None
+    names, x, casts = names.for_hidden, logits.hidden, logits.compute_dtype is not None
     V = _checks.check_rows(names, x, ids, (logits.weight, logits.bias), casts=casts)
     extra: Any = logits.extra
     if extra is not None:
@@ -141,7 +141,7 @@ def checked_rows(
 
 def names_of(names: _checks.Names, logits: Logits) -> _checks.Names:
     """Return the caller's names, with that of the hidden states for the rows of a record."""
-    return names.of_hidden if isinstance(logits, LinearLogits) else names
+    return names.for_hidden if isinstance(logits, LinearLogits) else names
 
 
 def name_of_rows(names: _checks.Names, logits: Logits) -> str:
@@ -149,7 +149,7 @@ def name_of_rows(names: _checks.Names, logits: Logits) -> str:
     return names_of(names, logits).rows
 
 
-def made_by_head(hidden: Any, head: Any, *options: Any) -> Any:
+def as_linear_logits(hidden: Any, head: Any, *options: Any) -> Any:
     """Return the record of hidden states and head, for ops that take no stored logits.
 
     Raises:

@@ -150,11 +150,11 @@ class Chunks:
         grad_logits = grad_logits.to(self.setup.dtype)
         take = self.rows.take
         factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
-        of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
+        hidden_scale, head_scale = (None if f is None else f.unsqueeze(1) for f in factors)
         for field, weight in zip(PER_ROW_GRADS, (self.weight, self.U), strict=True):
             if weight is not None and field in self.grads:
                 rows = torch.mm(grad_logits, weight)
-                rows = self.rows.checked_(rows if of_hidden is None else rows * of_hidden)
+                rows = self.rows.checked_(rows if hidden_scale is None else rows * hidden_scale)
                 self.rows.put(self.grads[field], chunk, rows)
         if self.needs.weight or self.needs.U:
             # Zero the rows without a gradient, because 0 * NaN would spread to the whole gradient of the head.
@@ -162,10 +162,10 @@ class Chunks:
             for field, t in (("weight", self.head.weight), ("U", self.head.U)):
                 if t is not None and getattr(self.needs, field):
                     rows = h if field == "weight" else self._rows_of_u(chunk)
-                    rows = self.rows.checked_((rows if of_head is None else rows * of_head).masked_fill(idle, 0))
+                    rows = self.rows.checked_((rows if head_scale is None else rows * head_scale).masked_fill(idle, 0))
                     self.grads[field] = self._accumulate_product(self.grads.get(field), rows, grad_logits, t.dtype)
         if self.needs.bias:
-            _add_column_sums(self.grads["bias"], grad_logits, of_head)
+            _add_column_sums(self.grads["bias"], grad_logits, head_scale)
 
     def raise_loss_scale(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """Raise the loss scale to the largest of ``size``; return it and the per-row factors of the chunk.

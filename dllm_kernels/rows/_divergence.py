@@ -9,7 +9,7 @@ A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. 
 
 The row primitives of a backend:
 
-``divergence(logits, request, *, with_grad) -> DivergenceResult(value, acceptance_rate, agree, kept)``
+``divergence(logits, request, *, with_grad) -> DivergenceResult(value, acceptance_rate, agree, saved)``
 
     ``request`` is a :class:`DivergenceRequest`. ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the
     same dtype. Both may have any batch and position strides; columns are adjacent. N = B L. All other tensors are
@@ -23,9 +23,9 @@ The row primitives of a backend:
     ``value``, acc: the sum over the terms of the spec of coefficient times kind, without the weight.
     ``acceptance_rate``, acc: a. ``agree``, bool: True if both rows have the same argmax; False if the row is NaN.
 
-    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``kept`` is None.
+    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``saved`` is None.
     The gradient is with respect to the logits as given, before ``transform``. Otherwise the logits are not written, and
-    ``kept`` is the input of ``divergence_grad``. The teacher's logits are never written.
+    ``saved`` is the input of ``divergence_grad``. The teacher's logits are never written.
 
     ``targets``, int64, if ``spec.wants_targets``. For a target of -100 the term ``ce`` is 0, without a gradient. Any
     other out-of-range target makes the value and the gradient of its row NaN. No target equals ``skip_id`` of the
@@ -51,10 +51,10 @@ The row primitives of a backend:
     None; a column that is out of range is ignored. ``start`` is added to the column. If rows are split, the logits are
     the columns ``part_of(V')`` of each row, which begin at ``start``, and the results are those of whole rows.
 
-``divergence_grad(logits, request, kept, out) -> None``
+``divergence_grad(logits, request, saved, out) -> None``
 
     Writes the gradient that ``divergence`` computes ``with_grad`` to ``out``, in one pass over the logits. ``out`` is
-    ``[B, L, V]`` in the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the
+    ``[B, L, V]`` in the dtype of the logits, and shares no memory with them. ``saved`` comes from ``divergence`` of the
     same backend and request. ``weights`` may differ, except that rows of weight 0 must keep it, because their
     statistics are zeros.
 """
@@ -67,11 +67,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels._graph import _changing
-from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, OptionValues, kept_stats
+from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, OptionValues, saved_stats
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
-# Columns of :attr:`Kept.stats`, and the one with a.
-KEPT_STATS, ACCEPTANCE = kept_stats(), 4
+# Columns of :attr:`SavedStats.stats`, and the one with a.
+SAVED_STATS, ACCEPTANCE = saved_stats(), 4
 
 
 class Term(NamedTuple):
@@ -89,7 +89,7 @@ class Term(NamedTuple):
 
 
 def _settled(term: Term) -> Term:
-    """Return the other kind that the end of the range of an option is, unless its value is symbolic in a graph."""
+    """Replace a kind by the one it equals at an end of an option's range, unless the value is symbolic in a graph."""
     for value, option in zip(term.options, KINDS[term.kind].options.values(), strict=False):
         for end, kind in option.ends.items():
             if _changing.equals(value, end):
@@ -120,8 +120,8 @@ class DivergenceSpec(NamedTuple):
         """
         total: dict[str, Term] = {}
         for kind, coefficient, options in map(_settled, terms):
-            same = total.get(kind)
-            total[kind] = Term(kind, coefficient if same is None else same.coefficient + coefficient, options)
+            previous = total.get(kind)
+            total[kind] = Term(kind, coefficient if previous is None else previous.coefficient + coefficient, options)
         numbers = [number for term in total.values() for number in (term.coefficient, *term.options)]
         return cls(tuple(total), tuple(numbers), lam_of_mean, full)
 
@@ -144,7 +144,7 @@ class DivergenceSpec(NamedTuple):
 
     @property
     def may_be_constant(self) -> bool:
-        """True if there are rows without a gradient, because every term has some."""
+        """True if rows may have no gradient, because every term allows that."""
         return all(KINDS[kind].constant is not None for kind in self.kinds)
 
     def constant(self, acceptance: torch.Tensor, no_best: torch.Tensor, no_target: torch.Tensor | None) -> torch.Tensor:
@@ -186,11 +186,11 @@ class DivergenceRequest(NamedTuple):
         return self.whole if self.spec.full else None
 
 
-class Kept(NamedTuple):
+class SavedStats(NamedTuple):
     """Statistics of N rows from which the gradient needs one pass.
 
     Attributes:
-        stats: acc ``[N, KEPT_STATS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
+        stats: acc ``[N, SAVED_STATS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
             the gradient of the spec reads. Their order and units depend on the backend.
         teacher_argmax: int64 ``[N]``, the teacher's argmax; ``best`` of :class:`Whole` with ``spec.full``.
     """
@@ -211,10 +211,10 @@ class DivergenceResult(NamedTuple):
         value: acc ``[N]``.
         acceptance_rate: acc ``[N]``.
         agree: bool ``[N]``.
-        kept: input of ``divergence_grad``; None if the gradient has been written.
+        saved: input of ``divergence_grad``; None if the gradient has been written.
     """
 
     value: torch.Tensor
     acceptance_rate: torch.Tensor
     agree: torch.Tensor
-    kept: Kept | None = None
+    saved: SavedStats | None = None

@@ -40,7 +40,7 @@ TIE = 1 + 2.0**-18
 # Values of the options of a kind, in the order of ``Kind.options``; 0 for missing ones.
 OptionValues = tuple[float, float]
 NO_OPTIONS = (0.0, 0.0)
-OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of the gradient
+ValueAndFactors = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of the gradient
 
 
 class Option(NamedTuple):
@@ -132,25 +132,25 @@ TEACHER_TO_MEAN = Feature(
 )
 
 
-def _jsd(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> OfRow:
-    of_p, of_q = X
-    rest, value = 1 - o[0], o[0] * of_q + (1 - o[0]) * of_p
+def _jsd(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> ValueAndFactors:
+    p_to_mean, q_to_mean = X
+    rest, value = 1 - o[0], o[0] * q_to_mean + (1 - o[0]) * p_to_mean
     if isinstance(n.mass, Tensor) and o[0] > 0:
-        value = value - (1 - n.mass) * (o[0] * math.log(o[0]))  # columns that are not given, m = beta q
-    return value, (rest, -rest * of_p)
+        value = value - (1 - n.mass) * (o[0] * math.log(o[0]))  # the other columns of whole rows, m = beta q
+    return value, (rest, -rest * p_to_mean)
 
 
-def _nla(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> OfRow:
+def _nla(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> ValueAndFactors:
     over = torch.where(n.acceptance < o[0], 0.0, 1 / n.acceptance)
     value = torch.where(n.acceptance < o[0], o[0], n.acceptance).log().neg()  # a maximum would hide a NaN
     return value, (X[0] * over, -over)
 
 
-def _lk(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> OfRow:
+def _lk(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> ValueAndFactors:
     return _lk_soft_ce((X[0] - n.constant, X[1]), n, o)
 
 
-def _lk_soft_ce(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> OfRow:
+def _lk_soft_ce(X: Sequence[Tensor], n: RowValues, o: OptionValues) -> ValueAndFactors:
     base, below = X
     lam = o[1] * torch.exp(-o[0] * n.lam_acceptance)
     return lam * base + (1 - lam) * (1 - n.acceptance), (lam, (1 - lam) * below, lam - 1)
@@ -171,7 +171,7 @@ class Kind(NamedTuple):
 
     sums: tuple[Feature, ...]
     gradient: tuple[Feature, ...]
-    row: Callable[[Sequence[Tensor], RowValues, OptionValues], OfRow]
+    row: Callable[[Sequence[Tensor], RowValues, OptionValues], ValueAndFactors]
     minus: str = ""
     constant: Callable[[Tensor, Tensor, Any, OptionValues], Any] | None = None
     options: Mapping[str, Option] = MappingProxyType({})
@@ -179,15 +179,15 @@ class Kind(NamedTuple):
 
 BETA = {"beta": Option(0.5, 0.0, 1.0, {0.0: "kl", 1.0: "rkl"})}
 FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
-OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
+LAM_OPTIONS = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
 KINDS = {
     "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, o: (X[0] - n.constant, (1.0,))),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, o: (X[0], (1.0, -X[0]))),
     "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
     "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, o: (1 - n.acceptance, (X[0], -1.0))),
     "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, constant=lambda a, no_best, no_target, o: a < o[0], options=FLOOR),
-    "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
-    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk_soft_ce, options=OF_LAM),
+    "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=LAM_OPTIONS),
+    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk_soft_ce, options=LAM_OPTIONS),
     "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), lambda X, n, o: (X[0], (1.0,))),
     "teacher_ce": Kind(
         (), (STUDENT,), lambda X, n, o: (n.at_best, (n.best_flag,)), "best", lambda a, no_best, no_target, o: no_best
@@ -209,12 +209,12 @@ NAMES = (*(name for name in KINDS if name not in BASES.values()), *MULTIPLES, *A
 OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.options.items()}
 
 
-def kept_stats() -> int:
+def saved_stats() -> int:
     """Return the number of statistics per row from which the gradient of any sum of kinds needs one pass.
 
     They are two normalizers of each side, a, and the sums that are also terms of the gradient. The number is a power of
     two, because a kernel writes them as one block.
     """
-    of_gradient = {feature for kind in KINDS.values() for feature in kind.gradient}
-    both = {feature for kind in KINDS.values() for feature in kind.sums if feature in of_gradient}
+    gradient_features = {feature for kind in KINDS.values() for feature in kind.gradient}
+    both = {feature for kind in KINDS.values() for feature in kind.sums if feature in gradient_features}
     return 1 << (4 + len(both)).bit_length()

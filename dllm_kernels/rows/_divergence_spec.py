@@ -55,8 +55,8 @@ def checked_spec(
         if value is not None:
             check_choice(name, value, known)
     used = {name for kind_ in coefficients for name in _options_of(kind_)}
-    given = {**options, **({"alpha": alpha, "base": base} if "lk" not in coefficients else {})}
-    for name, value in given.items():
+    passed = {**options, **({"alpha": alpha, "base": base} if "lk" not in coefficients else {})}
+    for name, value in passed.items():
         if value is not None and name not in used:
             owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
             raise ValueError(f"{name} only applies to kind={' and '.join(map(repr, owners))}, got kind={kind!r}")
@@ -89,8 +89,8 @@ def _coefficients(kind: Any) -> dict[str, float]:
             raise ValueError(f"kind must be one of {', '.join(NAMES)}, got {name!r}")
         check_finite(f"kind[{name!r}]", coefficient)
         if not _changing.equals(float(coefficient), 0):
-            own = ALIASES.get(str(name), str(name))
-            coefficients[own] = coefficients.get(own, 0.0) + float(coefficient)
+            canonical = ALIASES.get(str(name), str(name))
+            coefficients[canonical] = coefficients.get(canonical, 0.0) + float(coefficient)
     if not coefficients:
         raise ValueError(f"kind must have a coefficient that is not 0, got {kind!r}")
     return coefficients

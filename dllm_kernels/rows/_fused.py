@@ -1,4 +1,4 @@
-"""What the autograd Functions of all ops share: when they record a graph, and gradients of first order.
+"""Shared code of the autograd Functions of all ops: when they record a graph, and gradients of first order.
 
 An op is a subclass of :class:`Fused` with ``forward`` and ``backward`` as torch documents them. The parts that
 torch.compile must not trace, such as kernels and the chunk loop, are functions decorated with ``opaque``
@@ -56,8 +56,8 @@ def outputs(
     constants = [t for t in constant if t is not None]
     ctx.mark_non_differentiable(*constants)
     ctx.set_materialize_grads(False)
-    made = (*[t for t in differentiable if t is not None], *constants)
-    return made if link is None else (*made, link)
+    results = (*[t for t in differentiable if t is not None], *constants)
+    return results if link is None else (*results, link)
 
 
 def link_to(like: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def first_order(instead: str) -> Callable[[Function], Function]:
 
 
 class _Restored:
-    """A context whose saved tensors are given."""
+    """A context with other saved tensors."""
 
     def __init__(self, ctx: Any, saved_tensors: Sequence[Any]) -> None:
         self.ctx, self.saved_tensors = ctx, saved_tensors

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels.corruption._noise import Noise
-from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels.rows._divergence import DivergenceRequest, DivergenceResult, SavedStats
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 from dllm_kernels.rows._truncation import Truncation
@@ -116,7 +116,7 @@ class RowPrimitives(Protocol):
     def divergence(self, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> DivergenceResult:
         """Compare rows with a teacher's rows; see ``rows/_divergence.py``."""
 
-    def divergence_grad(self, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+    def divergence_grad(self, logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor) -> None:
         """Write the gradient of ``divergence`` to ``out``; see ``rows/_divergence.py``."""
 
     def row_norms(

@@ -15,7 +15,7 @@ from dllm_kernels.rows._setup import PER_ROW_GRADS, Gradients, NeedsGrad, Setup
 
 
 def keep_gradients(
-    ctx: Any, hidden: Tensor, head: Head, made: tuple[Gradients, Tensor | None, Tensor | None], setup: Setup,
+    ctx: Any, hidden: Tensor, head: Head, results: tuple[Gradients, Tensor | None, Tensor | None], setup: Setup,
     once: tuple[str, str] | None,
 ) -> Tensor:  # fmt: skip
     """Save the gradients for :func:`scale_gradients`; return the link, which forward must return as an output.
@@ -24,14 +24,14 @@ def keep_gradients(
         ctx: context of the Function.
         hidden: ``[N, D]``.
         head: the LM head.
-        made: the gradients; the loss scale, by which the gradients of the head must be multiplied, or None; and the
+        results: the gradients; the loss scale, by which the gradients of the head must be multiplied, or None; and the
             sizes of the rows ``[N]``, by which the gradients of the rows must be multiplied, or None
             (``_chunks.float16_scaling``). The size of a row without a gradient is 0.
         setup: settings of the call.
         once: name of the op, and what can be differentiated more than once, if the gradients are scaled in place. A
             traced backward scales copies, and can run again.
     """
-    grads, loss_scale, row_size = made
+    grads, loss_scale, row_size = results
     link = link_to(hidden)  # leads to all inputs, of which none is saved
     ctx.save_for_backward(*grads, loss_scale, row_size, link)
     ctx.setup, ctx.dtypes = setup, [None if t is None else t.dtype for t in (hidden, *head)]
@@ -40,26 +40,26 @@ def keep_gradients(
 
 
 def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
-    """Return the kept gradients for the upstream gradient of the loss, 0-d or ``[N]``, in the dtypes of the inputs.
+    """Return the saved gradients for the upstream gradient of the loss, 0-d or ``[N]``, in the dtypes of the inputs.
 
     Rows without a gradient keep the gradient 0, even if the upstream gradient is infinite or NaN.
     """
     if ctx.once is not None:
         ctx.once()  # before saved_tensors, because torch's error for a second backward names no op
-    *kept, loss_scale, row_size, _link = ctx.saved_tensors
-    grads = Gradients(*kept)
+    *saved, loss_scale, row_size, _link = ctx.saved_tensors
+    grads = Gradients(*saved)
     if ctx.once is not None and loss_scale is None:
         for grad in grads:
             if grad is not None:
                 ctx.setup.primitives().scale_(grad, grad_loss)
         return grads
-    of_head = grad_loss if loss_scale is None else grad_loss * loss_scale
-    weight, bias, U = (_times(g, of_head) for g in (grads.weight, grads.bias, grads.U))
+    head_factor = grad_loss if loss_scale is None else grad_loss * loss_scale
+    weight, bias, U = (_times(g, head_factor) for g in (grads.weight, grads.bias, grads.U))
     if row_size is None:
         x, u = (None if g is None else times_upstream(g.to(grad_loss.dtype), grad_loss) for g in (grads.x, grads.u))
     else:
-        of_rows = times_upstream(row_size, grad_loss).unsqueeze(1)
-        x, u = (None if g is None else times_upstream(g, of_rows) for g in (grads.x, grads.u))
+        row_factor = times_upstream(row_size, grad_loss).unsqueeze(1)
+        x, u = (None if g is None else times_upstream(g, row_factor) for g in (grads.x, grads.u))
     grads = Gradients(x, weight, bias, u, U)
     return Gradients(*[None if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)])
 
@@ -69,11 +69,11 @@ def _times(grad: Tensor | None, factor: Tensor) -> Tensor | None:
     return None if grad is None else (grad.to(factor.dtype) * factor).to(grad.dtype)
 
 
-def gradient_specs(hidden: Tensor, head: Head, needs: NeedsGrad, of_head: torch.dtype | None = None) -> list[Spec]:
-    """Return shape and dtype of the gradients that are needed; ``of_head``: another dtype for those of the head."""
+def gradient_specs(hidden: Tensor, head: Head, needs: NeedsGrad, head_dtype: torch.dtype | None = None) -> list[Spec]:
+    """Return shape and dtype of the gradients that are needed; ``head_dtype``: another dtype for those of the head."""
     each = zip((hidden, *head), needs, Gradients._fields, strict=True)
     return [
-        (t.shape, of_head if of_head is not None and name not in PER_ROW_GRADS else t.dtype)
+        (t.shape, head_dtype if head_dtype is not None and name not in PER_ROW_GRADS else t.dtype)
         if needed and t is not None
         else None
         for t, needed, name in each

@@ -132,7 +132,7 @@ Logits = Tensor | LinearLogits
 
 
 def rows_of(logits: Logits) -> Tensor:
-    """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are made of."""
+    """Return logits ``[..., V]``, or the hidden states ``[..., D]`` that they are computed from."""
     return logits.hidden if isinstance(logits, LinearLogits) else logits
 
 
@@ -178,8 +178,8 @@ def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
 def both_opened(logits: Any, teacher: Any, transform: Transform, teacher_transform: Transform) -> tuple[Any, Any]:
     """Open the logits of two models that one op compares; deferred ones are records if both are."""
     records = opened(logits, transform), opened(teacher, teacher_transform)
-    made = [getattr(z.hidden, "dtype", None) for z in records if isinstance(z, LinearLogits)]
-    if teacher is None or (len(made) == 2 and made[0] == made[1]):
+    dtypes = [getattr(z.hidden, "dtype", None) for z in records if isinstance(z, LinearLogits)]
+    if teacher is None or (len(dtypes) == 2 and dtypes[0] == dtypes[1]):
         return records
     both = [z.materialize("an op of dllm_kernels") if isinstance(z, Deferred) else z for z in (logits, teacher)]
     return both[0], both[1]
@@ -198,11 +198,11 @@ def composed(logits: LinearLogits, transform: Transform) -> Transform:
     transform.check()
     if first.softcap is not None and cap is not None:
         raise ValueError(f"softcap must be None for logits that have one, {first.softcap}, got {cap}")
-    own = first.skip_id if column is None else column
-    if first.skip_id not in (None, own):
+    skip_id = first.skip_id if column is None else column
+    if first.skip_id not in (None, skip_id):
         raise ValueError(f"skip_id must be that of the logits, {first.skip_id}, or None, got {column}")
     if first.scale is not None:
         cap = None if cap is None else cap / first.scale
         scale = first.scale if scale is None else first.scale * scale
     cap = first.softcap if cap is None else cap
-    return Transform(cap, scale, own)
+    return Transform(cap, scale, skip_id)

@@ -12,16 +12,16 @@ from dllm_kernels._graph._opaque import Spec
 from dllm_kernels.rows._setup import Setup
 
 
-def in_rows(made: Iterable[Tensor], rows: torch.Size, setup: Setup) -> Any:
+def in_rows(results: Iterable[Tensor], rows: torch.Size, setup: Setup) -> Any:
     """Return (nll, lse, correct, ids) in the shape of the caller's rows; None for those that were not requested."""
-    each, requested = iter(made), (True, setup.with_lse, setup.with_correct, setup.with_ids)
-    return [next(each).view(rows) if given else None for given in requested]
+    each, flags = iter(results), (True, setup.with_lse, setup.with_correct, setup.with_ids)
+    return [next(each).view(rows) if flag else None for flag in flags]
 
 
 def argmax_specs(y: Tensor, setup: Setup) -> list[Spec]:
     """Return shape and dtype of (correct, ids) of the rows ``y``."""
     requested = ((setup.with_correct, torch.bool), (setup.with_ids, torch.int64))
-    return [(y.shape, dtype) if given else None for given, dtype in requested]
+    return [(y.shape, dtype) if flag else None for flag, dtype in requested]
 
 
 def logsumexp(row_max: Any, log_sum: Any, setup: Setup) -> Any:

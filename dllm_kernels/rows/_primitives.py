@@ -25,7 +25,7 @@ def row_primitives(triton: bool) -> RowPrimitives:
     from dllm_kernels.backends.torch import _divergence, _nll, _stats
 
     stats = StatsFunctions(_stats.forward, _stats.mix, coefficients, _stats.backward)
-    of_pairs = _divergence.divergence, _divergence.divergence_grad, _divergence.row_norms
-    of_nll = *nll_of_stats(stats), _nll.nll_and_grad_
-    of_samples = _sample.sample, _sample.largest, _sample.truncated
-    return RowFunctions(stats, *of_nll, _nll.scale_, *of_pairs, *of_samples)
+    divergence_functions = _divergence.divergence, _divergence.divergence_grad, _divergence.row_norms
+    nll_functions = *nll_of_stats(stats), _nll.nll_and_grad_
+    sample_functions = _sample.sample, _sample.largest, _sample.truncated
+    return RowFunctions(stats, *nll_functions, _nll.scale_, *divergence_functions, *sample_functions)

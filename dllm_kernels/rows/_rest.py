@@ -42,24 +42,24 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
     if (column := request.transform.skip_id) is not None:
         ids = torch.cat([ids, ids.new_full((len(ids), 1), column)], 1)
     ids = local_ids(primitives, ids)
-    columns, elsewhere = column_of(ids, V)
-    if elsewhere is not None:
-        columns = columns.masked_fill(elsewhere, V)  # column V of the copy is not read
+    columns, out_of_range = column_of(ids, V)
+    if out_of_range is not None:
+        columns = columns.masked_fill(out_of_range, V)  # column V of the copy is not read
     # If the vocabulary is split, every rank must make the same number of blocks, whatever its number of columns.
     size = max(1, BLOCK_ELEMENTS // (V + 1) if primitives.local_ids is None else B * L)
     copy = aligned_rows(min(size, B * L), V + 1, dtype=acc, device=logits.device)
     unused = torch.zeros(len(copy), 1, dtype=torch.int64, device=logits.device)  # an id for a log-probability
     row_max, log_sum = torch.empty_like(result.row_max), torch.empty_like(result.log_sum)
-    one = B == 1 or logits.stride(0) == L * logits.stride(1)
+    evenly_spaced = B == 1 or logits.stride(0) == L * logits.stride(1)
     start = 0
-    for rows in (logits.flatten(0, 1),) if one else logits.unbind(0):
+    for rows in (logits.flatten(0, 1),) if evenly_spaced else logits.unbind(0):
         for block in torch.split(rows, size):
-            n, here = len(block), slice(start, start + len(block))
+            n, span = len(block), slice(start, start + len(block))
             z = copy[:n, :V]
             transformed(z.copy_(block), request.transform.pointwise, z)
-            copy[:n].scatter_(1, columns[here], -math.inf)
-            part = StatsResult(*primitives.stats.forward(z[None], StatsRequest(unused[:n], request.targets[here])))
-            row_max[here], log_sum[here], start = part.row_max, part.log_sum, start + n
+            copy[:n].scatter_(1, columns[span], -math.inf)
+            part = StatsResult(*primitives.stats.forward(z[None], StatsRequest(unused[:n], request.targets[span])))
+            row_max[span], log_sum[span], start = part.row_max, part.log_sum, start + n
     rest = (row_max - result.row_max) + (log_sum - result.log_sum)
     rest = rest.clamp_(max=0).masked_fill_(request.targets == IGNORE, 0)
     return result._replace(rest=rest, rest_max=row_max, rest_sum=log_sum)
@@ -82,12 +82,12 @@ def rest_backward(
     row_max = torch.where(empty, result.row_max, result.rest_max)
     log_sum = torch.where(empty, result.log_sum, result.rest_sum)
     held = (ids >= 0) & (ids < V)
-    # An entry without a column here repeats the row's first entry that has one.
+    # An id without a column on this rank repeats the row's first id that has one.
     first_held = held.to(torch.int64).argmax(1, keepdim=True)
     column = torch.where(held, ids, ids.gather(1, first_held))
     any_held = held.any(1, keepdim=True)
     column = column.masked_fill(~any_held, 0)
-    grad_ids = _of_ids(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
+    grad_ids = _id_grads(logits, request, c.grad_ids + result.log_probs.exp() * A.unsqueeze(1), column) if V else None
     # Not whole: a backend may normalize whole rows by itself.
     no_ids = request._replace(ids=torch.full_like(ids[:, :1], IGNORE), whole=False)
     coefficients = Coefficients(torch.zeros_like(c.grad_ids[:, :1]), others)
@@ -100,7 +100,7 @@ def rest_backward(
     out.scatter_(2, column, torch.where(any_held.view(*shape[:2], 1), grad_ids.view(shape), out.gather(2, column)))
 
 
-def _of_ids(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:
+def _id_grads(logits: Tensor, request: StatsRequest, grad: Tensor, column: Tensor) -> Tensor:
     """Backpropagate the gradients ``[N, K]`` of transformed logits at these columns; 0 in inactive rows."""
     transform, shape = request.transform.pointwise, (*logits.shape[:2], grad.shape[1])
     z = logits.gather(2, column.view(shape)).view(grad.shape).to(grad.dtype)

@@ -57,7 +57,7 @@ NO_GRADIENTS = NeedsGrad()
 
 
 class Split(NamedTuple):
-    """The part of a call on DTensors that this rank computes; made by ``distributed/run.py``.
+    """The part of a call on DTensors that this rank computes; created by ``distributed/run.py``.
 
     Attributes:
         primitives: makes the row primitives for its columns from those of whole rows; None if it holds whole rows.

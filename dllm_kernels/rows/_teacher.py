@@ -1,4 +1,4 @@
-"""The teacher of a divergence: its rows, its LM head, which of them are compared, and its logits of a chunk of rows."""
+"""The teacher of a divergence: rows, LM head, compared rows and columns, and the logits of a chunk of rows."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class Teacher(NamedTuple):
             skip = (inverse == column).to(torch.int32).argmax(0, keepdim=True)
 
         def norms_of(logits: Tensor, start: int) -> Whole:
-            of_skip = None if skip is None else skip - start
-            norms, best = setup.primitives().row_norms(logits, transform.pointwise, of_skip, start)
+            local_skip = None if skip is None else skip - start
+            norms, best = setup.primitives().row_norms(logits, transform.pointwise, local_skip, start)
             return Whole(norms, inverse[best])
 
         return norms_of

@@ -54,8 +54,8 @@ def only_prefix(values: Tensor, columns: Tensor, V: int, truncation: Truncation)
     Returns:
         ``[R, V]``. A row without a finite largest logit keeps all of ``values``, so that its softmax stays NaN.
     """
-    kept = values.new_full((len(values), V), -math.inf)
-    return kept.scatter_(1, columns, values.masked_fill(~_prefix(values, truncation), -math.inf))
+    out = values.new_full((len(values), V), -math.inf)
+    return out.scatter_(1, columns, values.masked_fill(~_prefix(values, truncation), -math.inf))
 
 
 def _prefix(values: Tensor, truncation: Truncation) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.backends.torch._workers import run_jobs
-from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept, Whole
+from dllm_kernels.rows._divergence import SAVED_STATS, DivergenceRequest, DivergenceResult, SavedStats, Whole
 from dllm_kernels.rows._divergence_kinds import KINDS, NO_OPTIONS, Columns, Feature, OptionValues, RowValues
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
@@ -27,7 +27,7 @@ from dllm_kernels.rows._transform import Transform, through_
 Tensor = torch.Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
 TILE = 256
-Given = TypeVar("Given", Tensor, Tensor | None)
+MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 Key = tuple[Feature, OptionValues | None]
@@ -42,11 +42,11 @@ class GradientFactors(NamedTuple):
 
 
 class Program:
-    """A spec with each feature listed once, even if several kinds use it.
+    """The features that a spec needs, each listed once, even if several kinds use it.
 
     Attributes:
         both: features that are summed and are terms of the gradient. The gradient's factors depend on their sums only.
-        kept: features of ``both`` whose columns stay in a buffer after the sums; none if the sums are ``known``.
+        cached: features of ``both`` whose columns stay in a buffer after the sums; none if the sums are ``known``.
     """
 
     def __init__(self, request: DivergenceRequest, *, known: bool = False) -> None:
@@ -55,75 +55,75 @@ class Program:
         self.sums = list(dict.fromkeys(_key(f, o) for kind, _, o in self.terms for f in kind.sums))
         self.gradient = list(dict.fromkeys(_key(f, o) for kind, _, o in self.terms for f in kind.gradient))
         self.both = [key for key in self.sums if key in self.gradient]
-        self.kept = [] if known else self.both
+        self.cached = [] if known else self.both
         self.logs = any(feature.logs for feature, _ in (*(() if known else self.sums), *self.gradient))
         self.full = request.full is not None
         self.best, self.target = (any(kind.minus == m for kind, _, _ in self.terms) for m in ("best", "target"))
 
     @property
     def work_blocks(self) -> int:
-        """Number of buffers in the accumulation dtype: p, q, their logarithms, one scratch block, kept features."""
-        return 2 + 2 * self.logs + 1 + len(self.kept)
+        """Number of buffers in the accumulation dtype: p, q, their logarithms, one scratch block, cached features."""
+        return 2 + 2 * self.logs + 1 + len(self.cached)
 
-    def summed(self, c: Columns, room: Sequence[Tensor]) -> list[Tensor]:
-        """Return a and the sum of each feature, ``[R, 1]``; the buffers ``room`` are scratch and those of ``kept``."""
-        work, *kept = room
+    def summed(self, c: Columns, scratch: Sequence[Tensor]) -> list[Tensor]:
+        """Return a and the sum of each feature, ``[R, 1]``; ``scratch``: one buffer, and one per ``cached`` key."""
+        work, *buffers = scratch
         sums = [_blocks.sum_rows(torch.minimum(c.p, c.q, out=work))]
         for feature, options in self.sums:
-            out = kept[self.kept.index((feature, options))] if (feature, options) in self.kept else work
+            out = buffers[self.cached.index((feature, options))] if (feature, options) in self.cached else work
             sums.append(_blocks.sum_rows(feature.of(c, options or NO_OPTIONS, out)))
         return sums
 
     def rows(self, sums: Sequence[Tensor], n: RowValues, w: Tensor) -> tuple[Tensor, GradientFactors]:
         """Return (value, factors of the gradient times the weight w) of rows, ``[R, 1]``."""
-        of_key = dict(zip(self.sums, sums, strict=True))
+        sums_by_key = dict(zip(self.sums, sums, strict=True))
         value = n.acceptance * 0  # propagates NaN, which the comparisons below would hide
         w = w + value
-        of: dict[Key, Tensor] = {}
+        by_key: dict[Key, Tensor] = {}
         minus: dict[str, Tensor] = {}
         for kind, coefficient, o in self.terms:
-            of_row, factors = kind.row([of_key[_key(f, o)] for f in kind.sums], n, o)
-            value = value + coefficient * of_row
-            here = [coefficient * factor * w for factor in factors]
-            for feature, c in zip(kind.gradient, here, strict=True):
+            kind_value, factors = kind.row([sums_by_key[_key(f, o)] for f in kind.sums], n, o)
+            value = value + coefficient * kind_value
+            kind_factors = [coefficient * factor * w for factor in factors]
+            for feature, c in zip(kind.gradient, kind_factors, strict=True):
                 key = _key(feature, o)
-                of[key] = of[key] + c if key in of else c
+                by_key[key] = by_key[key] + c if key in by_key else c
             if kind.minus:
-                minus[kind.minus] = here[0]
-        return value, GradientFactors([of[key] for key in self.gradient], minus.get("best"), minus.get("target"))
+                minus[kind.minus] = kind_factors[0]
+        return value, GradientFactors([by_key[key] for key in self.gradient], minus.get("best"), minus.get("target"))
 
-    def kept_stats(self, norms: Norms, acceptance: Tensor, sums: Sequence[Tensor]) -> Tensor:
-        """Return the statistics ``[R, KEPT_STATS]`` of rows, from the sums of :attr:`sums`."""
-        of_key = dict(zip(self.sums, sums, strict=True))
-        columns = [*norms, acceptance, *(of_key[key] for key in self.both)]
-        return torch.cat(columns + [torch.zeros_like(acceptance)] * (KEPT_STATS - len(columns)), 1)
+    def saved_stats(self, norms: Norms, acceptance: Tensor, sums: Sequence[Tensor]) -> Tensor:
+        """Return the statistics ``[R, SAVED_STATS]`` of rows, from the sums of :attr:`sums`."""
+        sums_by_key = dict(zip(self.sums, sums, strict=True))
+        columns = [*norms, acceptance, *(sums_by_key[key] for key in self.both)]
+        return torch.cat(columns + [torch.zeros_like(acceptance)] * (SAVED_STATS - len(columns)), 1)
 
     def flags(self, target_flag: Tensor | None, best_flag: Tensor | None, mass: Tensor | None) -> dict[str, Any]:
         """Return the fields of :class:`RowValues` that the gradient reads; the last two are None unless ``full``."""
-        of_full = {"best_flag": best_flag, "mass": mass} if self.full else {}
-        return {"target_flag": target_flag, **of_full}
+        full_flags = {"best_flag": best_flag, "mass": mass} if self.full else {}
+        return {"target_flag": target_flag, **full_flags}
 
     def factors(self, stats: Tensor, w: Tensor, flags: dict[str, Any]) -> GradientFactors:
         """Return the factors of :meth:`rows`, from the statistics of rows and :meth:`flags`."""
         acceptance, *known = stats[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
-        of_key = dict(zip(self.both, known, strict=False))
+        sums_by_key = dict(zip(self.both, known, strict=False))
         unread = torch.zeros_like(acceptance)
         n = RowValues(acceptance, self.lam_acceptance(acceptance), unread, unread, **flags)
-        return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
+        return self.rows([sums_by_key.get(key, unread) for key in self.sums], n, w)[1]
 
     def lam_acceptance(self, acceptance: Tensor) -> Tensor:
         """Return the acceptance rate that lam is computed from."""
         return acceptance if self.mean_acceptance is None else self.mean_acceptance
 
-    def write_gradient(self, c: Columns, room: Sequence[Tensor], factors: GradientFactors, out: Tensor) -> Tensor:
+    def write_gradient(self, c: Columns, scratch: Sequence[Tensor], factors: GradientFactors, out: Tensor) -> Tensor:
         """Write the gradient with respect to the transformed logits, without the one-hot terms, to ``out``.
 
-        ``out`` must not be one of the buffers ``room``.
+        ``out`` must not be one of the buffers ``scratch``.
         """
-        work, *kept = room
+        work, *buffers = scratch
         for i, (key, factor) in enumerate(zip(self.gradient, factors.features, strict=True)):
             feature, options = key
-            t = kept[self.kept.index(key)] if key in self.kept else feature.of(c, options or NO_OPTIONS, work)
+            t = buffers[self.cached.index(key)] if key in self.cached else feature.of(c, options or NO_OPTIONS, work)
             if i == 0:
                 torch.mul(t, factor, out=out)
             else:
@@ -189,7 +189,7 @@ class Pairs:
                 self.out_of_range = None if out_of_range is None else out_of_range.unsqueeze(1)
             self.teacher_source = _blocks.RowGather(teacher, teacher_index)
 
-    def take(self, t: Given) -> Given:
+    def take(self, t: MaybeTensor) -> MaybeTensor:
         """Take the entries of these rows from ``[N]``, as ``[n, 1]``, or from ``[N, columns]``; None for None."""
         if t is None:
             return None
@@ -233,15 +233,15 @@ class Pairs:
         teacher_buffers = _blocks.buffers_for(
             self.threads, self.size, self.teacher, narrow=not self.teacher_source.in_place
         )
-        rooms = list(zip(buffers, teacher_buffers, strict=True))
-        run_jobs([partial(self._run_block, work, target, *here) for here in blocks], rooms)
+        buffer_pairs = list(zip(buffers, teacher_buffers, strict=True))
+        run_jobs([partial(self._run_block, work, target, *block) for block in blocks], buffer_pairs)
 
     def _run_block(
         self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None,
         student_block: Tensor, teacher_block: Tensor, to: Any, part: tuple[Tensor | None, ...],
-        room: tuple[_blocks.Buffers, _blocks.Buffers],
+        buffer_pair: tuple[_blocks.Buffers, _blocks.Buffers],
     ) -> None:  # fmt: skip
-        buffers, teacher_buffers = room
+        buffers, teacher_buffers = buffer_pair
         z, slope, wide = _blocks.transformed_rows(self.student_source, student_block, self.transforms[0], buffers)
         t, _, _ = _blocks.transformed_rows(self.teacher_source, teacher_block, self.transforms[1], teacher_buffers)
         block = Block(z, t, [_blocks.top(buffer, z) for buffer in buffers.more])
@@ -251,9 +251,9 @@ class Pairs:
 
 
 class Results(NamedTuple):
-    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``stats [R, KEPT_STATS]``.
+    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``stats [R, SAVED_STATS]``.
 
-    ``stats`` and ``teacher_argmax`` are the fields of :class:`Kept`, None if the gradient is computed at once.
+    ``stats`` and ``teacher_argmax`` are the fields of :class:`SavedStats`, None if the gradient is computed at once.
     ``whole`` and ``best`` are the fields of :class:`Whole`, or None.
     """
 
@@ -273,22 +273,22 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     """See ``rows/_divergence.py``."""
     program = Program(request)
     pairs = Pairs(logits, request, program.work_blocks)
-    given = pairs.take(request.weights), pairs.out_of_range, pairs.take(request.targets)
+    inputs = pairs.take(request.weights), pairs.out_of_range, pairs.take(request.targets)
     whole, best = pairs.take_whole(request.whole)
     results = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
-    rows = Results(*given, *results, None, None, whole, best)
+    rows = Results(*inputs, *results, None, None, whole, best)
     if not with_grad:
-        rows = rows._replace(stats=pairs.empty(KEPT_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
+        rows = rows._replace(stats=pairs.empty(SAVED_STATS), teacher_argmax=pairs.empty(dtype=torch.int64))
     pairs.for_each_block(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
-    kept = None if with_grad else Kept(pairs.put(rows.stats), pairs.put(rows.teacher_argmax))
-    return DivergenceResult(pairs.put(rows.value), pairs.put(rows.acceptance), pairs.put(rows.agree), kept)
+    saved = None if with_grad else SavedStats(pairs.put(rows.stats), pairs.put(rows.teacher_argmax))
+    return DivergenceResult(pairs.put(rows.value), pairs.put(rows.acceptance), pairs.put(rows.agree), saved)
 
 
-def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor) -> None:
     """See ``rows/_divergence.py``."""
     program = Program(request, known=True)
     pairs = Pairs(logits, request, program.work_blocks)
-    per_row = tuple(pairs.take(t) for t in (request.weights, request.targets, kept.stats, kept.teacher_argmax))
+    per_row = tuple(pairs.take(t) for t in (request.weights, request.targets, saved.stats, saved.teacher_argmax))
     per_row = *per_row, pairs.take_whole(request.full)[0]
     pairs.for_each_block(partial(_gradient, program, request), per_row, out=out)
 
@@ -300,17 +300,17 @@ def _columns(
 
     ``log_mass``: logarithm of the sum of q, or None if it is 0.
     """
-    p, q, *room = block.more
+    p, q, *scratch = block.more
     mass = None
     if log_mass is not None:
         mass = log_mass.exp()
         q.mul_(mass)
         norms = norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     if not program.logs:
-        return Columns(p, q, None, None, mass=mass), room
+        return Columns(p, q, None, None, mass=mass), scratch
     skip = request.transform.skip_id
     skip = skip if skip == request.teacher_transform.skip_id else None  # a column that both sides skip
-    return Columns(p, q, *logarithms(block, norms, room, skip), mass=mass), room[2:]
+    return Columns(p, q, *logarithms(block, norms, scratch, skip), mass=mass), scratch[2:]
 
 
 def _softmaxes(block: Block) -> tuple[Tensor, Tensor]:
@@ -356,7 +356,7 @@ def _whole_rows(
         student_argmax == (teacher_argmax if row.best is None else row.best), ~rate.isnan(), out=row.agree
     )
     if row.stats is not None:
-        row.stats.copy_(program.kept_stats(norms, acceptance, sums))
+        row.stats.copy_(program.saved_stats(norms, acceptance, sums))
         row.teacher_argmax.copy_(teacher_argmax)
     return (
         None
@@ -375,8 +375,8 @@ def _gradient(
     log_mass = norms.log_mass(whole)
     columns, work = _columns(program, request, block, norms, log_mass)
     best = teacher_argmax if program.full else None
-    of_y, of_best = (None if t is None else at(block.z, t, norms.row_max, norms.log_sum)[1] for t in (y, best))
-    c = program.factors(stats, weight, program.flags(of_y, of_best, columns.mass))
+    target_flag, best_flag = (None if t is None else at(block.z, t, norms.row_max, norms.log_sum)[1] for t in (y, best))
+    c = program.factors(stats, weight, program.flags(target_flag, best_flag, columns.mass))
     return subtract_one_hots_(
         program.write_gradient(columns._replace(guard_zeros=True), work, c, out), teacher_argmax, y, c
     )
@@ -452,10 +452,10 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     if whole in (0, TILE):
         column = x.argmax(1, keepdim=True)
         return x.gather(1, column), column
-    of_tile = x[:, :whole].view(-1, whole // TILE, TILE).amax(2)
+    tile_max = x[:, :whole].view(-1, whole // TILE, TILE).amax(2)
     if whole < V:
-        of_tile = torch.cat([of_tile, x[:, whole:].amax(1, keepdim=True)], 1)
-    row_max, tile = torch.max(of_tile, 1, keepdim=True)
+        tile_max = torch.cat([tile_max, x[:, whole:].amax(1, keepdim=True)], 1)
+    row_max, tile = torch.max(tile_max, 1, keepdim=True)
     first = tile * TILE
     columns = torch.arange(TILE, device=x.device) + first
     if whole < V:

@@ -72,7 +72,7 @@ def _target(device: Hashable) -> Any:
     return triton.runtime.driver.active.get_current_target()
 
 
-def of_tile(tile: Tile) -> dict[str, Any]:
+def tile_options(tile: Tile) -> dict[str, Any]:
     """Return the arguments and launch options of a kernel over rows of logits that follow from its tile."""
     return {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
 
@@ -96,8 +96,8 @@ def strides(t: torch.Tensor, flat: bool | None = None) -> tuple[int | None, int,
 def strides_of_both(t: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int | None, int, int, int, int], bool]:
     """Return ((L, stride_b, stride_l, out_stride_b, out_stride_l), True if both tensors have equal strides)."""
     flat = is_flat(t) and is_flat(out)
-    of_t, of_out = strides(t, flat), strides(out, flat)
-    return (*of_t, *of_out[1:]), of_t == of_out
+    t_strides, out_strides = strides(t, flat), strides(out, flat)
+    return (*t_strides, *out_strides[1:]), t_strides == out_strides
 
 
 def share(V: int, tile: Tile) -> tuple[int, int]:
@@ -108,6 +108,6 @@ def share(V: int, tile: Tile) -> tuple[int, int]:
 
 def aligned(*tensors: torch.Tensor | None) -> bool:
     """Return True if all rows of the given ``[B, L, V]`` tensors begin at a multiple of 16 bytes."""
-    given = [t for t in tensors if t is not None]
-    distances = [stride * t.element_size() for t in given for stride in t.stride()[1 if is_flat(t) else 0 : 2]]
-    return all(number % 16 == 0 for number in (*distances, *(t.data_ptr() for t in given)))
+    present = [t for t in tensors if t is not None]
+    distances = [stride * t.element_size() for t in present for stride in t.stride()[1 if is_flat(t) else 0 : 2]]
+    return all(number % 16 == 0 for number in (*distances, *(t.data_ptr() for t in present)))

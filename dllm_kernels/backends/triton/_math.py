@@ -210,9 +210,9 @@ def _argmax(
 
 
 @triton.jit
-def best_of_parts(part_best_ptr, there, maxima, row_max):
+def best_of_parts(part_best_ptr, mask, maxima, row_max):
     """Return the argmax of a row from those of its parts, one per entry of ``part_best_ptr``, or NO_COLUMN."""
-    return _lowest_equal(maxima, tl.load(part_best_ptr, mask=there, other=NO_COLUMN), row_max)
+    return _lowest_equal(maxima, tl.load(part_best_ptr, mask=mask, other=NO_COLUMN), row_max)
 
 
 @triton.jit
@@ -276,9 +276,9 @@ def column_stats(
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT or WITH_IDS:
             lane_tile = tl.where(lane_max > before, whole, lane_tile)
-    v, there = ragged_columns(start, end, first, wide, WIDE)
-    x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
-    x = masked_tile(x, v, there, transform, ACC, None)
+    v, mask = ragged_columns(start, end, first, wide, WIDE)
+    x = tl.load(logits_ptr + row + v, mask=mask, other=-float("inf"))
+    x = masked_tile(x, v, mask, transform, ACC, None)
     row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
     d = x - row_max
     e = tl.exp2(d * LOG2E)

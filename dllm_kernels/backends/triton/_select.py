@@ -127,6 +127,6 @@ def chosen_of_tile(key, threshold, missing):
 @triton.jit
 def widen(lo, hi, choosable, key):
     """Update the smallest, the largest and the number of choosable keys with one more tile."""
-    some = key != NEVER
-    lo = tl.minimum(lo, tl.min(tl.where(some, key, 0x7FFFFFFFFFFFFFFF), 0))
-    return lo, tl.maximum(hi, tl.max(key, 0)), choosable + tl.sum(some.to(tl.int32), 0)
+    is_key = key != NEVER
+    lo = tl.minimum(lo, tl.min(tl.where(is_key, key, 0x7FFFFFFFFFFFFFFF), 0))
+    return lo, tl.maximum(hi, tl.max(key, 0)), choosable + tl.sum(is_key.to(tl.int32), 0)

@@ -268,19 +268,19 @@ def _corrupt_topk_long(
         rate = tl.load(rate_ptr + b)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
-    kept = rounded_up(size)
-    key_ptr += n.to(tl.int64) * kept
+    num_keys = rounded_up(size)
+    key_ptr += n.to(tl.int64) * num_keys
     lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
-    for start in range(0, kept, BLOCK):
+    for start in range(0, num_keys, BLOCK):
         i = start + tl.arange(0, BLOCK)
         may = (i < length)[None, :]
         if EXACT:
             _, may = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         draw = _philox.draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
-        tl.store(key_ptr + i, key, mask=i < kept)
+        tl.store(key_ptr + i, key, mask=i < num_keys)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     if EXACT:
@@ -288,11 +288,11 @@ def _corrupt_topk_long(
     else:
         k = number_to_mask(level, length, at_least)
     k = tl.max(tl.reshape(k, [1]), 0)
-    threshold, missing = threshold_in_memory(key_ptr, kept, k, lo, hi, choosable, BLOCK)
+    threshold, missing = threshold_in_memory(key_ptr, num_keys, k, lo, hi, choosable, BLOCK)
     p = tl.broadcast_to(level, [1, BLOCK])
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
+        key = tl.load(key_ptr + i, mask=i < num_keys, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         ids, supervised = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
         noise = chosen[None, :] & supervised
@@ -381,14 +381,14 @@ def corrupt(
     share = _tiles.share(blocks, size, tile.block, 8)
     flags |= {"EXACT": kind == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor(16) if tile.num_warps == 16 else {})
-    of_rows, of_call = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
-    numbers = (*numbers, of_call, int(block_size is None))
+    row_rates, call_rate = (rate, 0.0) if isinstance(rate, Tensor) else (None, rate)
+    numbers = (*numbers, call_rate, int(block_size is None))
     if tile.in_memory:
         scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
-        _corrupt_topk_long[(B * blocks,)](*pointers, of_rows, scratch, *numbers, **flags)
+        _corrupt_topk_long[(B * blocks,)](*pointers, row_rates, scratch, *numbers, **flags)
     else:
         programs = (triton.cdiv(B * blocks, tile.rows),)
-        _corrupt_topk[programs](*pointers, of_rows, *numbers, **flags, R=tile.rows)
+        _corrupt_topk[programs](*pointers, row_rates, *numbers, **flags, R=tile.rows)
     return out
 
 

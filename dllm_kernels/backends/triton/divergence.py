@@ -26,18 +26,18 @@ The coefficient of each kind (:class:`Kinds`) is passed as an integer, like the 
 (``_transform.py``), or as None if the spec does not contain the kind. A None argument is a compile-time constant, and
 the code for its kind is compiled out. Compiled kernels differ in which arguments are None.
 
-**Some columns of longer rows.** ``norms_ptr`` has the maximum and log S of the teacher's whole rows, if the given
-columns are a part of them. The mass of the columns is e^(log S_t + M_t) over e^(log S + M) of the whole row. ``accept``
-is then the acceptance rate. With FULL, lq is the log-probability in the whole row instead, so that ``overlap`` is the
-acceptance rate, and kl has the gradient mass p - q. The value of kl omits the constant mass log mass, and that of jsd
-includes the columns that are not given, where m = beta q.
+**Some columns of longer rows.** ``norms_ptr`` has the maximum and log S of the teacher's whole rows, if the columns of
+the call are a part of them. The mass of the columns is e^(log S_t + M_t) over e^(log S + M) of the whole row.
+``accept`` is then the acceptance rate. With FULL, lq is the log-probability in the whole row instead, so that
+``overlap`` is the acceptance rate, and kl has the gradient mass p - q. The value of kl omits the constant mass log
+mass, and that of jsd includes the other columns of the whole rows, where m = beta q.
 
 **Passes.** The first pass reads both rows for M, S and the argmax, per lane as in ``_math.py``. If the coefficients
 need no sum (kl, soft_ce, teacher_ce, ce), the second pass computes sums and gradient. So it does for rkl, whose sum is
 computed in the first pass, relative to running maxima. All other specs need a pass for the sums in between. If a launch
-without a gradient has stored the statistics (:func:`_keep`), the gradient takes one pass for every spec. Successive
-passes scan the row in opposite directions, because the rows of all programs exceed the L2, and the tiles read last are
-still in it. One-hot terms are evaluated only in the tile that contains their column.
+without a gradient has stored the statistics (:func:`_store_stats`), the gradient takes one pass for every spec.
+Successive passes scan the row in opposite directions, because the rows of all programs exceed the L2, and the tiles
+read last are still in it. One-hot terms are evaluated only in the tile that contains their column.
 
 **Precision.** lp - lm and lq - lm are computed from lp - lq, and from the logarithm of a number near 1. Equal
 probabilities therefore give exactly 0, unlike a difference of logarithms of small p and m. A product e x with a
@@ -56,7 +56,7 @@ from dllm_kernels.backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels.backends.triton._launch import PER_ROW, SIZES, TRANSFORM
 from dllm_kernels.backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels.backends.triton._transform import number, transformed
-from dllm_kernels.rows._divergence import KEPT_STATS, DivergenceRequest, DivergenceResult, Kept
+from dllm_kernels.rows._divergence import SAVED_STATS, DivergenceRequest, DivergenceResult, SavedStats
 from dllm_kernels.rows._divergence_kinds import KINDS, OPTIONS, TIE
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._transform import Transform
@@ -78,7 +78,7 @@ _TIE = tl.constexpr(TIE)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
-STATS = tl.constexpr(KEPT_STATS)
+STATS = tl.constexpr(SAVED_STATS)
 
 
 @triton.constexpr_function
@@ -89,7 +89,7 @@ def _any(*coefficients):
 
 @triton.jit
 def _times(e, x):
-    """Multiply; 0 if the probability e is negligible, for any x. NaN is kept."""
+    """Multiply; 0 if the probability e is negligible, for any x. A NaN in e propagates."""
     return tl.where(e < LEAST, 0.0, e * x)
 
 
@@ -117,7 +117,7 @@ def _from_mixture(lp, lq, beta, FAST: tl.constexpr):
 
 
 @triton.jit
-def _of_all(x):
+def _filled_sums(x):
     return Sums(x, x, x, x, x, x, x, x)
 
 
@@ -147,27 +147,27 @@ def _with_terms(sums, p, q, lp, lq, d, spec, WITH_RATIO: tl.constexpr, FAST: tl.
     if WITH_RATIO:
         ratio = _math.lane_sum(ratio, _times(p, d), WIDE)
     if kinds.jsd is not None:
-        of_p, of_q = _from_mixture(lp, lq, beta, FAST)
-        p_mix = _math.lane_sum(p_mix, _times(p, of_p), WIDE)
-        q_mix = _math.lane_sum(q_mix, _times(q, of_q), WIDE)
+        log_p_over_m, log_q_over_m = _from_mixture(lp, lq, beta, FAST)
+        p_mix = _math.lane_sum(p_mix, _times(p, log_p_over_m), WIDE)
+        q_mix = _math.lane_sum(q_mix, _times(q, log_q_over_m), WIDE)
     return Sums(overlap, below, kl, soft_ce, ratio, p_mix, q_mix, accept)
 
 
 @triton.jit
-def _keep(stats_ptr, of_rows, sums, ratio):
-    """Store the statistics of a row that :func:`_kept` loads."""
-    stats = (of_rows[0], of_rows[1], of_rows[2], of_rows[3], sums.overlap, sums.below, ratio, sums.p_mix)
+def _store_stats(stats_ptr, norms, sums, ratio):
+    """Store the statistics of a row that :func:`_load_stats` loads."""
+    stats = (norms[0], norms[1], norms[2], norms[3], sums.overlap, sums.below, ratio, sums.p_mix)
     for i in tl.static_range(len(stats)):
         tl.store(stats_ptr + i, stats[i])
 
 
 @triton.jit
-def _kept(stats_ptr):
+def _load_stats(stats_ptr):
     """Load (M_z, log2 S_z, M_t, log2 S_t), the sums that the gradient reads, and sum p d of a row."""
-    of_rows = (tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 2), tl.load(stats_ptr + 3))
+    norms = (tl.load(stats_ptr), tl.load(stats_ptr + 1), tl.load(stats_ptr + 2), tl.load(stats_ptr + 3))
     overlap, below = tl.load(stats_ptr + 4), tl.load(stats_ptr + 5)
     ratio, p_mix = tl.load(stats_ptr + 6), tl.load(stats_ptr + 7)
-    return of_rows, Sums(overlap, below, overlap, overlap, ratio, p_mix, overlap, overlap), ratio
+    return norms, Sums(overlap, below, overlap, overlap, ratio, p_mix, overlap, overlap), ratio
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def _plus(total, bits, term):
 
 
 @triton.jit
-def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, options, ACC: tl.constexpr):
+def _value(sums, ratio, norms, at_hot, at_target, lam, mass, kinds, options, ACC: tl.constexpr):
     """Sum coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax, the target.
 
     ``mass``: the sum of q if it may be less than 1, otherwise None.
@@ -190,7 +190,7 @@ def _value(sums, ratio, of_rows, at_hot, at_target, lam, mass, kinds, options, A
         kl -= _times(mass, tl.log(mass))
     value = _plus(sums.overlap * 0, kinds.kl, kl)
     value = _plus(value, kinds.soft_ce, sums.soft_ce * LN2)
-    value = _plus(value, kinds.rkl, ratio + (of_rows[3] - of_rows[1]) * LN2)
+    value = _plus(value, kinds.rkl, ratio + (norms[3] - norms[1]) * LN2)
     if kinds.jsd is not None:
         b = number(options.beta, ACC)
         jsd = (b * sums.q_mix + (1 - b) * sums.p_mix) * LN2
@@ -251,8 +251,8 @@ def _gradient(p, q, lp, lq, d, c, spec, FAST: tl.constexpr):
     if kinds.rkl is not None:
         grad += _times(p, c.ratio * (d - c.mean))
     if kinds.jsd is not None:
-        of_p, _ = _from_mixture(lp, lq, beta, FAST)
-        grad += _times(p, c.mix * of_p)
+        log_p_over_m, _ = _from_mixture(lp, lq, beta, FAST)
+        grad += _times(p, c.mix * log_p_over_m)
     return grad
 
 
@@ -377,7 +377,7 @@ def _first_pass(
     sum_z, sum_t = tl.split(_math.total(tl.join(in_lanes_z, in_lanes_t)))
     sum_z += _math.total(in_tail_z)
     sum_t += _math.total(in_tail_t)
-    of_rows = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
+    norms = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
     ratio = max_z * 0
     if WITH_MOMENT:
         moment = _moved(moment, student[1], finite(student[0]) - max_z, finite(teacher[0]) - max_t)
@@ -387,10 +387,10 @@ def _first_pass(
     tile_z = tl.where(student[0] == max_z, student[2], NOWHERE)
     tile_t = tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
     tile_z, tile_t = tl.split(tl.min(tl.join(tile_z, tile_t), 0))
-    of_z = _tile_again(z_ptr, tile_z, wide, max_z, transform, WIDE, BLOCK_V, ACC)
-    of_t = _tile_again(t_ptr, tile_t, wide, max_t, teacher_transform, WIDE, BLOCK_V, ACC)
-    column_z, column_t = tl.split(tl.min(tl.join(of_z, of_t), 0))
-    return of_rows, ratio, _in_tail(column_z, wide, z_tail, max_z), _in_tail(column_t, wide, t_tail, max_t)
+    columns_z = _tile_again(z_ptr, tile_z, wide, max_z, transform, WIDE, BLOCK_V, ACC)
+    columns_t = _tile_again(t_ptr, tile_t, wide, max_t, teacher_transform, WIDE, BLOCK_V, ACC)
+    column_z, column_t = tl.split(tl.min(tl.join(columns_z, columns_t), 0))
+    return norms, ratio, _in_tail(column_z, wide, z_tail, max_z), _in_tail(column_t, wide, t_tail, max_t)
 
 
 @triton.jit
@@ -407,11 +407,11 @@ def _subtract_one_hot(grad, v, column, factor, first):
 
 @triton.jit
 def _columns(
-    z, x, y, i, first, mask, out_ptr, sums, of_rows, gradient, spec, SUM: tl.constexpr, STORE: tl.constexpr,
+    z, x, y, i, first, mask, out_ptr, sums, norms, gradient, spec, SUM: tl.constexpr, STORE: tl.constexpr,
     WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Update the sums (if SUM) with one more tile, whose masked columns are -inf, and store its gradient (if STORE)."""
-    max_z, log_z, max_t, log_t = of_rows
+    max_z, log_z, max_t, log_t = norms
     dz = x - max_z
     dt = y - max_t
     lp = dz * LOG2E - log_z
@@ -422,11 +422,11 @@ def _columns(
     if STORE:
         c, hots, slope = gradient
         grad = _gradient(p, q, lp, lq, d, c, spec, FAST)
-        argmax_t, of_argmax, target, of_target = hots
-        if of_argmax is not None:
-            grad = _subtract_one_hot(grad, i, argmax_t, of_argmax, first)
-        if of_target is not None:
-            grad = _subtract_one_hot(grad, i, target, of_target, first)
+        argmax_t, argmax_factor, target, target_factor = hots
+        if argmax_factor is not None:
+            grad = _subtract_one_hot(grad, i, argmax_t, argmax_factor, first)
+        if target_factor is not None:
+            grad = _subtract_one_hot(grad, i, target, target_factor, first)
         grad = _transform.logits_transform_bwd(grad, z, i, slope, ACC, first)
         tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     return sums
@@ -434,7 +434,7 @@ def _columns(
 
 @triton.jit
 def _pass(
-    rows, tails, of_rows, gradient, spec, transforms, REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr,
+    rows, tails, norms, gradient, spec, transforms, REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr,
     WITH_RATIO: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
@@ -454,22 +454,22 @@ def _pass(
     WIDE: tl.constexpr = z_tail.shape[0]
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     i = tl.arange(0, BLOCK_V)
-    few = tl.zeros([1], ACC)
+    zero = tl.zeros([1], ACC)
     v = wide + tl.arange(0, WIDE)
     tails = _columns(
-        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _of_all(few), of_rows, gradient, spec,
+        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _filled_sums(zero), norms, gradient, spec,
         SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
     )  # fmt: skip
-    sums = _of_all(tl.zeros([LANES], ACC))
+    sums = _filled_sums(tl.zeros([LANES], ACC))
     whole = wide // BLOCK_V * BLOCK_V
     if whole < wide:
-        there = i < wide - whole
+        mask = i < wide - whole
         z = _math.load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         t = _math.load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        x = _math.masked_tile(z, i, there, transform, ACC, whole)
-        y = _math.masked_tile(t, i, there, teacher_transform, ACC, whole)
+        x = _math.masked_tile(z, i, mask, transform, ACC, whole)
+        y = _math.masked_tile(t, i, mask, teacher_transform, ACC, whole)
         sums = _columns(
-            z, x, y, i, whole, there, out_ptr + whole, sums, of_rows, gradient, spec,
+            z, x, y, i, whole, mask, out_ptr + whole, sums, norms, gradient, spec,
             SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
         )  # fmt: skip
     if whole > 0:
@@ -483,7 +483,7 @@ def _pass(
             x = transformed(z, i, transform, ACC, tile)
             y = transformed(t, i, teacher_transform, ACC, tile)
             sums = _columns(
-                z, x, y, i, tile, None, out_ptr + tile, sums, of_rows, gradient, spec,
+                z, x, y, i, tile, None, out_ptr + tile, sums, norms, gradient, spec,
                 SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
             )  # fmt: skip
             z, t, tile = z_ahead, t_ahead, ahead
@@ -512,7 +512,7 @@ def _divergence_rows(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)  # type: ignore[call-arg]
     SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
-    HAS_KEPT: tl.constexpr = WITH_GRAD and stats_ptr is not None
+    HAS_SUMS: tl.constexpr = WITH_GRAD and stats_ptr is not None
     options = Options(beta, floor, eta, kl_scale)  # type: ignore[call-arg]
     transform = (logit_scale, inv_softcap, skip_id)
     teacher_transform = (teacher_logit_scale, teacher_inv_softcap, teacher_skip_id)
@@ -524,7 +524,7 @@ def _divergence_rows(
     wide = V // WIDE * WIDE
     w = tl.load(weight_ptr + n).to(ACC)
     if w == 0:
-        if not HAS_KEPT:
+        if not HAS_SUMS:
             tl.store(value_ptr + n, 0.0)
             tl.store(acceptance_ptr + n, 0.0)
             tl.store(agree_ptr + n, False)
@@ -547,16 +547,16 @@ def _divergence_rows(
         t_tail = _math.masked_tile(_tail(t_ptr, wide, V, WIDE), v, v < V, teacher_transform, ACC)
         rows, tails = (z_ptr, t_ptr, grad_ptr, wide, V), (z_few, z_tail, t_tail)
         transforms = transform, teacher_transform
-        if HAS_KEPT:
-            of_rows, sums, ratio = _kept(stats_ptr + n.to(tl.int64) * STATS)
+        if HAS_SUMS:
+            norms, sums, ratio = _load_stats(stats_ptr + n.to(tl.int64) * STATS)
             hot = tl.load(hot_ptr + n).to(tl.int32)
         else:
-            of_rows, ratio, argmax, hot = _first_pass(
+            norms, ratio, argmax, hot = _first_pass(
                 rows, tails, transforms, rkl is not None and not SUMS_FIRST, ALIGNED, BLOCK_V, THREADS, ACC
             )
-        max_z, log_z, max_t, log_t = of_rows
+        max_z, log_z, max_t, log_t = norms
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
-        kept, best, mass, q_sum = of_rows, hot, None, None
+        column_norms, best, mass, q_sum = norms, hot, None, None
         if norms_ptr is not None:
             norms_ptr += n.to(tl.int64) * 2
             log_mass = (max_t - tl.load(norms_ptr)) * LOG2E + (log_t - tl.load(norms_ptr + 1) * LOG2E)
@@ -564,7 +564,7 @@ def _divergence_rows(
             mass = tl.exp2(log_mass)
             if FULL:
                 poison += mass * 0
-                of_rows = (max_z, log_z, max_t, log_t - log_mass)
+                norms = (max_z, log_z, max_t, log_t - log_mass)
                 q_sum, mass, hot = mass, None, best
         has_hot = hot >= 0
         b = poison
@@ -581,11 +581,11 @@ def _divergence_rows(
             y = _math.column_of(target, V)
             at_target = (max_z - _math.load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
             at_target = tl.where(has_target, at_target, 0.0)
-        if not HAS_KEPT:
-            sums = _of_all(poison)
-        if SUMS_FIRST and not HAS_KEPT:
+        if not HAS_SUMS:
+            sums = _filled_sums(poison)
+        if SUMS_FIRST and not HAS_SUMS:
             sums = _pass(
-                rows, tails, of_rows, None, (kinds, b, mass, q_sum), transforms,
+                rows, tails, norms, None, (kinds, b, mass, q_sum), transforms,
                 True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             ratio = sums.ratio
@@ -602,21 +602,21 @@ def _divergence_rows(
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
             c = _factors(sums, ratio, lam, has_hot, has_target, kinds, options, ACC)
             c = Factors(scale * c.p_coef, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart)
-            of_hot, of_y = None, None
+            hot_factor, y_factor = None, None
             if teacher_ce is not None:
-                of_hot = scale * number(teacher_ce, ACC)  # a column of -100 is in no tile
+                hot_factor = scale * number(teacher_ce, ACC)  # a column of -100 is in no tile
             if ce is not None:
-                of_y = scale * number(ce, ACC)
-            hots = (hot, of_hot, y, of_y)
+                y_factor = scale * number(ce, ACC)
+            hots = (hot, hot_factor, y, y_factor)
             tl.debug_barrier()  # all threads must finish their loads of the row before the first store
-            found = _pass(
-                rows, tails, of_rows, (c, hots, slope), (kinds, b, mass, q_sum), transforms,
-                not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+            pass_sums = _pass(
+                rows, tails, norms, (c, hots, slope), (kinds, b, mass, q_sum), transforms,
+                not SUMS_FIRST, not SUMS_FIRST and not HAS_SUMS, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
-            if not SUMS_FIRST and not HAS_KEPT:
-                sums = found
-        if not HAS_KEPT:
-            value = _value(sums, ratio, of_rows, at_hot, at_target, lam, q_sum, kinds, options, ACC)
+            if not SUMS_FIRST and not HAS_SUMS:
+                sums = pass_sums
+        if not HAS_SUMS:
+            value = _value(sums, ratio, norms, at_hot, at_target, lam, q_sum, kinds, options, ACC)
             acceptance = sums.overlap + poison
             if mass is not None:
                 acceptance = sums.accept + (poison + mass * 0)
@@ -624,7 +624,7 @@ def _divergence_rows(
             tl.store(acceptance_ptr + n, acceptance)
             tl.store(agree_ptr + n, (argmax == best) & (acceptance == acceptance))
             if stats_ptr is not None:
-                _keep(stats_ptr + n.to(tl.int64) * STATS, kept, sums, ratio)
+                _store_stats(stats_ptr + n.to(tl.int64) * STATS, column_norms, sums, ratio)
                 tl.store(hot_ptr + n, hot)
 
 
@@ -644,9 +644,9 @@ def _row_norms(
     v = wide + tl.arange(0, WIDE)
     tail = _math.masked_tile(_tail(row_ptr, wide, V, WIDE), v, v < V, transform, ACC)
     rows, tails = (row_ptr, row_ptr, row_ptr, wide, V), (tail, tail, tail)
-    of_rows, _, column, _ = _first_pass(rows, tails, (transform, transform), False, ALIGNED, BLOCK_V, THREADS, ACC)
-    tl.store(norms_ptr + 2 * n, of_rows[0])
-    tl.store(norms_ptr + 2 * n + 1, of_rows[1] * LN2)
+    norms, _, column, _ = _first_pass(rows, tails, (transform, transform), False, ALIGNED, BLOCK_V, THREADS, ACC)
+    tl.store(norms_ptr + 2 * n, norms[0])
+    tl.store(norms_ptr + 2 * n + 1, norms[1] * LN2)
     tl.store(column_ptr + n, start + tl.minimum(column, V - 1))  # no column if the row has NaN
 
 
@@ -654,18 +654,18 @@ def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -
     """Launch the kernel over the rows of both sides; see ``rows/_divergence.py``."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
     value, acceptance = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
-    agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
+    agree, saved = torch.empty(N, dtype=torch.bool, device=device), None
     if not with_grad:
-        stats = torch.empty(N, KEPT_STATS, dtype=acc, device=device)
-        kept = Kept(stats, torch.empty(N, dtype=torch.int64, device=device))
-    result = DivergenceResult(value, acceptance, agree, kept)
-    _launch_rows(logits, request, kept, logits if with_grad else None, result[:3])
+        stats = torch.empty(N, SAVED_STATS, dtype=acc, device=device)
+        saved = SavedStats(stats, torch.empty(N, dtype=torch.int64, device=device))
+    result = DivergenceResult(value, acceptance, agree, saved)
+    _launch_rows(logits, request, saved, logits if with_grad else None, result[:3])
     return result
 
 
-def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+def divergence_grad(logits: Tensor, request: DivergenceRequest, saved: SavedStats, out: Tensor) -> None:
     """Launch the kernel over the rows of both sides; see ``rows/_divergence.py``."""
-    _launch_rows(logits, request, kept, out, (None, None, None))
+    _launch_rows(logits, request, saved, out, (None, None, None))
 
 
 def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
@@ -678,13 +678,13 @@ def row_norms(logits: Tensor, transform: Transform, skip_id: Tensor | None, star
         _row_norms[(C,)](
             logits, skip_id, norms, column, logits.stride(0), V, start, logit_scale, inv_softcap,
             ALIGNED=_launch.aligned(logits[None]),
-            ACC=_launch.acc(acc), **_launch.of_tile(tile), **_launch.alone_on_a_multiprocessor(tile.num_warps),
+            ACC=_launch.acc(acc), **_launch.tile_options(tile), **_launch.alone_on_a_multiprocessor(tile.num_warps),
         )  # fmt: skip
     return norms, column
 
 
 def _launch_rows(
-    logits: Tensor, request: DivergenceRequest, kept: Kept | None, out: Tensor | None,
+    logits: Tensor, request: DivergenceRequest, saved: SavedStats | None, out: Tensor | None,
     results: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results``: value, acceptance rate, agree."""
@@ -699,16 +699,16 @@ def _launch_rows(
     rows = (*_launch.strides(logits), 0, 0) if out is None or out is logits else _launch.strides_of_both(logits, out)[0]
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(spec.terms), with_steps=steps != (None,) * 4)
-    given: dict[str, float | None] = dict.fromkeys((*Kinds._fields, *Options._fields))
+    numbers: dict[str, float | None] = dict.fromkeys((*Kinds._fields, *Options._fields))
     for term in spec.terms:
-        given |= {term.kind: term.coefficient, **dict(zip(KINDS[term.kind].options, term.options, strict=False))}
-    bits = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}
+        numbers |= {term.kind: term.coefficient, **dict(zip(KINDS[term.kind].options, term.options, strict=False))}
+    bits = {name: None if number is None else _transform.bits_of(number) for name, number in numbers.items()}
     _divergence_rows[(N,)](
         logits, teacher, None if out is logits else out, weights, teacher_rows, targets,
-        mean_acceptance if spec.lam_of_mean else None, *(whole or (None, None)), *results, *(kept or (None, None)),
+        mean_acceptance if spec.lam_of_mean else None, *(whole or (None, None)), *results, *(saved or (None, None)),
         *rows[:3], *_launch.strides(teacher), *rows[3:], V, R,
         *_transform.arguments(transform), *_transform.arguments(teacher_transform), **bits,
         FULL=spec.full and whole is not None, WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
-        FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
+        FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.tile_options(tile),
         **_launch.alone_on_a_multiprocessor(tile.num_warps),
     )  # fmt: skip

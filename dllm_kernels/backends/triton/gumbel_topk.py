@@ -11,7 +11,7 @@ from dllm_kernels.backends.triton._launch import alone_on_a_multiprocessor
 from dllm_kernels.backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels.backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-# Range that a given u is clamped to, as in corruption/_topk.py: 2^-1022 and 1 - 2^-53. Given as bits, because a float
+# Range that ``uniform`` is clamped to, as in corruption/_topk.py: 2^-1022 and 1 - 2^-53. As bits, because a float
 # literal may be rounded to float32 in an expression with a float64 tensor.
 _MIN_UNIFORM = tl.constexpr(0x0010000000000000)
 _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)
@@ -127,26 +127,26 @@ def _gumbel_topk_long(
     HAS_K: tl.constexpr, HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    kept = rounded_up(D)
-    key_ptr += n * kept
+    num_keys = rounded_up(D)
+    key_ptr += n * num_keys
     lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
-    for start in range(0, kept, BLOCK):
+    for start in range(0, num_keys, BLOCK):
         key = _row_keys(
             log_w_ptr, uniform_ptr, seed_ptr, start_ptr, n + tl.zeros([1, 1], tl.int64), start, N, D,
             stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, BLOCK,
         )  # fmt: skip
         key = tl.reshape(key, [BLOCK])
         i = start + tl.arange(0, BLOCK)
-        tl.store(key_ptr + i, key, mask=i < kept)
+        tl.store(key_ptr + i, key, mask=i < num_keys)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     k = _count(k_ptr, k_const, n, N, HAS_K)
-    threshold, missing = threshold_in_memory(key_ptr, kept, k, lo, hi, choosable, BLOCK)
+    threshold, missing = threshold_in_memory(key_ptr, num_keys, k, lo, hi, choosable, BLOCK)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
+        key = tl.load(key_ptr + i, mask=i < num_keys, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         row = n + tl.zeros([1, 1], tl.int64)
         d, _ = _columns(start_ptr, row, i[None, :], N, D)

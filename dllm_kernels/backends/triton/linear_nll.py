@@ -37,8 +37,8 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
     i = tl.arange(0, BLOCK_V)
     for tile in range(0, wide, BLOCK_V):
         _math.zero_columns(logits_ptr + at + tile, i, i < wide - tile)
-    v, there = _math.ragged_columns(0, V, first, wide, WIDE)
-    _math.zero_columns(logits_ptr + row, v, there)
+    v, mask = _math.ragged_columns(0, V, first, wide, WIDE)
+    _math.zero_columns(logits_ptr + row, v, mask)
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", *TRANSFORM])
@@ -66,8 +66,8 @@ def _linear_nll_rows(
         zero_scale = scale == 0  # the gradient is 0 even if the row has NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         at, first, wide = _math.wide_columns(row, 0, V, WIDE)
-        v, there = _math.ragged_columns(0, V, first, wide, WIDE)
-        x = tl.load(logits_ptr + row + v, mask=there)
+        v, mask = _math.ragged_columns(0, V, first, wide, WIDE)
+        x = tl.load(logits_ptr + row + v, mask=mask)
         tl.debug_barrier()  # all threads must load the target's logit and the ragged columns before a store
         if zero_scale:
             _zero_row(logits_ptr, row, V, BLOCK_V)
@@ -79,7 +79,7 @@ def _linear_nll_rows(
                 "evict_first",
             )  # fmt: skip
             _math.store_grad(
-                x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first"
+                x, logits_ptr + row, v, mask, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first"
             )
     else:
         token_nll.store_row(n, 0.0, 0.0, 0.0, False, IGNORE, out, WITH_CORRECT, WITH_IDS)
@@ -122,6 +122,6 @@ def nll_and_grad_(
     _linear_nll_rows[(C,)](
         logits, targets, scale, *out, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, WITH_IDS=with_ids, EVICT="" if bound_by_issue else "evict_last",
-        ACC=_launch.acc(acc), **_launch.of_tile(tile),
+        ACC=_launch.acc(acc), **_launch.tile_options(tile),
     )  # fmt: skip
     return out

@@ -420,7 +420,7 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
             "WITH_CORRECT": request.correct, "WITH_IDS": request.best, "WITH_ENTROPY": request.entropy,
             "ACC": _launch.acc(acc),
         }  # fmt: skip
-        options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
+        options = {"ALIGNED": _launch.aligned(logits), **_launch.tile_options(tile)}
         _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)
         blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": triton.next_power_of_2(K)}
         outputs = (log_probs, row_max, log_sum, entropy, correct, best)
@@ -444,7 +444,7 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
             logits, request.targets, row_max, log_sum, request.a, request.b, F, W,
             *_launch.strides(logits), V, *arguments(request.transform), tiles, splits,
             WITH_WEIGHT=request.gradients, ALIGNED=_launch.aligned(logits), ACC=_launch.acc(request.a.dtype),
-            **_launch.of_tile(tile),
+            **_launch.tile_options(tile),
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
 

@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def _is_set(mask_ptr, i, there):
-    x = tl.load(mask_ptr + i, mask=there, other=0)
+def _is_set(mask_ptr, i, in_bounds):
+    x = tl.load(mask_ptr + i, mask=in_bounds, other=0)
     if x.dtype.primitive_bitwidth == 16:  # the interpreter compares bfloat16 wrongly
         x = x.to(tl.float32)
     return x != 0
@@ -45,9 +45,9 @@ def _mdlm_weights(
     BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    there = i < N
-    on = _is_set(noise_mask_ptr, i, there) & _is_set(loss_mask_ptr, i, there)
-    p = tl.load(p_mask_ptr + i, mask=there, other=1).to(ACC)
+    in_bounds = i < N
+    on = _is_set(noise_mask_ptr, i, in_bounds) & _is_set(loss_mask_ptr, i, in_bounds)
+    p = tl.load(p_mask_ptr + i, mask=in_bounds, other=1).to(ACC)
     least = tl.full([BLOCK], LEAST, ACC)
     one = tl.full([BLOCK], 1, ACC)
     weight = tl.where(on, _quotient(one, tl.where(p < least, least, p), ACC), 0.0)  # a NaN stays
@@ -55,14 +55,14 @@ def _mdlm_weights(
         weight = tl.load(factor_ptr).to(ACC) * weight
     if factor is not None:
         weight = number(factor, ACC) * weight
-    tl.store(weight_ptr + i, weight, mask=there)
+    tl.store(weight_ptr + i, weight, mask=in_bounds)
     if divided_ptr is not None:
         total = one
         if count_ptr is not None:
             total = total * tl.load(count_ptr).to(ACC)
         if count is not None:
             total = total * number(count, ACC)
-        tl.store(divided_ptr + i, _quotient(weight, tl.where(total < 1, one, total), ACC), mask=there)
+        tl.store(divided_ptr + i, _quotient(weight, tl.where(total < 1, one, total), ACC), mask=in_bounds)
 
 
 def mdlm_weights(

@@ -35,9 +35,9 @@ def _quarters(word):
 
 @triton.jit
 def _logits(row_ptr, v, V, transform, ACC: tl.constexpr):
-    there = (v >= 0) & (v < V)
-    z = tl.load(row_ptr + v, mask=there, other=0.0)
-    return tl.where(there, transformed(z, v, transform, ACC), -float("inf"))
+    in_bounds = (v >= 0) & (v < V)
+    z = tl.load(row_ptr + v, mask=in_bounds, other=0.0)
+    return tl.where(in_bounds, transformed(z, v, transform, ACC), -float("inf"))
 
 
 @triton.jit
@@ -113,9 +113,9 @@ def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> t
     score = torch.empty(C, splits, dtype=torch.float64, device=device)
     column = torch.empty(C, splits, dtype=torch.int32, device=device)
     if C:
-        of_noise = (None, None) if noise is None else (noise.seeds, noise.row_numbers)
+        row_seeds = (None, None) if noise is None else (noise.seeds, noise.row_numbers)
         _sample[(C * splits,)](
-            logits, *of_noise, score, column, logits.stride(0), V, before, first, *arguments(transform), tiles, splits,
+            logits, *row_seeds, score, column, logits.stride(0), V, before, first, *arguments(transform), tiles, splits,
             WITH_NOISE=noise is not None, BLOCK_V=tile.block_v, FEW=_tiles.FEW_COLUMNS,
             ACC=_launch.acc(accum_dtype(logits.dtype)), num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip

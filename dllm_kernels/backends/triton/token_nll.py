@@ -168,7 +168,7 @@ def _token_nll_bwd(
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
+    v, mask = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
     if on:
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))  # an out-of-range target gives NaN
         row_max = tl.load(max_ptr + n)
@@ -179,14 +179,14 @@ def _token_nll_bwd(
             row_max, log_sum, transform, BLOCK_V, ACC, "",
         )  # fmt: skip
         if start == 0:
-            x = tl.load(logits_ptr + row + v, mask=there)
+            x = tl.load(logits_ptr + row + v, mask=mask)
             tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
-            _math.store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "")
+            _math.store_grad(x, out_ptr + out_row, v, mask, hot, scale, row_max, log_sum, transform, None, ACC, "")
     else:
         for tile in range(start, end, BLOCK_V):
             _math.zero_columns(out_ptr + out_at + tile, i, i < end - tile)
         if start == 0:
-            _math.zero_columns(out_ptr + out_row, v, there)
+            _math.zero_columns(out_ptr + out_row, v, mask)
 
 
 def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool, with_ids: bool) -> NLL:
@@ -218,7 +218,7 @@ def nll(
     sizes = (*_launch.strides(logits), V, *arguments(transform))
     inputs, outputs = (logits, targets, weights), (*out, weighted)
     flags = {"WITH_CORRECT": with_correct, "WITH_IDS": with_ids, "ACC": _launch.acc(acc)}
-    options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
+    options = {"ALIGNED": _launch.aligned(logits), **_launch.tile_options(tile)}
     if tile.splits == 1:
         _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, **options)
         return out
@@ -241,11 +241,11 @@ def nll_grad(
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
-    rows, same = _launch.strides_of_both(logits, out)
+    rows, same_strides = _launch.strides_of_both(logits, out)
     # Half the columns per thread for tanh in float64, because otherwise Triton 3.6 spills 8 bytes on sm_80.
     many = logits.dtype == torch.float64 and transform.softcap is not None
     _token_nll_bwd[(B * L * splits,)](
         logits, targets, scale, factor, row_max, log_sum, out, *rows, V, *arguments(transform), tiles, splits,
-        SAME_STRIDES=same, BLOCK_V=tile.block_v, ACC=_launch.acc(scale.dtype),
+        SAME_STRIDES=same_strides, BLOCK_V=tile.block_v, ACC=_launch.acc(scale.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(tile.num_warps * (2 if many else 1), tile.block_v), **FUSED,
     )  # fmt: skip
