@@ -521,7 +521,7 @@ class _RecomputedDivergence(Fused):
 
 
 class _Saved(NamedTuple):
-    """Tensors for backward, besides the logits of both sides: the mean of a, :class:`SavedStats`, norms of the teacher."""
+    """Tensors for backward, besides the logits: the mean of a, :class:`SavedStats`, norms of the teacher."""
 
     mean_acceptance: Any
     stats: Any
