@@ -34,7 +34,7 @@ from tests.internals.test_torch_off_cpu import Launches
 from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
-from tools import launches
+from tools import inspect_kernels, launches
 from tools.gpus import GRID
 from tools.mock_gpu import MockGPU
 
@@ -638,9 +638,13 @@ def offsets_past_32_bits_are_counted_in_64(gpu):
         call()
     everything = {s.kernel for s in launches.specimens("sm_90").values()}
     assert everything == launched(gpu), everything ^ launched(gpu)
-    for launch in gpu.launches:
+    check_offsets(gpu.launches)
+
+
+def check_offsets(launches):
+    for launch in launches:
         narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
-        assert not narrow, (launch.specimen.kernel, narrow)
+        assert not narrow, f"offsets past 32 bits in {launch.specimen.kernel}:\n" + "\n".join(narrow)
 
 
 @triton.jit
@@ -664,6 +668,18 @@ def an_offset_in_32_bits_is_found(gpu):
         assert bool(narrow) == found, (rows, wide, narrow)
 
 
+def check_kernels(names):
+    """Check the offsets of these kernels, and that none spills for bfloat16, or for what it takes instead of floats."""
+    with MockGPU("sm_90") as gpu, torch.device("cuda"):
+        for call in far_apart():
+            call()
+    check_offsets([launch for launch in gpu.launches if f"_{launch.specimen.kernel}" in names])
+    for name, specimen in launches.specimens("sm_90").items():
+        if f"_{specimen.kernel}" in names and specimen.dtype not in ("fp16", "fp32", "fp64"):
+            assert inspect_kernels.report(name, specimen, "sm_90", roofline=False).spills == 0, f"{name} spills"
+    print("no offset past 32 bits, no spilled register")
+
+
 def main(out):
     """Run all checks and write name -> traceback, or an empty string for a check that passed."""
     results = {}
@@ -679,4 +695,7 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1].startswith("_"):
+        check_kernels(sys.argv[1:])
+    else:
+        main(sys.argv[1])
