@@ -22,6 +22,6 @@ def files_with(stem: str) -> list[str]:
     """Return this file and the files that import it, directly or not."""
     found = [stem]
     for used in found:
-        imports = re.compile(rf"^from dllm_kernels\.backends\.triton(\.{used} import| import .*\b{used}\b)", re.MULTILINE)
+        imports = re.compile(rf"^from dllm_kernels\.backends\.triton(\.{used} import| import .*\b{used}\b)", re.M)
         found += [other for other, source in SOURCES.items() if other not in found and imports.search(source)]
     return found

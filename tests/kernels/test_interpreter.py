@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +20,9 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
-from dllm_kernels.backends import triton as kernels
 from tests.kernels.test_bounds import CALLS, call
 from tests.support import interpreter
+from tools.kernel_files import every_kernel
 
 
 def launches(name, monkeypatch):
@@ -41,12 +39,6 @@ def launches(name, monkeypatch):
         poison_empty(patch)
         call(name, patch)
     return found
-
-
-def kernels_in_sources():
-    """Return the names before ``[grid](...)`` in the launchers."""
-    sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(kernels.__path__)]
-    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|programs|\(.*\))\]\(", source)}
 
 
 def assert_same_bits(name, monkeypatch):
@@ -92,7 +84,7 @@ def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
 @pytest.mark.every_case  # of the calls above; run it when a version of Triton is added to KNOWN
 def test_every_kernel_leaves_the_same_bits(monkeypatch):
     launched = set().union(*(assert_same_bits(name, monkeypatch) for name in CALLS))
-    assert launched == kernels_in_sources()
+    assert launched == every_kernel()
 
 
 @triton.jit

@@ -1,15 +1,15 @@
 """``python -m tests.support.one_kernel NAME``: the checks of one file of kernels, or of one op, within a minute.
 
-Three processes run at the same time. Each one stops at its first failure and prints it when it ends:
+Processes that run at the same time stop at their first failure, which is printed when they end:
 
-- the tests of the numbers, in Triton's interpreter: comparisons with the oracle, and the bits in another batch;
-- the calls of ``tests/kernels/test_bounds.py``, executed as PTX on arrays of all threads;
-- on a mock GPU, offsets past 32 bits and spilled registers.
+- accesses: the calls of ``tests/kernels/test_bounds.py``, executed as PTX on arrays of all threads;
+- offsets past 32 bits and spilled registers, on a mock GPU;
+- numbers and bits in another batch: the tests of ``JUDGES`` (``tools/mutants.py``) and of ``tests/kernels`` in Triton's
+  interpreter.
 """
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import time
@@ -26,7 +26,6 @@ from tools.mutants import judges_of
 from tools.ptx.__main__ import SUBJECTS
 
 ROOT = Path(__file__).parents[2]
-FILES = [f"tests/kernels/test_{name}.py" for name in SUBJECTS["kernels"].split()]
 
 
 def launched_by(name):
@@ -43,41 +42,44 @@ def op_of(name):
 
 
 def chosen(name):
-    """Return (kernels, ops that launch them, for each file of kernels its tests as arguments of pytest)."""
+    """Return (kernels, their files, ops that launch them)."""
     calls = {one: launched_by(one) for one in CALLS}
     file = name if name in SOURCES else f"_{name}"
     if file in SOURCES:
-        kernels, files = set().union(*map(launched_in, files_with(file))), [file]
+        files, kernels = [file], set().union(*map(launched_in, files_with(file)))
+        ops = [op_of(one) for one, found in calls.items() if found & kernels]
     else:
-        kernels = set().union(*(found for one, found in calls.items() if op_of(one) == name))
+        ops = [op_of(one) for one in calls if op_of(one) == name]
+        kernels = set().union(*(found for one, found in calls.items() if op_of(one) in ops))
         files = [other for other in SOURCES if launched_in(other) & kernels]
-    ops = {op_of(one): None for one, found in calls.items() if found & kernels and (file in SOURCES or op_of(one) == name)}
     if not ops:
-        names = [other.removeprefix("_") for other in SOURCES]
-        raise SystemExit(f"K must be a file of kernels, {names}, or an op, {[*dict.fromkeys(map(op_of, calls))]}, got {name!r}")
-    return sorted(kernels), [*ops], [judges_of(f"backends/triton/{other}.py") for other in files]
+        stems, names = [stem.removeprefix("_") for stem in SOURCES], [*dict.fromkeys(map(op_of, calls))]
+        raise SystemExit(f"K must be a file of kernels {stems} or an op {names}, got {name!r}")
+    return sorted(kernels), files, [*dict.fromkeys(ops)]
 
 
 def commands(name):
     """Return the command of each process by what it checks."""
-    kernels, ops, judges = chosen(name)
-    of_ops = [*FILES, "-k", " or ".join(f"({' and '.join(op.split())})" for op in ops)]
+    kernels, files, ops = chosen(name)
+    of_ops = ["-k", " or ".join(f"({' and '.join(op.split())})" for op in ops)]
     options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-n", "0", "-m", "not exhaustive"]
+    judges = [judges_of(f"backends/triton/{file}.py") for file in files]
+    others = [f"tests/kernels/test_{stem}.py" for stem in SUBJECTS["kernels"].split()]
+    others = [file for file in others if not any(file in judge for judge in judges)]
     tests = [sys.executable, "-m", "pytest", *options]
     return {
-        "accesses of the compiled kernels": [sys.executable, "-m", "tools.ptx", *options, *of_ops],
+        "accesses": [sys.executable, "-m", "tools.ptx", *options, "tests/kernels/test_bounds.py", *of_ops],
         "offsets and registers": [sys.executable, "-W", "ignore", "-m", "tests.support.mock_gpu_checks", *kernels],
-        "edge-case rows, other batches": [*tests, *of_ops],
-        **{f"numbers: {' '.join(judge)}": [*tests, *judge] for judge in judges},
+        "other batches": [*tests, *others, *of_ops],
+        **{f"numbers ({' '.join(judge)})": [*tests, *judge] for judge in judges},
     }
 
 
 def run(command):
     """Return (output, exit code) of a process."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **kept}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    options = {"env": {"OMP_NUM_THREADS": "1", **kept}, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=ROOT, text=True, **options)
     return done.stdout, done.returncode
 
 
