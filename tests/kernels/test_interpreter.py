@@ -21,8 +21,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
 from tests.kernels.test_bounds import CALLS, call
-from tests.support import interpreter
-from tools.kernel_files import every_kernel
+from tests.support import interpreter, one_kernel
+from tools.kernel_files import SOURCES, every_kernel
 
 
 def launches(name, monkeypatch):
@@ -85,6 +85,14 @@ def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
 def test_every_kernel_leaves_the_same_bits(monkeypatch):
     launched = set().union(*(assert_same_bits(name, monkeypatch) for name in CALLS))
     assert launched == every_kernel()
+
+
+def test_make_kernel_knows_every_file_of_kernels_and_every_kernel():
+    found = {stem: one_kernel.chosen(stem.removeprefix("_")) for stem in SOURCES}
+    assert {kernel for kernels, _, _ in found.values() for kernel in kernels} == every_kernel()
+    assert one_kernel.chosen("linear_sample")[1:] == (["row_stats", "sample"], ["linear_sample"])
+    with pytest.raises(SystemExit, match=r"file of kernels .*'row_stats'.* or an op .*'corrupt_mix'.*, got 'nll'"):
+        one_kernel.chosen("nll")
 
 
 @triton.jit

@@ -9,6 +9,7 @@ Processes that run at the same time stop at their first failure, which is printe
 """
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tools.ptx.__main__ import SUBJECTS
 ROOT = Path(__file__).parents[2]
 
 
+@functools.cache
 def launched_by(name):
     """Return the kernels that a call launches, none of which runs, because a faulty one might end this process."""
     found = set()
@@ -63,15 +65,15 @@ def commands(name):
     kernels, files, ops = chosen(name)
     of_ops = ["-k", " or ".join(f"({' and '.join(op.split())})" for op in ops)]
     options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-n", "0", "-m", "not exhaustive"]
-    judges = [judges_of(f"backends/triton/{file}.py") for file in files]
+    judges = {file: judges_of(f"backends/triton/{file}.py") for file in files}
     others = [f"tests/kernels/test_{stem}.py" for stem in SUBJECTS["kernels"].split()]
-    others = [file for file in others if not any(file in judge for judge in judges)]
+    others = [file for file in others if not any(file in judge for judge in judges.values())]
     tests = [sys.executable, "-m", "pytest", *options]
     return {
         "accesses": [sys.executable, "-m", "tools.ptx", *options, "tests/kernels/test_bounds.py", *of_ops],
         "offsets and registers": [sys.executable, "-W", "ignore", "-m", "tests.support.mock_gpu_checks", *kernels],
         "other batches": [*tests, *others, *of_ops],
-        **{f"numbers ({' '.join(judge)})": [*tests, *judge] for judge in judges},
+        **{f"numbers of {file}": [*tests, *judge] for file, judge in judges.items()},
     }
 
 

@@ -70,7 +70,8 @@ def no_fault(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if threads.executed.total() > launches:
         _tests.add(request.node.nodeid)
-    assert threads.faults[before:] == []
+    if threads.faults[before:]:
+        pytest.fail("\n".join(threads.faults[before:]), pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)
