@@ -609,6 +609,9 @@ def far_apart():
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
         yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_ids=True)
+    yield functools.partial(launches.row_stats, (1, 2**18, 64), torch.bfloat16, K=2**14)
+    for call in (launches.token_nll, launches.row_stats, launches.divergence):  # a slice has two strides of rows
+        yield functools.partial(call, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])
     yield functools.partial(launches.masked_diffusion, (2, 65536, 50257), torch.bfloat16)
     for kind in ("kl", "l1"):
         yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
