@@ -17,13 +17,14 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
 
-.PHONY: help test test-exhaustive test-variation test-every-case ptx demo lint types bench-smoke bench-subjects bench-tests docs checks dist mutants ci clean
+.PHONY: help test test-exhaustive test-variation test-every-case kernel ptx demo lint types bench-smoke bench-subjects bench-tests docs checks dist mutants ci clean
 help:
 	@echo "make test             everyday half of the tests, for each commit: 3 minutes after installing into $(VENV)"
 	@echo "make ci               everything that CI runs: test, test-variation, ptx and checks"
 	@echo "make test-exhaustive  the other half of the tests: remaining cases, every kernel compiled for two GPUs"
 	@echo "make test-variation   test-exhaustive with one thread and the instructions of an older processor"
 	@echo "make test-every-case  both halves, and the cases that they omit because others contain them"
+	@echo "make kernel           the checks of one file of kernels or of one op, in a minute  (K=row_stats)"
 	@echo "make ptx              execute the compiled kernels in the tests, on arrays of all threads (no GPU)"
 	@echo "make demo             train a small diffusion LM on real text, plain loss and ours  (ARGS='--mode block')"
 	@echo "make lint types       ruff; mypy --strict"
@@ -64,6 +65,9 @@ test-variation: $(STAMP)
 
 test-every-case: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist loadgroup --every-case $(ARGS)
+
+kernel: $(STAMP)
+	$(BIN)/python -W ignore -m tests.support.one_kernel $(K)
 
 ptx: export OMP_NUM_THREADS = 1
 ptx: $(STAMP)

@@ -51,6 +51,7 @@ JUDGES = (
     ("*_noise.py", "linear_sample"),
     ("backends/triton/*corruption*", "corruption corruption_levels -k 'triton or kernel or count or long or product'"),
     ("backends/triton/gumbel_topk.py", "gumbel_topk -k triton"),
+    ("backends/triton/_aligned.py", "gumbel_topk corruption -k triton"),
     ("backends/triton/_select.py", "gumbel_topk corruption -k triton"),
     ("backends/triton/_philox.py", "corruption linear_sample -k 'triton or kernel or bits'"),
     ("policy/views.py", "views -k 'not triton'"),

@@ -13,6 +13,7 @@ import torch
 
 import reference
 from dllm_kernels import corruption
+from tests.support.parity import same
 from tests.support.uniforms import draws
 
 pytestmark = pytest.mark.indices
@@ -154,10 +155,6 @@ MORE = ROUTINES | {
     "eps of 1, tokens": tokens(7, 1),
 }
 more_routines = pytest.mark.parametrize("routine", MORE.values(), ids=MORE.keys())
-
-
-def same(a, b):
-    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
 def seed_of_a_call(generator):

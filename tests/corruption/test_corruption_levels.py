@@ -7,7 +7,8 @@ from dllm_kernels import corruption
 from dllm_kernels.corruption import complementary, corrupt_blockwise, corrupt_mix, corrupt_uniform, sample_level
 from reference import corruption as reference
 from tests.corruption.test_corruption import batch as batch_of_all_tokens
-from tests.corruption.test_corruption import same, seed_of_a_call
+from tests.corruption.test_corruption import seed_of_a_call
+from tests.support.parity import same
 from tests.support.uniforms import draws
 
 MASK, V = 126, 130

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from dllm_kernels import corruption, gumbel_topk_mask, policy_views
 from tests.conftest import every_time
-from tests.corruption.test_corruption import MASK, ROUTINES, batch, every_routine, same
+from tests.corruption.test_corruption import MASK, ROUTINES, batch, every_routine
+from tests.support.parity import same
 
 pytestmark = pytest.mark.indices
 

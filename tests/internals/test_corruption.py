@@ -18,8 +18,9 @@ from dllm_kernels.corruption import _gumbel, _noise, _philox, _rules, _seeds
 from dllm_kernels.corruption import _topk as op
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.ops import gumbel_topk_mask
-from tests.corruption.test_corruption import COUNTS, MASK, ROUTINES, V, batch, more_routines, same
+from tests.corruption.test_corruption import COUNTS, MASK, ROUTINES, V, batch, more_routines
 from tests.ops.test_gumbel_topk import SHAPES, example
+from tests.support.parity import same
 from tests.support.uniforms import draws, uniforms
 
 pytestmark = pytest.mark.indices
@@ -247,8 +248,8 @@ def test_sample_level_is_the_same_on_every_path(method, source, device, monkeypa
 
     kernel, host = run("triton"), run("torch")
     monkeypatch.setattr(ops, "on_host", lambda device: False)
-    assert torch.equal(kernel, run("torch"))
-    assert torch.equal(kernel, host)
+    assert same(kernel, run("torch"))
+    assert same(kernel, host)
 
 
 def test_counts_of_torch_are_those_of_numpy():

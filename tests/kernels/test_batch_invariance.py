@@ -9,7 +9,7 @@ import torch
 
 from dllm_kernels import ops
 from tests.conftest import DEVICE
-from tests.support.parity import small_blocks
+from tests.support.parity import small_blocks, values_at
 
 ROWS = 7
 STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
@@ -118,15 +118,17 @@ LAYOUTS = (in_another_stride, transposed)
 
 
 def rows_that_differ(op, logits, rows, options, places=PLACES):
-    """Return the rows whose results differ in another place."""
+    """Return where results differ in another place."""
     expected = outputs(op, logits, rows, options)
     found = []
     for place in places:
         for which, got in place(op, logits, rows, options):
             for at, i in enumerate(which):
-                same = [e is None or torch.equal(g[at], e[i]) for g, e in zip(got, expected, strict=True)]
-                if not all(same):
-                    found.append((place.__name__, i, same))
+                for number, (g, e) in enumerate(zip(got, expected, strict=True)):
+                    if e is not None and not torch.equal(g[at], e[i]):
+                        found.append(
+                            f"{place.__name__}, row {i}, output {number}: {values_at(g[at], e[i], g[at] != e[i])}"
+                        )
     return found
 
 

@@ -15,7 +15,14 @@ from dllm_kernels.rows._divergence_kinds import ALIASES, NAMES
 from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._transform import Transform
 from tests.conftest import DEVICE, usually
-from tests.support.parity import assert_as_good_as_plain, assert_same_specials, largest, largest_error, poison_empty
+from tests.support.parity import (
+    assert_as_good_as_plain,
+    assert_same_specials,
+    largest,
+    largest_error,
+    poison_empty,
+    same,
+)
 from tests.support.rows import in_separate_memory
 
 kernel = pytest.importorskip("dllm_kernels.backends.triton.divergence")
@@ -117,7 +124,7 @@ def assert_as_good_as_the_oracle(kind, dtype, V, steps, run=run_kernel):
         sums = [V] * 3  # of the softmax of either side, and of the divergence
         assert_as_good_as_plain(got, e, largest_error(p, e), label, sums, terms)
     for o, e in zip(ours, exact, strict=False):
-        assert torch.equal(o[3], e[3])
+        assert same(o[3], e[3], "agree")
 
 
 @pytest.mark.everyday(2)
@@ -216,7 +223,7 @@ def test_every_kind_of_row(kind, dtype):
     }
     exact, plain = (run_oracle(z[None], t, rest, options, ({}, {}), d, rows=False) for d in (torch.float64, acc))
     ours = run_kernel(z[None], t[None], rest, options, rows=False)
-    assert torch.equal(ours[3], exact[3])
+    assert same(ours[3], exact[3], "agree")
     lost = exact[1].isnan()  # either row has no distribution
     assert [name for name, row_lost in zip(names, lost, strict=True) if row_lost] == names[-6:]
     assert all(found[lost].isnan().all() for found in (*ours[:2], ours[2][0]))
@@ -237,7 +244,7 @@ def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
     for o, e, p, label in zip(found, exact, plain, LABELS, strict=False):
         e, p = (x.reshape(N, *x.shape[2:])[order] for x in (e, p))
         assert_as_good_as_plain([o.reshape(e.shape)], [e], largest_error([p], [e]), label, sizes=[V] * 3)
-    assert torch.equal(found[3], exact[3][order])
+    assert same(found[3], exact[3][order], "agree")
 
 
 @pytest.mark.everyday(1)

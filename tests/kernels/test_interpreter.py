@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import pkgutil
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,9 +20,9 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
-from dllm_kernels.backends import triton as kernels
 from tests.kernels.test_bounds import CALLS, call
-from tests.support import interpreter
+from tests.support import interpreter, one_kernel
+from tools.kernel_files import SOURCES, every_kernel
 
 
 def launches(name, monkeypatch):
@@ -41,12 +39,6 @@ def launches(name, monkeypatch):
         poison_empty(patch)
         call(name, patch)
     return found
-
-
-def kernels_in_sources():
-    """Return the names before ``[grid](...)`` in the launchers."""
-    sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(kernels.__path__)]
-    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|programs|\(.*\))\]\(", source)}
 
 
 def assert_same_bits(name, monkeypatch):
@@ -92,7 +84,15 @@ def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
 @pytest.mark.every_case  # of the calls above; run it when a version of Triton is added to KNOWN
 def test_every_kernel_leaves_the_same_bits(monkeypatch):
     launched = set().union(*(assert_same_bits(name, monkeypatch) for name in CALLS))
-    assert launched == kernels_in_sources()
+    assert launched == every_kernel()
+
+
+def test_make_kernel_knows_every_file_of_kernels_and_every_kernel():
+    found = {stem: one_kernel.chosen(stem.removeprefix("_")) for stem in SOURCES}
+    assert {kernel for kernels, _, _ in found.values() for kernel in kernels} == every_kernel()
+    assert one_kernel.chosen("linear_sample")[1:] == (["row_stats", "sample"], ["linear_sample"])
+    with pytest.raises(SystemExit, match=r"file of kernels .*'row_stats'.* or an op .*'corrupt_mix'.*, got 'nll'"):
+        one_kernel.chosen("nll")
 
 
 @triton.jit

@@ -823,7 +823,7 @@ try:
 except ValueError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     message = "backend='triton' was asked for, but triton is not installed; GPU builds of torch install theirs (triton"
     assert done.stdout.startswith(message)
 

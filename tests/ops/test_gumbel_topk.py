@@ -12,6 +12,7 @@ from dllm_kernels import corruption
 from dllm_kernels.ops import gumbel_topk_mask
 from reference.gumbel_topk import batched_gumbel_topk as reference_topk
 from tests.conftest import drawn
+from tests.support.parity import same
 
 pytestmark = pytest.mark.indices
 
@@ -35,7 +36,7 @@ SHAPES = [(1, 1), (5, 2), (9, 3), (20, 32), (3, 33), (4, 128), (2, 129), (2, 700
 def test_one_set_from_given_draws(N, D, backend, device):
     log_w, k, uniform = (t.to(device) for t in example(N, D))
     expected = reference_topk(log_w.double(), k, uniform.double())
-    assert torch.equal(gumbel_topk_mask(log_w, k, uniform=uniform, backend=backend), expected)
+    assert same(gumbel_topk_mask(log_w, k, uniform=uniform, backend=backend), expected)
 
 
 @pytest.mark.everyday(1)
@@ -50,7 +51,7 @@ def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
             return gumbel_topk_mask(log_w, k, seeds=torch.arange(N, device=device) - 3, backend=backend)
         return gumbel_topk_mask(log_w, k, generator=torch.Generator().manual_seed(1), backend=backend)
 
-    assert torch.equal(run("triton"), run("torch"))
+    assert same(run("triton"), run("torch"))
 
 
 @pytest.mark.parametrize("choose", [gumbel_topk_mask, corruption.batched_gumbel_topk, corruption.gumbel_topk])
@@ -123,7 +124,7 @@ def test_near_ties_are_resolved_equally_on_every_path(device):
     log_w = torch.zeros(N, 8, dtype=torch.float64, device=device)
     k = torch.randint(1, 8, (N,), generator=g).to(device)
     triton = gumbel_topk_mask(log_w, k, uniform=uniform, backend="triton")
-    assert torch.equal(gumbel_topk_mask(log_w, k, uniform=uniform, backend="torch"), triton)
+    assert same(gumbel_topk_mask(log_w, k, uniform=uniform, backend="torch"), triton)
     assert torch.equal(triton.sum(1), k)
 
 
@@ -156,7 +157,7 @@ def test_dtypes_strides_and_int_k(dtype, k_dtype, backend, device):
     wide = torch.stack([log_w, torch.zeros_like(log_w)], dim=-1)[..., 0]  # stride 2
     turned = uniform.t().contiguous().t()
     got = gumbel_topk_mask(wide, k.to(k_dtype), uniform=turned, backend=backend)
-    assert torch.equal(got, expected)
+    assert same(got, expected)
     seven = gumbel_topk_mask(log_w, 7, uniform=uniform, backend=backend)
     assert torch.equal(seven, gumbel_topk_mask(log_w, torch.full_like(k, 7), uniform=uniform, backend=backend))
 

@@ -18,6 +18,7 @@ from tests.support.parity import (
     assert_parity,
     largest_error,
     reduction_sizes,
+    same,
     value_and_grads,
 )
 from tests.support.rows import HEAD_PATHS, on_head_path
@@ -77,8 +78,8 @@ def test_any_leading_shape_and_strides(shape, path):
         rows = weighted_nll(source.argument(leaf, *leaves[1:]), targets, weights, **options)
         torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
         torch.testing.assert_close(rows.lse, reference.token_lse(logits))
-        assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
-        assert torch.equal(rows.ids, reference.predicted_ids(logits))
+        assert same(rows.correct, reference.argmax_match(logits, targets), "correct")
+        assert same(rows.ids, reference.predicted_ids(logits), "ids")
 
 
 class OperationLog(TorchDispatchMode):

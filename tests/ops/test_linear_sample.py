@@ -19,6 +19,7 @@ from tests.support.parity import (
     assert_equal_but_for_contraction,
     largest_error,
     reduction_sizes,
+    same,
 )
 from tests.support.rows import HEAD_PATHS, on_head_path
 from tests.support.uniforms import uniforms
@@ -68,14 +69,21 @@ def test_parity(chunk, temperature, truncation, transform, dtype, path):
     u = uniforms_for(seeds)
     plain = reference.linear_sample(h, w, u, bias=b, **options)
     exact = reference.linear_sample(h.double(), w.double(), u, bias=b.double(), **options)
-    assert torch.equal(got.ids, exact[0])
-    assert torch.equal(got.top_ids, exact[3])
+    assert same(got.ids, exact[0], "ids")
+    assert same(got.top_ids, exact[3], "top_ids")
     values = got.log_probs, got.entropy, got.top_log_probs
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert all(t.dtype == wide and not t.requires_grad for t in values)
     assert got.ids.dtype == got.top_ids.dtype == torch.int64
     for ours, theirs, true in zip(values, (plain[1], plain[2], plain[4]), (exact[1], exact[2], exact[4]), strict=True):
         assert_as_good_as_plain([ours], [true], largest_error([theirs], [true]), "", reduction_sizes([h, w]))
+
+
+def test_the_lowest_of_equal_columns_is_greedy(path):
+    """Columns of one tile, of two tiles and of two programs are equal; the torch path reads them at once."""
+    columns = torch.tensor([[7, 9], [5, 70], [70, 290], [130, 131]], device=DEVICE)
+    h, w = torch.eye(4, device=DEVICE), torch.zeros(300, 4, device=DEVICE).scatter_(0, columns.t(), 1.0)
+    assert same(linear_sample(h, w, temperature=0, backend=path).ids, columns[:, 0], "ids")
 
 
 def critical(freedom, tail=3.719):
@@ -177,7 +185,7 @@ def test_both_backends_draw_equal_ids(columns, N, truncation):
     h, w = torch.randn(N, 8, device=DEVICE), 0.7 * torch.randn(columns, 8, device=DEVICE)
     options = {"seeds": torch.arange(N, device=DEVICE), "softcap": 9.0, "temperature": 0.8, "skip_id": 3, **truncation}
     ours, theirs = (linear_sample(h, w, backend=backend, **options) for backend in ("torch", "triton"))
-    assert torch.equal(ours.ids, theirs.ids)
+    assert same(ours.ids, theirs.ids, "ids")
     torch.testing.assert_close(ours.log_probs, theirs.log_probs)
     assert (ours.ids != 3).all()
 
@@ -242,7 +250,7 @@ def test_the_noise_of_a_column_does_not_depend_on_the_number_of_columns(backend)
         wide = torch.cat([w, torch.ones(more, D, device=DEVICE)])
         never = torch.cat([b, torch.full((more,), -math.inf, device=DEVICE)])
         got = linear_sample(h, wide, bias=never, **options)
-        assert torch.equal(got.ids, expected.ids)
+        assert same(got.ids, expected.ids, "ids")
         torch.testing.assert_close(got.log_probs, expected.log_probs)
 
 
@@ -291,8 +299,8 @@ def test_any_vocabulary(columns, backend):
     (h, w, b), seeds = draw(columns=columns)
     got = linear_sample(h, w, bias=b, seeds=seeds, return_top=columns, backend=backend)
     exact = reference.linear_sample(h, w, uniforms_for(seeds, columns), bias=b, return_top=columns)
-    assert torch.equal(got.ids, exact[0])
-    assert torch.equal(got.top_ids, exact[3])
+    assert same(got.ids, exact[0], "ids")
+    assert same(got.top_ids, exact[3], "top_ids")
 
 
 @pytest.mark.everyday(1)
@@ -315,7 +323,7 @@ def test_any_leading_shape_and_strides(shape, backend):
     numbers = torch.arange(math.prod(shape)).view(shape)
     u = uniforms(torch.full(shape, 3), numbers, V).to(DEVICE)
     exact = reference.linear_sample(h, w, u, return_top=2)
-    assert torch.equal(got.ids, exact[0])
+    assert same(got.ids, exact[0], "ids")
     assert (got.ids.shape, got.top_ids.shape) == (shape, (*shape, 2))
 
 
@@ -407,7 +415,7 @@ def test_float32_logits_of_16_bit_operands(backend):
     h[..., 0] = 1
     exact = reference.linear_sample(h.float(), w.float(), uniforms_for(seeds))
     got = linear_sample(h, w, seeds=seeds, logits_dtype=torch.float32, backend=backend)
-    assert torch.equal(got.ids, exact[0])
+    assert same(got.ids, exact[0], "ids")
     torch.testing.assert_close(got.log_probs, exact[1])
 
 

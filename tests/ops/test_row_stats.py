@@ -13,7 +13,7 @@ from dllm_kernels.ops import linear_row_stats, row_stats
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.memory import without_garbage_collection
-from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
+from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
 from tests.support.rows import (
     LAYOUTS,
     PATHS,
@@ -89,9 +89,9 @@ def assert_parity(ours, oracle, draw):
     exact = [run(oracle, [leaf.double() for leaf in leaves], **wide(arguments)) for leaves, arguments in draws]
     plain = [run(oracle, leaves, **arguments) for leaves, arguments in draws]
     sizes = reduction_sizes(draws[0][0])
-    for place, got in enumerate(zip(*results, strict=True)):
-        e, p = [r[place] for r in exact], [r[place] for r in plain]
-        assert_as_good_as_plain(got, e, largest_error(p, e), f"{place}", sizes)
+    names = (*OUTPUTS, *(f"gradient {place}" for place in range(len(draws[0][0]))))
+    for name, got, e, p in zip(names, *(zip(*runs, strict=True) for runs in (results, exact, plain)), strict=True):
+        assert_as_good_as_plain(got, e, largest_error(p, e), name, sizes)
 
 
 def pair(source, sizes=None, **fixed):
@@ -103,8 +103,8 @@ def pair(source, sizes=None, **fixed):
         out = row_stats(logits, entropy=True, backend=source.backend, **next(flags), **arguments, **fixed)
         if source.kind == "stored" or x[0].dtype.itemsize > 2:  # 16 bits round products of another order otherwise
             wanted = oracle(*(t.detach() for t in x), **arguments)
-            assert torch.equal(out.correct, wanted.correct)
-            assert out.ids is None or torch.equal(out.ids, wanted.ids)
+            assert same(out.correct, wanted.correct, "correct")
+            assert out.ids is None or same(out.ids, wanted.ids, "ids")
         return out
 
     def oracle(*x, **arguments):
@@ -273,8 +273,8 @@ def judge_special_rows(rows, dtype, path, **steps):
     got, grad, out = stats_and_gradient(ours, logits, ids, mix, steps)
     plain, plain_grad, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
     exact, exact_grad, _ = stats_and_gradient(reference.row_stats, logits.double(), ids, mix, steps)
-    assert torch.equal(out.correct, oracle.correct)
-    assert torch.equal(out.ids, oracle.ids)
+    assert same(out.correct, oracle.correct, "correct")
+    assert same(out.ids, oracle.ids, "ids")
     for row, kind in enumerate(names):
         for name, o, p, e in zip(
             (*OUTPUTS, "gradient"), (*got, grad), (*plain, plain_grad), (*exact, exact_grad), strict=True

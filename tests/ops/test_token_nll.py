@@ -20,6 +20,7 @@ from tests.support.parity import (
     assert_same_specials,
     largest_error,
     reduction_sizes,
+    same,
     value_and_grads,
 )
 from tests.support.rows import (
@@ -127,8 +128,8 @@ def test_strides(kind, path):
     torch.testing.assert_close(out.nll.detach(), expected[0])
     torch.testing.assert_close(grad, expected[1])
     torch.testing.assert_close(out.lse, reference.token_lse(logits.detach()))
-    assert torch.equal(out.correct, reference.argmax_match(logits.detach(), targets))
-    assert torch.equal(out.ids, reference.predicted_ids(logits.detach()))
+    assert same(out.correct, reference.argmax_match(logits.detach(), targets), "correct")
+    assert same(out.ids, reference.predicted_ids(logits.detach()), "ids")
 
 
 @pytest.mark.everyday(4)
@@ -208,7 +209,7 @@ def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
     out = token_nll(logits, targets, active=active, with_lse=True, with_correct=True, with_ids=True, backend=path)
     out.nll.sum().backward()
     idle = active == 0
-    assert torch.equal(out.ids, reference.predicted_ids(logits.detach(), active))
+    assert same(out.ids, reference.predicted_ids(logits.detach(), active), "ids")
     assert out.ids[idle].eq(-100).all()
     assert out.nll[idle].eq(0).all()
     assert out.lse[idle].eq(0).all()
@@ -315,7 +316,7 @@ def test_the_lowest_index_wins_a_tie(dtype, path):
     targets = torch.tensor([3, 20, 39, 4, 0, 39], device=DEVICE)
     out = token_nll(x, targets, with_correct=True, backend=path)
     assert out.correct.tolist() == [True, False, False, False, True, dtype != torch.bfloat16]
-    assert torch.equal(out.correct, reference.argmax_match(x, targets))
+    assert same(out.correct, reference.argmax_match(x, targets), "correct")
     both = token_nll(x, targets, with_correct=True, with_ids=True, backend=path)
     assert torch.equal(both.correct, out.correct)
     assert both.ids.tolist() == [3, 3, 3, 3, 0, 3 if dtype == torch.bfloat16 else 39]
@@ -501,8 +502,8 @@ def test_backward_twice(source):
     upstream = torch.randn_like(nll)
     first, other = (torch.autograd.grad(nll, leaves, k * upstream, retain_graph=True) for k in (1, 2))
     again = torch.autograd.grad(nll, leaves, upstream)
-    for one, twice, same in zip(first, other, again, strict=True):
-        assert torch.equal(one, same)
+    for one, twice, repeated in zip(first, other, again, strict=True):
+        assert torch.equal(one, repeated)
         torch.testing.assert_close(twice, 2 * one)
 
 

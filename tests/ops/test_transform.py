@@ -12,7 +12,7 @@ from dllm_kernels.ops import token_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.support.cases import PLAIN
 from tests.support.inputs import SOURCES, on_source, skip_unjudged
-from tests.support.parity import assert_as_good_as_plain, assert_parity, value_and_grads
+from tests.support.parity import assert_as_good_as_plain, assert_parity, same, value_and_grads
 from tests.support.rows import (
     LAYOUTS,
     PATHS,
@@ -133,8 +133,8 @@ def test_special_rows(steps, dtype, path):
             else:
                 assert_as_good_as_plain([ours[i]], [e[i]], error, name, sizes={V})
     transformed = reference.transformed(logits, **steps)
-    assert torch.equal(out.correct, reference.argmax_match(transformed, possible))
-    assert torch.equal(out.ids, reference.predicted_ids(transformed, skip_id=steps.get("skip_id")))
+    assert same(out.correct, reference.argmax_match(transformed, possible), "correct")
+    assert same(out.ids, reference.predicted_ids(transformed, skip_id=steps.get("skip_id")), "ids")
     fine = ~exact[0].isnan()
     torch.testing.assert_close(out.lse[fine], reference.token_lse(transformed[fine]))
     if "skip_id" in steps:

@@ -268,7 +268,7 @@ def test_prepared_kernels_are_found_in_the_cache_of_another_machine(tmp_path):
     folders[2].mkdir()
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", PREPARED, *map(str, folders)]
-    done = subprocess.run(command, cwd=on_gpu.ROOT, env=kept, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=on_gpu.ROOT, env=kept, stdout=subprocess.PIPE, text=True, check=True)
     *_, used, found = done.stdout.splitlines()
     assert used.startswith("prepared: predictions, and ")
     count, all_hits, hits = found.split()

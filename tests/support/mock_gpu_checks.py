@@ -34,7 +34,7 @@ from tests.internals.test_torch_off_cpu import Launches
 from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
-from tools import launches
+from tools import inspect_kernels, launches
 from tools.gpus import GRID
 from tools.mock_gpu import MockGPU
 
@@ -609,6 +609,9 @@ def far_apart():
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
         yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_ids=True)
+    yield functools.partial(launches.row_stats, (1, 2**18, 64), torch.bfloat16, K=2**14)
+    for call in (launches.token_nll, launches.row_stats, launches.divergence):  # a slice has two strides of rows
+        yield functools.partial(call, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])
     yield functools.partial(launches.masked_diffusion, (2, 65536, 50257), torch.bfloat16)
     for kind in ("kl", "l1"):
         yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
@@ -638,9 +641,13 @@ def offsets_past_32_bits_are_counted_in_64(gpu):
         call()
     everything = {s.kernel for s in launches.specimens("sm_90").values()}
     assert everything == launched(gpu), everything ^ launched(gpu)
-    for launch in gpu.launches:
+    check_offsets(gpu.launches)
+
+
+def check_offsets(launches):
+    for launch in launches:
         narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
-        assert not narrow, (launch.specimen.kernel, narrow)
+        assert not narrow, "\n".join([f"{launch.specimen.kernel}: an offset exceeds 32 bits", *narrow])
 
 
 @triton.jit
@@ -661,7 +668,20 @@ def an_offset_in_32_bits_is_found(gpu):
         _strided[(rows,)](x, x.stride(0), x.shape[1], WIDE=wide, BLOCK=128)
         launch = gpu.launches[-1]
         narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
-        assert bool(narrow) == found, (rows, wide, narrow)
+        assert len(narrow) == found, (rows, wide, narrow)
+        assert all("tl.store(x_ptr + n * stride_n + v" in line for line in narrow)
+
+
+def check_kernels(names):
+    """Check the offsets of these kernels, and that none spills for bfloat16, or for what it takes instead of floats."""
+    with MockGPU("sm_90") as gpu, torch.device("cuda"):
+        for call in far_apart():
+            call()
+    check_offsets([launch for launch in gpu.launches if f"_{launch.specimen.kernel}" in names])
+    for name, specimen in launches.specimens("sm_90").items():
+        if f"_{specimen.kernel}" in names and specimen.dtype not in ("fp16", "fp32", "fp64"):
+            assert inspect_kernels.report(name, specimen, "sm_90", roofline=False).spills == 0, f"{name} spills"
+    print("no offset past 32 bits, no spilled register")
 
 
 def main(out):
@@ -679,4 +699,7 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1].startswith("_"):
+        check_kernels(sys.argv[1:])
+    else:
+        main(sys.argv[1])

@@ -4,6 +4,8 @@ Every value gets an interval: arguments have their value, program ids the grid, 
 follow. Values from memory or floating point are unknown, and nothing is claimed about them.
 """
 
+import linecache
+import os
 import re
 
 LINE = re.compile(r"^\s*(?P<name>%[\w#:]+) = \"?(?P<op>[\w.]+)\"? ?(?P<rest>.*)$")
@@ -38,7 +40,7 @@ SAME = {"arith.extsi", "arith.extui", "arith.trunci", "tt.splat", "tt.broadcast"
 
 
 def narrow_offsets(ttir, arguments, grid):
-    """Return the 32-bit values behind an address that this launch takes past 32 bits, as lines of the IR.
+    """Return the lines of the source with 32-bit values behind an address that this launch takes past 32 bits.
 
     Args:
         ttir: Triton IR of a kernel.
@@ -61,8 +63,19 @@ def narrow_offsets(ttir, arguments, grid):
         if op == "tt.addptr":
             addresses.append(operands[1])
         elif re.search(r"[ x]i32>?( loc.*)?$", rest) and bounds[name] and not all(b in INT32 for b in bounds[name]):
-            too_wide[name] = line.strip()
-    return [too_wide[name] for name in sources(addresses, needs) if name in too_wide]
+            too_wide[name] = source_of(line.strip(), ttir)
+    return [*dict.fromkeys(too_wide[name] for name in sources(addresses, needs) if name in too_wide)]
+
+
+def source_of(text, ttir):
+    """Return the file, line and source of a line of the IR; of an inlined function, its own line."""
+    while at := re.search(r"#loc\d*\b", text):
+        text = re.search(rf"^{at[0]} = (.*)$", ttir, re.MULTILINE)[1]
+    known = re.search(r'"(.*)":(\d+)', text)
+    if known is None:
+        return text
+    path, line = known.groups()
+    return f"{os.path.relpath(path)}:{line}: {linecache.getline(path, int(line)).strip()}"
 
 
 def bounds_of(op, rest, operands, grid):

@@ -67,14 +67,35 @@ def largest_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) ->
     return max(largest(g.double() - e) for g, e in zip(got, exact, strict=True))
 
 
+def values_at(ours: torch.Tensor, exact: torch.Tensor, where: torch.Tensor) -> str:
+    """Return the first index of an element that ``where`` selects, its two values, and the number of such elements."""
+    index = tuple(where.nonzero()[0].tolist())
+    of_all = f"{int(where.sum())} of {where.numel()} elements"
+    return f"at {[*index]} it is {ours[index].item():.6g}, expected {exact[index].item():.6g}; {of_all}"
+
+
+def same(ours: Any, exact: Any, label: str = "result") -> bool:
+    """Return True for equal tensors, or equal tuples of them; otherwise raise an error that names the first element."""
+    if torch.is_tensor(ours):
+        kinds = [(tuple(t.shape), t.dtype) for t in (ours, exact)]
+        assert kinds[0] == kinds[1], f"{label}: it is {kinds[0]}, expected {kinds[1]}"
+        assert torch.equal(ours, exact), f"{label}: {values_at(ours, exact, ours != exact)}"
+        return True
+    names = getattr(ours, "_fields", range(len(ours)))
+    return all(same(x, y, f"{label} {name}") for name, x, y in zip(names, ours, exact, strict=True))
+
+
 def assert_same_specials(ours: torch.Tensor, exact: torch.Tensor, label: str = "") -> None:
     """Assert that NaN and infinities are at the same positions."""
     assert ours.shape == exact.shape, label
-    assert torch.equal(ours.isnan(), exact.isnan()), f"{label}: NaN elsewhere than in float64"
     overflow = exact.abs() > torch.finfo(ours.dtype).max  # a finite float64 that the output's dtype cannot hold
     infinite = exact.isinf() | overflow
-    assert torch.equal(ours.isinf(), infinite), f"{label}: infinite elsewhere than in float64"
-    assert torch.equal(ours[infinite].sign().double(), exact[infinite].sign()), f"{label}: wrong sign of an infinity"
+    for wrong, what in (
+        (ours.isnan() != exact.isnan(), "NaN elsewhere than in float64"),
+        (ours.isinf() != infinite, "infinite elsewhere than in float64"),
+        (infinite & (ours.sign().double() != exact.sign()), "wrong sign of an infinity"),
+    ):
+        assert not wrong.any(), f"{label}: {what}, {values_at(ours, exact, wrong)}"
 
 
 def assert_as_good_as_plain(
@@ -99,7 +120,10 @@ def assert_as_good_as_plain(
         allowed = 2 * plain_error + summed.eps * noise
         excess = (o.double() - e).abs() - out.eps * e.abs().clamp(min=out.tiny)
         worst = largest(excess.clamp(min=0))
-        assert worst <= allowed, f"{label}: error {worst:.3g} above one rounding step, {allowed:.3g} is allowed"
+        assert worst <= allowed, (
+            f"{label}: error {worst:.3g} above one rounding step, {allowed:.3g} is allowed; "
+            f"{values_at(o, e, excess.isfinite() & (excess > allowed))}"
+        )
 
 
 def assert_parity(

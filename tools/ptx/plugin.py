@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import pkgutil
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tools.kernel_files import every_kernel
 from tools.ptx import driver, threads
 from tools.ptx.memory import UNWRITTEN
 
 driver.install()  # before a test, or the configuration of the tests, imports Triton
 _tests: set[str] = set()  # those that launched a kernel
-
-
-def kernels_of_package() -> set[str]:
-    """Return the names of all kernels, which precede ``[grid](...)`` in the launchers."""
-    from dllm_kernels.backends import triton as package
-
-    sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(package.__path__)]  # type: ignore[union-attr]
-    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|programs|\(.*\))\]\(", source)}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,7 +70,8 @@ def no_fault(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if threads.executed.total() > launches:
         _tests.add(request.node.nodeid)
-    assert threads.faults[before:] == []
+    if threads.faults[before:]:
+        pytest.fail("\n".join(threads.faults[before:]), pytrace=False)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,14 +87,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Report the counts of a worker process, or fail the session if a kernel was not executed."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput |= {"executed": dict(threads.executed), "tests": sorted(_tests)}
-    elif session.config.option.every_kernel and not kernels_of_package() <= threads.executed.keys():
+    elif session.config.option.every_kernel and not every_kernel() <= threads.executed.keys():
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Print what was executed."""
-    kernels = kernels_of_package()
+    kernels = every_kernel()
+    missing = f"; not executed: {sorted(kernels - threads.executed.keys())}" if config.option.every_kernel else ""
     terminalreporter.write_line(
         f"{threads.executed.total()} launches of {len(kernels & threads.executed.keys())} of {len(kernels)} kernels "
-        f"executed as PTX of sm_90 in {len(_tests)} tests; not executed: {sorted(kernels - threads.executed.keys())}"
+        f"executed as PTX of sm_90 in {len(_tests)} tests{missing}"
     )
