@@ -14,7 +14,7 @@ import torch
 
 import reference
 from dllm_kernels import corruption
-from tests.support.routines import FEW, FIRSTS, MASK, MORE, OTHERS, ROUTINES, V, batch, same, seed_of_a_call
+from tests.support.routines import FEW, FIRSTS, MASK, MORE, OTHERS, ROUTINES, batch, same, seed_of_a_call
 
 pytestmark = pytest.mark.indices
 
@@ -112,7 +112,7 @@ def test_all_positions_are_supervised_without_a_mask(routine, backend, device):
     if routine.takes_no_mask:
         assert same(routine(ids, None, seeds=seeds, backend=backend), everywhere)
         return
-    with pytest.raises(TypeError, match="^loss_mask must be a torch.Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"^loss_mask must be a torch\.Tensor, got NoneType"):
         routine(ids, None, seeds=seeds, backend=backend)
 
 
@@ -136,7 +136,7 @@ def test_a_row_depends_on_its_seed_alone(routine, backend, device):
 @pytest.mark.covering(1, most=2)
 @every_routine
 def test_a_level_is_used_as_it_is(routine, backend, device):
-    """Levels of each part, in any floating dtype and stride; ``p_mask`` holds them, and 0 and 1 mask nothing and all."""
+    """Levels of each part, in any floating dtype and stride: ``p_mask`` holds them; 0 masks nothing, 1 everything."""
     if "level" not in routine.parameters:
         return
     ids, loss_mask, seeds = batch(5, 30, device)
@@ -146,16 +146,13 @@ def test_a_level_is_used_as_it_is(routine, backend, device):
     columns = routine.columns(30)
     level = torch.nn.functional.pad(given.view(5, most), (0, columns - most), value=0.5)
     expected = torch.where(parts < 0, 1.0, level.gather(1, parts.clamp(min=0)))
-    for t in (level, level.double(), level.half(), level.t().contiguous().t(), level.bfloat16()):
-        _, noise, p = routine(ids, loss_mask, level=t, seeds=seeds, backend=backend)
-        assert torch.equal(p, expected)
-        first = noise if t is level else first
-        assert torch.equal(noise, first)
-    inside = loss_mask & (parts >= 0)
-    assert routine.number or not first[expected == 0].any()
-    assert torch.equal(first[expected == 1], inside[expected == 1])
-    if most == 1:
-        assert same(routine(ids, loss_mask, level=level[:, 0], seeds=seeds, backend=backend)[1:], (first, expected))
+    of_call = {"seeds": seeds, "backend": backend}
+    noise = routine(ids, loss_mask, level=level, **of_call)[1]
+    assert routine.number or not noise[expected == 0].any()
+    assert torch.equal(noise[expected == 1], (loss_mask & (parts >= 0))[expected == 1])
+    others = [level[:, 0]] if columns == 1 else []
+    for t in (level.double(), level.half(), level.bfloat16(), level.t().contiguous().t(), *others):
+        assert same(routine(ids, loss_mask, level=t, **of_call)[1:], (noise, expected))
 
 
 # Levels and lengths: both clamps, rounding half to even (2.5, 3.5, 0.5, 1.5), and float32 products that round to a
@@ -304,8 +301,8 @@ def test_signatures_are_those_documented(name):
 IDS, LOSS, _ = batch(2, 6)
 ONES = torch.ones(2)
 META = torch.zeros(2, device="meta")
-# Arguments that replace valid ones of every routine that has them; the error message. ``test_sources.py`` has sources of
-# the draws, and ``test_padding.py`` the start.
+# Arguments that replace valid ones of every routine that has them; the error message. ``test_sources.py`` has sources
+# of the draws, and ``test_padding.py`` the start.
 BAD = [
     ({"input_ids": [[1]]}, TypeError, "input_ids must be a torch.Tensor, got list"),
     ({"input_ids": IDS.float()}, ValueError, "input_ids must have dtype int64, .* got float32"),

@@ -13,7 +13,7 @@ import torch
 
 import reference
 from dllm_kernels import corruption
-from reference.corruption import blocks_of, number_to_mask
+from reference.corruption import blocks_of
 from tests.support.uniforms import draws
 
 MASK, V = 126_336, 126_464
@@ -36,6 +36,10 @@ def seed_of_a_call(generator):
     return int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator))
 
 
+def no_inputs(ids):
+    return {}
+
+
 @dataclass(frozen=True, eq=False)
 class RoutineCase:
     """Description of a corruption routine with its options, called as ``(ids, loss_mask, **source of the draws)``.
@@ -52,7 +56,6 @@ class RoutineCase:
         rate: arguments -> probability with which a position is corrupted; None: ``p_mask``.
         number: (levels, sizes of the parts) -> number of corrupted positions of each part; None: each position is
             corrupted by itself.
-        biased: whether some positions of a part are more likely than others.
         of_supervised: whether the number is a share of the supervised positions, not of all of them.
         one_launch: whether a call on a GPU is one kernel launch and nothing else.
         stored: noise of 32 positions under the seed 12345 as hexadecimal bits, the first position highest. Frozen: a
@@ -62,10 +65,9 @@ class RoutineCase:
 
     routine: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    inputs: Callable[[torch.Tensor], Tensors] = lambda ids: {}
+    inputs: Callable[[torch.Tensor], Tensors] = no_inputs
     rate: Callable[[dict[str, Any]], Any] | None = None
     number: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    biased: bool = False
     of_supervised: bool = False
     one_launch: bool = True
     stored: str = ""
@@ -176,29 +178,24 @@ def documents(ids):
 
 def rounded(at_least):
     """Return the function of the number of positions that is a rounded share, with this minimum in a part."""
-
-    def number(levels, sizes):
-        each = [number_to_mask(m, n, at_least(m)) for m, n in zip(levels, sizes.tolist(), strict=True)]
-        return torch.tensor(each)
-
-    return number
+    return lambda levels, sizes: torch.minimum((levels * sizes).round().long().clamp(min=at_least(levels)), sizes)
 
 
-def uniform(inputs=lambda ids: {}, **options):
-    exact = {"number": rounded(lambda m: int(m > 0)), "of_supervised": True} if options.get("exact") else {}
+def uniform(inputs=no_inputs, **options):
+    exact = {"number": rounded(lambda m: (m > 0).long()), "of_supervised": True} if options.get("exact") else {}
     return RoutineCase("corrupt_uniform", options, inputs, **exact)
 
 
-def blockwise(block_size=None, inputs=lambda ids: {}, **options):
+def blockwise(block_size=None, inputs=no_inputs, **options):
     number = rounded(lambda m: int(block_size is None))
-    return RoutineCase("corrupt_blockwise", {"block_size": block_size, **options}, inputs, number=number, biased=True)
+    return RoutineCase("corrupt_blockwise", {"block_size": block_size, **options}, inputs, number=number)
 
 
-def tokens(block_size=None, inputs=lambda ids: {}, n=V, **options):
+def tokens(block_size=None, inputs=no_inputs, n=V, **options):
     """Return a case of random tokens, one of n, whose ``p_mask`` is not the probability unless a level is passed."""
-    drawn = None if inputs(torch.zeros(1, 1, dtype=torch.int64)) else lambda given: (1 + given.get("eps", 1e-3)) / 2
-    options = {"block_size": block_size, "vocab_size": n, **options}
-    return RoutineCase("corrupt_uniform_random", options, inputs, drawn)
+    rate = (lambda given: (1 + given.get("eps", 1e-3)) / 2) if inputs is no_inputs else None
+    options = {"block_size": block_size, **options}
+    return RoutineCase("corrupt_uniform_random", options, inputs, rate, tokens={"vocab_size": n})
 
 
 def mix_rate(given):
