@@ -261,6 +261,8 @@ MORE = ROUTINES | {
 OTHERS = {
     "complementary": lambda ids, mask, seeds=None, **o: corruption.complementary(mask, ids > V // 2, **o),
     "sample_level": lambda ids, mask, **o: corruption.sample_level(len(ids), method="stratified", high=0.9, **o),
-    "gumbel_topk": lambda ids, mask, seeds=None, **o: corruption.gumbel_topk(mask[0].float(), 2, **o),
+    "gumbel_topk": lambda ids, mask, seeds=None, **o: corruption.gumbel_topk(
+        mask[0].float(), ids[0, 0] % 5, uniform=(ids[0] % 97 + 0.5) / 97, **o
+    ),
     "batched_gumbel_topk": lambda ids, mask, **o: corruption.batched_gumbel_topk(mask.float(), ids[:, 0] % 5, **o),
 }
