@@ -23,11 +23,19 @@ every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTIN
 more_routines = pytest.mark.parametrize("routine", MORE.values(), ids=MORE)
 
 
-def test_every_function_has_a_case():
-    """Each has one in ``ROUTINES`` of ``tests/support/routines.py``, or a call in ``OTHERS`` if it corrupts nothing."""
-    assert FIRSTS.keys() | OTHERS.keys() == set(corruption.__all__)
-    assert not FIRSTS.keys() & OTHERS.keys()
-    assert all(name.startswith("corrupt_") == (name in FIRSTS) for name in corruption.__all__)
+ROOT = Path(__file__).parents[2]
+WRITTEN = {  # file -> how it names a function
+    "docs/corruption.md": "`{}`", "CHANGELOG.md": "`{}`", "tests/reference/test_corruption.py": "{}(",
+}  # fmt: skip
+
+
+def test_every_function_has_a_case_an_oracle_and_a_place_in_the_documentation():
+    """A case in ``ROUTINES`` of ``tests/support/routines.py``, or a call in ``OTHERS`` if it corrupts nothing."""
+    assert set(corruption.__all__) == FIRSTS.keys() | OTHERS.keys()
+    assert {name for name in vars(corruption) if name.startswith("corrupt_")} == FIRSTS.keys()
+    assert [name for name in FIRSTS if not hasattr(reference.corruption, name)] == []
+    texts = {file: (ROOT / file).read_text() for file in WRITTEN}
+    assert [(name, file) for name in FIRSTS for file in texts if WRITTEN[file].format(name) not in texts[file]] == []
 
 
 @pytest.mark.covering(2)
@@ -252,7 +260,7 @@ def test_a_product_and_a_sum_are_rounded_separately():
     # The masks agree between devices only if the compiler rounds every step. Kernels in this process may be
     # interpreted.
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=ROOT)
 
 
 @pytest.mark.gpu

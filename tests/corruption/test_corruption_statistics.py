@@ -84,7 +84,7 @@ def drawn(case, B=4000, L=24, eps=0.3):
 
 
 @every_routine
-def test_levels_are_uniform_above_eps_and_one_of_each_part(routine):
+def test_levels_have_their_distribution_above_eps_and_are_one_of_each_part(routine):
     """Independent of each other, and 1 outside of all parts. A level that is passed is used as it is."""
     given, parts, _, p = drawn(routine)
     assert (p[parts < 0] == 1).all()
@@ -95,13 +95,13 @@ def test_levels_are_uniform_above_eps_and_one_of_each_part(routine):
         level = given["level"].double().expand(-1, max(of_part.shape[1], given["level"].shape[1]))
         assert torch.equal(of_part, torch.where(of_part < 0, of_part, level[:, : of_part.shape[1]]))
     elif "eps" in given and routine.rate is None:
-        of_part = (of_part - 0.3) / 0.7
-        there = of_part[of_part > -0.5]
-        assert ((there > 0) & (there <= 1)).all()
+        assert (of_part[of_part >= 0] > 0.3).all()
+        of_part = torch.where(of_part < 0, -1, routine.cdf(((of_part - 0.3) / 0.7).clamp(0, 1)))
+        there = of_part[of_part >= 0]
         counts = torch.histc(there, 20, 0, 1)
         assert chi_square_p(counts, torch.full_like(counts, len(there) / 20)) > P
         for a, b in ((of_part[:, :-1], of_part[:, 1:]), (of_part[:-1], of_part[1:])):
-            both = (a > -0.5) & (b > -0.5)
+            both = (a >= 0) & (b >= 0)
             assert not both.any() or score(((a - 0.5) * (b - 0.5))[both]).abs() < Z
     else:
         assert (p == 1).all()

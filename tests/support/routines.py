@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-import reference
+import reference.corruption
 from dllm_kernels import corruption
-from reference.corruption import blocks_of
 from tests.support.uniforms import draws
 
 MASK, V = 126_336, 126_464
@@ -53,7 +52,8 @@ class RoutineCase:
         options: arguments by name.
         inputs: ids -> further tensor arguments by name, computed on the CPU, those of a row from its ids alone. A level
             of each part has several columns, ``segment_ids`` the shape of the ids, any other argument an entry per row.
-        rate: arguments -> probability with which a position is corrupted; None: ``p_mask``.
+        cdf: distribution of a drawn level above ``eps``: ``(level - eps) / (1 - eps)`` -> its cumulative probability.
+        rate: arguments -> probability with which a position is corrupted; None: ``p_mask``, which holds the level.
         number: (levels, sizes of the parts) -> number of corrupted positions of each part; None: each position is
             corrupted by itself.
         of_supervised: whether the number is a share of the supervised positions, not of all of them.
@@ -66,6 +66,7 @@ class RoutineCase:
     routine: str
     options: Mapping[str, Any] = field(default_factory=dict)
     inputs: Callable[[torch.Tensor], Tensors] = no_inputs
+    cdf: Callable[[torch.Tensor], torch.Tensor] = lambda t: t
     rate: Callable[[dict[str, Any]], Any] | None = None
     number: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     of_supervised: bool = False
@@ -106,7 +107,7 @@ class RoutineCase:
 
     def oracle(self, ids, mask, seeds):
         """Compute the outputs of the oracle, on the CPU, for one seed per row or an int, the seed of the batch."""
-        function, L = getattr(reference, self.routine), ids.shape[1]
+        function, L = getattr(reference.corruption, self.routine), ids.shape[1]
         names, given = inspect.signature(function).parameters, self.constants() | self.inputs(ids)
         size = 1 if "segment_ids" in given else given.get("block_size") or L
         drawn = draws(seeds, len(ids), -(-L // min(size, L)), L, "tokens" in names)
@@ -137,7 +138,7 @@ class RoutineCase:
         """Return the number of the part of each position, int64 ``[B, L]``; -1: in none."""
         B, L = ids.shape
         if "segment_ids" not in (inputs := self.inputs(ids)):
-            blocks = blocks_of(L, self.options.get("block_size"))
+            blocks = reference.corruption.blocks_of(L, self.options.get("block_size"))
             return torch.tensor([n for n, block in enumerate(blocks) for _ in block]).expand(B, L)
         numbers = [list(dict.fromkeys(i for i in row if i >= 0)) for row in inputs["segment_ids"].tolist()]
         rows = zip(inputs["segment_ids"].tolist(), numbers, strict=True)
@@ -195,7 +196,7 @@ def tokens(block_size=None, inputs=no_inputs, n=V, **options):
     """Return a case of random tokens, one of n, whose ``p_mask`` is not the probability unless a level is passed."""
     rate = (lambda given: (1 + given.get("eps", 1e-3)) / 2) if inputs is no_inputs else None
     options = {"block_size": block_size, **options}
-    return RoutineCase("corrupt_uniform_random", options, inputs, rate, tokens={"vocab_size": n})
+    return RoutineCase("corrupt_uniform_random", options, inputs, rate=rate, tokens={"vocab_size": n})
 
 
 def mix_rate(given):
@@ -224,7 +225,7 @@ ROUTINES = {
     "sequence levels": stored("1656501b", blockwise(None, row_levels)),
     "block levels": stored("16dfc11f", blockwise(6, block_levels)),
     "token levels": stored("837fc1c7", tokens(6, block_levels)),
-    "mix": stored("917bddc7", RoutineCase("corrupt_mix", {}, mix_probabilities, mix_rate)),
+    "mix": stored("917bddc7", RoutineCase("corrupt_mix", inputs=mix_probabilities, rate=mix_rate)),
     "all masked": RoutineCase("corrupt_all_masked", stored="ffffffff"),
     "segments": stored("c02daca5", uniform(documents), one_launch=False),
     "segment levels": stored(
