@@ -263,18 +263,6 @@ def test_a_number_of_positions_is_exact_if_many_draws_are_equal(routine, path, m
     assert same([t.cpu() for t in found], routine.oracle(ids, loss_mask, seeds))
 
 
-def test_equal_draws_go_to_the_lower_index():
-    draws = np.array([[5, 7, 7, 7, 2**32 - 1]], np.uint32)
-    choosable = np.array([[True, True, False, True, True]])
-    for k, expected in ((0, []), (1, [4]), (2, [1, 4]), (3, [1, 3, 4]), (4, [0, 1, 3, 4])):
-        by_numpy = op.select_largest(draws, choosable, np.array([k]))
-        by_torch = op.select_largest(
-            torch.from_numpy(draws.astype(np.int64)), torch.from_numpy(choosable), torch.tensor([k])
-        )
-        assert by_numpy[0].nonzero()[0].tolist() == expected
-        assert by_torch[0].nonzero().flatten().tolist() == expected
-
-
 @pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 def test_sample_level_is_the_same_on_every_path(method, source, device, monkeypatch):
