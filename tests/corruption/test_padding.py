@@ -35,14 +35,17 @@ def starts(ids, width):
     return torch.tensor([0, width, width + 1, width + L // 2, width + L], device=ids.device)
 
 
-@pytest.mark.covering(1, most=2)
+@pytest.mark.covering(2, most=2)
 @every_routine
 @pytest.mark.parametrize("width", every_time([3], WIDTHS))
 def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
     ids, loss_mask, seeds = batch(5, 40, device)
     wide, wide_mask, given = padded_arguments(routine, ids, loss_mask, width)
     start = starts(ids, width)
-    outputs = routine(wide, wide_mask, **given, seeds=seeds, start=start, backend=backend)
+    of_call = given | {"seeds": seeds, "start": start, "backend": backend}
+    outputs = routine(wide, wide_mask, **of_call)
+    if routine.takes_no_mask:
+        assert same(routine(wide, None, **of_call), routine(wide, torch.ones_like(wide_mask), **of_call))
     for b, first in enumerate(start.tolist()):
         assert torch.equal(outputs[0][b, :first], wide[b, :first])
         assert not outputs[1][b, :first].any()
