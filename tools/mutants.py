@@ -49,7 +49,10 @@ EVERY_ROW_OP = (
 JUDGES = (
     ("*sample.py", "linear_sample distributed -k sample"),
     ("*_noise.py", "linear_sample"),
-    ("backends/triton/*corruption*", "corruption padding corruption_levels -k 'triton or kernel or count or long or product'"),
+    (
+        "backends/triton/*corruption*",
+        "corruption padding corruption_levels -k 'triton or kernel or count or long or product'",
+    ),
     ("backends/triton/gumbel_topk.py", "gumbel_topk -k triton"),
     ("backends/triton/_select.py", "gumbel_topk corruption -k triton"),
     ("backends/triton/_philox.py", "corruption linear_sample -k 'triton or kernel or bits'"),
