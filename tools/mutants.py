@@ -49,7 +49,10 @@ EVERY_ROW_OP = (
 JUDGES = (
     ("*sample.py", "linear_sample distributed -k sample"),
     ("*_noise.py", "linear_sample"),
-    ("backends/triton/*corruption*", "corruption corruption_levels -k 'triton or kernel or count or long or product'"),
+    (
+        "backends/triton/*corruption*",
+        "corruption padding corruption_levels -k 'triton or kernel or count or long or product'",
+    ),
     ("backends/triton/gumbel_topk.py", "gumbel_topk -k triton"),
     ("backends/triton/_aligned.py", "gumbel_topk corruption -k triton"),
     ("backends/triton/_select.py", "gumbel_topk corruption -k triton"),
@@ -89,7 +92,7 @@ JUDGES = (
     ("corruption/_topk.py", "gumbel_topk corruption_levels"),
     ("corruption/_rules.py", "corruption corruption_levels corruption_compile"),
     ("corruption/_seeds.py", "corruption default_device"),
-    ("*corrupt*", "flags corruption corruption_levels corruption_statistics gumbel_topk"),
+    ("*corrupt*", "flags corruption padding corruption_levels corruption_statistics gumbel_topk"),
     ("losses/draft_distillation.py", "draft_distillation losses -k 'not triton'"),
     (
         "losses/*",

@@ -1,5 +1,6 @@
 """Corruption routines: equality with the reference for equal draws, equal bits on every path, and edge cases."""
 
+import functools
 import inspect
 import os
 import subprocess
@@ -14,152 +15,27 @@ import torch
 import reference
 from dllm_kernels import corruption
 from tests.support.parity import same
-from tests.support.uniforms import draws
+from tests.support.routines import FEW, FIRSTS, MASK, MORE, OTHERS, ROUTINES, batch, seed_of_a_call
 
 pytestmark = pytest.mark.indices
 
-MASK, V = 126_336, 126_464
+every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTINES)
+more_routines = pytest.mark.parametrize("routine", MORE.values(), ids=MORE)
 
 
-def batch(B, L, device="cpu", seed=0):
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, V, (B, L), generator=g)
-    loss_mask = torch.rand(B, L, generator=g) < 0.7
-    return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
+ROOT = Path(__file__).parents[2]
+WRITTEN = {  # file -> how it names a function
+    "docs/corruption.md": "`{}`", "CHANGELOG.md": "`{}`", "tests/reference/test_corruption.py": "{}(",
+}  # fmt: skip
 
 
-def make_levels(ids, block_size=None):
-    """Return levels per row, or per block, including 0 and 1 if there are enough of them.
-
-    The levels of a row do not depend on its batch. They are computed on the CPU, because a GPU replaces a division by a
-    constant by a product with its reciprocal, which changes the last bit.
-    """
-    n = 1 if block_size is None else max(-(-ids.shape[1] // block_size), 1)
-    first = ((ids.cpu().sum(1, keepdim=True) + 4) % 11).float() / 10
-    return ((first + torch.arange(n, device="cpu") * 0.3) % 1.1).clamp(max=1)
-
-
-class Routine:
-    """A routine of the package with its options, called as ``(ids, mask, **source of the draws)``.
-
-    ``inputs`` computes the further tensor arguments from the ids, on the CPU. A routine with two outputs gets a
-    third one, of ones, so that tests can treat all routines alike.
-    """
-
-    def __init__(self, name, *args, inputs=lambda ids: {}, **options):
-        self.name, self.args, self.inputs, self.options = name, args, inputs, options
-
-    def launch(self, ids, mask, **kw):
-        return getattr(corruption, self.name)(ids, mask, *self.args, **self.options, **kw)
-
-    def __call__(self, ids, mask, **kw):
-        return three(self.launch(ids, mask, **self.inputs_on(ids), **kw))
-
-    def inputs_on(self, ids):
-        return {name: t.to(ids.device) for name, t in self.inputs(ids).items()}
-
-    def oracle(self, ids, mask, seeds):
-        """Compute the outputs of the oracle, on the CPU, for one seed per row or an int, the seed of the batch."""
-        function, L = getattr(reference, self.name), ids.shape[1]
-        names = inspect.signature(function).parameters
-        given = inspect.signature(function).bind(ids, mask, *self.args, **self.options, **self.inputs(ids)).arguments
-        size = 1 if "segment_ids" in given else given.get("block_size") or L
-        drawn = draws(seeds, len(ids), -(-L // min(size, L)), L, "tokens" in names)
-        of = {"t_uniform": drawn.levels, "m_uniform": drawn.levels, "uniform": drawn.coins}
-        if given.get("exact") or "m_uniform" in names:
-            of["uniform"] = drawn.fine
-        if "tokens" in names:
-            of["tokens"] = drawn.token(given["vocab_size"] - 2 * (self.name == "corrupt_mix"))
-        return three(function(**given, **{name: t for name, t in of.items() if name in names}))
-
-
-def three(out):
-    return out if len(out) == 3 else (*out, torch.ones(out[0].shape, device=out[0].device))
-
-
-def uniform(*args, **options):
-    return Routine("corrupt_uniform", MASK, *args, **options)
-
-
-def blockwise(*args, **options):
-    return Routine("corrupt_blockwise", MASK, *args, **options)
-
-
-def tokens(*args, **options):
-    return Routine("corrupt_uniform_random", V, *args, **options)
-
-
-def row_levels(ids):
-    return {"level": make_levels(ids)}
-
-
-def block_levels(ids):
-    return {"level": make_levels(ids, 6)}
-
-
-def mix_probabilities(ids):
-    return {"mask_prob": make_levels(ids)[:, 0] / 2, "uniform_prob": 0.5 - make_levels(ids) / 3}
-
-
-def documents(ids):
-    """Return segment ids: runs, ids that occur again later, and positions in no segment."""
-    return {"segment_ids": ids // 7 % 5 - 1}
-
-
-ROUTINES = {
-    "uniform": uniform(),
-    "uniform, block 7": uniform(block_size=7),
-    "sequence": blockwise(),
-    "block 1": blockwise(1),
-    "block 5": blockwise(5),
-    "block 32": blockwise(32),
-    "steep": blockwise(8, 0.0, 1e-3),
-    "tokens": tokens(),
-    "tokens, block 1": tokens(1),
-    "tokens, block 6": tokens(6, 0.2),
-    "exact": uniform(exact=True),
-    "levels": uniform(inputs=row_levels),
-    "levels, block 6": uniform(block_size=6, inputs=block_levels),
-    "exact levels": uniform(exact=True, inputs=row_levels),
-    "sequence levels": blockwise(inputs=row_levels),
-    "block levels": blockwise(6, inputs=block_levels),
-    "token levels": tokens(6, inputs=block_levels),
-    "mix": Routine("corrupt_mix", MASK, V, inputs=mix_probabilities),
-}
-# Enough for tests whose result does not depend on the block size.
-FEW = [ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")]
-some_routines = pytest.mark.parametrize("routine", FEW, ids=["uniform", "block 5", "tokens, block 6"])
-every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTINES.keys())
-ENDS = {
-    "levels of 0 and 1": lambda ids: {"level": (torch.arange(len(ids)) % 2).float()},
-    "a level near 0": lambda ids: {"level": torch.full((len(ids),), 0.01)},
-}
-# More options, for comparisons with the oracle and of code paths.
-MORE = ROUTINES | {
-    "eps": uniform(0.05, exact=True),
-    "one level per row": uniform(block_size=7, inputs=lambda ids: {"level": make_levels(ids)[:, 0]}),
-    "segments": uniform(0.05, inputs=documents),
-    "segment levels": uniform(inputs=lambda ids: documents(ids) | {"level": make_levels(ids, 1)}),
-    "a block beyond the row": blockwise(10_000, 0.5, 0.05),
-    "flat": blockwise(4, 0.0, 1.0),
-    "level of blocks": blockwise(7, inputs=row_levels),
-    "tokens beyond the row": tokens(10_000),
-    **{f"{n} tokens": Routine("corrupt_uniform_random", n, 6) for n in (1, 7, 2**22, 2**22 + 1, 2**31)},
-    "all masked": Routine("corrupt_all_masked", MASK),
-    **{f"exact, {name}": uniform(exact=True, inputs=level) for name, level in ENDS.items()},
-    **{f"blocks, {name}": blockwise(8, inputs=level) for name, level in ENDS.items()},
-    "sequence, a level of 0": blockwise(inputs=ENDS["levels of 0 and 1"]),
-    "tokens, levels of 0 and 1": tokens(8, inputs=ENDS["levels of 0 and 1"]),
-    "eps of 1": uniform(1, exact=True),
-    "eps of 1, blocks": blockwise(7, 1.0),
-    "eps of 1, tokens": tokens(7, 1),
-}
-more_routines = pytest.mark.parametrize("routine", MORE.values(), ids=MORE.keys())
-
-
-def seed_of_a_call(generator):
-    """Draw the seed of a call; guaranteed to stored states of generators."""
-    return int(torch.randint(-(2**63), 2**63 - 1, (), generator=generator))
+def test_every_function_has_a_case_an_oracle_and_a_place_in_the_documentation():
+    """A case in ``ROUTINES`` of ``tests/support/routines.py``, or a call in ``OTHERS`` if it corrupts nothing."""
+    assert set(corruption.__all__) == FIRSTS.keys() | OTHERS.keys()
+    assert {name for name in vars(corruption) if name.startswith("corrupt_")} == FIRSTS.keys()
+    assert [name for name in FIRSTS if not hasattr(reference.corruption, name)] == []
+    texts = {file: (ROOT / file).read_text() for file in WRITTEN}
+    assert [(name, file) for name in FIRSTS for file in texts if WRITTEN[file].format(name) not in texts[file]] == []
 
 
 @pytest.mark.covering(2)
@@ -177,9 +53,11 @@ def test_equals_the_oracle_on_the_draws_of_numpy(routine, shape, source, backend
     else:
         generator = torch.Generator().manual_seed(1) if source == "generator" else None
         torch.manual_seed(1)
-        got = [routine(*on_device, generator=generator, backend=backend) for _ in range(2)]
+        masks = loss_mask, None if routine.takes_no_mask else loss_mask
+        of_call = {"generator": generator, "backend": backend}
+        got = [routine(on_device[0], mask if mask is None else on_device[1], **of_call) for mask in masks]
         again = torch.Generator(device if generator is None else "cpu").manual_seed(1)
-        expected = [routine.oracle(ids, loss_mask, seed_of_a_call(again)) for _ in range(2)]
+        expected = [routine.oracle(ids, mask, seed_of_a_call(again)) for mask in masks]
     for ours, theirs in zip(got, expected, strict=True):
         assert same([t.cpu() for t in ours], theirs)
         assert all(t.is_contiguous() for t in ours)
@@ -195,45 +73,87 @@ def test_the_same_on_cpu_and_gpu(routine):
     assert all(same(a, [x.cpu() for x in b]) for a, b in zip(on_cpu, on_gpu, strict=True))
 
 
-@some_routines
-def test_outputs_are_their_own_memory(routine, backend, device):
-    ids, loss_mask, seeds = batch(2, 20, device)
-    nothing = torch.zeros_like(loss_mask)
-    storages = {
-        t.untyped_storage().data_ptr() for t in (ids, nothing, *routine(ids, nothing, seeds=seeds, backend=backend))
-    }
-    assert len(storages) == 5
-
-
 @every_routine
 def test_a_stored_seed_keeps_its_mask(routine):
-    # Frozen: a change here breaks every run that stored a seed. The mask is stored as bits, the first position highest.
-    _, noise, _ = routine(torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32), seeds=torch.tensor([12345]))
-    value = int("".join(str(int(n)) for n in noise[0]), 2)
-    name = next(name for name, r in ROUTINES.items() if r is routine)
-    assert f"{value:08x}" == STORED[name]
+    """The corrupted positions as hexadecimal bits, the first one highest."""
+    _, noise, _ = routine(torch.arange(32)[None] * 11, torch.ones(1, 32), seeds=torch.tensor([12345]))
+    assert f"{int(''.join(str(int(n)) for n in noise[0]), 2):08x}" == routine.stored
 
 
-STORED = {
-    "uniform": "ffedbfff",
-    "uniform, block 7": "fe093dc0",
-    "sequence": "bff7d3bf",
-    "block 1": "8650be54",
-    "block 5": "b852407d",
-    "block 32": "bff7d3bf",
-    "steep": "3f010f03",
-    "tokens": "fb7ffff7",
-    "tokens, block 1": "877bbfc4",
-    "tokens, block 6": "f93fcd83",
-    "exact": "bff7d3bf",
-    "levels": "40292fe7",
-    "levels, block 6": "43afece7",
-    "exact levels": "b656c018",
-    "sequence levels": "1656501b",
-    "block levels": "16dfc11f",
-    "token levels": "837fc1c7",
-    "mix": "917bddc7",
-}
+@pytest.mark.covering(1, most=2)
+@every_routine
+def test_only_supervised_positions_change_and_no_input(routine, backend, device):
+    ids, loss_mask, seeds = batch(9, 50, device)
+    given = {"input_ids": ids, "loss_mask": loss_mask, "seeds": seeds, **routine.inputs_on(ids)}
+    before = {name: t.clone() for name, t in given.items()}
+    outputs = noisy, noise, p = routine(ids, loss_mask, seeds=seeds, backend=backend)
+    assert all(torch.equal(t, given[name]) for name, t in before.items())
+    assert [(t.dtype, t.shape) for t in outputs] == [(d, ids.shape) for d in (ids.dtype, torch.bool, torch.float32)]
+    assert not (noise & ~loss_mask).any()
+    assert torch.equal(noisy[~noise], ids[~noise])
+    assert ((p >= 0) & (p <= 1)).all()
+    new = noisy[noise]
+    assert (new == MASK).all() if routine.masks else ((new >= 0) & (new < routine.constants()["vocab_size"])).all()
+    assert noise.any()
+    nothing = torch.zeros_like(loss_mask)
+    outputs = routine(ids, nothing, seeds=seeds, backend=backend)
+    assert len({t.untyped_storage().data_ptr() for t in (ids, nothing, *outputs)}) == 5
+
+
+@pytest.mark.covering(1, most=2)
+@every_routine
+def test_all_positions_are_supervised_without_a_mask(routine, backend, device):
+    """The choice among all positions is also that under a mask, unless the number depends on the mask."""
+    ids, loss_mask, seeds = batch(9, 50, device)
+    everywhere = routine(ids, torch.ones_like(loss_mask), seeds=seeds, backend=backend)
+    if not routine.of_supervised:
+        under_mask = routine(ids, loss_mask, seeds=seeds, backend=backend)
+        assert torch.equal(under_mask[1], everywhere[1] & loss_mask)
+        assert torch.equal(under_mask[0], torch.where(loss_mask, everywhere[0], ids))
+    if routine.takes_no_mask:
+        assert same(routine(ids, None, seeds=seeds, backend=backend), everywhere)
+        return
+    with pytest.raises(TypeError, match=r"^loss_mask must be a torch\.Tensor, got NoneType"):
+        routine(ids, None, seeds=seeds, backend=backend)
+
+
+@pytest.mark.covering(1, most=2)
+@every_routine
+def test_a_row_depends_on_its_seed_alone(routine, backend, device):
+    """The same in other batches and layouts; other seeds give other noise."""
+    ids, loss_mask, seeds = batch(6, 40, device)
+    whole = routine(ids, loss_mask, seeds=seeds, backend=backend)
+    for rows in ([2], [5, 0, 3, 3]):
+        assert same(
+            [t[rows] for t in whole],
+            routine(ids[rows].t().contiguous().t(), loss_mask[rows].float(), seeds=seeds[rows], backend=backend),
+        )
+    equal = ids[:1].expand(6, 40), torch.ones_like(loss_mask)
+    noise = routine(*equal, seeds=seeds, backend=backend)[1]
+    assert len({*map(tuple, noise.tolist())}) > 1 or noise.all()
+    assert torch.equal(noise[1:2], routine(*equal, seeds=seeds[[1] * 6], backend=backend)[1].unique(dim=0))
+
+
+@pytest.mark.covering(1, most=2)
+@every_routine
+def test_a_level_is_used_as_it_is(routine, backend, device):
+    """Levels of each part, in any floating dtype and stride: ``p_mask`` holds them; 0 masks nothing, 1 everything."""
+    if "level" not in routine.parameters:
+        return
+    ids, loss_mask, seeds = batch(5, 30, device)
+    parts = routine.parts(ids.cpu()).to(device)
+    most = int(parts.max()) + 1
+    given = torch.tensor([0.0, 0.25, 0.5, 1.0, 0.75], device=device)[torch.arange(5 * most, device=device) % 5]
+    columns = routine.columns(30)
+    level = torch.nn.functional.pad(given.view(5, most), (0, columns - most), value=0.5)
+    expected = torch.where(parts < 0, 1.0, level.gather(1, parts.clamp(min=0)))
+    of_call = {"seeds": seeds, "backend": backend}
+    noise = routine(ids, loss_mask, level=level, **of_call)[1]
+    assert routine.number or not noise[expected == 0].any()
+    assert torch.equal(noise[expected == 1], (loss_mask & (parts >= 0))[expected == 1])
+    others = [level[:, 0]] if columns == 1 else []
+    for t in (level.double(), level.half(), level.bfloat16(), level.t().contiguous().t(), *others):
+        assert same(routine(ids, loss_mask, level=t, **of_call)[1:], (noise, expected))
 
 
 # Levels and lengths: both clamps, rounding half to even (2.5, 3.5, 0.5, 1.5), and float32 products that round to a
@@ -290,28 +210,30 @@ def test_threads_draw_separately_also_if_the_first_draw_is_in_inference_mode():
         assert same(found, with_generator if isinstance(i, tuple) else expected[i])
 
 
-@pytest.mark.everyday(1)
-def test_levels_lie_in_their_range(backend, device):
+@pytest.mark.covering(1, most=2)
+@every_routine
+def test_levels_lie_in_their_range(routine, backend, device):
+    if "eps" not in routine.parameters or "level" in routine.inputs(IDS):
+        return
     ids, loss_mask, _ = batch(64, 8, device)
     seeds = torch.arange(64, device=device)
     for eps in (0.0, 0.001, 0.9, 0.999999):
-        for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
-            p = routine(ids, loss_mask, MASK, eps=eps, seeds=seeds, backend=backend)[2]
-            assert float(p.min()) >= np.float32(eps)
-            assert float(p.max()) <= 1
+        p = routine(ids, loss_mask, eps=eps, seeds=seeds, backend=backend)[2]
+        assert float(p.min()) >= np.float32(eps)
+        assert float(p.max()) <= 1
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
 def test_empty_batches(shape, backend, device):
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     loss_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    of_segments = uniform(segment_ids=ids)
-    for routine in (*ROUTINES.values(), of_segments):
+    for routine in ROUTINES.values():
         for start in (None, ids.new_zeros(shape[0])):
             outputs = routine(ids, loss_mask, start=start, backend=backend)
             assert [t.shape for t in outputs] == [ids.shape] * 3
             assert [t.dtype for t in outputs] == [torch.int64, torch.bool, torch.float32]
-    assert corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend)[1].shape == shape
+        with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'cuda'"):
+            routine(ids, loss_mask, backend="cuda")
 
 
 NO_FMA = """
@@ -333,13 +255,15 @@ def test_a_product_and_a_sum_are_rounded_separately():
     # The masks agree between devices only if the compiler rounds every step. Kernels in this process may be
     # interpreted.
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=ROOT)
 
 
 @pytest.mark.gpu
 @every_routine
 def test_one_launch_and_no_host_sync(routine):
     """``tests/support/mock_gpu_checks.py`` counts launches and syncs on a mock GPU, too."""
+    if not routine.one_launch:
+        return
     ids, loss_mask, seeds = batch(8, 512, "cuda")
     inputs = routine.inputs_on(ids)
     routine.launch(ids, loss_mask, **inputs, seeds=seeds)
@@ -378,66 +302,86 @@ def test_signatures_are_those_documented(name):
 
 
 IDS, LOSS, _ = batch(2, 6)
-# Arguments that replace valid ones; the routines with such an argument; the error message. ``test_sources.py`` has
-# sources of the draws.
+ONES = torch.ones(2)
+META = torch.zeros(2, device="meta")
+# Arguments that replace valid ones of every routine that has them; the error message. ``test_sources.py`` has sources
+# of the draws, and ``test_padding.py`` the start.
 BAD = [
-    ({"input_ids": [[1]]}, "mask", TypeError, "input_ids must be a torch.Tensor, got list"),
-    ({"input_ids": IDS.float()}, "mask", ValueError, "input_ids must have dtype int64, .* got float32"),
-    ({"input_ids": IDS[0]}, "mask", ValueError, r"input_ids must have shape \[B, L\], got \(6,\)"),
-    ({"loss_mask": [1]}, "mask", TypeError, "loss_mask must be a torch.Tensor, got list"),
-    ({"loss_mask": LOSS[:, :3]}, "mask", ValueError, r"loss_mask must have shape \(2, 6\) .* got \(2, 3\)"),
-    ({"loss_mask": LOSS.to("meta")}, "mask", ValueError, "loss_mask must be on cpu like input_ids, got meta"),
-    ({"loss_mask": LOSS.to(torch.complex64)}, "mask", ValueError, "loss_mask must have dtype bool, .* got complex64"),
-    ({"loss_mask": None}, "uniform", TypeError, "loss_mask must be a torch.Tensor, got NoneType"),
-    ({"mask_token_id": 1.5}, "mask", TypeError, "mask_token_id must be an int, got float"),
-    ({"mask_token_id": 2**63}, "mask", ValueError, "mask_token_id must fit the int64 of input_ids, .* got 9223"),
-    ({"eps": 1.001}, "uniform", ValueError, r"eps must lie in \[0, 1\], got 1.001"),
-    ({"eps": -1e-3}, "blockwise", ValueError, r"eps must lie in \[0, 1\], got -0.001"),
-    ({"eps": float("nan")}, "random", ValueError, r"eps must lie in \[0, 1\], got nan"),
-    ({"eps": "small"}, "uniform", TypeError, "eps must be a float, got str"),
-    ({"half_life_ratio": 0}, "blockwise", ValueError, "half_life_ratio must be above 0, got 0"),
-    ({"half_life_ratio": float("nan")}, "blockwise", ValueError, "half_life_ratio must be above 0, got nan"),
-    ({"half_life_ratio": None}, "blockwise", TypeError, "half_life_ratio must be a float, got NoneType"),
-    ({"block_size": 0}, "blockwise", ValueError, "block_size must be at least 1, got 0"),
-    ({"block_size": 2.0}, "random", TypeError, "block_size must be an int, got float"),
-    ({"vocab_size": 0}, "random", ValueError, "vocab_size must be at least 1, got 0"),
-    ({"vocab_size": 2**31 + 1}, "random", ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
-    ({"input_ids": IDS.to(torch.int16)}, "random", ValueError, "vocab_size - 1 must fit the int16 of input_ids"),
-]
-CALLS = {
-    "uniform": (corruption.corrupt_uniform, {"mask_token_id": MASK}),
-    "blockwise": (corruption.corrupt_blockwise, {"mask_token_id": MASK}),
-    "all": (corruption.corrupt_all_masked, {"mask_token_id": MASK}),
-    "random": (corruption.corrupt_uniform_random, {"vocab_size": V}),
-}
-GROUPS = {"mask": ("uniform", "blockwise", "all")}
+    ({"input_ids": [[1]]}, TypeError, "input_ids must be a torch.Tensor, got list"),
+    ({"input_ids": IDS.float()}, ValueError, "input_ids must have dtype int64, .* got float32"),
+    ({"input_ids": IDS[0]}, ValueError, r"input_ids must have shape \[B, L\], got \(6,\)"),
+    ({"input_ids": IDS.to(torch.int16)}, ValueError, "(mask_token_id|vocab_size - 1) must fit the int16 of input_ids"),
+    ({"loss_mask": [1]}, TypeError, "loss_mask must be a torch.Tensor, got list"),
+    ({"loss_mask": LOSS[:, :3]}, ValueError, r"loss_mask must have shape \(2, 6\) .* got \(2, 3\)"),
+    ({"loss_mask": LOSS.to("meta")}, ValueError, "loss_mask must be on cpu like input_ids, got meta"),
+    ({"loss_mask": LOSS.to(torch.complex64)}, ValueError, "loss_mask must have dtype bool, .* got complex64"),
+    ({"mask_token_id": 1.5}, TypeError, "mask_token_id must be an int, got float"),
+    ({"mask_token_id": True}, TypeError, "mask_token_id must be an int, got bool"),
+    ({"mask_token_id": -1}, ValueError, "mask_token_id must not be negative, got -1"),
+    ({"mask_token_id": -100}, ValueError, "mask_token_id must not be negative, got -100"),
+    ({"mask_token_id": 2**63}, ValueError, "mask_token_id must fit the int64 of input_ids, .* got 9223"),
+    ({"eps": 1.001}, ValueError, r"eps must lie in \[0, 1\], got 1.001"),
+    ({"eps": -1e-3}, ValueError, r"eps must lie in \[0, 1\], got -0.001"),
+    ({"eps": float("nan")}, ValueError, r"eps must lie in \[0, 1\], got nan"),
+    ({"eps": "small"}, TypeError, "eps must be a float, got str"),
+    ({"half_life_ratio": 0}, ValueError, "half_life_ratio must be above 0, got 0"),
+    ({"half_life_ratio": float("nan")}, ValueError, "half_life_ratio must be above 0, got nan"),
+    ({"half_life_ratio": None}, TypeError, "half_life_ratio must be a float, got NoneType"),
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float"),
+    ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0"),
+    ({"vocab_size": 2**31 + 1}, ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
+    ({"level": 0.5}, TypeError, "level must be a torch.Tensor, got float"),
+    ({"level": IDS[:, 0]}, ValueError, "level must have dtype float16, .* got int64"),
+    ({"level": torch.ones(2, 3)}, ValueError, r"level must have shape \(2,\) or \(2, 1\), got \(2, 3\)"),
+    (
+        {"level": torch.ones(3), "block_size": 2}, ValueError,
+        r"level must have shape \(2,\) or \(2, 1\) or \(2, 3\), got \(3,\)",
+    ),
+    ({"level": META}, ValueError, "level must be on cpu like input_ids, got meta"),
+    ({"level": ONES * 1.25}, ValueError, r"level must lie in \[0, 1\], got values from 1.25 to 1.25"),
+    ({"level": ONES * -0.5}, ValueError, r"level must lie in \[0, 1\], got values from -0.5 to -0.5"),
+    ({"level": ONES * float("nan")}, ValueError, r"level must lie in \[0, 1\], got values from nan to nan"),
+]  # fmt: skip
+of_a_routine = pytest.mark.parametrize("case", FIRSTS.values(), ids=FIRSTS)
 
 
-@pytest.mark.parametrize(("arguments", "group", "error", "message"), BAD)
-def test_errors(arguments, group, error, message):
-    for name in GROUPS.get(group, (group,)):
-        call, good = CALLS[name]
-        with pytest.raises(error, match=message):
-            call(**({"input_ids": IDS, "loss_mask": LOSS} | good | arguments))
+@of_a_routine
+def test_errors(case):
+    good = {"input_ids": IDS, "loss_mask": LOSS} | case.constants() | case.inputs(IDS)
+    for arguments, error, message in BAD:
+        if arguments.keys() <= case.parameters.keys():
+            with pytest.raises(error, match=f"^{message}"):
+                getattr(corruption, case.routine)(**good | arguments)
+
+
+@of_a_routine
+def test_tensor_arguments_take_no_gradient(case):
+    """A tensor that requires a gradient raises an error, except under no_grad."""
+    floating = {name: t for name, t in case.inputs(IDS).items() if t.is_floating_point()}
+    floating |= {"level": ONES / 2} if "level" in case.parameters else {}
+    for name, t in floating.items():
+        call = functools.partial(case, IDS, LOSS, **{name: t.clone().requires_grad_()})
+        with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
+            call()
+        with torch.no_grad():
+            assert not any(out.requires_grad for out in call())
 
 
 def test_a_default_device_changes_nothing():
     ids, mask, seeds = batch(3, 11)
-    for routine in FEW:
+    for routine in FEW.values():
         expected = routine(ids, mask, seeds=seeds)
         with torch.device("meta"):
             got = routine(ids, mask, seeds=seeds)
         assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
 
 
-def test_all_masked_is_called_like_the_others():
-    ids, mask, seeds = batch(2, 5)
-    expected = corruption.corrupt_all_masked(ids, mask, MASK)
+def test_all_masked_draws_nothing():
+    ids, mask, _ = batch(2, 5)
     generator = torch.Generator().manual_seed(0)
     state = generator.get_state()
-    for inputs in ({"seeds": seeds}, {"generator": generator}):
-        got = corruption.corrupt_all_masked(ids, mask, MASK, **inputs)
-        assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+    corruption.corrupt_all_masked(ids, mask, MASK, generator=generator)
     assert torch.equal(generator.get_state(), state)
 
 
@@ -449,15 +393,6 @@ def test_numbers_may_come_from_numpy():
     inputs = corruption.corrupt_uniform_random(ids, mask, np.int64(7), np.int32(4), seeds=seeds)
     expected = corruption.corrupt_uniform_random(ids, mask, 7, 4, seeds=seeds)
     assert all(torch.equal(x, y) for x, y in zip(expected, inputs, strict=True))
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
-def test_an_empty_batch_does_not_hide_an_unknown_backend(shape):
-    ids = torch.zeros(shape, dtype=torch.long)
-    for routine in (*FEW, lambda *a, **kw: corruption.corrupt_all_masked(*a, MASK, **kw)):
-        assert [t.shape for t in routine(ids, ids > 0)] == [shape] * 3
-        with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'cuda'"):
-            routine(ids, ids > 0, backend="cuda")
 
 
 def test_a_token_of_1_masks(device):

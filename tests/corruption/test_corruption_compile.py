@@ -6,35 +6,16 @@ Inductor generates its own code for everything outside the ops.
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 from dllm_kernels import corruption
-
-V, MASK = 1_000, 999
-
-
-def of_blocks(ids, loss_mask, seeds, block_size):
-    return (
-        *corruption.corrupt_uniform(ids, loss_mask, MASK, block_size=block_size, seeds=seeds),
-        *corruption.corrupt_blockwise(ids, loss_mask, MASK, block_size, seeds=seeds),
-        *corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds),
-    )
+from tests.support.routines import FIRSTS, OTHERS, ROUTINES
 
 
-def every_routine(ids, loss_mask, seeds, *block_sizes):
-    """Return all outputs of all routines, traced as one graph."""
-    log_w = torch.linspace(-2, 2, ids.shape[1], device=ids.device).expand(ids.shape)
-    k = torch.arange(len(ids), device=ids.device)
-    p = torch.linspace(0, 0.5, len(ids), device=ids.device)
-    return [
-        *corruption.corrupt_uniform(ids, loss_mask, MASK, seeds=seeds),
-        *(t for size in block_sizes for t in of_blocks(ids, loss_mask, seeds, size)),
-        *corruption.corrupt_all_masked(ids, loss_mask, MASK),
-        corruption.batched_gumbel_topk(log_w, k, seeds=seeds),
-        *corruption.corrupt_uniform(ids, loss_mask, MASK, level=p, exact=True, seeds=seeds),
-        *corruption.corrupt_mix(ids, loss_mask, MASK, V, mask_prob=p, uniform_prob=p, seeds=seeds),
-        corruption.complementary(loss_mask, ids > 500),
-        corruption.sample_level(3, method="stratified", seeds=torch.arange(3, device=ids.device)),
-    ]
+def every_function(ids, loss_mask, seeds, inputs):
+    """Return all outputs of all functions, traced as one graph."""
+    outputs = [case.launch(ids, loss_mask, **inputs[name], seeds=seeds) for name, case in ROUTINES.items()]
+    return tree_leaves([outputs, [call(ids, loss_mask, seeds=seeds) for call in OTHERS.values()]])
 
 
 @pytest.fixture(autouse=True)
@@ -48,24 +29,23 @@ def fresh_dynamo():
 def test_inductor_gives_the_eager_result_for_every_seed():
     """No draw is a constant of the graph. Blocks: none, longer than the row, a short or a full last one, positions."""
     ids, loss_mask = torch.arange(60).view(3, 20) * 16, torch.arange(60).view(3, 20) % 4 != 0
-    sizes = None, 40, 6, 5, 1
-    compiled = torch.compile(every_routine, backend="inductor", fullgraph=True)
+    inputs = {name: case.inputs(ids) for name, case in ROUTINES.items()}
+    compiled = torch.compile(every_function, backend="inductor", fullgraph=True)
     for first in (0, 7, -3):
         seeds = torch.arange(first, first + 3)
-        got = compiled(ids, loss_mask, seeds, *sizes)
-        for theirs, ours in zip(every_routine(ids, loss_mask, seeds, *sizes), got, strict=True):
+        got = compiled(ids, loss_mask, seeds, inputs)
+        for theirs, ours in zip(every_function(ids, loss_mask, seeds, inputs), got, strict=True):
             assert theirs.dtype == ours.dtype
             assert torch.equal(theirs, ours)
-    assert not torch.equal(got[0], compiled(ids, loss_mask, seeds + 1, *sizes)[0])
+    assert not torch.equal(got[0], compiled(ids, loss_mask, seeds + 1, inputs)[0])
+
+
+def of_float(name, case):
+    return lambda ids, mask, seeds, x: case(ids, mask, seeds=seeds, **{name: x})
 
 
 SHARES = {
-    "uniform": lambda ids, mask, seeds, x: corruption.corrupt_uniform(ids, mask, MASK, x, seeds=seeds),
-    "random": lambda ids, mask, seeds, x: corruption.corrupt_uniform_random(ids, mask, V, 4, x, seeds=seeds),
-    "blockwise": lambda ids, mask, seeds, x: corruption.corrupt_blockwise(ids, mask, MASK, 4, x, seeds=seeds),
-    "half life": lambda ids, mask, seeds, x: corruption.corrupt_blockwise(
-        ids, mask, MASK, 4, half_life_ratio=x, seeds=seeds
-    ),
+    **{f"{case.routine}, {name}": of_float(name, case) for case in FIRSTS.values() for name in case.floats},
     "levels": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=x / 2, high=1 - x / 4, seeds=seeds)],
     "levels from": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=x, seeds=seeds)],
     "levels to": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=0.01, high=x, seeds=seeds)],

@@ -1,14 +1,13 @@
-"""The caller's levels, exact counts, level samplers, complements and the two-channel corruption."""
+"""Exact counts of long rows, level samplers, complements and the two-channel corruption."""
 
 import pytest
 import torch
 
-from dllm_kernels import corruption
-from dllm_kernels.corruption import complementary, corrupt_blockwise, corrupt_mix, corrupt_uniform, sample_level
+from dllm_kernels.corruption import complementary, corrupt_mix, corrupt_uniform, sample_level
 from reference import corruption as reference
-from tests.corruption.test_corruption import batch as batch_of_all_tokens
-from tests.corruption.test_corruption import seed_of_a_call
 from tests.support.parity import same
+from tests.support.routines import batch as batch_of_all_tokens
+from tests.support.routines import seed_of_a_call
 from tests.support.uniforms import draws
 
 MASK, V = 126, 130
@@ -17,36 +16,6 @@ MASK, V = 126, 130
 def batch(*sizes):
     ids, *others = batch_of_all_tokens(*sizes)
     return ids % V, *others
-
-
-# The caller's level
-
-
-def test_levels_of_any_floating_dtype_and_stride(backend, device):
-    ids, loss_mask, seeds = batch(4, 30, device)
-    level = torch.tensor([0.25, 0.5, 0.75, 1.0], device=device)
-    expected = corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)
-    for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        assert same(
-            corrupt_uniform(ids, loss_mask, MASK, level=level.to(dtype), seeds=seeds, backend=backend), expected
-        )
-    strided = torch.stack([level, level * 0], dim=1)[:, 0]
-    assert same(corrupt_uniform(ids, loss_mask, MASK, level=strided, seeds=seeds, backend=backend), expected)
-    of_blocks = torch.rand(3, 4, device=device).t()
-    assert same(
-        corrupt_blockwise(ids, loss_mask, MASK, 12, level=of_blocks, seeds=seeds, backend=backend),
-        corrupt_blockwise(ids, loss_mask, MASK, 12, level=of_blocks.contiguous(), seeds=seeds),
-    )
-
-
-def test_a_level_gets_no_gradient(device):
-    """A level that requires a gradient raises an error, except under no_grad."""
-    ids, loss_mask, seeds = batch(2, 5, device)
-    level = torch.rand(2, device=device, requires_grad=True)
-    with pytest.raises(ValueError, match="level must not require a gradient"):
-        corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)
-    with torch.no_grad():
-        assert not corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)[2].requires_grad
 
 
 # Exact counts
@@ -173,9 +142,7 @@ def test_mix_accepts_rounding_errors(backend, device):
 IDS, LOSS = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)
 HALF = torch.full((2,), 0.5)
 GOOD = {
-    "uniform": lambda **kw: corrupt_uniform(IDS, LOSS, MASK, **kw),
-    "blocks": lambda **kw: corrupt_blockwise(IDS, LOSS, MASK, 3, **kw),
-    "random": lambda **kw: corruption.corrupt_uniform_random(IDS, LOSS, V, 3, **kw),
+    "exact": lambda **kw: corrupt_uniform(IDS, LOSS, MASK, **kw),
     "mix": lambda **kw: corrupt_mix(
         IDS, LOSS, **({"mask_token_id": MASK, "vocab_size": V, "mask_prob": HALF, "uniform_prob": HALF} | kw)
     ),
@@ -187,26 +154,8 @@ META = torch.zeros(2, device="meta")
 @pytest.mark.parametrize(
     ("call", "arguments", "error", "message"),
     [
-        ("uniform", {"level": 0.5}, TypeError, "level must be a torch.Tensor, got float"),
-        (
-            "uniform", {"level": torch.ones(2, dtype=torch.int64)}, ValueError,
-            "level must have dtype float16, .* got int64",
-        ),
-        ("uniform", {"level": torch.ones(2, 3)}, ValueError, r"level must have shape \(2,\) or \(2, 1\), got \(2, 3\)"),
-        (
-            "blocks", {"level": torch.ones(3)}, ValueError,
-            r"level must have shape \(2,\) or \(2, 1\) or \(2, 3\), got \(3,\)",
-        ),
-        ("random", {"level": META}, ValueError, "level must be on cpu like input_ids, got meta"),
-        ("uniform", {"level": HALF * 2.5}, ValueError, r"level must lie in \[0, 1\], got values from 1.25 to 1.25"),
-        ("blocks", {"level": HALF - 1}, ValueError, r"level must lie in \[0, 1\], got values from -0.5 to -0.5"),
-        (
-            "random", {"level": HALF * float("nan")}, ValueError,
-            r"level must lie in \[0, 1\], got values from nan to nan",
-        ),
-        ("uniform", {"exact": 1}, TypeError, "exact must be a bool, got int"),
+        ("exact", {"exact": 1}, TypeError, "exact must be a bool, got int"),
         ("mix", {"vocab_size": 2}, ValueError, "vocab_size must be at least 3, got 2"),
-        ("mix", {"vocab_size": 2**31 + 1}, ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
         ("mix", {"mask_prob": 0.5}, TypeError, "mask_prob must be a torch.Tensor, got float"),
         (
             "mix", {"uniform_prob": torch.ones(2, 2)}, ValueError,

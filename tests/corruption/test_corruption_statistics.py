@@ -7,15 +7,19 @@ The seeds are fixed, so the outcome is the same in every run.
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dllm_kernels import corruption
 from dllm_kernels.ops import gumbel_topk_mask
+from tests.corruption.test_corruption import every_routine
+from tests.support.routines import FIRSTS
 
 Z = 6.5
 P = 1e-9
+OF_TOKENS = {name: case for name, case in FIRSTS.items() if "vocab_size" in case.parameters}
 
 
 def chi_square_p(counts, expected):
@@ -64,38 +68,68 @@ def uniform_batch(B, L):
     return torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
 
 
-def test_levels_are_uniform_and_coins_land_at_their_rate():
-    ids, everywhere = uniform_batch(4000, 64)
-    eps = 0.1
-    _, noise, p = corruption.corrupt_uniform(ids, everywhere, 1, eps, torch.Generator().manual_seed(2))
-    t = (p[:, 0].double() - eps) / (1 - eps)
-    counts = torch.histc(t, 20, 0, 1)
-    assert chi_square_p(counts, torch.full_like(counts, 4000 / 20)) > P
-    p = p.double()
-    score = (noise.double() - p).sum() / (p * (1 - p)).sum().sqrt()
-    assert abs(float(score)) < Z
-    # coins are independent: the variance of a row's count is that of independent coins
-    p, noise = p[p[:, 0] < 0.9], noise[p[:, 0] < 0.9]  # near 1, a single miss would weigh as much as a thousand rows
-    rest = ((noise.double() - p).sum(1) ** 2) / (64 * p[:, 0] * (1 - p[:, 0]))
-    assert abs(float(rest.mean()) - 1) < Z * (2.1 / len(p)) ** 0.5
+def score(values):
+    """Return the mean of independent values with expectation 0 over its standard error, along dimension 0."""
+    return values.mean(0) / (values.std(0) / len(values) ** 0.5).clamp(min=1e-9)
 
 
-@pytest.mark.parametrize("block_size", [8, None])
-def test_counts_have_the_distribution_of_the_rounded_level(block_size):
-    length, eps = 8, 0.0
-    ids, everywhere = uniform_batch(2000 if block_size else 16_000, 64 if block_size else length)
-    _, noise, _ = corruption.corrupt_blockwise(
-        ids, everywhere, 1, block_size, eps, generator=torch.Generator().manual_seed(4)
-    )
-    k = noise.view(-1, length).sum(1)
-    share = torch.full((length + 1,), 1 / length, dtype=torch.float64)
-    share[0] = share[-1] = 0.5 / length  # [0, 1/2) rounds to 0; it is half as wide as the interval that rounds to 1
-    if block_size is None:  # each sequence masks at least one position
-        share[1] += share[0]
-        share[0] = 0
-    counts = torch.bincount(k, minlength=length + 1).double()
-    assert counts[share == 0].sum() == 0
-    assert chi_square_p(counts[share > 0], (k.numel() * share)[share > 0]) > P
+def drawn(case, B=4000, L=24, eps=0.3):
+    """Corrupt rows with other tokens; returns all arguments, the part of each position, noise and ``p_mask``."""
+    ids = torch.randint(0, 10_000, (B, L), generator=torch.Generator().manual_seed(3))
+    given = case.constants() | case.inputs(ids)
+    if "eps" in case.parameters:
+        given["eps"] = eps
+    _, noise, p = case(ids, torch.ones_like(ids), **given, generator=torch.Generator().manual_seed(2))
+    return given, case.parts(ids), noise.double(), p.double()
+
+
+@every_routine
+def test_levels_have_their_distribution_above_eps_and_are_one_of_each_part(routine):
+    """Independent of each other, and 1 outside of all parts. A level that is passed is used as it is."""
+    given, parts, _, p = drawn(routine)
+    assert (p[parts < 0] == 1).all()
+    of_part = torch.full((len(p), int(parts.max()) + 1), -1.0, dtype=p.dtype)
+    of_part = of_part.scatter_reduce(1, parts.clamp(min=0), torch.where(parts < 0, -1.0, p), "amax")
+    assert torch.equal(torch.where(parts < 0, 1, of_part.gather(1, parts.clamp(min=0))), p)
+    if "level" in given:
+        level = given["level"].double().expand(-1, max(of_part.shape[1], given["level"].shape[1]))
+        assert torch.equal(of_part, torch.where(of_part < 0, of_part, level[:, : of_part.shape[1]]))
+    elif "eps" in given and routine.rate is None:
+        assert (of_part[of_part >= 0] > 0.3).all()
+        of_part = torch.where(of_part < 0, -1, routine.cdf(((of_part - 0.3) / 0.7).clamp(0, 1)))
+        there = of_part[of_part >= 0]
+        counts = torch.histc(there, 20, 0, 1)
+        assert chi_square_p(counts, torch.full_like(counts, len(there) / 20)) > P
+        for a, b in ((of_part[:, :-1], of_part[:, 1:]), (of_part[:-1], of_part[1:])):
+            both = (a >= 0) & (b >= 0)
+            assert not both.any() or score(((a - 0.5) * (b - 0.5))[both]).abs() < Z
+    else:
+        assert (p == 1).all()
+
+
+@every_routine
+def test_positions_are_corrupted_at_their_rate(routine):
+    """In total, in each column, in proportion to the rate, and over it; a number of positions is exact in each part."""
+    given, parts, noise, p = drawn(routine)
+    assert not noise[parts < 0].any()
+    if routine.number:
+        inside, sizes, counts = parts >= 0, *torch.zeros(2, len(p), int(parts.max()) + 1)
+        sizes.scatter_add_(1, parts.clamp(min=0), inside.float())
+        counts.scatter_add_(1, parts.clamp(min=0), (noise * inside).float())
+        levels = torch.ones_like(sizes).scatter_(1, parts.clamp(min=0), p.float())
+        expected = routine.number(levels.flatten(), sizes.long().flatten())
+        assert torch.equal(counts.flatten().long(), expected)
+        return
+    rate = p if routine.rate is None else torch.as_tensor(routine.rate(given)).double().expand_as(p)
+    rate = torch.where(parts < 0, 0.0, rate)
+    assert not noise[rate == 0].any()
+    assert noise[rate == 1].all()
+    miss = noise - rate
+    over = torch.where(rate > 0, noise / rate.clamp(min=1e-9) - 1, 0)
+    for values in (miss, miss * (rate - rate.mean()), over, miss.mean(1, keepdim=True)):
+        assert score(values).abs().max() < Z
+    if routine.rate is None:  # the rate is the level, given which positions are independent
+        assert score(miss.sum(1) ** 2 - (rate * (1 - rate)).sum(1)).abs() < Z
 
 
 def test_positions_are_chosen_with_the_documented_bias():
@@ -121,20 +155,26 @@ def test_positions_are_chosen_with_the_documented_bias():
     assert (inclusion.mean(0).diff() > 0.02).all()  # the test has a bias to detect
 
 
-@pytest.mark.parametrize("vocab_size", [3, 100])
-def test_replacement_tokens_are_uniform_and_independent_of_the_coins(vocab_size):
-    ids = torch.full((1000, 128), 7777)
-    everywhere = torch.ones_like(ids)
-    noisy, noise, p_mask = corruption.corrupt_uniform_random(
-        ids, everywhere, vocab_size, 16, generator=torch.Generator().manual_seed(6)
-    )
-    assert (p_mask == 1).all()
-    tokens = noisy[noise]
-    counts = torch.bincount(tokens, minlength=vocab_size).double()
-    assert chi_square_p(counts, torch.full_like(counts, tokens.numel() / vocab_size)) > P
-    pairs = torch.bincount(tokens[:-1] % 3 * 3 + tokens[1:] % 3, minlength=9).double()
-    third = torch.bincount(torch.arange(vocab_size) % 3, minlength=3).double() / vocab_size
-    assert chi_square_p(pairs, (tokens.numel() - 1) * torch.outer(third, third).flatten()) > P
+@pytest.mark.parametrize("vocab_size", [5, 100])
+@pytest.mark.parametrize("case", OF_TOKENS.values(), ids=OF_TOKENS)
+def test_new_tokens_are_uniform_and_independent_of_each_other(case, vocab_size):
+    """Routines with a MASK replace a token by any other one; without it, by any one."""
+    clean, mask_token = 2, 1
+    ids = torch.full((1000, 128), clean)
+    case = replace(case, tokens={"vocab_size": vocab_size, "mask_token_id": mask_token})
+    noisy, noise, _ = case(ids, torch.ones_like(ids), generator=torch.Generator().manual_seed(6))
+    new = noisy[noise]
+    others = torch.arange(vocab_size)
+    if "mask_token_id" in case.parameters:
+        new = new[new != mask_token]
+        others = others[(others != clean) & (others != mask_token)]
+    counts = torch.bincount(new, minlength=vocab_size).double()
+    assert counts.sum() == counts[others].sum()
+    assert chi_square_p(counts[others], torch.full((len(others),), len(new) / len(others)).double()) > P
+    pairs = torch.bincount(new[:-1] % 3 * 3 + new[1:] % 3, minlength=9).double()
+    third = torch.bincount(others % 3, minlength=3).double() / len(others)
+    cells = torch.outer(third, third).flatten()
+    assert chi_square_p(pairs[cells > 0], (len(new) - 1) * cells[cells > 0]) > P
 
 
 def test_exact_sets_are_equally_likely():
@@ -153,21 +193,16 @@ def test_exact_sets_are_equally_likely():
     assert chi_square_p(counts, torch.full_like(counts, N / len(pairs))) > P
 
 
-@pytest.mark.parametrize("vocab_size", [5, 100])
-def test_mix_splits_at_its_rates_and_other_tokens_are_uniform(vocab_size):
-    B, L, clean, mask_token = 400, 500, 2, 1
-    ids = torch.full((B, L), clean)
+def test_mix_splits_at_its_rates():
+    B, L, mask_token = 400, 500, 1
+    ids = torch.full((B, L), 2)
     p, q = torch.full((B,), 0.3), torch.linspace(0.1, 0.6, B)
     generator = torch.Generator().manual_seed(9)
     noisy, noise = corruption.corrupt_mix(
-        ids, ids > 0, mask_token, vocab_size, mask_prob=p, uniform_prob=q, generator=generator
+        ids, ids > 0, mask_token, 100, mask_prob=p, uniform_prob=q, generator=generator
     )
     absorbed, moved = noisy == mask_token, noise & (noisy != mask_token)
     for found, rate in ((absorbed, p), (moved, q)):
         rate = rate.double()[:, None]
         score = (found.double() - rate).sum() / (rate * (1 - rate) * L).sum().sqrt()
         assert abs(float(score)) < Z
-    counts = torch.bincount(noisy[moved], minlength=vocab_size).double()
-    assert counts[clean] == counts[mask_token] == 0
-    others = torch.tensor([v for v in range(vocab_size) if v not in (clean, mask_token)])
-    assert chi_square_p(counts[others], torch.full((len(others),), float(moved.sum()) / len(others)).double()) > P

@@ -5,9 +5,9 @@ A corrupted batch is compared with its rows alone, without padding, as contiguou
 
 import contextlib
 import copy
-import inspect
 import os
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,17 +20,12 @@ from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, unpa
 from tests.conftest import DEVICE
 from tests.support.defaults import default_dtype
 from tests.support.pairs import pairs
+from tests.support.routines import FIRSTS
 
 MASK, V, L, BLOCK = 60, 61, 9, 4
-ROUTINES = {
-    "uniform": corruption.corrupt_uniform,
-    "blockwise": corruption.corrupt_blockwise,
-    "uniform_random": corruption.corrupt_uniform_random,
-    "all_masked": corruption.corrupt_all_masked,
-    "mix": corruption.corrupt_mix,
-}
+CASES = {name: replace(case, tokens={"mask_token_id": MASK, "vocab_size": V}) for name, case in FIRSTS.items()}
 NOISE = {
-    "routine": list(ROUTINES),
+    "routine": list(CASES),
     "ids": [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8],
     "mask": [
         torch.bool, torch.int64, torch.uint8, torch.float32, torch.float16, torch.bfloat16, torch.float64, None,
@@ -47,7 +42,7 @@ NOISE = {
     "backend": ["torch", "triton"],
     "around": ["nothing", "inference", "no_grad", "float64 by default", "bfloat16 by default", "compiled"],
 }  # fmt: skip
-HAS = {name: set(inspect.signature(function).parameters) for name, function in ROUTINES.items()}
+HAS = {name: {*case.parameters} for name, case in CASES.items()}
 
 
 def without(case):
@@ -56,15 +51,13 @@ def without(case):
     if case.get("exact") and parts != "row":  # refused
         return True
     if routine is None:
-        return all(without(case | {"routine": name}) for name in ROUTINES)
-    options = {"level": "level", "exact": "exact", "eps": "eps"}
-    if any(case.get(name) and argument not in HAS[routine] for name, argument in options.items()):
+        return all(without(case | {"routine": name}) for name in CASES)
+    missing = {"level", "exact", "eps"} - HAS[routine]
+    if any(case.get(name) is not None and case[name] is not False for name in missing):
         return True
-    if case.get("eps") is not None and "eps" not in HAS[routine]:
+    if "mask" in case and case["mask"] is None and not CASES[routine].takes_no_mask:
         return True
-    if "mask" in case and case["mask"] is None and routine != "blockwise":
-        return True
-    return (parts == "blocks" and "block_size" not in HAS[routine]) or (parts == "segments" and routine != "uniform")
+    return {"row": "input_ids", "blocks": "block_size", "segments": "segment_ids"}[parts] not in HAS[routine]
 
 
 SEED = int(os.environ.get("PAIRS_SEED", 0))  # other tables, to search by hand
@@ -79,13 +72,10 @@ def laid_out(t, layout):
     return t.t().contiguous().t()
 
 
-def call(case, ids, mask, *, seeds=None, **keywords):
+def call(case, ids, mask, **keywords):
     """Call the routine of a case; returns noisy ids, noise and, if there is one, p_mask."""
-    function, names = ROUTINES[case["routine"]], HAS[case["routine"]]
-    positional = {"mask_token_id": MASK, "vocab_size": V}
-    given = {name: value for name, value in positional.items() if name in names}
-    given |= {name: value for name, value in keywords.items() if value is not None}
-    return function(ids, mask, **given, **({} if seeds is None else {"seeds": seeds}))
+    given = {name: value for name, value in keywords.items() if value is not None}
+    return CASES[case["routine"]].launch(ids, mask, **given)
 
 
 def options_of(case, ids):
@@ -97,8 +87,7 @@ def options_of(case, ids):
     if case["parts"] == "segments":
         dtype = (torch.int64, torch.int32, torch.int16, torch.int8)[torch.randint(4, ())]
         options["segment_ids"] = torch.randint(-1, 3, (B, L), dtype=dtype)
-    if case["routine"] == "mix":
-        options |= {"mask_prob": torch.rand(B) / 2, "uniform_prob": torch.rand(B) / 2}
+    options |= CASES[case["routine"]].inputs(ids)
     if case["level"]:
         shape = {"[B]": (B,), "[B, 1]": (B, 1), "double": (B,)}.get(case["level"], (B, parts))
         options["level"] = torch.rand(shape, dtype=torch.float64 if case["level"] == "double" else torch.float32)
@@ -163,7 +152,7 @@ def test_corruption(number):
     assert all(t.dtype == torch.float32 and t.shape == (B, L) for t in p)
     supervised = torch.ones(B, L, dtype=torch.bool) if typed is None else mask != 0
     assert not (noise & ~supervised).any()
-    if case["routine"] in ("uniform", "blockwise", "all_masked"):
+    if CASES[case["routine"]].masks:
         assert torch.equal(noisy, torch.where(noise, MASK, ids))
     assert torch.equal(noisy[~noise], ids[~noise])
     plain_mask = None if typed is None else mask.bool()
@@ -269,7 +258,7 @@ def test_collator(number):
 
 
 TRAINED = {
-    "routine": ["uniform", "blockwise", "all_masked"],
+    "routine": ["corrupt_uniform", "corrupt_blockwise", "corrupt_all_masked"],
     "padding": ["right", "left"],
     "packed": [False, True],
     "seeds": ["field", "drawn", "generator", "fixed"],
@@ -286,7 +275,7 @@ TRAINED = {
 
 def untrained(case):
     """Return True for values that the collator refuses or that need more than one case."""
-    if case.get("routine") == "all_masked" and (case.get("level") or case.get("block_size")):
+    if case.get("routine") == "corrupt_all_masked" and (case.get("level") or case.get("block_size")):
         return True
     return case.get("workers") == 1 and case.get("seeds") == "generator"  # each would hold a copy
 
@@ -315,7 +304,7 @@ def test_collator_of_a_trainer(number):
         if case["supervised"] == "holes":
             sample["loss_mask"] = [j % 2 for j in range(len(sample["input_ids"]))]
     plain = left_padded if case["padding"] == "left" else DLLMCollator(eos_token_id=1)
-    routine, options = ROUTINES[case["routine"]], {}
+    routine, options = getattr(corruption, case["routine"]), {}
     if case["block_size"]:
         options["block_size"] = 4
     if case["seeds"] == "generator":
@@ -361,7 +350,7 @@ def test_collator_of_a_trainer(number):
         assert torch.equal(batch["position_ids"], clean["position_ids"])
     if field and settings["level"] is None:
         seeds = torch.tensor([s["seed"] for s in samples])
-        more = {"segment_ids": clean["segment_ids"]} if case["packed"] and routine is ROUTINES["uniform"] else {}
+        more = {"segment_ids": clean["segment_ids"]} if case["packed"] and routine is corruption.corrupt_uniform else {}
         more = {} if case["block_size"] else more
         want = routine(clean["input_ids"], supervised, MASK, seeds=seeds, **options, **more)
         assert torch.equal(ids, want[0])

@@ -6,16 +6,13 @@ import torch.nn.functional as F
 
 from dllm_kernels import corruption, gumbel_topk_mask, policy_views
 from tests.conftest import every_time
-from tests.corruption.test_corruption import MASK, ROUTINES, batch, every_routine
+from tests.corruption.test_corruption import every_routine
 from tests.support.parity import same
+from tests.support.routines import MASK, ROUTINES, batch, three
 
 pytestmark = pytest.mark.indices
 
 WIDTHS = (0, 3, 16, 29)  # columns of padding
-
-
-def all_masked(ids, mask, **keywords):
-    return corruption.corrupt_all_masked(ids, mask, MASK, **keywords)
 
 
 def padded(t, width, value=0):
@@ -23,11 +20,13 @@ def padded(t, width, value=0):
 
 
 def padded_arguments(routine, ids, loss_mask, width):
-    """Return ids and mask behind ``width`` columns of supervised padding, and the levels of the unpadded rows."""
+    """Return ids and mask behind ``width`` columns of supervised padding, and the other arguments of the rows."""
     given = routine.inputs_on(ids)
-    blocks = -(-(ids.shape[1] + width) // 6)
-    if "level" in given and given["level"].shape[1] > 1:  # a padded row has more columns, and their blocks are not used
-        given["level"] = F.pad(given["level"], (0, blocks - given["level"].shape[1]), value=0.5)
+    for name, t in given.items():
+        if name == "segment_ids":  # the padding is in a segment, which does not count
+            given[name] = padded(t, width, 3)
+        elif t.dim() == 2 and t.shape[1] > 1:  # a padded row has more columns, and their blocks are not used
+            given[name] = F.pad(t, (0, routine.columns(ids.shape[1] + width) - t.shape[1]), value=0.5)
     return padded(ids, width, 7), padded(loss_mask, width, True), given
 
 
@@ -37,26 +36,28 @@ def starts(ids, width):
     return torch.tensor([0, width, width + 1, width + L // 2, width + L], device=ids.device)
 
 
-@pytest.mark.everyday(12)
-@pytest.mark.covering(most=2)
+@pytest.mark.covering(2, most=2)
 @every_routine
 @pytest.mark.parametrize("width", every_time([3], WIDTHS))
 def test_a_padded_row_has_the_noise_of_the_row(routine, width, backend, device):
     ids, loss_mask, seeds = batch(5, 40, device)
     wide, wide_mask, given = padded_arguments(routine, ids, loss_mask, width)
     start = starts(ids, width)
-    outputs = routine.launch(wide, wide_mask, **given, seeds=seeds, start=start, backend=backend)
+    of_call = given | {"seeds": seeds, "start": start, "backend": backend}
+    outputs = routine(wide, wide_mask, **of_call)
+    if routine.takes_no_mask:
+        assert same(routine(wide, None, **of_call), routine(wide, torch.ones_like(wide_mask), **of_call))
     for b, first in enumerate(start.tolist()):
         assert torch.equal(outputs[0][b, :first], wide[b, :first])
         assert not outputs[1][b, :first].any()
+        # One level per row fills the row, as SCDD requires; otherwise padding is in no block and in no segment.
+        several = routine.columns(wide.shape[1]) > 1
+        assert (outputs[2][b, :first] == (1 if several else outputs[2][b, -1:])).all()
         if first == wide.shape[1]:
             continue
-        of_row = {name: t[b : b + 1] for name, t in given.items()}
-        if of_row.get("level", ids).shape[1] > 1 and "level" in of_row:
-            of_row["level"] = of_row["level"][:, : -(-(wide.shape[1] - first) // 6)]
-        alone = routine.launch(
-            wide[b : b + 1, first:], wide_mask[b : b + 1, first:], **of_row, seeds=seeds[b : b + 1], backend="torch"
-        )
+        of_row = routine.of_row(given, b, first, wide.shape[1])
+        row = wide[b : b + 1, first:], wide_mask[b : b + 1, first:]
+        alone = three(routine.launch(*row, **of_row, seeds=seeds[b : b + 1], backend="torch"))
         assert same([t[b : b + 1, first:] for t in outputs], alone)
 
 
@@ -68,28 +69,6 @@ def test_padded_rows_longer_than_the_registers(device):
         for b in ("triton", "torch")
     )
     assert same(by_kernel, by_torch)
-
-
-def test_all_masked_leaves_padding_alone(backend, device):
-    ids, loss_mask, _ = batch(3, 20, device)
-    start = torch.tensor([0, 4, 20], device=device)
-    noisy, noise, p_mask = all_masked(ids, loss_mask, start=start, backend=backend)
-    assert torch.equal(noise, loss_mask & (torch.arange(20, device=device) >= start[:, None]))
-    assert torch.equal(noisy, torch.where(noise, MASK, ids))
-    assert (p_mask == 1).all()
-
-
-def test_the_probability_of_padding(backend, device):
-    """One level per row fills the row, as SCDD requires; with blocks, padding is in none of them."""
-    ids, loss_mask, seeds = batch(3, 20, device)
-    start = torch.tensor([0, 4, 20], device=device)
-    padding = torch.arange(20, device=device) < start[:, None]
-    keywords = {"seeds": seeds, "start": start, "backend": backend}
-    p_mask = corruption.corrupt_uniform(ids, loss_mask, MASK, **keywords)[2]
-    assert torch.equal(p_mask, p_mask[:, :1].expand(3, 20))
-    for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
-        p_mask = routine(ids, loss_mask, MASK, block_size=6, **keywords)[2]
-        assert torch.equal(p_mask == 1, padding)
 
 
 @pytest.mark.everyday(3)
@@ -177,8 +156,7 @@ START = torch.tensor([0, 1])
 )
 def test_errors_of_start(start, error, message):
     ids, loss_mask, seeds = batch(2, 6)
-    calls = [*(routine for routine in ROUTINES.values()), all_masked]
-    for call in calls:
+    for call in ROUTINES.values():
         with pytest.raises(error, match=message):
             call(ids, loss_mask, seeds=seeds, start=start)
     for scheme in ("full", "elbo"):

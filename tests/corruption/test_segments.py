@@ -1,18 +1,12 @@
-"""Levels of blocks and of segments (packed documents) in ``corrupt_uniform``."""
+"""Segments (packed documents) in ``corrupt_uniform``: the order of their levels, errors, narrow types."""
 
 import pytest
 import torch
 
-from dllm_kernels import corruption
 from dllm_kernels.corruption import corrupt_uniform
-from tests.corruption.test_corruption import MASK
+from tests.support.routines import MASK
 
 pytestmark = pytest.mark.indices
-
-
-def documents(B, L, device="cpu", seed=0):
-    """Draw segment ids: runs, ids that occur again later, and positions in no segment."""
-    return torch.randint(-1, 4, (B, L), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def test_given_levels_belong_to_segments_in_their_order(backend, device):
@@ -27,24 +21,6 @@ def test_given_levels_belong_to_segments_in_their_order(backend, device):
     assert noise[0, [2, 3, 5]].tolist() == [False, False, True]
 
 
-@pytest.mark.parametrize("options", [{"block_size": 8}, {"segments": True}], ids=str)
-def test_noise_over_its_probability_has_the_expectation_1_in_every_position(options):
-    """20,000 rows, within 4 standard errors; ``corrupt_blockwise`` fails by 40 %."""
-    B, L = 20_000, 32
-    ids = torch.zeros(B, L, dtype=torch.int64)
-    lengths = torch.randint(1, 14, (B, L), generator=torch.Generator().manual_seed(2)).cumsum(1)
-    runs = torch.searchsorted(lengths, torch.arange(L).expand(B, L).contiguous(), right=True)
-    given = {"segment_ids": runs} if options.pop("segments", False) else options
-    generator = torch.Generator().manual_seed(11)
-    _, noise, p_mask = corrupt_uniform(ids, ids == 0, 1, generator=generator, **given)
-    ratio = noise.double() / p_mask.double()
-    error = ratio.std(0) / B**0.5
-    assert ((ratio.mean(0) - 1).abs() < 4 * error).all()
-    assert (error < 0.1).all()
-    _, noise, m = corruption.corrupt_blockwise(ids, None, 1, 8, generator=generator)
-    assert ((noise.double() / m).mean(0)[::8] < 0.7).all()
-
-
 IDS, ON = torch.zeros(2, 6, dtype=torch.int64), torch.ones(2, 6)
 SHAPES = r"\(2,\) or \(2, 1\) or "
 
@@ -55,7 +31,6 @@ SHAPES = r"\(2,\) or \(2, 1\) or "
         ({"exact": True, "block_size": 2}, ValueError, "exact must be False with block_size or segment_ids, got True"),
         ({"exact": True, "segment_ids": IDS}, ValueError, "exact must be False with block_size or segment_ids, got"),
         ({"block_size": 2, "segment_ids": IDS}, ValueError, "block_size and segment_ids exclude each other"),
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         ({"segment_ids": [0]}, TypeError, "segment_ids must be a torch.Tensor, got list"),
         ({"segment_ids": ON}, ValueError, "segment_ids must have dtype int64, .*, got float32"),
         ({"segment_ids": IDS[:1]}, ValueError, r"segment_ids must have shape \(2, 6\) \(that of input_ids\), got"),

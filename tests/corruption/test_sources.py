@@ -10,18 +10,14 @@ from dllm_kernels import corruption as c
 from dllm_kernels import ops, policy_views
 from dllm_kernels.integrations.transformers import pack_labels
 from dllm_kernels.losses import sample_prefix
+from tests.support.routines import FIRSTS, ROUTINES
 
 B, L, V, D = 2, 4, 9, 3
 IDS, ON, LEVEL = torch.zeros(B, L, dtype=torch.long), torch.ones(B, L, dtype=torch.bool), torch.full((B,), 0.5)
 H, W = torch.randn(B, L, D), torch.randn(V, D)
 STEPS = torch.arange(L).expand(B, L)
 CALLS = {
-    "corrupt_all_masked": lambda **o: c.corrupt_all_masked(IDS, ON, 8, **o),
-    "corrupt_uniform": lambda **o: c.corrupt_uniform(IDS, ON, 8, **o),
-    "corrupt_uniform, level": lambda **o: c.corrupt_uniform(IDS, ON, 8, level=LEVEL, exact=True, **o),
-    "corrupt_blockwise, level": lambda **o: c.corrupt_blockwise(IDS, None, 8, 2, level=LEVEL, **o),
-    "corrupt_uniform_random, level": lambda **o: c.corrupt_uniform_random(IDS, ON, V, level=LEVEL, **o),
-    "corrupt_mix": lambda **o: c.corrupt_mix(IDS, ON, 8, V, mask_prob=0 * LEVEL, uniform_prob=0 * LEVEL, **o),
+    **{name: lambda case=case, **o: case(IDS, ON, **o) for name, case in ROUTINES.items()},
     "no columns": lambda **o: c.corrupt_uniform(IDS[:, :0], ON[:, :0], 8, **o),
     "all masked, no columns": lambda **o: c.corrupt_all_masked(IDS[:, :0], ON[:, :0], 8, **o),
     "sample_level": lambda **o: c.sample_level(B, method="stratified", low=0.5, high=0.5, **o),
@@ -107,15 +103,13 @@ def test_dtensors_are_refused_in_our_words(dtensor):
             assert torch.equal(call(seeds=seeds).ids, call(seeds=SEEDS).ids)
         else:
             raises(TypeError, message.format("seeds"), call, seeds=seeds)
-    given = {"level": half, "segment_ids": dtensor(IDS), "start": seeds}
-    for name, t in given.items():
-        raises(TypeError, message.format(name), c.corrupt_uniform, IDS, ON, 8, **{name: t})
-    raises(TypeError, message.format("level"), c.corrupt_blockwise, IDS, ON, 8, level=half)
-    raises(TypeError, message.format("input_ids"), c.corrupt_uniform, dtensor(IDS), ON, 8)
-    raises(TypeError, message.format("loss_mask"), c.corrupt_uniform, IDS, dtensor(ON), 8)
+    for case in FIRSTS.values():
+        given = {"input_ids": IDS, "loss_mask": ON} | case.constants() | case.inputs(IDS)
+        tensors = {"level": LEVEL, "segment_ids": IDS, "start": SEEDS} | given
+        for name in tensors.keys() & case.parameters.keys() - case.constants().keys():
+            changed = given | {name: dtensor(tensors[name])}
+            raises(TypeError, message.format(name), getattr(c, case.routine), **changed)
     raises(TypeError, message.format("level"), policy_views, IDS, ON, 8, "elbo", level=half)
-    raises(TypeError, message.format("mask_prob"), c.corrupt_mix, IDS, ON, 8, V, mask_prob=half, uniform_prob=LEVEL)
-    raises(TypeError, message.format("uniform_prob"), c.corrupt_mix, IDS, ON, 8, V, mask_prob=LEVEL, uniform_prob=half)
     raises(TypeError, message.format("log_w"), c.batched_gumbel_topk, log_w, SEEDS)
     raises(TypeError, message.format("k"), c.batched_gumbel_topk, torch.zeros(B, L), seeds)
     raises(TypeError, message.format("uniform"), c.batched_gumbel_topk, torch.zeros(B, L), SEEDS, uniform=log_w)
@@ -127,8 +121,7 @@ def test_dtensors_are_refused_in_our_words(dtensor):
     raises(TypeError, message.format("input_ids"), pack_labels, dtensor(IDS), **masks)
 
 
-@pytest.mark.parametrize("name", ["corrupt_all_masked", "corrupt_uniform", "corrupt_blockwise", "policy_views"])
-def test_the_mask_id_is_not_negative(name):
-    call = getattr(c, name, None) or (lambda *args: policy_views(*args, "full"))
+def test_the_mask_id_of_views_is_not_negative():
+    """``test_corruption.py`` has that of the routines."""
     for bad in (-1, -100):
-        raises(ValueError, f"mask_token_id must not be negative, got {bad}", call, IDS, ON, bad)
+        raises(ValueError, f"mask_token_id must not be negative, got {bad}", policy_views, IDS, ON, bad, "full")

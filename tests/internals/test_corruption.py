@@ -18,9 +18,12 @@ from dllm_kernels.corruption import _gumbel, _noise, _philox, _rules, _seeds
 from dllm_kernels.corruption import _topk as op
 from dllm_kernels.corruption._noise import Noise
 from dllm_kernels.ops import gumbel_topk_mask
-from tests.corruption.test_corruption import COUNTS, MASK, ROUTINES, V, batch, more_routines
+from tests.conftest import INTERPRETED
+from tests.corruption.test_corruption import COUNTS, more_routines
 from tests.ops.test_gumbel_topk import SHAPES, example
+from tests.support import routines
 from tests.support.parity import same
+from tests.support.routines import MASK, MORE, OTHERS, ROUTINES, V, batch
 from tests.support.uniforms import draws, uniforms
 
 pytestmark = pytest.mark.indices
@@ -142,18 +145,13 @@ def test_the_bits_of_a_uniform(first, count):
 # Code paths
 
 
-OTHERS = {
-    "complementary": lambda ids, mask, seeds, **kw: corruption.complementary(mask, mask, **kw),
-    "levels": lambda ids, mask, seeds, **kw: corruption.sample_level(2, seeds=seeds, **kw),
-}
-
-
 @pytest.mark.parametrize("routine", [*ROUTINES.values(), *OTHERS.values()], ids=[*ROUTINES, *OTHERS])
 def test_the_requested_backend_runs(routine, monkeypatch, device):
     ids, loss_mask, seeds = batch(2, 9, device)
-    monkeypatch.setitem(sys.modules, kernels.__name__, None)
+    for name in ("corruption", "gumbel_topk"):
+        monkeypatch.setitem(sys.modules, f"dllm_kernels.backends.triton.{name}", None)
     routine(ids, loss_mask, seeds=seeds, backend="torch")
-    with pytest.raises(ImportError, match="corruption"):
+    with pytest.raises(ImportError, match=r"corruption|gumbel_topk"):
         routine(ids, loss_mask, seeds=seeds, backend="triton")
 
 
@@ -226,16 +224,44 @@ def test_a_short_last_block_that_exceeds_the_registers(exact, monkeypatch, devic
     assert same(corrupted("triton"), corrupted("torch"))
 
 
-def test_equal_draws_go_to_the_lower_index():
-    draws = np.array([[5, 7, 7, 7, 2**32 - 1]], np.uint32)
-    choosable = np.array([[True, True, False, True, True]])
-    for k, expected in ((0, []), (1, [4]), (2, [1, 4]), (3, [1, 3, 4]), (4, [0, 1, 3, 4])):
-        by_numpy = op.select_largest(draws, choosable, np.array([k]))
-        by_torch = op.select_largest(
-            torch.from_numpy(draws.astype(np.int64)), torch.from_numpy(choosable), torch.tensor([k])
-        )
-        assert by_numpy[0].nonzero()[0].tolist() == expected
-        assert by_torch[0].nonzero().flatten().tolist() == expected
+_real_draws = in_kernel.draws
+
+
+@triton.jit
+def _coarse_draws(seed, row, stride, start, SHARE: tl.constexpr, N: tl.constexpr):
+    return _real_draws(seed, row, stride, start, SHARE, N) & 0xC0000000
+
+
+COUNTED = {name: case for name, case in MORE.items() if case.number}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("path", ["host", "torch", "triton"])
+@pytest.mark.parametrize("routine", COUNTED.values(), ids=COUNTED)
+def test_a_number_of_positions_is_exact_if_many_draws_are_equal(routine, path, monkeypatch, device):
+    """The lower index wins, as in the oracle. Draws have two bits here."""
+    if path == "triton" and not INTERPRETED:
+        pytest.skip("the draws of a compiled kernel cannot be replaced")
+
+    def coarse(bits, *args):
+        levels, positions, words = bits(*args)
+        return levels, positions & 0xC0000000, words
+
+    def coarse_draws(*args):
+        drawn = draws(*args)
+        q = (drawn.fine * 4).floor() * 2.0**30  # the draw without its low bits
+        return drawn._replace(fine=(2 * q + 1) * 2.0**-33)
+
+    for name in ("bits_on_host", "random_bits"):
+        monkeypatch.setattr(_philox, name, functools.partial(coarse, getattr(_philox, name)))
+    monkeypatch.setattr(in_kernel, "draws", _coarse_draws)
+    monkeypatch.setattr(routines, "draws", coarse_draws)
+    monkeypatch.setattr(ops, "on_host", lambda device: path == "host")
+    ids, loss_mask, seeds = batch(3, 50)
+    arguments = [t.to(device) for t in (ids, loss_mask)]
+    backend = "triton" if path == "triton" else "torch"
+    found = routine(*arguments, seeds=seeds.to(device), backend=backend)
+    assert same([t.cpu() for t in found], routine.oracle(ids, loss_mask, seeds))
 
 
 @pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])

@@ -7,11 +7,12 @@ another one writes. ``test_interpreter.py`` compares two interpreters on them.
 import pytest
 import torch
 
-from dllm_kernels import HybridDiffusionLLMLoss, corruption, ops
+from dllm_kernels import HybridDiffusionLLMLoss, ops
 from dllm_kernels.rows._divergence import DivergenceRequest
 from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.conftest import EXECUTED
 from tests.support.parity import small_tiles
+from tests.support.routines import FIRSTS, OTHERS, ROUTINES
 
 pytest.importorskip("triton")
 from dllm_kernels.backends.triton import _tiles
@@ -79,12 +80,8 @@ def ids_and_mask():
     return torch.randint(0, MASK, (B, L)), torch.rand(B, L) < 0.7
 
 
-def corrupted(routine, *arguments, **options):
-    def run():
-        seeds = torch.arange(B)
-        getattr(corruption, routine)(*ids_and_mask(), *arguments, **options, seeds=seeds, backend="triton")
-
-    return run
+def corrupted(case, **options):
+    case(*ids_and_mask(), **options, seeds=torch.arange(B), backend="triton")
 
 
 def gumbel_topk(**options):
@@ -129,6 +126,7 @@ def divergence_without_teacher_rows():
 
 
 STARTS = torch.arange(B) * L // (B - 1)
+PADDED = FIRSTS | {name: ROUTINES[name] for name in ("uniform, block 7", "segments")}
 TRANSFORM = {"softcap": 4.0, "scale": 0.7, "skip_id": V - 1}
 CALLS = {
     **{f"token_nll, {d}": (lambda d=d: token_nll(d)) for d in (torch.float16, torch.float32, torch.float64)},
@@ -152,31 +150,18 @@ CALLS = {
     "linear_sample": lambda: linear_sample(torch.float16),
     "linear_sample, transformed": lambda: linear_sample(torch.float32, **TRANSFORM),
     "linear_sample, greedy": lambda: linear_sample(torch.float64, temperature=0),
-    "corrupt_uniform": corrupted("corrupt_uniform", MASK),
-    "corrupt_uniform, exact": corrupted("corrupt_uniform", MASK, level=torch.linspace(0.1, 0.9, B), exact=True),
-    "corrupt_blockwise": corrupted("corrupt_blockwise", MASK),
-    "corrupt_blockwise, blocks": corrupted("corrupt_blockwise", MASK, 8, level=torch.linspace(0, 1, 5 * B).view(B, 5)),
-    "corrupt_uniform, padded blocks": corrupted("corrupt_uniform", MASK, block_size=8, start=STARTS),
-    "corrupt_uniform, padded segments": corrupted(
-        "corrupt_uniform", MASK, segment_ids=torch.arange(B * L).view(B, L) % 5 - 1, start=STARTS
-    ),
-    "corrupt_blockwise, padded": corrupted("corrupt_blockwise", MASK, start=STARTS),
-    "corrupt_uniform_random": corrupted("corrupt_uniform_random", MASK, 5),
-    "corrupt_all_masked": corrupted("corrupt_all_masked", MASK),
-    "corrupt_mix": corrupted(
-        "corrupt_mix", MASK, MASK + 1, mask_prob=torch.linspace(0, 0.5, B), uniform_prob=torch.linspace(0.4, 0.1, B)
-    ),
-    "complementary": lambda: corruption.complementary(ids_and_mask()[1], ids_and_mask()[1], backend="triton"),
-    "gumbel_topk": gumbel_topk,
+    **{name: (lambda case=case: corrupted(case)) for name, case in ROUTINES.items()},
+    **{f"{name}, padded": (lambda case=case: corrupted(case, start=STARTS)) for name, case in PADDED.items()},
+    **{name: (lambda call=call: corrupted(call)) for name, call in OTHERS.items()},
+    "gumbel_topk_mask": gumbel_topk,
     "gumbel_topk, padded": lambda: gumbel_topk(start=torch.arange(R) * C // (R - 1)),
     "gumbel_topk, given draws": lambda: gumbel_topk(uniform=torch.rand(R, C).clamp(1e-6, 1 - 1e-6)),
     "divergence, no row of the teacher": divergence_without_teacher_rows,
     "token_nll, in place": token_nll_in_place,
     "linear_row_stats, in place": linear_row_stats,
-    "corrupt_blockwise, keys in memory": corrupted("corrupt_blockwise", MASK),
+    "sequence, keys in memory": lambda: corrupted(ROUTINES["sequence"]),
     "gumbel_topk, keys in memory": gumbel_topk,
     "weighted_linear_nll, times 3": backward_of_a_multiple,
-    "sample_level": lambda: corruption.sample_level(B, seeds=torch.arange(B), backend="triton"),
 }
 
 

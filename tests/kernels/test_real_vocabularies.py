@@ -6,9 +6,10 @@ Every result is compared with the torch path by the rule of ``tests/support/pari
 import pytest
 import torch
 
-from dllm_kernels import corruption, ops
+from dllm_kernels import ops
 from tests.conftest import DEVICE, INTERPRETED
 from tests.support.parity import assert_as_good_as_plain, largest_error, same
+from tests.support.routines import ROUTINES
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter knows no threads")
@@ -128,12 +129,6 @@ def test_samples(V):
         assert torch.equal(kernels[0], plain[0])
 
 
-ROUTINES = {
-    "corrupt_uniform": {}, "corrupt_uniform, exact": {"exact": True}, "corrupt_blockwise": {"block_size": 32},
-    "corrupt_uniform_random": {}, "corrupt_all_masked": {},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("D", [32, 4096, 8192])
 def test_selection_and_corruption(D):
     torch.manual_seed(1)
@@ -142,8 +137,6 @@ def test_selection_and_corruption(D):
     masks = [ops.gumbel_topk_mask(weights, k, uniform=uniform, backend=b) for b in ("triton", "torch")]
     assert same(*masks)
     ids, mask = torch.randint(0, 1000, (2, D), device=DEVICE), torch.rand(2, D, device=DEVICE) < 0.9
-    for name, options in ROUTINES.items():
-        options = {"seeds": torch.tensor([3, 4], device=DEVICE), **options}
-        routine = getattr(corruption, name.partition(",")[0])
-        found = [routine(ids, mask, 126000, **options, backend=b) for b in ("triton", "torch")]
-        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True)), name
+    seeds = torch.tensor([3, 4], device=DEVICE)
+    for name, case in ROUTINES.items():
+        assert same(*(case(ids, mask, seeds=seeds, backend=b) for b in ("triton", "torch"))), name

@@ -26,6 +26,7 @@ from dllm_kernels import (
 from dllm_kernels.distributed import gather_head, global_token_count
 from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, pack_labels
 from tests.conftest import usually
+from tests.support.routines import FIRSTS
 
 B, L, V, D = 2, 4, 7, 5
 X, H, W, Y = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.zeros(B, L, dtype=torch.long)
@@ -137,16 +138,12 @@ MASKS = {
     "linear_sample, active": lambda m: ops.linear_sample(H, W, active=m),
     "soft_embedding, active": lambda m: ops.soft_embedding(H, W, W, active=m),
     "MTP, mask": lambda m: MaskedCrossEntropy()(X.flatten(0, 1), Y.flatten(), mask=m.flatten()),
-    "uniform, loss_mask": lambda m: corruption.corrupt_uniform(Y, m, 6),
-    "blockwise, loss_mask": lambda m: corruption.corrupt_blockwise(Y, m, 6),
-    "random, loss_mask": lambda m: corruption.corrupt_uniform_random(Y, m, V),
-    "all, loss_mask": lambda m: corruption.corrupt_all_masked(Y, m, 6),
-    "mix, loss_mask": lambda m: corruption.corrupt_mix(Y, m, 6, V, mask_prob=ON[:, 0] / 2, uniform_prob=ON[:, 0] / 4),
+    **{f"{name}, loss_mask": lambda m, case=case: case(Y, m) for name, case in FIRSTS.items()},
     "complementary, noise_mask": lambda m: corruption.complementary(m, ON),
     "complementary, loss_mask": lambda m: corruption.complementary(ON, m),
     "policy_views, loss_mask": lambda m: policy_views(Y, m, 6, "full"),
 }
-ROUTINES = "uniform", "blockwise", "random", "all", "mix", "complementary", "policy_views"
+ROUTINES = *FIRSTS, "complementary", "policy_views"
 LABELS, ADDITIVE = "; it looks like labels, pass labels != -100", "; it looks like an additive attention mask, "
 NO_MASKS = {
     -100: LABELS,

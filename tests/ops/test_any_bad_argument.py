@@ -15,6 +15,7 @@ import torch
 import dllm_kernels as dk
 from dllm_kernels.integrations import names, speculators, transformers, trl
 from tests.conftest import every_time
+from tests.support.routines import FIRSTS
 
 B, L, V, D = 2, 4, 7, 4
 X, H, W = torch.ones(B, L, V), torch.ones(B, L, D), torch.ones(V, D)
@@ -197,6 +198,7 @@ def test_a_bad_argument(name, count):
 
 LONG = torch.arange(240).view(2, 120) % 100
 MIXED_ON = LONG % 7 != 0
+OF_NOISE = {"mask_token_id": 101, "vocab_size": 102, "block_size": 50}
 # Calls in which a product or a difference of the integers, or of one and a size, leaves 8 bits or becomes negative.
 CALLS = {
     "diffusion_generate": (
@@ -216,12 +218,13 @@ CALLS = {
         {"logits": torch.ones(2, 120, 100), "target_ids": LONG, "block_mask": MIXED_ON},
     ),
     "acceptance_stats": (dk.acceptance_stats, {"block_size": 121}, {"output": MIXED_ON, "mask": LONG >= 0}),
-    "corrupt_uniform": (
-        dk.corrupt_uniform, {"mask_token_id": 101, "block_size": 50}, {"input_ids": LONG, "loss_mask": MIXED_ON},
-    ),
-    "corrupt_uniform_random": (
-        dk.corrupt_uniform_random, {"vocab_size": 100}, {"input_ids": LONG, "loss_mask": MIXED_ON},
-    ),
+    **{
+        name: (
+            getattr(dk, name), {n: value for n, value in OF_NOISE.items() if n in case.parameters},
+            {"input_ids": LONG, "loss_mask": MIXED_ON, **case.inputs(LONG)},
+        )
+        for name, case in FIRSTS.items()
+    },
     "policy_views": (
         dk.policy_views, {"mask_token_id": 101, "num": 100},
         {"ids": LONG, "loss_mask": MIXED_ON, "scheme": "quadrature"},

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import dllm_kernels as ours
 from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import FIRSTS, value_of
+from tests.support.routines import ROUTINES
 
 V, D, MASK = 19, 8, 2
 STEPS = 10
@@ -220,18 +221,17 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = OPS | STORED | {
     ),
     "mtp_labels": (lambda labels: ours.mtp_labels(labels, 1), lambda s: {"labels": s.ids()}),
     "corrupt_uniform": (
-        lambda ids, mask, eps, half, p, q, seeds: (
-            ours.corrupt_uniform(ids, mask, MASK, eps, seeds=seeds),
-            ours.corrupt_blockwise(ids, mask, MASK, 4, eps, half, seeds=seeds),
-            ours.corrupt_uniform_random(ids, mask, V, None, eps, seeds=seeds),
-            ours.corrupt_all_masked(ids, mask, MASK),
-            ours.corrupt_mix(ids, mask, MASK, V, mask_prob=p, uniform_prob=q, seeds=seeds),
+        lambda ids, mask, share, inputs, seeds: (
+            *(
+                case(ids, mask, **inputs[name], **dict.fromkeys(case.floats, share), seeds=seeds)
+                for name, case in ROUTINES.items()
+            ),
             ours.complementary(mask, ids > V // 2),
-            ours.sample_level(len(ids), method="stratified", low=half, seeds=seeds, device=DEVICE),
+            ours.sample_level(len(ids), method="stratified", low=share, seeds=seeds, device=DEVICE),
         ),
         lambda s: {
-            "ids": s.ids(), "mask": s.mask(), "eps": s.factor / 9, "half": s.factor / 2, "seeds": s.seeds(),
-            "p": torch.rand(s.B, device=DEVICE) / 2, "q": torch.rand(s.B, device=DEVICE) / 2,
+            "ids": (ids := s.ids()), "mask": s.mask(), "share": s.factor / 9, "seeds": s.seeds(),
+            "inputs": {name: case.inputs_on(ids) for name, case in ROUTINES.items()},
         },
     ),
     "gumbel_topk": (
@@ -255,11 +255,8 @@ COVERED = {
     "FusedLinearCrossEntropy": "calculate_mtp_loss",
     "draft_accuracy": "acceptance_length",
     "acceptance_stats": "acceptance_length",
-    **dict.fromkeys(
-        ("corrupt_blockwise", "corrupt_uniform_random", "corrupt_all_masked", "corrupt_mix", "complementary",
-         "sample_level"),
-        "corrupt_uniform",
-    ),
+    **dict.fromkeys({case.routine for case in ROUTINES.values()} - {"corrupt_uniform"}, "corrupt_uniform"),
+    **dict.fromkeys(("complementary", "sample_level"), "corrupt_uniform"),
     **dict.fromkeys(("batched_gumbel_topk", "gumbel_topk_mask"), "gumbel_topk"),
     **{case.loss.__name__: case.name for case in FIRSTS if isinstance(case.loss, type)},
 }  # fmt: skip

@@ -13,6 +13,7 @@ import dllm_kernels
 from dllm_kernels import corruption, ops
 from dllm_kernels.integrations import names, nemo_automodel, speculators, transformers, trl
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, scdd_schedule
+from tests.support.routines import FIRSTS as ROUTINES
 
 X, W, IDS = torch.randn(3, 7), torch.randn(7, 7), torch.tensor([0, 1, 2])
 LABELS, ON = torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3)
@@ -69,10 +70,11 @@ CALLS = {
         X[None, None], W, *OF_POLICY, **o
     ),
     "DLLMCollator": dllm_kernels.DLLMCollator,
-    "corrupt_uniform": lambda **o: corruption.corrupt_uniform(LABELS, ON, 6, **o),
-    "corrupt_mix": lambda **o: corruption.corrupt_mix(
-        LABELS, ON, 6, 7, mask_prob=torch.ones(1) / 2, uniform_prob=torch.ones(1) / 2, **o
-    ),
+    **{
+        name: lambda case=case, **o: case(LABELS, ON, **o)
+        for name, case in ROUTINES.items()
+        if any("bool" in p.annotation.split(" ") for p in case.parameters.values())
+    },
     "diffusion_generate": lambda **o: dllm_kernels.diffusion_generate(
         model(), LABELS, mask_token_id=6, max_new_tokens=2, steps=1, eos_token_id=1, **o
     ),
@@ -193,13 +195,6 @@ def test_tokens_have_64_bits(name):
     dllm_kernels.DLLMCollator(**{name: np.int64(-(2**63))})
 
 
-def test_a_mask_token_is_no_bool():
-    ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6)
-    for corrupt in (corruption.corrupt_uniform, corruption.corrupt_blockwise, corruption.corrupt_all_masked):
-        with pytest.raises(TypeError, match=r"^mask_token_id must be an int, got bool$"):
-            corrupt(ids, mask, True)
-
-
 def test_complementary_rejects_probabilities():
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0.0] + [1.0] * 5, [0.5] * 6])
     _, noise, p = corruption.corrupt_uniform(ids, mask, 99, seeds=torch.arange(2))
@@ -217,25 +212,6 @@ def test_a_schedule_is_differentiable():
     t = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64, requires_grad=True)
     settings = {"max_ratio": 0.3, "gamma_shape": 1.5, "t_peak": 0.4}
     assert torch.autograd.gradcheck(lambda t: tuple(vars(scdd_schedule(t, **settings)).values()), [t])
-
-
-@pytest.mark.parametrize("name", ["level", "mask_prob", "uniform_prob"])
-def test_a_probability_takes_no_gradient(name):
-    ids, mask, p = torch.arange(12).view(2, 6), torch.ones(2, 6, dtype=torch.bool), torch.full((2,), 0.3)
-    wanting = p.clone().requires_grad_()
-    if name == "level":
-        calls = [
-            lambda x, r=r: r(ids, mask, 99, level=x) for r in (corruption.corrupt_uniform, corruption.corrupt_blockwise)
-        ]
-    else:
-        calls = [
-            lambda x: corruption.corrupt_mix(ids, mask, 99, 100, **({"mask_prob": p, "uniform_prob": p} | {name: x}))
-        ]
-    for call in calls:
-        with pytest.raises(ValueError, match=f"^{name} must not require a gradient"):
-            call(wanting)
-        with torch.no_grad():
-            call(wanting)
 
 
 WEIGHTED = {

@@ -18,6 +18,7 @@ from dllm_kernels.ops import (
 )
 from tests.conftest import DEVICE
 from tests.support.inputs import detached, map_rows
+from tests.support.routines import FIRSTS, OTHERS
 
 N, V, D = 5, 11, 4
 IDS = torch.tensor([1, 0, 10, 3, -100], device=DEVICE)
@@ -99,19 +100,13 @@ def test_a_transform_of_what_follows_an_op():
 
 # of ids [2, 5], masks [2, 5] and seeds [2]
 OF_NOISE = {
-    "corrupt_uniform": lambda ids, mask, seeds: ours.corrupt_uniform(ids, mask, 9, seeds=seeds),
-    "corrupt_blockwise": lambda ids, mask, seeds: ours.corrupt_blockwise(ids, mask, 9, 2, seeds=seeds),
-    "corrupt_uniform_random": lambda ids, mask, seeds: ours.corrupt_uniform_random(ids, mask, 10, seeds=seeds),
-    "corrupt_all_masked": lambda ids, mask, seeds: ours.corrupt_all_masked(ids, mask, 9),
-    "corrupt_mix": lambda ids, mask, seeds: ours.corrupt_mix(
-        ids, mask, 9, 10, mask_prob=torch.zeros(2, 1), uniform_prob=torch.zeros(2, 1), seeds=seeds
-    ),
-    "complementary": lambda ids, mask, seeds: ours.complementary(mask, mask),
-    "sample_level": lambda ids, mask, seeds: ours.sample_level(2, seeds=seeds),
+    **{
+        name: lambda ids, mask, seeds, call=call: call(ids, mask, seeds=seeds)
+        for name, call in {**FIRSTS, **OTHERS}.items()
+    },
     "sample_anchors": lambda ids, mask, seeds: ours.sample_anchors(mask, 2, 3, seeds=seeds),
     "sample_prefix": lambda ids, mask, seeds: ours.sample_prefix((2, 3), 4, 0.5, seeds=seeds),
     "policy_views": lambda ids, mask, seeds: tuple(ours.policy_views(ids, mask, 9, "coupled", seeds=seeds)),
-    "gumbel_topk": lambda ids, mask, seeds: ours.batched_gumbel_topk(mask.float(), ids[:, 0], uniform=mask * 0.5),
 }
 
 

@@ -29,11 +29,11 @@ from dllm_kernels.rows import _chunks
 from dllm_kernels.rows._divergence import DivergenceRequest
 from dllm_kernels.rows._divergence_kinds import KINDS
 from dllm_kernels.rows._divergence_spec import checked_spec
-from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
 from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
+from tests.support.routines import ROUTINES, batch
 from tools import inspect_kernels, launches
 from tools.gpus import GRID
 from tools.mock_gpu import MockGPU
@@ -420,8 +420,25 @@ def kernels_do_not_depend_on_the_number_of_rows():
             assert all(other == first for other in rest), shapes
 
 
+def corruption_of(case, B, L):
+    """Return a call of a corruption routine with empty tensors, and seeds of the rows."""
+    with torch.device("cpu"):
+        ids, *others = batch(B, L)
+        inputs = case.inputs(ids)
+    ids, loss_mask, seeds = (torch.empty_like(t, device="cuda") for t in (ids, *others))
+    inputs = {name: torch.empty_like(t, device="cuda") for name, t in inputs.items()}
+    return functools.partial(case.launch, ids, loss_mask, **inputs, seeds=seeds)
+
+
+def corrupt(case, B, L):
+    corruption_of(case, B, L)()
+
+
 @check
 def corruption_does_not_depend_on_the_number_of_rows():
+    for name, case in ROUTINES.items():
+        first, *rest = specimens_of(functools.partial(corrupt, case, B, 4096) for B in (2, 7, 16))
+        assert all(other == first for other in rest), name
     for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise, corruption.corrupt_all_masked):
         first, *rest = specimens_of(functools.partial(launches.corrupt, routine, B, 4096) for B in (1, 2, 7, 16, 1000))
         assert all(other == first for other in rest), routine
@@ -431,24 +448,14 @@ def corruption_does_not_depend_on_the_number_of_rows():
     assert all(other == first for other in rest)
 
 
-def blockwise_with_levels(L):
-    levels = torch.zeros(8, math.ceil(L / 32))
-    launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32, level=levels)
-
-
 LENGTHS = (992, 993, 1000, 1008, 1023, 1024, 1025, 1040, 1056)  # multiples of 16, of 8, and others
 ANY_LENGTH = {  # (function of the length, kernels for these lengths): a whole row is sorted in a tile of a power of two
-    "corrupt_uniform": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L), 1),
-    "corrupt_all_masked": (lambda L: launches.corrupt(corruption.corrupt_all_masked, 8, L), 1),
-    "corrupt_uniform_random": (lambda L: launches.corrupt(corruption.corrupt_uniform_random, 8, L, block_size=32), 1),
-    "corrupt_blockwise": (lambda L: launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32), 1),
-    "corrupt_blockwise, whole rows": (lambda L: launches.corrupt(corruption.corrupt_blockwise, 8, L), 2),
-    "exact": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, L, exact=True), 2),
+    **{
+        name: (functools.partial(corrupt, case, 8), 2 if case.number and case.columns(1000) == 1 else 1)
+        for name, case in ROUTINES.items()
+    },
+    "the seed of a call": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L), 1),
     "exact, keys in memory": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, 8 * L, exact=True), 1),
-    "level": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, L), 1),
-    "a level per block": (blockwise_with_levels, 1),
-    "seeds": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L, own_seeds=True), 1),
-    "corrupt_mix": (lambda L: launches.mix(8, L), 1),
     "complementary": (lambda L: launches.complement(8, L), 1),
     "sample_level": (lambda L: launches.levels(L), 1),
     "gumbel_topk": (lambda L: launches.topk(8, L), 2),
@@ -561,16 +568,12 @@ def capture_in_odd_chunks_needs_no_new_kernel(gpu):
 @check
 @on_each("sm_90", "gfx942")
 def corruption_is_one_launch_and_nothing_else(gpu):
-    for name, routine in ROUTINES.items():
-        with torch.device("cpu"):
-            ids, loss_mask, seeds = batch(8, 512)
-            inputs = routine.inputs(ids)
-        ids, loss_mask, seeds = (torch.empty_like(t, device="cuda") for t in (ids, loss_mask, seeds))
-        inputs = {key: torch.empty_like(t, device="cuda") for key, t in inputs.items()}
+    for name, case in ROUTINES.items():
         gpu.launches.clear()
+        call = corruption_of(case, 8, 512)
         with Launches() as operations:
-            routine.launch(ids, loss_mask, **inputs, seeds=seeds)
-        assert (len(gpu.launches), operations.names) == (1, []), (name, operations.names)
+            call()
+        assert (len(gpu.launches), operations.names) == (1, []) or not case.one_launch, (name, operations.names)
 
 
 @check
