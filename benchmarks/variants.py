@@ -91,8 +91,10 @@ _STATISTICS = (
     Change("row_stats.py", "def forward(logits: Tensor, request: Any)", "def forward(logits, request, given)"),
     Change(
         "row_stats.py",
-        "        _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)\n",
-        "        inputs, splits = (*inputs[:3], *given, None), given[0].shape[1]\n",
+        "        _row_stats_parts[(N * splits,)](**inputs, TILES=tiles, **flags, **options)\n",
+        """        splits = given[0].shape[1]
+        inputs |= dict(zip(("part_max_ptr", "part_sum_ptr", "part_moment_ptr"), given), SPLITS=splits)
+""",
     ),
 )
 
@@ -148,23 +150,23 @@ def _greedy_wide(module: Import, rows: Rows) -> tuple[Tensor, ...]:
 
 
 def _request(ids: Tensor, rows: Rows) -> Any:
-    from dllm_kernels.rows._stats_interface import StatsRequest
+    from dllm_kernels.rows._stats_interface import StatsFlags, StatsRequest
     from dllm_kernels.rows._transform import NO_TRANSFORM
 
     transform = NO_TRANSFORM._replace(scale=1 / TEMPERATURE)
-    return StatsRequest(ids[:, None], rows.targets, transform=transform, entropy=True)
+    return StatsRequest(ids[:, None], rows.targets, transform=transform, flags=StatsFlags(entropy=True))
 
 
 def _then_statistics(module: Import, rows: Rows) -> tuple[Tensor, ...]:
     _, ids = _sample(module, rows, TEMPERATURE)
     found = module("row_stats").forward(rows.logits[None], _request(ids, rows))
-    return ids, found[0], found[3]
+    return ids, found.log_probs, found.entropy
 
 
 def _with_statistics(module: Import, rows: Rows) -> tuple[Tensor, ...]:
     _, ids, parts = _sample(module, rows, TEMPERATURE)
     found = module("row_stats").forward(rows.logits[None], _request(ids, rows), parts)
-    return ids, found[0], found[3]
+    return ids, found.log_probs, found.entropy
 
 
 TEMPERATURE = 0.7

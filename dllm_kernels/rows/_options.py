@@ -22,7 +22,6 @@ class Options(NamedTuple):
         with_lse: return the logsumexp.
         with_correct: return the argmax-match.
         with_ids: return the argmax.
-        entropy: return the entropy.
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
         rest: return the log-probability of all columns but the ids.
@@ -40,7 +39,6 @@ class Options(NamedTuple):
     with_lse: bool = False
     with_correct: bool = False
     with_ids: bool = False
-    entropy: bool = False
     round_nll: bool = False
     inplace_backward: bool = False
     rest: bool = False

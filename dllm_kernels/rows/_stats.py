@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,8 @@ from dllm_kernels.rows._active_rows import ActiveRows
 from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_marks
 from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._rest import rest_backward, with_rest
-from dllm_kernels.rows._results import RestStats, RowStats
 from dllm_kernels.rows._setup import Setup
-from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import OUTPUTS, Coefficients, StatsFlags, StatsRequest, StatsResult, Upstream
 
 
 class RequestedStats(NamedTuple):
@@ -27,7 +26,7 @@ class RequestedStats(NamedTuple):
         marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
         mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
         mix_b: b of the mixture, ``[N]``, or None.
-        with_entropy: True if the entropy is requested.
+        flags: further statistics that are requested.
         with_rest: True if the log-probability of all columns except the ids is requested.
     """
 
@@ -35,33 +34,39 @@ class RequestedStats(NamedTuple):
     marks: Tensor | None
     mix_a: Tensor | None
     mix_b: Tensor | None
-    with_entropy: bool
+    flags: StatsFlags
     with_rest: bool
 
     @classmethod
-    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> RequestedStats:
+    def of(cls, call: Call, mix: Sequence[Tensor] | None, flags: StatsFlags, setup: Setup) -> RequestedStats:
         """Flatten the validated tensors of a call."""
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
-        return cls(ids, row_marks(call.active), a, b, call.options.entropy, call.options.rest)
+        return cls(ids, row_marks(call.active), a, b, flags, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
         return StatsRequest(
             self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
-            setup.transform, self.with_entropy, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
+            setup.transform, self.flags, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
         )  # fmt: skip
 
     def specs(self, setup: Setup, *, lse: bool = True) -> list[Spec]:
         """Return shape and dtype of each field of :class:`StatsResult`."""
-        (N, K), acc, mix = self.ids.shape, setup.accum_dtype, self.mix_a is not None
-        wanted = (lse, lse, self.with_entropy, mix, mix and any(setup.needs))
-        rest: Spec = ((N,), acc) if self.with_rest else None
-        return [
-            ((N, K), acc), *[((N,), acc) if given else None for given in wanted],
-            ((N,), torch.bool) if setup.with_correct else None, ((N,), torch.int64) if setup.with_ids else None,
-            rest, rest, rest,
-        ]  # fmt: skip
+        (N, K), acc = self.ids.shape, setup.accum_dtype
+        row: Spec = ((N,), acc)
+        specs: dict[str, Spec] = {"log_probs": ((N, K), acc), **dict.fromkeys(self.flags.requested, row)}
+        if lse:
+            specs |= {"row_max": row, "log_sum": row}
+        if self.mix_a is not None:
+            specs |= {"mix": row, "mix_weight": row if any(setup.needs) else None}
+        if self.with_rest:
+            specs |= {"rest": row, "rest_max": row, "rest_sum": row}
+        if setup.with_correct:
+            specs["correct"] = ((N,), torch.bool)
+        if setup.with_ids:
+            specs["best"] = ((N,), torch.int64)
+        return [specs.get(name) for name in StatsResult._fields]
 
     def empty(self, rows: ActiveRows, setup: Setup) -> list[Tensor | None]:
         """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
@@ -80,7 +85,7 @@ def of_chunk(request: StatsRequest, rows: ActiveRows, chunk: slice, targets: Ten
 
 def statistics(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, *, rest: bool) -> StatsResult:
     """Compute the statistics of logits ``[B, L, V]``."""
-    result = StatsResult(*primitives.stats.forward(logits, request))
+    result: StatsResult = primitives.stats.forward(logits, request)
     return with_rest(primitives, logits, request, result) if rest else result
 
 
@@ -113,14 +118,30 @@ def write_gradient(
         rest_backward(primitives, logits, request, c, result, out)
 
 
-def with_nones(made: Iterable[Tensor], given: Sequence[bool]) -> list[Any]:
-    """Put None back among the outputs of a Function, where ``given`` is False."""
-    outputs = iter(made)
-    return [next(outputs) if there else None for there in given]
+def outputs_of(result: StatsResult, *, lse: bool = True) -> list[Tensor | None]:
+    """Return the statistics in the order of ``OUTPUTS``, None for those that were not requested."""
+    row_lse = result.row_max + result.log_sum if lse else None
+    return [row_lse if name == "lse" else result.best if name == "ids" else getattr(result, name) for name in OUTPUTS]
 
 
-def named(log_probs: Any, lse: Any, entropy: Any, mix: Any, rest: Any, correct: Any, ids: Any) -> RowStats | RestStats:
-    """Return the statistics as a caller receives them."""
-    if rest is None:
-        return RowStats(log_probs, lse, entropy, mix, correct, ids)
-    return RestStats(log_probs, lse, rest, correct)
+def by_name(made: Iterable[Any], wanted: RequestedStats, setup: Setup) -> dict[str, Any]:
+    """Name the outputs of a Function, or their gradients, whose Nones :func:`outputs` dropped."""
+    requested = {
+        "log_probs": True, "lse": setup.with_lse, "mix": wanted.mix_a is not None, "rest": wanted.with_rest,
+        "correct": setup.with_correct, "ids": setup.with_ids, **wanted.flags._asdict(),
+    }  # fmt: skip
+    values = iter(made)
+    return {name: next(values) if requested[name] else None for name in OUTPUTS}
+
+
+def in_rows(values: Mapping[str, Any], call: Call) -> dict[str, Any]:
+    """Return outputs ``[N, K]`` and ``[N]`` in the shape of the caller's ids and rows."""
+    return {
+        name: None if t is None else t.view(call.ids.shape if name == "log_probs" else call.rows)
+        for name, t in values.items()
+    }
+
+
+def record(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Make a record of statistics from values by name, of which it may have fewer."""
+    return kind(**{name: values[name] for name in kind._fields})
