@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.rows import _stats
-from dllm_kernels.rows._call import Call, as_marks, checked, name_of_rows
+from dllm_kernels.rows._call import Call, checked, name_of_rows
 from dllm_kernels.rows._chunks import Chunks, float16_scaling, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
@@ -149,7 +148,6 @@ def row_stats_unchecked(
     setup = Setup.of(call.logits, call.options, split)
     wanted = RequestedStats.of(call, mix, flags, setup)
     if call.head is None:
-        wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
         made = _RowStats.under(setup)(call.logits, wanted, setup)
     else:
         made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *call.head.flat)
@@ -192,7 +190,7 @@ def _saved(
     ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: RequestedStats, setup: Setup
 ) -> tuple[Tensor, ...]:
     """Save what :func:`_restored` returns; return the outputs of a Function."""
-    ctx.wanted, ctx.setup = replaced(wanted, ids=None, marks=None, mix_a=None, mix_b=None), setup
+    ctx.flags, ctx.with_rest, ctx.setup = wanted.flags, wanted.with_rest, setup
     if any(setup.needs):
         found = zip(StatsResult._fields, result, strict=True)
         kept = [None if t is None or name in NOT_READ else t.clone() if name in COPIED else t for name, t in found]
@@ -205,8 +203,8 @@ def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], Requ
     """Return the inputs, the constants per row, the statistics and the upstream gradients."""
     ids, marks, mix_a, mix_b, *others = ctx.saved_tensors
     kept, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
-    wanted = replaced(ctx.wanted, ids=ids, marks=marks, mix_a=mix_a, mix_b=mix_b)
-    upstream = _stats.by_name((None if g is None else g.contiguous() for g in grads), wanted, ctx.setup)
+    wanted = RequestedStats(ids, marks, mix_a, mix_b, ctx.flags, ctx.with_rest)
+    upstream = _stats.by_name([None if g is None else g.contiguous() for g in grads], wanted, ctx.setup)
     return inputs, wanted, StatsResult(*kept), _stats.record(Upstream, upstream)
 
 

@@ -55,7 +55,8 @@ class Options(NamedTuple):
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
-        flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
+        flags = {name: getattr(self, name) for name in FLAGS}
+        _checks.check_flags(**flags)
         sizes = {"return_top": self.return_top, "top_k": self.top_k}
         for (name, k), least in zip(sizes.items(), (1, 0), strict=True):
             if k is not None:
@@ -66,7 +67,7 @@ class Options(NamedTuple):
                     )
         return replaced(
             self,
-            **flags,
+            **{name: bool(value) for name, value in flags.items()},
             ignore_index=_checks.checked_int64("ignore_index", self.ignore_index),
             return_top=sizes["return_top"],
             top_k=sizes["top_k"] or None,

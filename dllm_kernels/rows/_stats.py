@@ -23,7 +23,7 @@ class RequestedStats(NamedTuple):
 
     Attributes:
         ids: int64 ``[N, K]``, -1 for an id without a column.
-        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
+        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row of a head is active.
         mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
         mix_b: b of the mixture, ``[N]``, or None.
         flags: further statistics that are requested.
@@ -42,7 +42,10 @@ class RequestedStats(NamedTuple):
         """Flatten the validated tensors of a call."""
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
-        return cls(ids, row_marks(call.active), a, b, flags, call.options.rest)
+        marks = row_marks(call.active)
+        if call.head is None:
+            marks = as_marks(marks, ids)
+        return cls(ids, marks, a, b, flags, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
@@ -55,18 +58,14 @@ class RequestedStats(NamedTuple):
         """Return shape and dtype of each field of :class:`StatsResult`."""
         (N, K), acc = self.ids.shape, setup.accum_dtype
         row: Spec = ((N,), acc)
-        specs: dict[str, Spec] = {"log_probs": ((N, K), acc), **dict.fromkeys(self.flags.requested, row)}
-        if lse:
-            specs |= {"row_max": row, "log_sum": row}
-        if self.mix_a is not None:
-            specs |= {"mix": row, "mix_weight": row if any(setup.needs) else None}
-        if self.with_rest:
-            specs |= {"rest": row, "rest_max": row, "rest_sum": row}
-        if setup.with_correct:
-            specs["correct"] = ((N,), torch.bool)
-        if setup.with_ids:
-            specs["best"] = ((N,), torch.int64)
-        return [specs.get(name) for name in StatsResult._fields]
+        mix, lses, rest = (row if given else None for given in (self.mix_a is not None, lse, self.with_rest))
+        fields: dict[str, Spec] = {
+            "log_probs": ((N, K), acc), "row_max": lses, "log_sum": lses, "mix": mix,
+            "mix_weight": mix if any(setup.needs) else None, "rest": rest, "rest_max": rest, "rest_sum": rest,
+            "correct": ((N,), torch.bool) if setup.with_correct else None,
+            "best": ((N,), torch.int64) if setup.with_ids else None, **dict.fromkeys(self.flags.requested, row),
+        }  # fmt: skip
+        return [fields.get(name) for name in StatsResult._fields]
 
     def empty(self, rows: ActiveRows, setup: Setup) -> list[Tensor | None]:
         """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
@@ -125,23 +124,20 @@ def outputs_of(result: StatsResult, *, lse: bool = True) -> list[Tensor | None]:
 
 
 def by_name(made: Iterable[Any], wanted: RequestedStats, setup: Setup) -> dict[str, Any]:
-    """Name the outputs of a Function, or their gradients, whose Nones :func:`outputs` dropped."""
+    """Name the outputs of a Function, or their gradients, which are those of :func:`outputs_of` that are not None."""
     requested = {
         "log_probs": True, "lse": setup.with_lse, "mix": wanted.mix_a is not None, "rest": wanted.with_rest,
         "correct": setup.with_correct, "ids": setup.with_ids, **wanted.flags._asdict(),
     }  # fmt: skip
-    values = iter(made)
-    return {name: next(values) if requested[name] else None for name in OUTPUTS}
+    return dict(zip([name for name in OUTPUTS if requested[name]], made, strict=False))
 
 
-def in_rows(values: Mapping[str, Any], call: Call) -> dict[str, Any]:
+def in_rows(values: Mapping[str, Tensor], call: Call) -> dict[str, Any]:
     """Return outputs ``[N, K]`` and ``[N]`` in the shape of the caller's ids and rows."""
-    return {
-        name: None if t is None else t.view(call.ids.shape if name == "log_probs" else call.rows)
-        for name, t in values.items()
-    }
+    ids, rows = call.ids.shape, call.rows
+    return {name: t.view(ids if name == "log_probs" else rows) for name, t in values.items()}
 
 
 def record(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make a record of statistics from values by name, of which it may have fewer."""
-    return kind(**{name: values[name] for name in kind._fields})
+    """Make a record of statistics from values by name; None for those that were not requested."""
+    return kind(*[values.get(name) for name in kind._fields])

@@ -81,15 +81,16 @@ class Sums(NamedTuple):
     @classmethod
     def empty(cls, n: int, like: Tensor, request: StatsRequest) -> Sums:
         acc, mix, argmax = accum_dtype(like.dtype), request.a is not None, request.correct or request.best
-
-        def new(requested: bool, columns: int = 1, dtype: torch.dtype = acc) -> Any:
-            return torch.empty(n, columns, dtype=dtype, device=like.device) if requested else None
-
+        new = partial(torch.empty, dtype=acc, device=like.device)
         return cls(
-            new(True, request.ids.shape[1]), row_max=new(request.lse or argmax), best=new(argmax, 1, torch.int64),
-            log_sum=new(request.lse), moment=new(request.flags.entropy), mix=new(mix),
-            mix_weight=new(mix and request.gradients),
-        )  # fmt: skip
+            new(n, request.ids.shape[1]),
+            row_max=new(n, 1) if request.lse or argmax else None,
+            best=new(n, 1, dtype=torch.int64) if argmax else None,
+            log_sum=new(n, 1) if request.lse else None,
+            moment=new(n, 1) if request.flags.entropy else None,
+            mix=new(n, 1) if mix else None,
+            mix_weight=new(n, 1) if mix and request.gradients else None,
+        )
 
     def write_max(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
