@@ -88,12 +88,13 @@ _STATISTICS = (
     ),
     Change("sample.py", "*of_noise, score, column,", "*of_noise, score, column, *parts,"),
     Change("sample.py", "[:, 0].to(torch.int64)", "[:, 0].to(torch.int64), parts"),
-    Change("row_stats.py", "def forward(logits: Tensor, request: Any)", "def forward(logits, request, given)"),
+    Change("row_stats.py", "def forward(logits: Tensor, request: Any)", "def forward(logits, request, parts)"),
     Change(
         "row_stats.py",
-        "        _row_stats_parts[(N * splits,)](**inputs, TILES=tiles, **flags, **options)\n",
-        """        splits = given[0].shape[1]
-        inputs |= dict(zip(("part_max_ptr", "part_sum_ptr", "part_moment_ptr"), given), SPLITS=splits)
+        "        _row_stats_parts[(N * splits,)]"
+        "(**given, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.of_tile(tile))\n",
+        """        splits = parts[0].shape[1]
+        given |= dict(zip(("part_max_ptr", "part_sum_ptr", "part_moment_ptr"), parts), SPLITS=splits)
 """,
     ),
 )

@@ -36,7 +36,7 @@ FEW_ROWS = (GEMMA_CANVAS.batch, GEMMA_CANVAS.length, GEMMA_CANVAS.vocab)
 SHORT_ROWS = (4, 1024, 16000)  # no launcher splits these rows
 REAL_HIDDEN = (DFLASH_4B.batch, DFLASH_4B.length, DFLASH_4B.vocab)
 
-STATISTICS = dict.fromkeys(StatsFlags._fields, True)  # that a flag requests
+STATISTICS: dict[str, Any] = dict.fromkeys(StatsFlags._fields, True)  # that a flag requests
 ALL_STEPS: dict[str, Any] = {"softcap": 30.0, "scale": 1 / 0.7, "skip_id": 126336}
 SOME_STEPS: tuple[dict[str, Any], ...] = ({"softcap": 30.0}, {"scale": 1 / 0.7}, {"scale": 1 / 0.7, "skip_id": 126336})
 
@@ -61,8 +61,9 @@ def real() -> Iterator[Call]:
     for dtype in DTYPES:
         yield partial(row_stats, REAL_LOGITS, dtype, **STATISTICS, mix=True, with_correct=True)
         yield partial(row_stats, REAL_LOGITS, dtype, **STATISTICS, with_ids=True)
-    for names in ((), *zip(STATISTICS), ("mix",)):
-        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, **dict.fromkeys(names, True))
+    alone: tuple[dict[str, Any], ...] = ({}, *({name: True} for name in STATISTICS), {"mix": True})
+    for requested in alone:
+        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, **requested)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
     for dtype in DTYPES:
         yield partial(masked_diffusion, SHORT_ROWS, dtype)

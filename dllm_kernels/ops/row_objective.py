@@ -28,10 +28,10 @@ from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._kept_gradients import keep_gradients, scale_gradients
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import RestObjective, RestStats, RowObjective, RowStats
+from dllm_kernels.rows._results import RestStats, RowObjective, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
-from dllm_kernels.rows._stats import RequestedStats
-from dllm_kernels.rows._stats_interface import NO_FLAGS, OUTPUTS, StatsFlags, StatsResult, Upstream
+from dllm_kernels.rows._stats import OUTPUTS, RequestedStats
+from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
 Fn = Callable[..., torch.Tensor]
@@ -168,7 +168,7 @@ def row_objective_unchecked(
 ) -> Any:
     """Compute :func:`row_objective` of a validated call with a head and values; see :class:`Objective` for ``fn``.
 
-    The result is a :class:`RestObjective` if ``options.rest``.
+    The result is a :class:`RestStats` if ``options.rest``.
     """
     if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
@@ -181,7 +181,7 @@ def row_objective_unchecked(
     objective = Objective(fn, ids.dim() == call.x.dim(), flat_aux)
     loss, value, *made = _LinearRowObjective.under(setup)(flat_rows(call.x), wanted, objective, setup, *head.flat)
     found = _stats.in_rows({"value": value, **_stats.by_name(made, wanted, setup)}, call)
-    return _stats.record(RestObjective if wanted.with_rest else RowObjective, {"loss": loss, **found})
+    return _stats.record(RestStats if wanted.with_rest else RowObjective, {"loss": loss, **found})
 
 
 class _LinearRowObjective(Fused):
@@ -193,7 +193,8 @@ class _LinearRowObjective(Fused):
     ) -> tuple[Tensor, ...]:
         loss, value, result, made = _objective(hidden, Head(*head), wanted, objective, setup)
         link = keep_gradients(ctx, hidden, Head(*head), made, setup, ("linear_row_objective", "linear_row_stats"))
-        return outputs(ctx, [loss], [value, *_stats.outputs_of(result)], link)
+        statistics, others = _stats.outputs_of(result)
+        return outputs(ctx, [loss], [value, *statistics, *others], link)
 
     @staticmethod
     @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
@@ -258,14 +259,13 @@ class Objective(NamedTuple):
 
         The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
         """
-        found = dict(zip(OUTPUTS, _stats.outputs_of(result), strict=True))
-        given = [found[name] for name in Upstream._fields]
+        given, constant = _stats.outputs_of(result)
         leaves = Upstream(*[None if t is None else t.detach().clone().requires_grad_(needed) for t in given])
-        found |= leaves._asdict()
+        found: dict[str, Any] = dict(zip(OUTPUTS, (*leaves, *constant), strict=True))
         # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
         with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
             if not self.several:
-                found["log_probs"] = found["log_probs"].squeeze(1)  # type: ignore[union-attr]
+                found["log_probs"] = found["log_probs"].squeeze(1)
             stats = _stats.record(RowStats if result.rest is None else RestStats, found)
             value = torch.where(targets != IGNORE, _checked_value(self.fn(stats, *aux), stats.lse), 0.0)
             return value.detach(), Upstream(*_gradients(value.sum(), leaves))
@@ -282,7 +282,7 @@ def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | 
             "objective from linear_row_stats"
         )
     grads = iter(torch.autograd.grad(total, wrt, allow_unused=True))
-    return [None if t is None else next(grads) for t in leaves]
+    return [None if t is None or (g := next(grads)) is None else g.contiguous() for t in leaves]
 
 
 def _checked_value(value: Any, lse: Tensor) -> Tensor:

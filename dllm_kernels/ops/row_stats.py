@@ -195,8 +195,7 @@ def _saved(
         found = zip(StatsResult._fields, result, strict=True)
         kept = [None if t is None or name in NOT_READ else t.clone() if name in COPIED else t for name, t in found]
         ctx.save_for_backward(wanted.ids, wanted.marks, wanted.mix_a, wanted.mix_b, *kept, *inputs)
-    values = _stats.outputs_of(result, lse=setup.with_lse)
-    return outputs(ctx, values[: len(Upstream._fields)], values[len(Upstream._fields) :])
+    return outputs(ctx, *_stats.outputs_of(result, lse=setup.with_lse))
 
 
 def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], RequestedStats, StatsResult, Upstream]:
@@ -264,8 +263,8 @@ def _linear_row_stats_grad(
         if setup.needs_loss_scaling:
             c = _stats.divided(c, size)
         size, factors, loss_scale = float16_scaling(size, setup)
-        unread: dict[str, Any] = dict.fromkeys(StatsFlags._fields)  # by what follows
-        result = result._replace(mix_weight=None, **unread)
+        # Not read by what follows.
+        result = result._replace(**dict.fromkeys(("mix_weight", *StatsFlags._fields)))  # type: ignore[arg-type]
         chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows
         for chunk, h, targets, logits in chunks:

@@ -46,10 +46,8 @@ def _combined(request: StatsRequest, result: StatsResult, upstream: Upstream) ->
         p_coef -= _times(upstream.entropy, result.entropy)
     if upstream.mix is not None:
         p_coef -= _times(upstream.mix, result.mix_weight)
-    return Coefficients(
-        grad_ids, p_coef, p_logp_coef=None if upstream.entropy is None else -upstream.entropy, mix_coef=upstream.mix,
-        rest_coef=upstream.rest,
-    )  # fmt: skip
+    p_logp_coef = None if upstream.entropy is None else -upstream.entropy
+    return Coefficients(grad_ids, p_coef, p_logp_coef=p_logp_coef, mix_coef=upstream.mix, rest_coef=upstream.rest)
 
 
 def _times(grad: Tensor, value: Any) -> Tensor:

@@ -15,7 +15,11 @@ from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_m
 from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._rest import rest_backward, with_rest
 from dllm_kernels.rows._setup import Setup
-from dllm_kernels.rows._stats_interface import OUTPUTS, Coefficients, StatsFlags, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import Coefficients, StatsFlags, StatsRequest, StatsResult, Upstream
+
+# Names of the outputs without a gradient, and of all outputs in the order in which the autograd Functions return them.
+CONSTANT = (*(name for name in StatsFlags._fields if name not in Upstream._fields), "correct", "ids")
+OUTPUTS = Upstream._fields + CONSTANT
 
 
 class RequestedStats(NamedTuple):
@@ -43,9 +47,7 @@ class RequestedStats(NamedTuple):
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
         marks = row_marks(call.active)
-        if call.head is None:
-            marks = as_marks(marks, ids)
-        return cls(ids, marks, a, b, flags, call.options.rest)
+        return cls(ids, as_marks(marks, ids) if call.head is None else marks, a, b, flags, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
@@ -84,7 +86,7 @@ def of_chunk(request: StatsRequest, rows: ActiveRows, chunk: slice, targets: Ten
 
 def statistics(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, *, rest: bool) -> StatsResult:
     """Compute the statistics of logits ``[B, L, V]``."""
-    result: StatsResult = primitives.stats.forward(logits, request)
+    result = primitives.stats.forward(logits, request)
     return with_rest(primitives, logits, request, result) if rest else result
 
 
@@ -117,10 +119,11 @@ def write_gradient(
         rest_backward(primitives, logits, request, c, result, out)
 
 
-def outputs_of(result: StatsResult, *, lse: bool = True) -> list[Tensor | None]:
-    """Return the statistics in the order of ``OUTPUTS``, None for those that were not requested."""
+def outputs_of(result: StatsResult, *, lse: bool = True) -> tuple[Upstream, list[Tensor | None]]:
+    """Return the differentiable outputs and those of ``CONSTANT``, None for those that were not requested."""
     row_lse = result.row_max + result.log_sum if lse else None
-    return [row_lse if name == "lse" else result.best if name == "ids" else getattr(result, name) for name in OUTPUTS]
+    differentiable = [row_lse if name == "lse" else getattr(result, name) for name in Upstream._fields]
+    return Upstream(*differentiable), [result.best if n == "ids" else getattr(result, n) for n in CONSTANT]
 
 
 def by_name(made: Iterable[Any], wanted: RequestedStats, setup: Setup) -> dict[str, Any]:

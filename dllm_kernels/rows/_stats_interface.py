@@ -104,17 +104,13 @@ class StatsResult(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients of the differentiable outputs, ``[N, K]`` and ``[N]``; None for outputs without a gradient."""
+    """The differentiable outputs, ``[N, K]`` and ``[N]``, or their upstream gradients, contiguous; None: not given."""
 
     log_probs: Tensor | None
     lse: Tensor | None
     entropy: Tensor | None
     mix: Tensor | None
     rest: Tensor | None
-
-
-# Names of the outputs of the autograd Functions, in their order. Those without a gradient come last.
-OUTPUTS = (*Upstream._fields, *(name for name in StatsFlags._fields if name not in Upstream._fields), "correct", "ids")
 
 
 class Coefficients(NamedTuple):

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels.ops import linear_row_stats, row_stats
+from dllm_kernels.ops import RowStats, linear_row_stats, row_stats
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.memory import without_garbage_collection
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
+from tests.support.readme import ROOT
 from tests.support.rows import (
     LAYOUTS,
     PATHS,
@@ -25,7 +26,7 @@ from tests.support.rows import (
     of_each_backend,
     on_path,
 )
-from tests.support.statistics import DIFFERENTIABLE, EVERY_FLAG, FLAGS, differentiable, statistics
+from tests.support.statistics import DIFFERENTIABLE, EVERY_FLAG, FLAGS, STATISTICS, differentiable, statistics
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -417,6 +418,13 @@ def test_no_active_row(source):
     grads = torch.autograd.grad(differentiable(out), leaves, [torch.ones_like(t) for t in differentiable(out)])
     assert all(t.eq(0).all() for t in (*differentiable(out), *grads))
     assert not out.correct.any()
+
+
+def test_every_output_is_in_the_oracle_and_described():
+    page = (ROOT / "docs/ops/row-stats.md").read_text()
+    assert RowStats._fields == reference.RowStats._fields
+    assert [name for name in RowStats._fields if f"{name}: " not in RowStats.__doc__ or f"`{name}`" not in page] == []
+    assert {*FLAGS} <= {*STATISTICS}
 
 
 def test_outputs_that_were_not_requested_are_none(source):

@@ -83,14 +83,11 @@ class Sums(NamedTuple):
         acc, mix, argmax = accum_dtype(like.dtype), request.a is not None, request.correct or request.best
         new = partial(torch.empty, dtype=acc, device=like.device)
         return cls(
-            new(n, request.ids.shape[1]),
-            row_max=new(n, 1) if request.lse or argmax else None,
-            best=new(n, 1, dtype=torch.int64) if argmax else None,
-            log_sum=new(n, 1) if request.lse else None,
-            moment=new(n, 1) if request.flags.entropy else None,
-            mix=new(n, 1) if mix else None,
+            new(n, request.ids.shape[1]), row_max=new(n, 1) if request.lse or argmax else None,
+            best=new(n, 1, dtype=torch.int64) if argmax else None, log_sum=new(n, 1) if request.lse else None,
+            moment=new(n, 1) if request.flags.entropy else None, mix=new(n, 1) if mix else None,
             mix_weight=new(n, 1) if mix and request.gradients else None,
-        )
+        )  # fmt: skip
 
     def write_max(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""

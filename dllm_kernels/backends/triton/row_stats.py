@@ -32,16 +32,15 @@ from dllm_kernels.backends.triton._launch import FUSED, SIZES, TRANSFORM
 from dllm_kernels.backends.triton._math import FARTHEST, IGNORE, LOG2E
 from dllm_kernels.backends.triton._transform import arguments, logits_transform_bwd, transformed, with_column
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._stats_interface import Coefficients, StatsResult
+from dllm_kernels.rows._stats_interface import Coefficients, StatsResult, Upstream
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 COEFFICIENTS = 1024  # ids per program
 STRIDES = ("L", "stride_b", "stride_l", "out_stride_b", "out_stride_l")
 # Pointers to rows that are not specialised on alignment, see ``_launch.PER_ROW``.
 PER_ROW = [
-    *_launch.PER_ROW, "grad_ids_ptr", "p_coef_ptr", "p_logp_coef_ptr", "mix_coef_ptr", "upstream_log_probs_ptr",
-    "upstream_lse_ptr", "upstream_entropy_ptr", "upstream_mix_ptr", "log_probs_ptr", "mix_weight_ptr", "size_ptr",
-    "with_gradient_ptr",
+    *_launch.PER_ROW, *(f"{n}_ptr" for n in Coefficients._fields), *(f"upstream_{n}_ptr" for n in Upstream._fields),
+    "log_probs_ptr", "mix_weight_ptr", "size_ptr", "with_gradient_ptr",
 ]  # fmt: skip
 Tensor = torch.Tensor
 
@@ -410,46 +409,36 @@ def forward(logits: Tensor, request: Any) -> StatsResult:
     V = logits.shape[2]
     N, K = request.ids.shape
     acc = accum_dtype(logits.dtype)
-
-    def new(*shape: int, requested: bool = True, dtype: torch.dtype = acc) -> Any:
-        return torch.empty(*shape, dtype=dtype, device=logits.device) if requested else None
-
+    new = functools.partial(torch.empty, dtype=acc, device=logits.device)
     result = StatsResult(
-        new(N, K), new(N), new(N), entropy=new(N, requested=request.flags.entropy),
-        correct=new(N, requested=request.correct, dtype=torch.bool),
-        best=new(N, requested=request.best, dtype=torch.int64),
+        new(N, K), row_max=new(N), log_sum=new(N), entropy=new(N) if request.flags.entropy else None,
+        correct=new(N, dtype=torch.bool) if request.correct else None,
+        best=new(N, dtype=torch.int64) if request.best else None,
     )  # fmt: skip
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _launch.share(V, tile)
-        inputs = {
+        given = {
             "logits_ptr": logits, "ids_ptr": request.ids, "active_ptr": request.targets, "part_max_ptr": new(N, splits),
-            "part_sum_ptr": new(N, splits), "V": V, "K": K, **_named(_launch.strides(logits), request.transform),
-            "SPLITS": splits,
-            "part_moment_ptr": new(N, splits, requested=request.flags.entropy),
-            "part_best_ptr": new(N, splits, requested=request.correct or request.best, dtype=torch.int32),
-        }  # fmt: skip
-        outputs = {
-            "log_prob_ptr": result.log_probs, "max_ptr": result.row_max, "log_sum_ptr": result.log_sum,
-            "entropy_ptr": result.entropy, "correct_ptr": result.correct, "best_ptr": result.best,
-        }  # fmt: skip
-        flags = {
+            "part_sum_ptr": new(N, splits), "part_moment_ptr": new(N, splits) if request.flags.entropy else None,
+            "part_best_ptr": new(N, splits, dtype=torch.int32) if request.correct or request.best else None,
+            "V": V, "K": K, "SPLITS": splits, **_named(_launch.strides(logits), request.transform),
             "WITH_CORRECT": request.correct, "WITH_IDS": request.best, "WITH_ENTROPY": request.flags.entropy,
             "ACC": _launch.acc(acc),
         }  # fmt: skip
-        options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
-        _row_stats_parts[(N * splits,)](**inputs, TILES=tiles, **flags, **options)
-        blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": triton.next_power_of_2(K)}
-        _row_stats_merge[(N,)](**inputs, **outputs, **flags, **blocks, num_warps=1, **FUSED)
-    if request.a is None:
-        return result
-    F, W = mix(logits, request, result.row_max, result.log_sum)
+        _row_stats_parts[(N * splits,)](**given, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.of_tile(tile))
+        _row_stats_merge[(N,)](
+            **given, log_prob_ptr=result.log_probs, max_ptr=result.row_max, log_sum_ptr=result.log_sum,
+            entropy_ptr=result.entropy, correct_ptr=result.correct, best_ptr=result.best, num_warps=1, **FUSED,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=triton.next_power_of_2(K),
+        )  # fmt: skip
+    F, W = (None, None) if request.a is None else mix(logits, request, result.row_max, result.log_sum)
     return result._replace(mix=F, mix_weight=W)
 
 
 def _named(strides: tuple[int | None, ...], transform: Any) -> dict[str, Any]:
     """Name the strides, of the logits or of logits and output, and the arguments for the transform."""
-    return dict(zip(STRIDES, strides, strict=False)) | dict(zip(TRANSFORM, arguments(transform), strict=True))
+    return dict(zip((*STRIDES[: len(strides)], *TRANSFORM), (*strides, *arguments(transform)), strict=True))
 
 
 def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -475,25 +464,18 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
 def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
     """Launch the combination of the upstream gradients."""
     N, K = result.log_probs.shape
-    given = {
-        "log_probs_ptr": result.log_probs, "entropy_ptr": result.entropy, "mix_weight_ptr": result.mix_weight,
-        "upstream_log_probs_ptr": upstream.log_probs, "upstream_lse_ptr": upstream.lse,
-        "upstream_entropy_ptr": upstream.entropy, "upstream_mix_ptr": upstream.mix,
-    }  # fmt: skip
-    given = {name: None if t is None else t.contiguous() for name, t in given.items()}
-    of_row, targets = functools.partial(result.log_probs.new_empty, N), torch.empty_like(request.targets)
-    c = Coefficients(
-        of_row(K), of_row(), p_logp_coef=None if upstream.entropy is None else of_row(),
-        mix_coef=given["upstream_mix_ptr"],
-    )  # fmt: skip
-    size = of_row()
+    new = result.log_probs.new_empty
+    c = Coefficients(new(N, K), new(N), p_logp_coef=None if upstream.entropy is None else new(N), mix_coef=upstream.mix)
+    size, targets = new(N), torch.empty_like(request.targets)
     if N:
         block_k = triton.next_power_of_2(K)
         block_n = max(COEFFICIENTS // block_k, 1)
         _row_stats_coefficients[(triton.cdiv(N, block_n),)](
-            **given, ids_ptr=request.ids, active_ptr=request.targets, grad_ids_ptr=c.grad_ids, p_coef_ptr=c.p_coef,
-            p_logp_coef_ptr=c.p_logp_coef, size_ptr=size, with_gradient_ptr=targets, N=N, K=K, BLOCK_N=block_n,
-            BLOCK_K=block_k, num_warps=4, enable_fp_fusion=False,
+            ids_ptr=request.ids, active_ptr=request.targets, log_probs_ptr=result.log_probs, entropy_ptr=result.entropy,
+            mix_weight_ptr=result.mix_weight, upstream_log_probs_ptr=upstream.log_probs, upstream_lse_ptr=upstream.lse,
+            upstream_entropy_ptr=upstream.entropy, upstream_mix_ptr=upstream.mix, grad_ids_ptr=c.grad_ids,
+            p_coef_ptr=c.p_coef, p_logp_coef_ptr=c.p_logp_coef, size_ptr=size, with_gradient_ptr=targets, N=N, K=K,
+            BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return c, size, targets
 
