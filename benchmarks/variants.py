@@ -73,7 +73,7 @@ _STATISTICS = (
         "    tl.store(column_ptr + at, column)\n",
         """    tl.store(column_ptr + at, column)
     of_columns = tl.maximum(start - before, 0), tl.minimum(end - before, V)
-    row_max, row_sum, moment, _ = _math.column_stats(
+    row_max, row_sum, _, (moment,) = _math.column_stats(
         logits_ptr, n * stride_n, *of_columns, best.to(ACC), transform, BLOCK_V, 32, ACC, False, False, True, None, ""
     )
     tl.store(max_ptr + at, row_max)

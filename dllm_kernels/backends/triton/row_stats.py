@@ -63,7 +63,7 @@ def _row_stats_parts(
             target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, moment, best = _math.column_stats(
+        row_max, row_sum, best, (moment,) = _math.column_stats(
             logits_ptr, row, start, end, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
