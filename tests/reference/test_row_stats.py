@@ -4,11 +4,12 @@ Logits are logarithms of small integer odds: odds (1, 2, 1) are the probabilitie
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from reference import linear_row_stats, row_stats
+from reference import RowStats, linear_row_stats, row_stats
 
 LN2, LN3 = math.log(2.0), math.log(3.0)
 NAN, INF = math.nan, math.inf
@@ -133,3 +134,7 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(
             lambda x, i, t: [o for o in row_stats(x, i, mix, active, **t) if o.requires_grad], (logits, used, transform)
         )
+
+
+def test_every_output_has_numbers():
+    assert [name for name in RowStats._fields if f"out.{name}" not in Path(__file__).read_text()] == []
