@@ -147,10 +147,11 @@ def row_stats_unchecked(
         return on_this_rank(row_stats_unchecked, call, {"mix": mix}, flags=flags)
     setup = Setup.of(call.logits, call.options, split)
     wanted = RequestedStats.of(call, mix, flags, setup)
-    if call.head is None:
+    head = call.head
+    if head is None:
         made = _RowStats.under(setup)(call.logits, wanted, setup)
     else:
-        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *call.head.flat)
+        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *head.flat)
     found = _stats.in_rows(_stats.by_name(made, wanted, setup), call)
     return _stats.record(RestStats if wanted.with_rest else RowStats, found)
 

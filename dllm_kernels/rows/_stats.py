@@ -47,7 +47,9 @@ class RequestedStats(NamedTuple):
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
         marks = row_marks(call.active)
-        return cls(ids, as_marks(marks, ids) if call.head is None else marks, a, b, flags, call.options.rest)
+        if isinstance(call.logits, Tensor):
+            marks = as_marks(marks, ids)
+        return cls(ids, marks, a, b, flags, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
