@@ -73,7 +73,7 @@ _STATISTICS = (
         "    tl.store(column_ptr + at, column)\n",
         """    tl.store(column_ptr + at, column)
     of_columns = tl.maximum(start - before, 0), tl.minimum(end - before, V)
-    row_max, row_sum, moment, _ = _math.column_stats(
+    row_max, row_sum, _, (moment,) = _math.column_stats(
         logits_ptr, n * stride_n, *of_columns, best.to(ACC), transform, BLOCK_V, 32, ACC, False, False, True, None, ""
     )
     tl.store(max_ptr + at, row_max)
@@ -88,11 +88,14 @@ _STATISTICS = (
     ),
     Change("sample.py", "*of_noise, score, column,", "*of_noise, score, column, *parts,"),
     Change("sample.py", "[:, 0].to(torch.int64)", "[:, 0].to(torch.int64), parts"),
-    Change("row_stats.py", "def forward(logits: Tensor, request: Any)", "def forward(logits, request, given)"),
+    Change("row_stats.py", "def forward(logits: Tensor, request: Any)", "def forward(logits, request, parts)"),
     Change(
         "row_stats.py",
-        "        _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)\n",
-        "        inputs, splits = (*inputs[:3], *given, None), given[0].shape[1]\n",
+        "        _row_stats_parts[(N * splits,)]"
+        "(**given, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.of_tile(tile))\n",
+        """        splits = parts[0].shape[1]
+        given |= dict(zip(("part_max_ptr", "part_sum_ptr", "part_moment_ptr"), parts), SPLITS=splits)
+""",
     ),
 )
 
@@ -148,23 +151,23 @@ def _greedy_wide(module: Import, rows: Rows) -> tuple[Tensor, ...]:
 
 
 def _request(ids: Tensor, rows: Rows) -> Any:
-    from dllm_kernels.rows._stats_interface import StatsRequest
+    from dllm_kernels.rows._stats_interface import StatsFlags, StatsRequest
     from dllm_kernels.rows._transform import NO_TRANSFORM
 
     transform = NO_TRANSFORM._replace(scale=1 / TEMPERATURE)
-    return StatsRequest(ids[:, None], rows.targets, transform=transform, entropy=True)
+    return StatsRequest(ids[:, None], rows.targets, transform=transform, flags=StatsFlags(entropy=True))
 
 
 def _then_statistics(module: Import, rows: Rows) -> tuple[Tensor, ...]:
     _, ids = _sample(module, rows, TEMPERATURE)
     found = module("row_stats").forward(rows.logits[None], _request(ids, rows))
-    return ids, found[0], found[3]
+    return ids, found.log_probs, found.entropy
 
 
 def _with_statistics(module: Import, rows: Rows) -> tuple[Tensor, ...]:
     _, ids, parts = _sample(module, rows, TEMPERATURE)
     found = module("row_stats").forward(rows.logits[None], _request(ids, rows), parts)
-    return ids, found[0], found[3]
+    return ids, found.log_probs, found.entropy
 
 
 TEMPERATURE = 0.7

@@ -27,6 +27,7 @@ from dllm_kernels.corruption import (
 from dllm_kernels.losses import HybridDiffusionLLMLoss, MDLMCrossEntropyLoss
 from dllm_kernels.rows._divergence_kinds import NAMES
 from dllm_kernels.rows._divergence_spec import checked_spec
+from dllm_kernels.rows._stats_interface import StatsFlags
 from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -35,6 +36,7 @@ FEW_ROWS = (GEMMA_CANVAS.batch, GEMMA_CANVAS.length, GEMMA_CANVAS.vocab)
 SHORT_ROWS = (4, 1024, 16000)  # no launcher splits these rows
 REAL_HIDDEN = (DFLASH_4B.batch, DFLASH_4B.length, DFLASH_4B.vocab)
 
+STATISTICS: dict[str, Any] = dict.fromkeys(StatsFlags._fields, True)  # that a flag requests
 ALL_STEPS: dict[str, Any] = {"softcap": 30.0, "scale": 1 / 0.7, "skip_id": 126336}
 SOME_STEPS: tuple[dict[str, Any], ...] = ({"softcap": 30.0}, {"scale": 1 / 0.7}, {"scale": 1 / 0.7, "skip_id": 126336})
 
@@ -57,10 +59,11 @@ def real() -> Iterator[Call]:
     yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, num_active=5000)
     yield from transformed()
     for dtype in DTYPES:
-        yield partial(row_stats, REAL_LOGITS, dtype, entropy=True, mix=True, with_correct=True)
-        yield partial(row_stats, REAL_LOGITS, dtype, entropy=True, with_ids=True)
-    for entropy, mixed in ((False, False), (True, False), (False, True)):
-        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mixed)
+        yield partial(row_stats, REAL_LOGITS, dtype, **STATISTICS, mix=True, with_correct=True)
+        yield partial(row_stats, REAL_LOGITS, dtype, **STATISTICS, with_ids=True)
+    alone: tuple[dict[str, Any], ...] = ({}, *({name: True} for name in STATISTICS), {"mix": True})
+    for requested in alone:
+        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, **requested)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
     for dtype in DTYPES:
         yield partial(masked_diffusion, SHORT_ROWS, dtype)
@@ -150,11 +153,11 @@ def odd() -> Iterator[Call]:
     for shape in ((1, 131072, 32768), (2, 65536, 50257)):  # 2**32 logits and more
         yield partial(token_nll, shape, torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
-        yield partial(row_stats, (8, 512, 50257), dtype, K=5, entropy=True, mix=True)
+        yield partial(row_stats, (8, 512, 50257), dtype, K=5, **STATISTICS, mix=True)
     yield partial(row_stats, (2, 17, 1), torch.bfloat16, mix=True)
     for view in (_shifted, _transposed, _misaligned):
-        yield partial(row_stats, (4, 1025, 126464), torch.bfloat16, view=view, entropy=True, with_correct=True)
-    yield partial(row_stats, REAL_LOGITS, torch.float32, entropy=True, mix=True, softcap=30.0, scale=0.7, skip_id=5)
+        yield partial(row_stats, (4, 1025, 126464), torch.bfloat16, view=view, **STATISTICS, with_correct=True)
+    yield partial(row_stats, REAL_LOGITS, torch.float32, **STATISTICS, mix=True, softcap=30.0, scale=0.7, skip_id=5)
     for mask in (torch.float32, torch.bfloat16, torch.int64):
         yield partial(masked_diffusion, (2, 17, 129), torch.bfloat16, mask=mask)
     for kind in KINDS[::5]:
@@ -279,7 +282,7 @@ def row_stats_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int 
     *rows, V = shape
     hidden, head = (torch.empty(*s, D, dtype=dtype, requires_grad=True) for s in (rows, (V,)))
     ids = torch.zeros(rows, dtype=torch.int64)
-    _backward(ops.linear_row_stats(hidden, head, ids, entropy=True, mix=_mixture(rows), **options))
+    _backward(ops.linear_row_stats(hidden, head, ids, **STATISTICS, mix=_mixture(rows), **options))
 
 
 def divergence(

@@ -122,36 +122,36 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     """
     argmax = request.correct or request.best
     narrowed = _local_request(shard, request)._replace(a=None, b=None, correct=False, best=argmax)
-    shard_stats = StatsResult(*local.forward(logits, narrowed)) if shard.size else _empty_stats(narrowed, logits.dtype)
+    shard_stats = local.forward(logits, narrowed) if shard.size else _empty_stats(narrowed, logits.dtype)
     owned = narrowed.ids != IGNORE
     from_max = torch.where(owned, shard_stats.log_probs + shard_stats.log_sum.unsqueeze(1), 0.0)
     from_max = from_max.masked_fill(owned & (shard_stats.log_sum == -math.inf).unsqueeze(1), -math.inf)
-    more = [] if shard_stats.entropy is None else [shard_stats.entropy]
+    parts = {"max": shard_stats.row_max, "sum": shard_stats.log_sum.exp()}
+    parts |= {name: getattr(shard_stats, name) for name in request.flags.requested}
     if shard_stats.best is not None:  # as bits, because a float32 holds no integer above 2**24 exactly
         bits = torch.int64 if from_max.dtype == torch.float64 else torch.int32
-        more.append((shard_stats.best + shard.start).to(bits).view(from_max.dtype))
-    part = torch.cat([torch.stack([shard_stats.row_max, shard_stats.log_sum.exp(), *more], 1), from_max], 1)
-    sizes = [1] * (2 + len(more)) + [request.ids.shape[1]]
-    maxima, sums, *more, from_max = torch.split(shard.gather(part), sizes, -1)
+        parts["best"] = (shard_stats.best + shard.start).to(bits).view(from_max.dtype)
+    part = torch.cat([torch.stack([*parts.values()], 1), from_max], 1)
+    columns = torch.split(shard.gather(part), [1] * len(parts) + [request.ids.shape[1]], -1)
+    maxima, sums, from_max = columns[0], columns[1], columns[-1]
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
-    columns = iter(t.squeeze(-1) for t in more)
-    share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    inactive, entropy = request.targets == IGNORE, None
-    if request.entropy:
-        parts = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share))
-        entropy = parts.sum(0).masked_fill(inactive, 0)
-    correct, best = None, None
+    of = {name: t.squeeze(-1) for name, t in zip(parts, columns, strict=False)}
+    log_share = torch.log(of["sum"]) + (of["max"] - row_max) - log_sum
+    inactive, flagged, correct, best = request.targets == IGNORE, {}, None, None
+    if request.flags.entropy:
+        shares = torch.where(log_share == -math.inf, 0.0, log_share.exp() * (of["entropy"] - log_share))
+        flagged["entropy"] = shares.sum(0).masked_fill(inactive, 0)
     if argmax:
         # A shard of nothing but -inf has no maximum.
         first = (maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max).to(torch.int64).argmax(0)
-        best = next(columns).view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
+        best = of["best"].view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
         best = best.masked_fill(~(log_sum > -math.inf), request.transform.first_column)
         correct = (best == request.ids[:, 0]) & ~log_probs[:, 0].isnan() & ~inactive if request.correct else None
         best = best.masked_fill_(inactive, IGNORE) if request.best else None
     row_max, log_sum = row_max.masked_fill(inactive, 0), log_sum.masked_fill(inactive, 0)
     F, W = (None, None) if request.a is None else _mix(shard, local, logits, request, row_max, log_sum)
     log_probs = log_probs.masked_fill((request.ids == IGNORE) | inactive.unsqueeze(1), 0)
-    return StatsResult(log_probs, row_max, log_sum, entropy, F, W, correct, best)
+    return StatsResult(log_probs, row_max, log_sum, mix=F, mix_weight=W, correct=correct, best=best, **flagged)
 
 
 def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
@@ -159,8 +159,8 @@ def _empty_stats(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     acc = accum_dtype(dtype)
     zero = torch.zeros(request.targets.shape, dtype=acc, device=request.targets.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf
-    entropy, best = zero if request.entropy else None, zero.to(torch.int64) if request.best else None
-    return StatsResult(zero.new_zeros(request.ids.shape), lowest, none, entropy, best=best)
+    best, flagged = zero.to(torch.int64) if request.best else None, dict.fromkeys(request.flags.requested, zero)
+    return StatsResult(zero.new_zeros(request.ids.shape), lowest, none, best=best, **flagged)
 
 
 def _combine_ids(

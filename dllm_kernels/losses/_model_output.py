@@ -24,6 +24,7 @@ from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import row_primitives
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.rows._setup import compute_dtype
+from dllm_kernels.rows._stats_interface import StatsFlags
 
 NAMES = _checks.Names("logits", "target_ids", "lm_head_weight", "lm_head_bias")
 CAUSAL = _checks.Names("causal_logits", "target_ids", "lm_head_weight", "lm_head_bias", "causal_hidden")
@@ -189,9 +190,12 @@ class ModelOutput(NamedTuple):
             dtype = self.logits.logits_dtype or compute_dtype(self.logits)
         return replaced(rows, nll=_rounded(rows.nll, dtype))
 
-    def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **overrides: Any) -> RowStats:
-        """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
-        return row_stats_unchecked(self._call(overrides, ids, active), mix and all_plain(*mix))  # type: ignore[no-any-return]
+    def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **flags: bool) -> RowStats:
+        """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs.
+
+        ``flags``: see :class:`StatsFlags`.
+        """
+        return row_stats_unchecked(self._call({}, ids, active), mix and all_plain(*mix), StatsFlags(**flags))  # type: ignore[no-any-return]
 
     def divergence(
         self, teacher: TeacherInput, weights: torch.Tensor, targets: torch.Tensor, *, spec: DivergenceSpec,

@@ -28,7 +28,7 @@ from dllm_kernels.rows._logits import Head, Logits, flat_rows
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import LinearSample
 from dllm_kernels.rows._setup import Setup, Split
-from dllm_kernels.rows._stats_interface import StatsRequest, StatsResult
+from dllm_kernels.rows._stats_interface import StatsFlags, StatsRequest
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows._truncation import NO_TRUNCATION, Truncation
 
@@ -226,8 +226,8 @@ def _sample(
             if k:
                 chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
             x, x_transform = whole if untruncated_log_probs else truncated
-            request = StatsRequest(chosen, targets, transform=x_transform, entropy=True)
-            result = StatsResult(*primitives.stats.forward(x[None], request))
+            request = StatsRequest(chosen, targets, transform=x_transform, flags=StatsFlags(entropy=True))
+            result = primitives.stats.forward(x[None], request)
             rows.put_each([ids, log_probs, entropy], chunk, [chosen, result.log_probs, result.entropy])
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
     # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.

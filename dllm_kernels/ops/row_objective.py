@@ -28,10 +28,10 @@ from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._kept_gradients import keep_gradients, scale_gradients
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import RestObjective, RowObjective, RowStats
+from dllm_kernels.rows._results import RestStats, RowObjective, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
-from dllm_kernels.rows._stats import RequestedStats
-from dllm_kernels.rows._stats_interface import StatsResult, Upstream
+from dllm_kernels.rows._stats import OUTPUTS, RequestedStats
+from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
 Fn = Callable[..., torch.Tensor]
@@ -103,13 +103,14 @@ def row_objective(
         raise TypeError(f"fn must be a function of the row statistics, got {_checks.type_name(fn)}")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
-        with_correct=with_correct, with_ids=with_ids, entropy=entropy,
+        with_correct=with_correct, with_ids=with_ids,
     )  # fmt: skip
+    flags = StatsFlags(entropy=_checks.checked_bool("entropy", entropy))
     call = checked(NAMES, logits, ids, options, active=active, several=True)
     aux = _checked_aux(call, aux)
     if call.head is None or torch.compiler.is_compiling() or not has_values(call.x):
-        return _objective_of(fn, aux, row_stats_unchecked(call), call)
-    return row_objective_unchecked(call, aux, fn=fn)  # type: ignore[no-any-return]
+        return _objective_of(fn, aux, row_stats_unchecked(call, None, flags), call)
+    return row_objective_unchecked(call, aux, flags, fn=fn)  # type: ignore[no-any-return]
 
 
 def linear_row_objective(
@@ -147,40 +148,40 @@ def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, call: 
     """Evaluate the objective of computed statistics, differentiable through them."""
     active, bound = call.active, getattr(call.logits, "num_active", None)
     rows = stats.lse.dim()
-    log_probs, lse, entropy, _, correct, ids = (
-        None if t is None else t.detach().clone() for t in stats
-    )  # copies, because fn may modify its stats in place
-    flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
-    value = _checked_value(fn(RowStats(*flat[: len(stats)]), *flat[len(stats) :]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
+
+    def flat(t: Any) -> Any:
+        return None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0)
+
+    # Copies, because fn may modify its stats in place.
+    copies = {name: None if t is None else t.detach().clone() for name, t in zip(stats._fields, stats, strict=True)}
+    of_rows = RowStats(*map(flat, stats))
+    value = _checked_value(fn(of_rows, *map(flat, aux)), of_rows.lse).view(stats.lse.shape)
     value = value if active is None else torch.where(active != 0, value, 0.0)
     if bound is not None:  # fn may have ignored the NaN of a bound that is too small
         count = torch.ones_like(stats.lse) if active is None else active != 0
         value = torch.where(count.sum() > bound, math.nan, value)
-    return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct, ids)  # type: ignore[arg-type]
+    return _stats.record(RowObjective, {"loss": value.sum(), "value": value.detach(), **copies})  # type: ignore[no-any-return]
 
 
-def row_objective_unchecked(call: Call, aux: tuple[Tensor, ...], *, fn: Fn, split: Split | None = None) -> Any:
+def row_objective_unchecked(
+    call: Call, aux: tuple[Tensor, ...], flags: StatsFlags = NO_FLAGS, *, fn: Fn, split: Split | None = None
+) -> Any:
     """Compute :func:`row_objective` of a validated call with a head and values; see :class:`Objective` for ``fn``.
 
-    The result is a :class:`RestObjective` if ``options.rest``.
+    The result is a :class:`RestStats` if ``options.rest``.
     """
     if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        return on_this_rank(row_objective_unchecked, call, {"aux": aux}, sums=("loss",), fn=fn)
+        return on_this_rank(row_objective_unchecked, call, {"aux": aux}, sums=("loss",), flags=flags, fn=fn)
     setup, rows, ids, head = Setup.of(call.logits, call.options, split), call.rows, call.ids, call.head
     assert head is not None
-    requested = RequestedStats.of(call, None, setup)
+    requested = RequestedStats.of(call, None, flags, setup)
     flat_aux = tuple(t.detach().reshape(rows.numel(), *t.shape[len(rows) :]) for t in aux)
     objective = Objective(fn, ids.dim() == call.x.dim(), flat_aux)
-    loss, *results = _LinearRowObjective.under(setup)(flat_rows(call.x), requested, objective, setup, *head.flat)
-    present = (True, True, True, requested.with_entropy, requested.with_rest, setup.with_correct, setup.with_ids)
-    value, log_probs, *others = _stats.with_nones(results, present)
-    stats: list[Any] = [None if t is None else t.view(rows) for t in others]
-    value, log_probs, (lse, entropy, rest, correct, best) = value.view(rows), log_probs.view(ids.shape), stats
-    if requested.with_rest:
-        return RestObjective(loss, value, log_probs, lse, rest, correct)
-    return RowObjective(loss, value, log_probs, lse, entropy, correct, best)
+    loss, value, *results = _LinearRowObjective.under(setup)(flat_rows(call.x), requested, objective, setup, *head.flat)
+    fields = _stats.in_rows({"value": value, **_stats.by_name(results, requested, setup)}, call)
+    return _stats.record(RestStats if requested.with_rest else RowObjective, {"loss": loss, **fields})
 
 
 class _LinearRowObjective(Fused):
@@ -192,9 +193,8 @@ class _LinearRowObjective(Fused):
     ) -> tuple[Tensor, ...]:
         loss, value, result, saved = _objective(hidden, Head(*head), requested, objective, setup)
         link = keep_gradients(ctx, hidden, Head(*head), saved, setup, ("linear_row_objective", "linear_row_stats"))
-        lse = result.row_max + result.log_sum
-        constant = [value, result.log_probs, lse, result.entropy, result.rest, result.correct, result.best]
-        return outputs(ctx, [loss], constant, link)
+        statistics, others = _stats.outputs_of(result)
+        return outputs(ctx, [loss], [value, *statistics, *others], link)
 
     @staticmethod
     @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
@@ -259,16 +259,16 @@ class Objective(NamedTuple):
 
         The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
         """
-        inputs = (result.log_probs, result.row_max + result.log_sum, result.entropy, result.rest)
-        leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in inputs]
-        log_probs, lse, entropy, rest = leaves
+        statistics, constant = _stats.outputs_of(result)
+        leaves = Upstream(*[None if t is None else t.detach().clone().requires_grad_(needed) for t in statistics])
+        fields: dict[str, Any] = dict(zip(OUTPUTS, (*leaves, *constant), strict=True))
         # Enabled outside of autograd too, so that a tensor that fn closes over shows that it requires a gradient.
         with own_graph(), torch.set_grad_enabled(needed or torch.is_grad_enabled()):
-            log_probs = log_probs if self.several else log_probs.squeeze(1)
-            stats = _stats.named(log_probs, lse, entropy, None, rest, result.correct, result.best)
-            value = torch.where(targets != IGNORE, _checked_value(self.fn(stats, *aux), lse), 0.0)
-            *upstream, grad_rest = _gradients(value.sum(), leaves)
-        return value.detach(), Upstream._make([*upstream, None, grad_rest])
+            if not self.several:
+                fields["log_probs"] = fields["log_probs"].squeeze(1)
+            stats = _stats.record(RowStats if result.rest is None else RestStats, fields)
+            value = torch.where(targets != IGNORE, _checked_value(self.fn(stats, *aux), stats.lse), 0.0)
+            return value.detach(), Upstream(*_gradients(value.sum(), leaves))
 
 
 def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -282,7 +282,7 @@ def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | 
             "objective from linear_row_stats"
         )
     grads = iter(torch.autograd.grad(total, wrt, allow_unused=True))
-    return [None if t is None else next(grads) for t in leaves]
+    return [None if t is None or (g := next(grads)) is None else g.contiguous() for t in leaves]
 
 
 def _checked_value(value: Any, lse: Tensor) -> Tensor:

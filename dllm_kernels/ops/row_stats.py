@@ -11,18 +11,17 @@ overwrites them by their gradient. Nothing else of length V per row is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dllm_kernels import _checks
-from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._opaque import Spec, opaque
 from dllm_kernels._graph._plain import all_plain
 from dllm_kernels.rows import _stats
-from dllm_kernels.rows._call import Call, as_marks, checked, name_of_rows
+from dllm_kernels.rows._call import Call, checked, name_of_rows
 from dllm_kernels.rows._chunks import Chunks, float16_scaling, no_autocast
 from dllm_kernels.rows._fused import Fused, first_order, outputs
 from dllm_kernels.rows._interface import as_blv
@@ -32,11 +31,13 @@ from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._results import RestStats, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
 from dllm_kernels.rows._stats import RequestedStats
-from dllm_kernels.rows._stats_interface import StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
 Mix = tuple[torch.Tensor, torch.Tensor]
 NAMES = _checks.Names(targets="ids")
+# Statistics that no backward pass reads, and outputs that it reads as copies, because the caller may write into them.
+NOT_READ, COPIED = ("mix", "correct", "best"), ("log_probs", "rest", *StatsFlags._fields)
 
 
 def row_stats(
@@ -95,13 +96,14 @@ def row_stats(
 
     Source: the definitions. The bound of :class:`SCDDLoss` uses F, the sum of log-mixtures.
     """
+    flags = StatsFlags(entropy=_checks.checked_bool("entropy", entropy))
     _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
-        with_correct=with_correct, with_ids=with_ids, entropy=entropy,
+        with_correct=with_correct, with_ids=with_ids,
     )  # fmt: skip
     call = checked(NAMES, logits, ids, options, active=active, several=True)
-    return row_stats_unchecked(call, _checked_mix(call, mix))  # type: ignore[no-any-return]
+    return row_stats_unchecked(call, _checked_mix(call, mix), flags)  # type: ignore[no-any-return]
 
 
 def linear_row_stats(
@@ -135,34 +137,23 @@ def _checked_mix(call: Call, mix: Mix | None) -> Any:
     return mix
 
 
-def row_stats_unchecked(call: Call, mix: Mix | None = None, split: Split | None = None) -> Any:
+def row_stats_unchecked(
+    call: Call, mix: Mix | None = None, flags: StatsFlags = NO_FLAGS, split: Split | None = None
+) -> Any:
     """Compute :func:`row_stats` of a validated call; :class:`RestStats` if ``options.rest``."""
     if call.on_ranks:
         from dllm_kernels.distributed.run import on_this_rank
 
-        return on_this_rank(row_stats_unchecked, call, {"mix": mix})
+        return on_this_rank(row_stats_unchecked, call, {"mix": mix}, flags=flags)
     setup = Setup.of(call.logits, call.options, split)
-    wanted = RequestedStats.of(call, mix, setup)
-    if call.head is None:
-        wanted = replaced(wanted, marks=as_marks(wanted.marks, wanted.ids))  # backward reads it, too
+    wanted = RequestedStats.of(call, mix, flags, setup)
+    head = call.head
+    if head is None:
         made = _RowStats.under(setup)(call.logits, wanted, setup)
     else:
-        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *call.head.flat)
-    return _in_rows(made, call.ids, call.rows, wanted, setup)
-
-
-def _in_rows(
-    made: Iterable[Tensor], ids: Tensor, rows: torch.Size, wanted: RequestedStats, setup: Setup
-) -> RowStats | RestStats:
-    """Return the outputs of a Function in the shape of the caller's rows."""
-    stats = _stats.with_nones(made, (*_differentiable(wanted, setup), setup.with_correct, setup.with_ids))
-    log_probs, *others = stats
-    return _stats.named(log_probs.view(ids.shape), *[None if t is None else t.view(rows) for t in others])
-
-
-def _differentiable(wanted: RequestedStats, setup: Setup) -> tuple[bool, ...]:
-    """Return which of log-probabilities, logsumexp, entropy, mixture and log r are results."""
-    return True, setup.with_lse, wanted.with_entropy, wanted.mix_a is not None, wanted.with_rest
+        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *head.flat)
+    found = _stats.in_rows(_stats.by_name(made, wanted, setup), call)
+    return _stats.record(RestStats if wanted.with_rest else RowStats, found)
 
 
 class _RowStats(Fused):
@@ -199,35 +190,29 @@ class _LinearRowStats(Fused):
 def _saved(
     ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: RequestedStats, setup: Setup
 ) -> tuple[Tensor, ...]:
-    """Save what :func:`_restored` returns; return the outputs of a Function.
-
-    Backward reads copies of the outputs, because the caller may write into these.
-    """
-    ctx.wanted, ctx.setup = wanted[4:], setup
+    """Save what :func:`_restored` returns; return the outputs of a Function."""
+    ctx.flags, ctx.with_rest, ctx.setup = wanted.flags, wanted.with_rest, setup
     if any(setup.needs):
-        entropy, rest = (None if t is None else t.clone() for t in (result.entropy, result.rest))
-        log_probs = result.log_probs.clone()
-        kept = replaced(result, log_probs=log_probs, entropy=entropy, rest=rest, mix=None, correct=None, best=None)
-        ctx.save_for_backward(*wanted[:4], *kept, *inputs)
-    lse = result.row_max + result.log_sum if setup.with_lse else None
-    return outputs(ctx, [result.log_probs, lse, result.entropy, result.mix, result.rest], [result.correct, result.best])
+        found = zip(StatsResult._fields, result, strict=True)
+        kept = [None if t is None or name in NOT_READ else t.clone() if name in COPIED else t for name, t in found]
+        ctx.save_for_backward(wanted.ids, wanted.marks, wanted.mix_a, wanted.mix_b, *kept, *inputs)
+    return outputs(ctx, *_stats.outputs_of(result, lse=setup.with_lse))
 
 
 def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], RequestedStats, StatsResult, Upstream]:
     """Return the inputs, the constants per row, the statistics and the upstream gradients."""
-    ids, marks, a, b, *others = ctx.saved_tensors
+    ids, marks, mix_a, mix_b, *others = ctx.saved_tensors
     kept, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
-    wanted = RequestedStats(ids, marks, a, b, *ctx.wanted)
-    upstream = _stats.with_nones(grads, _differentiable(wanted, ctx.setup))  # type: ignore[arg-type]
-    upstream = [None if g is None else g.contiguous() for g in upstream]
-    return inputs, wanted, StatsResult(*kept), Upstream(*upstream)
+    wanted = RequestedStats(ids, marks, mix_a, mix_b, ctx.flags, ctx.with_rest)
+    upstream = _stats.by_name([None if g is None else g.contiguous() for g in grads], wanted, ctx.setup)
+    return inputs, wanted, StatsResult(*kept), _stats.record(Upstream, upstream)
 
 
 def _keeps_normalizer(wanted: RequestedStats, setup: Setup) -> bool:
     """Return True if (row_max, log_sum) of logits is a result, or read by a backward pass."""
     if setup.with_lse or setup.triton or setup.splits_rows or wanted.mix_a is not None:
         return True
-    return wanted.with_entropy and any(setup.needs)
+    return any(wanted.flags) and any(setup.needs)
 
 
 def _specs(_logits: Tensor, wanted: RequestedStats, setup: Setup) -> list[Spec]:
@@ -279,7 +264,8 @@ def _linear_row_stats_grad(
         if setup.needs_loss_scaling:
             c = _stats.divided(c, size)
         size, factors, loss_scale = float16_scaling(size, setup)
-        result = result._replace(entropy=None, mix_weight=None)  # not read by what follows
+        # Not read by what follows.
+        result = result._replace(**dict.fromkeys(("mix_weight", *StatsFlags._fields)))  # type: ignore[arg-type]
         chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows
         for chunk, h, targets, logits in chunks:

@@ -202,7 +202,7 @@ def _expectation(
             if bump is not None:
                 z = _taken_out(logits, request.ids, transform, primitives, setup.accum_dtype)
                 bumped = z + rows.take(bump, chunk).unsqueeze(1)
-            result = StatsResult(*primitives.stats.forward(logits[None], request))
+            result = primitives.stats.forward(logits[None], request)
             c = _coefficients(request, result, bumped)
             primitives.stats.backward(logits[None], request, c, result.row_max, result.log_sum, logits[None])
             rows.put(out, chunk, torch.mm(logits.to(setup.dtype), table))

@@ -13,6 +13,7 @@ from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._stats_interface import StatsFlags
 from dllm_kernels.rows._transform import Transform
 
 NAMES = _checks.Names("logits_or_hidden", "ids", hidden="logits_or_hidden")
@@ -94,7 +95,7 @@ def token_log_probs(
 
     Source: the definition, :func:`row_stats` and :func:`linear_row_stats` with ``scale=1 / temperature``.
     """
-    _checks.check_flags(with_entropy=with_entropy)
+    flags = StatsFlags(entropy=_checks.checked_bool("with_entropy", with_entropy))
     hidden: Any = logits_or_hidden
     record = LinearLogits(hidden, weight, bias, extra, logits_dtype, chunk_size, num_active)  # type: ignore[arg-type]
     for name, value in zip(record._fields[2:], record[2:], strict=True):
@@ -103,10 +104,10 @@ def token_log_probs(
     logits = logits_or_hidden if weight is None else record
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
-        backend=backend, entropy=with_entropy,
+        backend=backend,
     )  # fmt: skip
     call = checked(NAMES, logits, ids, options, active=active)
     scored = call.ids.long() != IGNORE  # int64, because -100 equals 156 in uint8
     scored = scored if call.active is None else scored & (call.active != 0)
-    out = row_stats_unchecked(replaced(call, active=scored))
+    out = row_stats_unchecked(replaced(call, active=scored), None, flags)
     return TokenLogProbs(out.log_probs, out.entropy)

@@ -30,6 +30,7 @@ from dllm_kernels.rows._call import Call, checked_logits
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._stats_interface import StatsFlags
 from dllm_kernels.rows._transform import Transform
 
 LEVELS = ("token", "sequence")
@@ -235,9 +236,9 @@ class PolicyLoss(nn.Module):
             chunk = _Constants(**dict(zip(constants, values, strict=True)))
             return chunk.factors * objective(weights * stats.log_probs, chunk.old, chunk.advantages, chunk.ref)
 
-        options = replaced(rows.options, with_lse=True, entropy=with_entropy)
+        options, flags = replaced(rows.options, with_lse=True), StatsFlags(entropy=with_entropy)
         call = Call(rows.logits, options, ids.expand(scored.shape), scored)
-        out = row_objective_unchecked(call, (views.weights, *constants.values()), fn=value)
+        out = row_objective_unchecked(call, (views.weights, *constants.values()), flags, fn=value)
         return out.loss, out.log_probs, out.entropy
 
     def _constants(

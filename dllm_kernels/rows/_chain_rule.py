@@ -26,7 +26,7 @@ def coefficients(request: StatsRequest, result: StatsResult, upstream: Upstream)
     """
     c = _combined(request, result, upstream)
     size = c.grad_ids.abs().sum(1) + c.p_coef.abs()
-    for part in (upstream.lse, upstream.entropy, upstream.mix, upstream.rest):
+    for part in upstream._replace(log_probs=None):
         if part is not None:
             size = size + part.abs()
     size = size.masked_fill(request.targets == IGNORE, 0)
@@ -47,7 +47,7 @@ def _combined(request: StatsRequest, result: StatsResult, upstream: Upstream) ->
     if upstream.mix is not None:
         p_coef -= _times(upstream.mix, result.mix_weight)
     p_logp_coef = None if upstream.entropy is None else -upstream.entropy
-    return Coefficients(grad_ids, p_coef, p_logp_coef, upstream.mix, upstream.rest)
+    return Coefficients(grad_ids, p_coef, p_logp_coef=p_logp_coef, mix_coef=upstream.mix, rest_coef=upstream.rest)
 
 
 def _times(grad: Tensor, value: Any) -> Tensor:

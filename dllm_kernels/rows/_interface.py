@@ -32,8 +32,8 @@ NLL = tuple[Tensor, Any, Any, Tensor | None, Tensor | None]
 class StatsPrimitives(Protocol):
     """Primitives of the row statistics of one backend; ``rows/_stats_interface.py`` has the equations."""
 
-    def forward(self, logits: Tensor, request: StatsRequest) -> Any:
-        """Return the fields of :class:`StatsResult`; 0 / False in inactive rows."""
+    def forward(self, logits: Tensor, request: StatsRequest) -> StatsResult:
+        """Return the statistics of N rows; 0 / False in inactive rows."""
 
     def mix(
         self, logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor

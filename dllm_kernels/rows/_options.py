@@ -22,7 +22,6 @@ class Options(NamedTuple):
         with_lse: return the logsumexp.
         with_correct: return the argmax-match.
         with_ids: return the argmax.
-        entropy: return the entropy.
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
         rest: return the log-probability of all columns but the ids.
@@ -40,7 +39,6 @@ class Options(NamedTuple):
     with_lse: bool = False
     with_correct: bool = False
     with_ids: bool = False
-    entropy: bool = False
     round_nll: bool = False
     inplace_backward: bool = False
     rest: bool = False
@@ -57,7 +55,8 @@ class Options(NamedTuple):
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
-        flags = {name: _checks.checked_bool(name, getattr(self, name)) for name in FLAGS}
+        flags = {name: getattr(self, name) for name in FLAGS}
+        _checks.check_flags(**flags)
         sizes = {"return_top": self.return_top, "top_k": self.top_k}
         for (name, k), least in zip(sizes.items(), (1, 0), strict=True):
             if k is not None:
@@ -68,7 +67,7 @@ class Options(NamedTuple):
                     )
         return replaced(
             self,
-            **flags,
+            **{name: bool(value) for name, value in flags.items()},
             ignore_index=_checks.checked_int64("ignore_index", self.ignore_index),
             return_top=sizes["return_top"],
             top_k=sizes["top_k"] or None,

@@ -58,7 +58,7 @@ def with_rest(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, 
             z = copy[:n, :V]
             transformed(z.copy_(block), request.transform.pointwise, z)
             copy[:n].scatter_(1, columns[span], -math.inf)
-            part = StatsResult(*primitives.stats.forward(z[None], StatsRequest(unused[:n], request.targets[span])))
+            part = primitives.stats.forward(z[None], StatsRequest(unused[:n], request.targets[span]))
             row_max[span], log_sum[span], start = part.row_max, part.log_sum, start + n
     rest = (row_max - result.row_max) + (log_sum - result.log_sum)
     rest = rest.clamp_(max=0).masked_fill_(request.targets == IGNORE, 0)

@@ -82,23 +82,16 @@ class RestStats(NamedTuple):
         lse: see :class:`RowStats`.
         rest: log of the probability of all columns but the ids; -inf if there are none.
         correct: see :class:`RowStats`.
+        loss: see :class:`RowObjective`; None without an objective.
+        value: see ``loss``.
     """
 
     log_probs: torch.Tensor
     lse: torch.Tensor
     rest: torch.Tensor
     correct: torch.Tensor | None = None
-
-
-class RestObjective(NamedTuple):
-    """A :class:`RowObjective` of :class:`RestStats`."""
-
-    loss: torch.Tensor
-    value: torch.Tensor
-    log_probs: torch.Tensor
-    lse: torch.Tensor
-    rest: torch.Tensor
-    correct: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+    value: torch.Tensor | None = None
 
 
 class LinearSample(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,12 @@ from dllm_kernels.rows._active_rows import ActiveRows
 from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_marks
 from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._rest import rest_backward, with_rest
-from dllm_kernels.rows._results import RestStats, RowStats
 from dllm_kernels.rows._setup import Setup
-from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._stats_interface import Coefficients, StatsFlags, StatsRequest, StatsResult, Upstream
+
+# Names of the outputs without a gradient, and of all outputs in the order in which the autograd Functions return them.
+CONSTANT = (*(name for name in StatsFlags._fields if name not in Upstream._fields), "correct", "ids")
+OUTPUTS = Upstream._fields + CONSTANT
 
 
 class RequestedStats(NamedTuple):
@@ -24,10 +27,10 @@ class RequestedStats(NamedTuple):
 
     Attributes:
         ids: int64 ``[N, K]``, -1 for an id without a column.
-        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row is active.
+        marks: int64 ``[N]``, ``IGNORE`` in inactive rows, 0 in all others; None if every row of a head is active.
         mix_a: a of the mixture ``log(a + b p)``, ``[N]``, or None.
         mix_b: b of the mixture, ``[N]``, or None.
-        with_entropy: True if the entropy is requested.
+        flags: further statistics that are requested.
         with_rest: True if the log-probability of all columns except the ids is requested.
     """
 
@@ -35,33 +38,38 @@ class RequestedStats(NamedTuple):
     marks: Tensor | None
     mix_a: Tensor | None
     mix_b: Tensor | None
-    with_entropy: bool
+    flags: StatsFlags
     with_rest: bool
 
     @classmethod
-    def of(cls, call: Call, mix: Sequence[Tensor] | None, setup: Setup) -> RequestedStats:
+    def of(cls, call: Call, mix: Sequence[Tensor] | None, flags: StatsFlags, setup: Setup) -> RequestedStats:
         """Flatten the validated tensors of a call."""
         ids = flat_ids(call.ids, call.rows, setup.transform)
         a, b = (None, None) if mix is None else (flat_values(t, setup.accum_dtype) for t in mix)
-        return cls(ids, row_marks(call.active), a, b, call.options.entropy, call.options.rest)
+        marks = row_marks(call.active)
+        if isinstance(call.logits, Tensor):
+            marks = as_marks(marks, ids)
+        return cls(ids, marks, a, b, flags, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
         """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
         return StatsRequest(
             self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
-            setup.transform, self.with_entropy, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
+            setup.transform, self.flags, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
         )  # fmt: skip
 
     def specs(self, setup: Setup, *, lse: bool = True) -> list[Spec]:
         """Return shape and dtype of each field of :class:`StatsResult`."""
-        (N, K), acc, mix = self.ids.shape, setup.accum_dtype, self.mix_a is not None
-        wanted = (lse, lse, self.with_entropy, mix, mix and any(setup.needs))
-        rest: Spec = ((N,), acc) if self.with_rest else None
-        return [
-            ((N, K), acc), *[((N,), acc) if given else None for given in wanted],
-            ((N,), torch.bool) if setup.with_correct else None, ((N,), torch.int64) if setup.with_ids else None,
-            rest, rest, rest,
-        ]  # fmt: skip
+        (N, K), acc = self.ids.shape, setup.accum_dtype
+        row: Spec = ((N,), acc)
+        mix, lses, rest = (row if given else None for given in (self.mix_a is not None, lse, self.with_rest))
+        fields: dict[str, Spec] = {
+            "log_probs": ((N, K), acc), "row_max": lses, "log_sum": lses, "mix": mix,
+            "mix_weight": mix if any(setup.needs) else None, "rest": rest, "rest_max": rest, "rest_sum": rest,
+            "correct": ((N,), torch.bool) if setup.with_correct else None,
+            "best": ((N,), torch.int64) if setup.with_ids else None, **dict.fromkeys(self.flags.requested, row),
+        }  # fmt: skip
+        return [fields.get(name) for name in StatsResult._fields]
 
     def empty(self, rows: ActiveRows, setup: Setup) -> list[Tensor | None]:
         """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
@@ -80,7 +88,7 @@ def of_chunk(request: StatsRequest, rows: ActiveRows, chunk: slice, targets: Ten
 
 def statistics(primitives: RowPrimitives, logits: Tensor, request: StatsRequest, *, rest: bool) -> StatsResult:
     """Compute the statistics of logits ``[B, L, V]``."""
-    result = StatsResult(*primitives.stats.forward(logits, request))
+    result = primitives.stats.forward(logits, request)
     return with_rest(primitives, logits, request, result) if rest else result
 
 
@@ -113,14 +121,28 @@ def write_gradient(
         rest_backward(primitives, logits, request, c, result, out)
 
 
-def with_nones(made: Iterable[Tensor], given: Sequence[bool]) -> list[Any]:
-    """Put None back among the outputs of a Function, where ``given`` is False."""
-    outputs = iter(made)
-    return [next(outputs) if there else None for there in given]
+def outputs_of(result: StatsResult, *, lse: bool = True) -> tuple[Upstream, list[Tensor | None]]:
+    """Return the differentiable outputs and those of ``CONSTANT``, None for those that were not requested."""
+    row_lse = result.row_max + result.log_sum if lse else None
+    differentiable = [row_lse if name == "lse" else getattr(result, name) for name in Upstream._fields]
+    return Upstream(*differentiable), [result.best if n == "ids" else getattr(result, n) for n in CONSTANT]
 
 
-def named(log_probs: Any, lse: Any, entropy: Any, mix: Any, rest: Any, correct: Any, ids: Any) -> RowStats | RestStats:
-    """Return the statistics as a caller receives them."""
-    if rest is None:
-        return RowStats(log_probs, lse, entropy, mix, correct, ids)
-    return RestStats(log_probs, lse, rest, correct)
+def by_name(made: Iterable[Any], wanted: RequestedStats, setup: Setup) -> dict[str, Any]:
+    """Name the outputs of a Function, or their gradients, which are those of :func:`outputs_of` that are not None."""
+    requested = {
+        "log_probs": True, "lse": setup.with_lse, "mix": wanted.mix_a is not None, "rest": wanted.with_rest,
+        "correct": setup.with_correct, "ids": setup.with_ids, **wanted.flags._asdict(),
+    }  # fmt: skip
+    return dict(zip([name for name in OUTPUTS if requested[name]], made, strict=False))
+
+
+def in_rows(values: Mapping[str, Tensor], call: Call) -> dict[str, Any]:
+    """Return outputs ``[N, K]`` and ``[N]`` in the shape of the caller's ids and rows."""
+    ids, rows = call.ids.shape, call.rows
+    return {name: t.view(ids if name == "log_probs" else rows) for name, t in values.items()}
+
+
+def record(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    """Make a record of statistics from values by name; None for those that were not requested."""
+    return kind(*[values.get(name) for name in kind._fields])

@@ -28,6 +28,24 @@ from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 FARTHEST = -1e4
 
 
+class StatsFlags(NamedTuple):
+    """Statistics that flags of ``row_stats`` request: one number per row, computed by the backends.
+
+    A field has the name of the flag, and of a field of :class:`StatsResult` and of the caller's result. The statistic
+    is differentiable if :class:`Upstream` has a field of this name too.
+    """
+
+    entropy: bool = False
+
+    @property
+    def requested(self) -> list[str]:
+        """Names of the requested statistics."""
+        return [name for name, requested in zip(self._fields, self, strict=True) if requested]
+
+
+NO_FLAGS = StatsFlags()
+
+
 class StatsRequest(NamedTuple):
     """Request for statistics of N rows; all tensors are contiguous.
 
@@ -37,7 +55,7 @@ class StatsRequest(NamedTuple):
         a: coefficient of the mixture, ``[N]`` in the accumulation dtype, or None.
         b: see ``a``.
         transform: transform of the logits.
-        entropy: True if the entropy is requested.
+        flags: further statistics that are requested.
         correct: True if the argmax-match is requested.
         best: True if the argmax is requested.
         gradients: True if W is requested.
@@ -54,7 +72,7 @@ class StatsRequest(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
     transform: Transform = NO_TRANSFORM
-    entropy: bool = False
+    flags: StatsFlags = NO_FLAGS
     correct: bool = False
     best: bool = False
     gradients: bool = False
@@ -86,13 +104,13 @@ class StatsResult(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """Upstream gradients of the differentiable outputs, ``[N, K]`` and ``[N]``; None for outputs without a gradient."""
+    """The differentiable outputs, ``[N, K]`` and ``[N]``, or their upstream gradients, contiguous; None: not given."""
 
     log_probs: Tensor | None
     lse: Tensor | None
     entropy: Tensor | None
     mix: Tensor | None
-    rest: Tensor | None = None
+    rest: Tensor | None
 
 
 class Coefficients(NamedTuple):

@@ -31,6 +31,7 @@ from dllm_kernels.rows._setup import Setup
 from tests.conftest import DEVICE
 from tests.support.opcheck import opcheck_calls
 from tests.support.routines import FIRSTS, OTHERS
+from tests.support.statistics import FLAGS, differentiable
 
 N, V, D, R = 5, 19, 8, 3
 IDS = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
@@ -49,7 +50,9 @@ def of_logits(name, x, o):
         "token_nll": lambda: token_nll(x, IDS, with_correct=True, with_ids=True, with_lse=True, **o).nll.sum(),
         "weighted_nll": lambda: weighted_nll(x, IDS, WEIGHTS, round_nll=True, **o).loss,
         "weighted_nll, active": lambda: weighted_nll(x, IDS, WEIGHTS, active=ACTIVE, **o).loss,
-        "row_stats": lambda: sum(t.sum() for t in row_stats(x, IDS, entropy=True, mix=(WEIGHTS, WEIGHTS), **o)[:4]),
+        "row_stats": lambda: sum(
+            t.sum() for t in differentiable(row_stats(x, IDS, **FLAGS, mix=(WEIGHTS, WEIGHTS), **o))
+        ),
         "row_stats, rest": lambda: topk_divergence(x, *TOP, WEIGHTS, **o).loss,
         "divergence": lambda: divergence(x, x.detach().flip(0), WEIGHTS, **PAIR, **o).loss,
         "divergence, rows": lambda: divergence(x, x.detach().flip(0), WEIGHTS, reduction="none", **o).loss.sum(),
@@ -65,7 +68,7 @@ def of_hidden(name, leaves, o):
     return {
         "linear_token_nll": lambda: linear_token_nll(h, w, IDS, with_correct=True, with_ids=True, **head).nll.sum(),
         "weighted_linear_nll": lambda: weighted_linear_nll(h, w, IDS, WEIGHTS, with_lse=True, **head).loss,
-        "linear_row_stats": lambda: linear_row_stats(h, w, torch.stack([IDS, IDS], 1), entropy=True, **head).lse.sum(),
+        "linear_row_stats": lambda: linear_row_stats(h, w, torch.stack([IDS, IDS], 1), **FLAGS, **head).lse.sum(),
         "linear_row_stats, mix": lambda: linear_row_stats(
             h, w, IDS, mix=(WEIGHTS, WEIGHTS), active=ACTIVE, with_correct=True, with_ids=True, **head
         ).mix.sum(),

@@ -10,6 +10,7 @@ import torch
 from dllm_kernels import ops
 from tests.conftest import DEVICE
 from tests.support.parity import small_blocks, values_at
+from tests.support.statistics import EVERY_FLAG, differentiable
 
 ROWS = 7
 STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
@@ -39,9 +40,9 @@ def run_row_stats(logits, row, **options):
     other = row["id"] // 2
     # A skipped id has a NaN log-probability.
     ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)
-    options |= {"entropy": True, "mix": (row["a"], row["upstream"]), "with_correct": True, "with_ids": True}
+    options |= {"mix": (row["a"], row["upstream"]), **EVERY_FLAG}
     out = ops.row_stats(logits, ids, active=row["active"], **options)
-    total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in out[:4])
+    total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in differentiable(out))
     return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
 
 

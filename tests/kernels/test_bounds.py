@@ -13,6 +13,7 @@ from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.conftest import EXECUTED
 from tests.support.parity import small_tiles
 from tests.support.routines import FIRSTS, OTHERS, ROUTINES
+from tests.support.statistics import EVERY_FLAG, FLAGS, differentiable
 
 pytest.importorskip("triton")
 from dllm_kernels.backends.triton import _tiles
@@ -57,8 +58,8 @@ def row_stats(dtype, **options):
     x, _ = logits_and_targets(dtype)
     ids = torch.randint(0, V, (N, K))
     mix = torch.rand(N), torch.rand(N) + 0.1
-    out = ops.row_stats(x, ids, entropy=True, mix=mix, with_correct=True, with_ids=True, backend="triton", **options)
-    sum(t.sum() for t in out[:4]).backward()
+    out = ops.row_stats(x, ids, mix=mix, **EVERY_FLAG, backend="triton", **options)
+    sum(t.sum() for t in differentiable(out)).backward()
 
 
 def divergence(dtype, **options):
@@ -115,8 +116,8 @@ def token_nll_in_place():
 def linear_row_stats():
     h, w = (torch.randn(s, requires_grad=True) for s in ((N, 6), (V, 6)))
     mix = torch.rand(N), torch.rand(N) + 0.1
-    out = ops.linear_row_stats(h, w, torch.arange(N), entropy=True, mix=mix, chunk_size=2, backend="triton")
-    sum(t.sum() for t in out[:4] if t is not None).backward()
+    out = ops.linear_row_stats(h, w, torch.arange(N), **FLAGS, mix=mix, chunk_size=2, backend="triton")
+    sum(t.sum() for t in differentiable(out)).backward()
 
 
 def divergence_without_teacher_rows():

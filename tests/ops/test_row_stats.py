@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels.ops import linear_row_stats, row_stats
+from dllm_kernels.ops import RowStats, linear_row_stats, row_stats
 from tests.conftest import DEVICE
 from tests.support.inputs import SHAPES, SOURCES, Source, on_source, skip_unjudged
 from tests.support.memory import without_garbage_collection
 from tests.support.parity import PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes, same
+from tests.support.readme import ROOT
 from tests.support.rows import (
     LAYOUTS,
     PATHS,
@@ -25,10 +26,10 @@ from tests.support.rows import (
     of_each_backend,
     on_path,
 )
+from tests.support.statistics import DIFFERENTIABLE, EVERY_FLAG, FLAGS, STATISTICS, differentiable, statistics
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-OUTPUTS = ("log_probs", "lse", "entropy", "mix")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -58,10 +59,6 @@ def options(shape, V, K, dtype=torch.float32, *, mix=True, skip_id=None, seed=0)
     return ids.to(DEVICE), arguments | {"active": (torch.rand(shape) < 0.7).to(DEVICE)}
 
 
-def differentiable(out):
-    return [t for t in out[:4] if t is not None]
-
-
 def upstream(out, seed=1):
     """Draw a random gradient for each output, some entries zero."""
     torch.manual_seed(seed)
@@ -69,10 +66,13 @@ def upstream(out, seed=1):
 
 
 def run(function, leaves, **kwargs):
-    """Return the outputs, and the joint gradients of all outputs for :func:`upstream`."""
+    """Return the statistics by name, and the joint gradients of those that have one for :func:`upstream`."""
     leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-    out = differentiable(function(*leaves, **kwargs))
-    return [*(t.detach() for t in out), *torch.autograd.grad(out, leaves, upstream(out))]
+    out = statistics(function(*leaves, **kwargs))
+    grad = {name: t for name, t in out.items() if t.requires_grad}
+    grads = torch.autograd.grad([*grad.values()], leaves, upstream(grad.values()))
+    names = (f"gradient of {', '.join(grad)}: {i}" for i in range(len(leaves)))
+    return {name: t.detach() for name, t in out.items()} | dict(zip(names, grads, strict=True))
 
 
 def assert_parity(ours, oracle, draw):
@@ -89,8 +89,9 @@ def assert_parity(ours, oracle, draw):
     exact = [run(oracle, [leaf.double() for leaf in leaves], **wide(arguments)) for leaves, arguments in draws]
     plain = [run(oracle, leaves, **arguments) for leaves, arguments in draws]
     sizes = reduction_sizes(draws[0][0])
-    names = (*OUTPUTS, *(f"gradient {place}" for place in range(len(draws[0][0]))))
-    for name, got, e, p in zip(names, *(zip(*runs, strict=True) for runs in (results, exact, plain)), strict=True):
+    assert [*results[0]] == [*exact[0]]
+    for name in exact[0]:
+        got, e, p = ([r[name] for r in runs] for runs in (results, exact, plain))
         assert_as_good_as_plain(got, e, largest_error(p, e), name, sizes)
 
 
@@ -100,7 +101,7 @@ def pair(source, sizes=None, **fixed):
 
     def ours(*x, **arguments):
         logits = source.argument(*x, **sizes or {})
-        out = row_stats(logits, entropy=True, backend=source.backend, **next(flags), **arguments, **fixed)
+        out = row_stats(logits, **FLAGS, backend=source.backend, **next(flags), **arguments, **fixed)
         if source.kind == "stored" or x[0].dtype.itemsize > 2:  # 16 bits round products of another order otherwise
             wanted = oracle(*(t.detach() for t in x), **arguments)
             assert same(out.correct, wanted.correct, "correct")
@@ -162,26 +163,24 @@ def test_parity_of_rows_far_apart(kind, path):
 @pytest.mark.covering(1, most=2)
 @of_each_backend
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "requested", [("log_probs",), ("lse",), ("entropy",), ("mix",), ("entropy", "lse"), OUTPUTS], ids=str
-)
-def test_each_output_alone(requested, dtype, path):
+def test_each_output_alone(dtype, path):
     """The other outputs have no upstream gradient, or are not requested."""
     logits = (4 * torch.randn(2, 3, 37)).to(DEVICE, dtype).requires_grad_()
     ids, arguments = options((2, 3), 37, 2, dtype)
-    expected = reference.row_stats(logits, ids, **arguments)
-    expected = [getattr(expected, name) for name in requested]
-    grads = upstream(expected)
-    (wanted,) = torch.autograd.grad(expected, logits, grads)
-    if "mix" not in requested:
-        arguments["mix"] = None
-    for entropy in {True, "entropy" in requested}:
-        out = row_stats(logits, ids, entropy=entropy, backend=path, **arguments)
-        assert (out.entropy is None, out.mix is None, out.correct) == (not entropy, arguments["mix"] is None, None)
-        out = [getattr(out, name) for name in requested]
-        (grad,) = torch.autograd.grad(out, logits, grads)
-        for got, want in zip([*out, grad], [*expected, wanted], strict=True):
-            torch.testing.assert_close(got, want)
+    oracle, mix = reference.row_stats(logits, ids, **arguments), arguments.pop("mix")
+    for requested in (*zip(DIFFERENTIABLE), ("entropy", "lse"), DIFFERENTIABLE):
+        expected = [getattr(oracle, name) for name in requested]
+        grads = upstream(expected)
+        (wanted,) = torch.autograd.grad(expected, logits, grads, retain_graph=True)
+        given = {"mix": mix} if "mix" in requested else {}
+        for flags in (FLAGS, {name: True for name in FLAGS if name in requested}):
+            out = row_stats(logits, ids, backend=path, **flags, **given, **arguments)
+            named = {name for name, t in out._asdict().items() if t is not None}
+            assert named == {"log_probs", "lse", *flags, *given}
+            out = [getattr(out, name) for name in requested]
+            (grad,) = torch.autograd.grad(out, logits, grads)
+            for got, want in zip([*out, grad], [*expected, wanted], strict=True):
+                torch.testing.assert_close(got, want, msg=lambda error, of=requested: f"{of}: {error}")
 
 
 # A kernel compares the columns of a tile with few ids in another loop than with many.
@@ -239,26 +238,21 @@ def test_terms_of_a_mixture_of_every_size(dtype, path):
 
 
 def stats_and_gradient(function, logits, ids, mix, steps):
-    """Return the outputs of special rows and their joint gradient.
+    """Return the statistics of special rows and their joint gradient by name, and the outputs.
 
     The gradient of the oracle's logsumexp is computed from softmax, because torch's own is wrong for logits far from 0.
     In a row with +inf, logsumexp and its gradient are NaN.
     """
     x = logits.clone().requires_grad_()
     out = function(x, ids, mix=tuple(t.to(torch.promote_types(x.dtype, torch.float32)) for t in mix), **steps)
-    values = differentiable(out)
-    if function is not reference.row_stats:
-        return (
-            [t.detach() for t in values],
-            torch.autograd.grad(values, x, [torch.ones_like(t) for t in values])[0],
-            out,
-        )
-    z = reference.transformed(x, **steps)
-    values[1] = torch.where(values[1] == INF, NAN, values[1])
-    lse_grad = torch.where(values[1].isnan()[:, None], NAN, z.detach().softmax(-1))
-    rest = [values[0], *values[2:]]
-    grad = torch.autograd.grad([*rest, z], x, [*(torch.ones_like(t) for t in rest), lse_grad])[0]
-    return [t.detach() for t in values], grad, out
+    values, wrt, grads = statistics(out), differentiable(out), [torch.ones_like(t) for t in differentiable(out)]
+    if function is reference.row_stats:
+        z = reference.transformed(x, **steps)
+        values["lse"] = torch.where(out.lse == INF, NAN, out.lse)
+        at = next(i for i, t in enumerate(wrt) if t is out.lse)
+        wrt[at], grads[at] = z, torch.where(values["lse"].isnan()[:, None], NAN, z.detach().softmax(-1))
+    values["gradient"] = torch.autograd.grad(wrt, x, grads)[0]
+    return {name: t.detach() for name, t in values.items()}, out
 
 
 def judge_special_rows(rows, dtype, path, **steps):
@@ -268,17 +262,16 @@ def judge_special_rows(rows, dtype, path, **steps):
     mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
 
     def ours(x, ids, **arguments):
-        return row_stats(x, ids, entropy=True, with_correct=True, with_ids=True, backend=path, **arguments)
+        return row_stats(x, ids, **EVERY_FLAG, backend=path, **arguments)
 
-    got, grad, out = stats_and_gradient(ours, logits, ids, mix, steps)
-    plain, plain_grad, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
-    exact, exact_grad, _ = stats_and_gradient(reference.row_stats, logits.double(), ids, mix, steps)
+    got, out = stats_and_gradient(ours, logits, ids, mix, steps)
+    plain, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
+    exact, _ = stats_and_gradient(reference.row_stats, logits.double(), ids, mix, steps)
     assert same(out.correct, oracle.correct, "correct")
     assert same(out.ids, oracle.ids, "ids")
     for row, kind in enumerate(names):
-        for name, o, p, e in zip(
-            (*OUTPUTS, "gradient"), (*got, grad), (*plain, plain_grad), (*exact, exact_grad), strict=True
-        ):
+        for name in exact:
+            o, p, e = got[name], plain[name], exact[name]
             label, error = f"{name}, {kind}", largest_error([p[row]], [e[row]])
             if name == "gradient" and e[row].isnan().any():  # it is unspecified which columns are NaN
                 assert o[row].isnan().any(), label
@@ -309,16 +302,15 @@ def test_inactive_rows_are_not_read(source):
     source.spoil(leaves, ~active)
     ours = run(pair(source)[0], leaves, ids=ids, **arguments)
     want = run(lambda *x, **o: reference.row_stats(source.logits(*x, active=active), **o), leaves, ids=ids, **arguments)
-    for g, w in zip(ours, want, strict=True):
-        torch.testing.assert_close(g, w)
-        assert g.isfinite().all()
+    torch.testing.assert_close(ours, want)
+    assert all(t.isfinite().all() for t in ours.values())
 
 
 @pytest.mark.usefixtures("unchecked")
 def test_ids_out_of_range_give_nan_in_their_entries(path):
     logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)
     ids = torch.tensor([[0, 37], [-1, 3], [2**40, 3], [5, 5], [-101, 3]], device=DEVICE)
-    out = row_stats(logits, ids, entropy=True, with_correct=True, with_ids=True, skip_id=5, backend=path)
+    out = row_stats(logits, ids, **EVERY_FLAG, skip_id=5, backend=path)
     assert torch.equal(out.ids, logits.detach().index_fill(1, torch.tensor([5], device=DEVICE), -INF).argmax(1))
     bad = torch.tensor([[0, 1], [1, 0], [1, 0], [1, 1], [1, 0]], device=DEVICE, dtype=torch.bool)
     assert torch.equal(out.log_probs.isnan(), bad)
@@ -336,9 +328,9 @@ def test_a_row_without_an_upstream_gradient_is_inert(path):
     logits[1] = NAN
     logits.requires_grad_()
     ids, mix = torch.tensor([0, 1, 2], device=DEVICE), (torch.ones(3, device=DEVICE),) * 2
-    out = differentiable(row_stats(logits, ids, entropy=True, mix=mix, backend=path))
+    out = differentiable(row_stats(logits, ids, **FLAGS, mix=mix, backend=path))
     on = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
-    (grad,) = torch.autograd.grad(out, logits, [on] * 4)
+    (grad,) = torch.autograd.grad(out, logits, [on] * len(out))
     assert not grad[1].any()
     assert grad[[0, 2]].isfinite().all()
 
@@ -357,7 +349,7 @@ def test_strides(kind, path):
 
 
 def ours_on(backend):
-    return lambda x, ids, **arguments: row_stats(x, ids, entropy=True, backend=backend, **arguments)
+    return lambda x, ids, **arguments: row_stats(x, ids, **FLAGS, backend=backend, **arguments)
 
 
 def run_on(function, logits, ids, arguments):
@@ -388,14 +380,14 @@ def test_long_bf16_rows(backend):
         run(oracle, [x.double()], **exact_arguments),
         run(oracle, [x], **arguments),
     )
-    for place, (o, e, p) in enumerate(zip(got, exact, plain, strict=True)):
-        assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{place}", reduction_sizes([x]))
+    for name, e in exact.items():
+        assert_as_good_as_plain([got[name]], [e], largest_error([plain[name]], [e]), name, reduction_sizes([x]))
 
 
 def test_backward_twice(source):
     leaves = [leaf.requires_grad_() for leaf in source.leaves((3,), 37)]
     ids, arguments = options((3,), 37, 2)
-    out = differentiable(row_stats(source.argument(*leaves), ids, entropy=True, backend=source.backend, **arguments))
+    out = differentiable(row_stats(source.argument(*leaves), ids, **FLAGS, backend=source.backend, **arguments))
     first = torch.autograd.grad(out, leaves, upstream(out), retain_graph=True)
     for one, again in zip(first, torch.autograd.grad(out, leaves, upstream(out)), strict=True):
         assert torch.equal(one, again)
@@ -420,16 +412,23 @@ def test_no_active_row(source):
     source.spoil(leaves, ...)
     x = source.argument(*(leaf.requires_grad_() for leaf in leaves))
     ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
-    out = row_stats(x, ids, entropy=True, active=active, with_correct=True, with_ids=True, backend=source.backend)
+    out = row_stats(x, ids, **EVERY_FLAG, active=active, backend=source.backend)
     assert out.ids.eq(-100).all()
     grads = torch.autograd.grad(differentiable(out), leaves, [torch.ones_like(t) for t in differentiable(out)])
     assert all(t.eq(0).all() for t in (*differentiable(out), *grads))
     assert not out.correct.any()
 
 
+def test_every_output_is_in_the_oracle_and_described():
+    page = (ROOT / "docs/ops/row-stats.md").read_text()
+    assert RowStats._fields == reference.RowStats._fields
+    assert [name for name in RowStats._fields if f"{name}: " not in RowStats.__doc__ or f"`{name}`" not in page] == []
+    assert {*FLAGS} <= {*STATISTICS}
+
+
 def test_outputs_that_were_not_requested_are_none(source):
     out = row_stats(source.argument(*source.leaves((9,), 37)), options((9,), 37, 2)[0], backend=source.backend)
-    assert (out.entropy, out.mix, out.correct, out.ids) == (None,) * 4
+    assert [name for name, t in out._asdict().items() if t is not None] == ["log_probs", "lse"]
 
 
 def test_float16_gradients_do_not_underflow(backend):

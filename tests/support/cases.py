@@ -16,6 +16,7 @@ import torch
 import dllm_kernels as ours
 import reference
 from dllm_kernels import ops
+from tests.support.statistics import FLAGS, statistics
 
 Inputs = dict[str, torch.Tensor]
 HEAD_OPTIONS = ("chunk_size", "num_active", "logits_dtype")
@@ -284,12 +285,14 @@ def _one_number(out):
 
     The logsumexp is omitted, because adding a constant to a row changes it.
     """
+    values = statistics(out)
     ids = torch.tensor([1.0, -0.7], dtype=out.lse.dtype, device=out.lse.device)
-    return out.log_probs @ ids - 1.3 * out.entropy + 0.1 * out.mix
+    total = values.pop("log_probs") @ ids - 1.3 * values.pop("entropy") + 0.1 * values.pop("mix")
+    return sum((0.4 * t for name, t in values.items() if name != "lse"), total)
 
 
 def _row_stats(logits, ids, a, b, weights, **options):
-    return _one_number(ops.row_stats(logits, ids, entropy=True, mix=(a, b), active=weights != 0, **options))
+    return _one_number(ops.row_stats(logits, ids, **FLAGS, mix=(a, b), active=weights != 0, **options))
 
 
 def _statistics_oracle(logits, ids, a, b, weights):

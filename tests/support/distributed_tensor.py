@@ -33,6 +33,7 @@ from tests.support.distributed_checks import (
     upstream,
 )
 from tests.support.parity import assert_parity
+from tests.support.statistics import EVERY_FLAG, FLAGS, differentiable
 
 NAMES = [case.name for case in (*FEWER, *POLICIES)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -310,15 +311,14 @@ def special_row_statistics(kind):
     for transform in transforms:
         for backend in ("torch", "triton") if transform is of_kernels and kind in with_kernels else ("torch",):
             rows = slice(None) if backend == "torch" else OF_KERNELS
-            flags = {"active": active[rows], "entropy": True, "with_correct": True, **transform}
-            flags |= {"mix": [t[rows] for t in mix], "with_ids": True}
+            flags = {"active": active[rows], "mix": [t[rows] for t in mix], **EVERY_FLAG, **transform}
             leaves = [t.detach().clone().requires_grad_() for t in (x[rows], shard(x[rows], mesh, Shard(1)))]
             expected = ops.row_stats(leaves[0], ids[rows], **flags)
             got = ops.row_stats(leaves[1], ids[rows], backend=backend, **flags)
-            grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in expected[:4]]
+            grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in differentiable(expected)]
             all_close(got, expected, plain=True)
             for out in (expected, got):
-                torch.autograd.backward(out[:4], grads)
+                torch.autograd.backward(differentiable(out), grads)
             close(leaves[1].grad, leaves[0].grad)
 
 
@@ -332,7 +332,7 @@ def row_statistics_in_few_bytes():
     for mix, calls in ((None, [first]), ((ones, ones), [first, second])):
         with Sent() as sent:
             out = ops.row_stats(logits, ids, entropy=True, mix=mix)
-            sum(t.sum() for t in out[:4] if t is not None).backward()
+            sum(t.sum() for t in differentiable(out)).backward()
         assert sent.calls == calls
 
 
@@ -344,10 +344,10 @@ def row_statistics_of_split_rows_in_the_global_shape():
     """
     mesh, x = mesh_of("cp"), torch.randn(B, L, V).double()
     for ids in (torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L, 3))):
-        expected = ops.row_stats(x, ids, entropy=True, with_correct=True, with_ids=True)
+        expected = ops.row_stats(x, ids, **EVERY_FLAG)
         logits = distribute_tensor(x, mesh, [Shard(1)])
         with Sent() as sent:
-            got = ops.row_stats(logits, ids, entropy=True, with_correct=True, with_ids=True)
+            got = ops.row_stats(logits, ids, **EVERY_FLAG)
         assert [call[0] for call in sent.calls] == ["all_reduce"]
         all_close(got, expected)
 
@@ -464,9 +464,9 @@ def a_rank_without_columns_launches_nothing(op):
     calls = {
         "token_nll": lambda x, **o: ops.token_nll(x, y, with_ids=True, **o),
         "weighted_nll": lambda x, **o: ops.weighted_nll(x, y, weights, **o),
-        "row_stats": lambda x, **o: ops.row_stats(x, y, entropy=True, mix=mix, with_correct=True, **o),
+        "row_stats": lambda x, **o: ops.row_stats(x, y, **EVERY_FLAG, mix=mix, **o),
         "divergence": lambda x, **o: ops.divergence(x, like(x, teacher), weights, kind="l1", **o),
-        "linear_row_stats": lambda w, **o: ops.linear_row_stats(h, w, y, entropy=True, mix=mix, **o),
+        "linear_row_stats": lambda w, **o: ops.linear_row_stats(h, w, y, **FLAGS, mix=mix, **o),
         "linear_divergence": lambda w, **o: ops.linear_divergence(h, w, h.roll(1, 1), weights, **o),
     }
     leaf, dim = (w, 0) if op.startswith("linear") else (x, 2)

@@ -34,6 +34,7 @@ from tests.ops.test_host_syncs import SYNCS, check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
 from tests.support.routines import ROUTINES, batch
+from tests.support.statistics import FLAGS, differentiable
 from tools import inspect_kernels, launches
 from tools.gpus import GRID
 from tools.mock_gpu import MockGPU
@@ -241,7 +242,7 @@ def a_loss_launches_as_many_kernels_as_the_table_says(gpu):
 @on_each("sm_90", "gfx942")
 def the_gradient_of_row_statistics_takes_two_launches(gpu):
     logits, ids = torch.empty(2, 256, V, dtype=torch.bfloat16, requires_grad=True), torch.zeros(2, 256, 3).long()
-    stats = ops.row_stats(logits, ids, entropy=True, mix=(torch.rand(2, 256), torch.rand(2, 256)))[:4]
+    stats = differentiable(ops.row_stats(logits, ids, **FLAGS, mix=(torch.rand(2, 256), torch.rand(2, 256))))
     upstream = [torch.rand(t.shape) for t in stats]
     _, count = launches_of(gpu, lambda: torch.autograd.grad(stats, logits, upstream))
     assert count == 2
@@ -272,7 +273,7 @@ def rows_in_place(columns, dtype, **options):
     """Call all kernels over rows of logits that may overwrite their input."""
     launches.token_nll((2, 16, columns), dtype, **options)
     launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, **options)
-    launches.row_stats((2, 16, columns), dtype, entropy=True, mix=True, **options)
+    launches.row_stats((2, 16, columns), dtype, **FLAGS, mix=True, **options)
     for kind in ("kl", "l1"):
         launches.divergence_from_hidden((2, 16, columns), dtype, D=16, kind=kind, **options)
 
@@ -505,8 +506,8 @@ def call_on_logits(V, begin):
     loss = ops.weighted_nll(logits, targets, weights, with_correct=True, with_ids=True).loss
     torch.autograd.grad(loss, logits, given(torch.ones))
     torch.autograd.grad(ops.token_nll(logits, targets).nll, logits, given(torch.rand, 2, 256))
-    found = [ops.row_stats(logits, i, entropy=True, mix=mix, with_ids=True)[:4] for i in (ids, targets)]
-    for stats in found:
+    for i in (ids, targets):
+        stats = differentiable(ops.row_stats(logits, i, **FLAGS, mix=mix, with_ids=True))
         torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
     for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
         options = {"targets": targets} if checked_spec(kind).wants_targets else {}
@@ -529,8 +530,7 @@ def call_on_hidden_states(rows, begin, **options):
         torch.autograd.grad(loss, hidden, given(torch.ones))
     nll = ops.linear_token_nll(hidden, head, targets, active=weights != 0, **options).nll
     torch.autograd.grad(nll, hidden, given(torch.rand, rows))
-    stats = ops.linear_row_stats(hidden, head, ids, entropy=True, mix=mix, active=weights != 0, **options)[:4]
-    stats = [t for t in stats if t is not None and t.requires_grad]
+    stats = differentiable(ops.linear_row_stats(hidden, head, ids, **FLAGS, mix=mix, active=weights != 0, **options))
     torch.autograd.grad(stats, hidden, [given(torch.rand, *t.shape) for t in stats])
 
 
@@ -611,7 +611,7 @@ def far_apart():
     yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, with_ids=True)
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
-        yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_ids=True)
+        yield functools.partial(launches.row_stats, shape, torch.bfloat16, **FLAGS, mix=True, with_ids=True)
     yield functools.partial(launches.row_stats, (1, 2**18, 64), torch.bfloat16, K=2**14)
     for call in (launches.token_nll, launches.row_stats, launches.divergence):  # a slice has two strides of rows
         yield functools.partial(call, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])

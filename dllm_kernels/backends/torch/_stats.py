@@ -16,7 +16,7 @@ from dllm_kernels.backends.torch import _blocks
 from dllm_kernels.backends.torch._workers import run_jobs
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE, column_of
-from dllm_kernels.rows._stats_interface import FARTHEST, Coefficients, StatsRequest, StatsResult
+from dllm_kernels.rows._stats_interface import FARTHEST, NO_FLAGS, Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import Transform, through_
 
 
@@ -80,15 +80,14 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, like: Tensor, request: StatsRequest) -> Sums:
-        dtype, device, mix = accum_dtype(like.dtype), like.device, request.a is not None
-        log_probs = torch.empty(n, request.ids.shape[1], dtype=dtype, device=device)
-        argmax = request.correct or request.best
-        if not (request.lse or argmax or request.entropy or mix):
-            return cls(log_probs)
-        requested = (request.lse or argmax, request.lse, request.entropy, mix, mix and request.gradients)
-        row_max, *others = (torch.empty(n, 1, dtype=dtype, device=device) if w else None for w in requested)
-        best = torch.empty(n, 1, dtype=torch.int64, device=device) if argmax else None
-        return cls(log_probs, row_max, best, *others)
+        acc, mix, argmax = accum_dtype(like.dtype), request.a is not None, request.correct or request.best
+        new = partial(torch.empty, dtype=acc, device=like.device)
+        return cls(
+            new(n, request.ids.shape[1]), row_max=new(n, 1) if request.lse or argmax else None,
+            best=new(n, 1, dtype=torch.int64) if argmax else None, log_sum=new(n, 1) if request.lse else None,
+            moment=new(n, 1) if request.flags.entropy else None, mix=new(n, 1) if mix else None,
+            mix_weight=new(n, 1) if mix and request.gradients else None,
+        )  # fmt: skip
 
     def write_max(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
@@ -121,7 +120,7 @@ def _reduce(
     torch.gather(log_p, 1, column, out=sums.log_probs)
     if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
         torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
-    if sums.moment is None and mix is None:
+    if not buffers.more:  # nothing else is requested
         return
     # Takes two thirds of the time of torch.exp.
     p = _blocks.rowwise(torch.softmax, log_p, _blocks.top(buffers.more[0], block))
@@ -139,7 +138,7 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     sums, ids = Sums.empty(rows.n, logits, request), rows.take(request.ids)
     column, out_of_range = column_of(ids, V)
     if rows.n:
-        source, more = _blocks.RowGather(logits, rows), int(request.entropy or with_mix)
+        source, more = _blocks.RowGather(logits, rows), int(any(request.flags) or with_mix)
         threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
         buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.in_place, more=more)
         columns = _blocks.split(column, size)
@@ -147,9 +146,11 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
         blocks = zip(source.blocks(size), _blocks.split_all(sums, size), mixes, columns, strict=True)
         run_jobs([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
     row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer()
-    entropy = None if sums.moment is None else 0 - sums.moment
-    of_rows = (None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy, sums.mix, sums.mix_weight))
-    result = StatsResult(sums.log_probs, *of_rows)
+    found = {
+        "row_max": row_max, "log_sum": log_sum, "entropy": None if sums.moment is None else 0 - sums.moment,
+        "mix": sums.mix, "mix_weight": sums.mix_weight,
+    }  # fmt: skip
+    result = StatsResult(sums.log_probs, **{k: None if t is None else t.squeeze(1) for k, t in found.items()})
     if out_of_range is not None:
         result.log_probs.masked_fill_(out_of_range, math.nan).masked_fill_(ids == IGNORE, 0)
     if request.correct:
@@ -165,7 +166,7 @@ def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor)
     """See ``rows/_stats_interface.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
     rows = _blocks.RowIndex.of(request.targets, IGNORE, request.weights)
-    sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False, best=False))
+    sums = Sums.empty(rows.n, logits, request._replace(flags=NO_FLAGS, correct=False, best=False))
     if rows.n:
         source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
         threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)

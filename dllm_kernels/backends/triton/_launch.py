@@ -25,9 +25,7 @@ FUSED = {"enable_fp_fusion": True}
 # anywhere. They hold one value per row, K values per row, or one per call.
 PER_ROW = [
     "target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr", "ids_ptr", "active_ptr", "a_ptr",
-    "b_ptr", "grad_ids_ptr", "p_coef_ptr", "p_logp_coef_ptr", "mix_coef_ptr", "row_ptr", "mean_acceptance_ptr",
-    "value_ptr", "acceptance_ptr", "agree_ptr", "stats_ptr", "hot_ptr", "upstream_log_probs_ptr", "upstream_lse_ptr",
-    "upstream_entropy_ptr", "upstream_mix_ptr", "log_probs_ptr", "mix_weight_ptr", "size_ptr", "with_gradient_ptr",
+    "b_ptr", "row_ptr", "mean_acceptance_ptr", "value_ptr", "acceptance_ptr", "agree_ptr", "stats_ptr", "hot_ptr",
 ]  # fmt: skip
 # Arguments that are not specialised on at all, so that another shape or transform does not compile another kernel.
 SIZES = [

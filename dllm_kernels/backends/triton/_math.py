@@ -231,9 +231,10 @@ def column_stats(
     WITH_IDS: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, EVICT: tl.constexpr,
     AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """Return (M, S, T, best) of the columns [start, end), reading each column once.
+    """Return (M, S, best, (T,)) of the columns [start, end), reading each column once.
 
     For the transformed logits x, M is the maximum, S = sum exp(x - M), and T = sum exp(x - M) (x - M) if WITH_ENTROPY.
+    The last tuple holds the sums that only the row statistics request.
 
     ``best`` is the argmax, the lowest column that equals M. With WITH_CORRECT alone it is NO_COLUMN unless M equals
     ``target_logit``.
@@ -294,7 +295,7 @@ def column_stats(
     elif WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
         if row_max == target_logit:
             best = _argmax(tile_ptr, first, wide, x, v, row_max, lane_max, lane_tile, transform, BLOCK_V, ACC)
-    return row_max, row_sum, moment, best
+    return row_max, row_sum, best, (moment,)
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def _linear_nll_rows(
     transform = (logit_scale, inv_softcap, skip_id)
     if y != IGNORE:
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, _, best = _math.column_stats(
+        row_max, row_sum, best, _ = _math.column_stats(
             logits_ptr, row, 0, V, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, False, None, EVICT, True
         )  # fmt: skip

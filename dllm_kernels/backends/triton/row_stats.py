@@ -20,6 +20,7 @@ the interface of the functions here). A tile compares its columns with the ids o
 is clamped to FARTHEST, at which p_v is 0, because the product of 0 and -inf would be NaN.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -27,14 +28,20 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.backends.triton import _launch, _math, _tiles
-from dllm_kernels.backends.triton._launch import FUSED, PER_ROW, SIZES
+from dllm_kernels.backends.triton._launch import FUSED, SIZES, TRANSFORM
 from dllm_kernels.backends.triton._math import FARTHEST, IGNORE, LOG2E
 from dllm_kernels.backends.triton._transform import arguments, logits_transform_bwd, transformed, with_column
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._stats_interface import Coefficients
+from dllm_kernels.rows._stats_interface import Coefficients, StatsResult, Upstream
 
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 COEFFICIENTS = 1024  # ids per program
+STRIDES = ("L", "stride_b", "stride_l", "out_stride_b", "out_stride_l")
+# Pointers to rows that are not specialised on alignment, see ``_launch.PER_ROW``.
+PER_ROW = [
+    *_launch.PER_ROW, *(f"{n}_ptr" for n in Coefficients._fields), *(f"upstream_{n}_ptr" for n in Upstream._fields),
+    "log_probs_ptr", "mix_weight_ptr", "size_ptr", "with_gradient_ptr",
+]  # fmt: skip
 Tensor = torch.Tensor
 
 
@@ -56,7 +63,7 @@ def _row_stats_parts(
             target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, moment, best = _math.column_stats(
+        row_max, row_sum, best, (moment,) = _math.column_stats(
             logits_ptr, row, start, end, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -397,36 +404,43 @@ def _row_stats_coefficients(
     tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=there)
 
 
-def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
+def forward(logits: Tensor, request: Any) -> StatsResult:
     """Launch the forward pass."""
     V = logits.shape[2]
     N, K = request.ids.shape
     acc = accum_dtype(logits.dtype)
-
-    def new(*shape: int, requested: bool = True, dtype: torch.dtype = acc) -> Tensor | None:
-        return torch.empty(*shape, dtype=dtype, device=logits.device) if requested else None
-
-    log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, requested=request.entropy)
-    correct = new(N, requested=request.correct, dtype=torch.bool)
-    best = new(N, requested=request.best, dtype=torch.int64)
+    new = functools.partial(torch.empty, dtype=acc, device=logits.device)
+    result = StatsResult(
+        new(N, K), row_max=new(N), log_sum=new(N), entropy=new(N) if request.flags.entropy else None,
+        correct=new(N, dtype=torch.bool) if request.correct else None,
+        best=new(N, dtype=torch.int64) if request.best else None,
+    )  # fmt: skip
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _launch.share(V, tile)
-        of_part = new(N, splits, requested=request.entropy)
-        part_best = new(N, splits, requested=request.correct or request.best, dtype=torch.int32)
-        inputs = (logits, request.ids, request.targets, new(N, splits), new(N, splits), of_part, part_best)
-        sizes = (*_launch.strides(logits), V, K, *arguments(request.transform))
-        flags = {
-            "WITH_CORRECT": request.correct, "WITH_IDS": request.best, "WITH_ENTROPY": request.entropy,
+        given = {
+            "logits_ptr": logits, "ids_ptr": request.ids, "active_ptr": request.targets, "part_max_ptr": new(N, splits),
+            "part_sum_ptr": new(N, splits), "part_moment_ptr": new(N, splits) if request.flags.entropy else None,
+            "part_best_ptr": new(N, splits, dtype=torch.int32) if request.correct or request.best else None,
+            "V": V, "K": K, "SPLITS": splits, **_named(_launch.strides(logits), request.transform),
+            "WITH_CORRECT": request.correct, "WITH_IDS": request.best, "WITH_ENTROPY": request.flags.entropy,
             "ACC": _launch.acc(acc),
         }  # fmt: skip
-        options = {"ALIGNED": _launch.aligned(logits), **_launch.tile_options(tile)}
-        _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)
-        blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": triton.next_power_of_2(K)}
-        outputs = (log_probs, row_max, log_sum, entropy, correct, best)
-        _row_stats_merge[(N,)](*inputs, *outputs, *sizes, splits, **flags, **blocks, num_warps=1, **FUSED)
-    F, W = (None, None) if request.a is None else mix(logits, request, row_max, log_sum)
-    return log_probs, row_max, log_sum, entropy, F, W, correct, best
+        _row_stats_parts[(N * splits,)](
+            **given, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.tile_options(tile)
+        )
+        _row_stats_merge[(N,)](
+            **given, log_prob_ptr=result.log_probs, max_ptr=result.row_max, log_sum_ptr=result.log_sum,
+            entropy_ptr=result.entropy, correct_ptr=result.correct, best_ptr=result.best, num_warps=1, **FUSED,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=triton.next_power_of_2(K),
+        )  # fmt: skip
+    F, W = (None, None) if request.a is None else mix(logits, request, result.row_max, result.log_sum)
+    return result._replace(mix=F, mix_weight=W)
+
+
+def _named(strides: tuple[int | None, ...], transform: Any) -> dict[str, Any]:
+    """Name the strides, of the logits or of logits and output, and the arguments for the transform."""
+    return dict(zip((*STRIDES[: len(strides)], *TRANSFORM), (*strides, *arguments(transform)), strict=True))
 
 
 def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -441,34 +455,31 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
     W = torch.empty_like(F) if request.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
-            logits, request.targets, row_max, log_sum, request.a, request.b, F, W,
-            *_launch.strides(logits), V, *arguments(request.transform), tiles, splits,
-            WITH_WEIGHT=request.gradients, ALIGNED=_launch.aligned(logits), ACC=_launch.acc(request.a.dtype),
-            **_launch.tile_options(tile),
+            logits_ptr=logits, active_ptr=request.targets, max_ptr=row_max, log_sum_ptr=log_sum, a_ptr=request.a,
+            b_ptr=request.b, part_mix_ptr=F, part_weight_ptr=W, V=V, TILES=tiles, SPLITS=splits,
+            **_named(_launch.strides(logits), request.transform), WITH_WEIGHT=request.gradients,
+            ALIGNED=_launch.aligned(logits), ACC=_launch.acc(request.a.dtype), **_launch.tile_options(tile),
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
 
 
 def coefficients(request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
     """Launch the combination of the upstream gradients."""
-    return _coefficients(result.log_probs, request, result, upstream)
-
-
-def _coefficients(log_probs: Tensor, request: Any, result: Any, upstream: Any) -> tuple[Coefficients, Tensor, Tensor]:
-    N, K = log_probs.shape
-    of_outputs = (upstream.log_probs, upstream.lse, upstream.entropy, upstream.mix)
-    given = [None if t is None else t.contiguous() for t in (log_probs, result.entropy, result.mix_weight, *of_outputs)]
-    grad_ids, (p_coef, size) = log_probs.new_empty(N, K), (log_probs.new_empty(N) for _ in range(2))
-    p_logp_coef = None if upstream.entropy is None else torch.empty_like(p_coef)
-    targets = torch.empty_like(request.targets)
+    N, K = result.log_probs.shape
+    new = result.log_probs.new_empty
+    c = Coefficients(new(N, K), new(N), p_logp_coef=None if upstream.entropy is None else new(N), mix_coef=upstream.mix)
+    size, targets = new(N), torch.empty_like(request.targets)
     if N:
         block_k = triton.next_power_of_2(K)
         block_n = max(COEFFICIENTS // block_k, 1)
         _row_stats_coefficients[(triton.cdiv(N, block_n),)](
-            *given, request.ids, request.targets, grad_ids, p_coef, p_logp_coef, size, targets, N, K,
+            ids_ptr=request.ids, active_ptr=request.targets, log_probs_ptr=result.log_probs, entropy_ptr=result.entropy,
+            mix_weight_ptr=result.mix_weight, upstream_log_probs_ptr=upstream.log_probs, upstream_lse_ptr=upstream.lse,
+            upstream_entropy_ptr=upstream.entropy, upstream_mix_ptr=upstream.mix, grad_ids_ptr=c.grad_ids,
+            p_coef_ptr=c.p_coef, p_logp_coef_ptr=c.p_logp_coef, size_ptr=size, with_gradient_ptr=targets, N=N, K=K,
             BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return Coefficients(grad_ids, p_coef, p_logp_coef, given[-1]), size, targets
+    return c, size, targets
 
 
 def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Tensor, out: Tensor) -> None:
@@ -479,13 +490,15 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
-    rows, same = _launch.strides_of_both(logits, out)
+    strides, same = _launch.strides_of_both(logits, out)
     # Twice the warps of the gradient of the NLL, half the columns per thread, because with more columns gfx942 spills
     # their masks. For float64 ptxas spills with twice the warps.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     _row_stats_bwd[(N * splits,)](
-        logits, request.ids, request.targets, c.grad_ids, c.p_coef, c.p_logp_coef, c.mix_coef, request.a, request.b,
-        row_max, log_sum, out, *rows, V, K, *arguments(request.transform), tiles, splits,
+        logits_ptr=logits, ids_ptr=request.ids, active_ptr=request.targets, a_ptr=request.a, b_ptr=request.b,
+        grad_ids_ptr=c.grad_ids, p_coef_ptr=c.p_coef, p_logp_coef_ptr=c.p_logp_coef, mix_coef_ptr=c.mix_coef,
+        max_ptr=row_max, log_sum_ptr=log_sum, out_ptr=out, V=V, K=K, TILES=tiles, SPLITS=splits,
+        **_named(strides, request.transform),
         SAME_STRIDES=same, WITH_LOG=c.p_logp_coef is not None, WITH_MIX=c.mix_coef is not None, THROUGH=request.through,
         BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K), ACC=_launch.acc(c.p_coef.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(num_warps, tile.block_v), **FUSED,

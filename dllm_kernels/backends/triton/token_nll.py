@@ -82,7 +82,7 @@ def _token_nll_fwd(
     if _is_active(n, y, weight_ptr):
         row = _math.row_offset(n, L, stride_b, stride_l)
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, _, best = _math.column_stats(
+        row_max, row_sum, best, _ = _math.column_stats(
             logits_ptr, row, 0, V, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, False, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -109,7 +109,7 @@ def _token_nll_fwd_split(
             target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, _, best = _math.column_stats(
+        row_max, row_sum, best, _ = _math.column_stats(
             logits_ptr, row, start, end, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_IDS, False, ALIGNED, "evict_first",
         )  # fmt: skip
