@@ -418,7 +418,7 @@ def forward(logits: Tensor, request: Any) -> StatsResult:
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _launch.share(V, tile)
-        given = {
+        shared = {
             "logits_ptr": logits, "ids_ptr": request.ids, "active_ptr": request.targets, "part_max_ptr": new(N, splits),
             "part_sum_ptr": new(N, splits), "part_moment_ptr": new(N, splits) if request.flags.entropy else None,
             "part_best_ptr": new(N, splits, dtype=torch.int32) if request.correct or request.best else None,
@@ -427,10 +427,10 @@ def forward(logits: Tensor, request: Any) -> StatsResult:
             "ACC": _launch.acc(acc),
         }  # fmt: skip
         _row_stats_parts[(N * splits,)](
-            **given, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.tile_options(tile)
+            **shared, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.tile_options(tile)
         )
         _row_stats_merge[(N,)](
-            **given, log_prob_ptr=result.log_probs, max_ptr=result.row_max, log_sum_ptr=result.log_sum,
+            **shared, log_prob_ptr=result.log_probs, max_ptr=result.row_max, log_sum_ptr=result.log_sum,
             entropy_ptr=result.entropy, correct_ptr=result.correct, best_ptr=result.best, num_warps=1, **FUSED,
             BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=triton.next_power_of_2(K),
         )  # fmt: skip
