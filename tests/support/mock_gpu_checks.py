@@ -31,7 +31,8 @@ from dllm_kernels.rows._divergence_kinds import KINDS
 from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.internals.test_torch_off_cpu import Launches
-from tests.ops.test_host_syncs import SYNCS, check_syncs
+from tests.ops.test_host_syncs import CASES as WITH_SYNCS
+from tests.ops.test_host_syncs import check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
 from tools import launches
@@ -118,8 +119,8 @@ def the_host_syncs_are_those_of_the_table(gpu):
         count, gpu.syncs = gpu.syncs, 0
         return count
 
-    for name, trained, bounded in itertools.product(SYNCS, (False, True), (False, True)):
-        check_syncs(name, trained, bounded, reset)
+    for case, trained, bounded in itertools.product(WITH_SYNCS, (False, True), (False, True)):
+        check_syncs(case, trained, bounded, reset)
 
 
 class PeakOfRows(TorchDispatchMode):
