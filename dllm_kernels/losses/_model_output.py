@@ -190,7 +190,15 @@ class ModelOutput(NamedTuple):
         return replaced(rows, nll=_rounded(rows.nll, dtype))
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **overrides: Any) -> RowStats:
-        """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
+        """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs.
+
+        ``ids``: int64 ``[B, L]`` or ``[B, L, K]``. ``active``: ``[B, L]``. ``mix``: two floating tensors ``[B, L]``.
+
+        Raises:
+            ValueError: NLLs are to be rounded. Statistics have no rounded form.
+        """
+        if self.options.round_nll:
+            raise ValueError("fp32_upcast must be True for a loss that is not a sum of NLLs, got False")
         return row_stats_unchecked(self._call(overrides, ids, active), mix and all_plain(*mix))  # type: ignore[no-any-return]
 
     def divergence(

@@ -549,6 +549,14 @@ def test_scdd_settings(setting, error, message):
         raises(error, message, form, self=loss, **x, **batch)
 
 
+def test_statistics_are_not_rounded():
+    loss = SCDDLoss(1)
+    loss.fp32_upcast = False
+    message = "fp32_upcast must be True for a loss that is not a sum of NLLs, got False"
+    raises(ValueError, message, loss, X, Y, ON, ON, ON, noisy_input_ids=Y)
+    raises(ValueError, message, loss.forward_fused, H, W, Y, ON, ON, ON, noisy_input_ids=Y)
+
+
 @forms
 def test_the_mask_of_scdd_lies_in_the_vocabulary(form):
     message = f"mask_token_id must lie in [0, {V}), got {V}"

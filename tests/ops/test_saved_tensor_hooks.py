@@ -45,7 +45,7 @@ def of_case(case, h, w, ids):
 LOSSES = {case.name: partial(of_case, case) for case in DIFFERENTIABLE} | {"nll_weights": weighted_by_policy}
 
 
-@pytest.mark.everyday(14)
+@pytest.mark.everyday(6)
 @pytest.mark.covering(most=2)
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("hooks", ["checkpoint", "selective", "save_on_cpu"])

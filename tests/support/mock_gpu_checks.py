@@ -339,23 +339,19 @@ def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
 STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_coefficients", "row_stats_bwd"}
-OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # it has no mixture
+PARTS = STATISTICS - {"row_stats_mix"}
+REST = PARTS - {"row_stats_coefficients"}  # the mass outside the ids has a gradient, so torch makes coefficients
 TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, if row weights need them
-
-
-def expected_kernels(case):
-    """Return the kernels that a case may launch, from logits and from hidden states."""
-    if case.name.startswith("distillation"):
-        return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
-    if case.name == "row_objective":
-        return OBJECTIVE[:1], OBJECTIVE[1:]
-    if case.name.startswith("topk_divergence"):  # the mass outside its ids has a gradient, so torch makes coefficients
-        kernels = STATISTICS - {"row_stats_mix", "row_stats_coefficients"}
-        return [kernels], [kernels | {"scale_inplace"}]
-    if case.statistics:
-        return [STATISTICS], [STATISTICS]
-    weights = {"mdlm_weights"} if case.name.startswith(("mdlm", "hybrid")) else set()
-    return [FROM_LOGITS | weights], [kernels | weights for kernels in (FROM_LOGITS, *FROM_HIDDEN)]
+WEIGHTS = {"mdlm_weights"}
+# Name in ``Case.kernels`` -> the kernels that a case may launch, from logits and from hidden states.
+KERNELS = {
+    "nll": ([FROM_LOGITS], [FROM_LOGITS, *FROM_HIDDEN]),
+    "mdlm": ([FROM_LOGITS | WEIGHTS], [kernels | WEIGHTS for kernels in (FROM_LOGITS, *FROM_HIDDEN)]),
+    "row_stats": ([STATISTICS], [STATISTICS]),
+    "row_objective": ([PARTS], [PARTS | {"scale_inplace"}]),
+    "topk_divergence": ([REST], [REST | {"scale_inplace"}]),
+    "divergence": (TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]),
+}
 
 
 @check
@@ -366,7 +362,7 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         inputs, rows = case.draw(B, L, V), case.width * L
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
-        from_logits, from_hidden = expected_kernels(case)
+        from_logits, from_hidden = KERNELS[case.kernels]
         case.logits_form(t["logits"], inputs).sum().backward()
         assert launched(gpu) in from_logits, (case.name, launched(gpu))
         gpu.launches.clear()
