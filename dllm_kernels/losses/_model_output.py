@@ -193,8 +193,14 @@ class ModelOutput(NamedTuple):
     def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **flags: bool) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs.
 
+        ``ids``: int64 ``[B, L]`` or ``[B, L, K]``. ``active``: ``[B, L]``. ``mix``: two floating tensors ``[B, L]``.
         ``flags``: see :class:`StatsFlags`.
+
+        Raises:
+            ValueError: NLLs are to be rounded. Statistics have no rounded form.
         """
+        if self.options.round_nll:
+            raise ValueError("fp32_upcast must be True for a loss that is not a sum of NLLs, got False")
         return row_stats_unchecked(self._call({}, ids, active), mix and all_plain(*mix), StatsFlags(**flags))  # type: ignore[no-any-return]
 
     def divergence(

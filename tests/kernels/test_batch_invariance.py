@@ -7,129 +7,90 @@ bits are compared on CPU only; ``tests/ops`` compares the results of every layou
 import pytest
 import torch
 
-from dllm_kernels import ops
 from tests.conftest import DEVICE
+from tests.support.op_cases import OF_EVERY_KIND, Rows, name_of, results
 from tests.support.parity import small_blocks, values_at
-from tests.support.statistics import EVERY_FLAG, differentiable
 
 ROWS = 7
 STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
 
 
-def run_token_nll(logits, row, **options):
-    options |= {"with_lse": True, "with_correct": True, "with_ids": True}
-    out = ops.token_nll(logits, row["id"], active=row["active"], **options)
-    return (*out, *torch.autograd.grad(out.nll, logits, row["upstream"]))
-
-
-def run_weighted_nll(logits, row, **options):
-    out = ops.weighted_nll(logits, row["id"], row["active"] * row["upstream"], with_lse=True, **options)
-    return out.nll, out.lse, *torch.autograd.grad(out.loss, logits)
-
-
-def run_token_log_probs(logits, row, **options):
-    temperature = 1 / options.pop("scale", 1.0)
-    options.pop("softcap", None)
-    out = ops.token_log_probs(
-        logits, row["id"], active=row["active"], temperature=temperature, with_entropy=True, **options
-    )
-    return (*out, *torch.autograd.grad(out.log_probs + out.entropy, logits, row["upstream"]))
-
-
-def run_row_stats(logits, row, **options):
-    other = row["id"] // 2
-    # A skipped id has a NaN log-probability.
-    ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)
-    options |= {"mix": (row["a"], row["upstream"]), **EVERY_FLAG}
-    out = ops.row_stats(logits, ids, active=row["active"], **options)
-    total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in differentiable(out))
-    return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
-
-
-def run_divergence(logits, row, **options):
-    teacher = drawn(logits.shape[-1] + 1, logits.dtype)[0][:, 1:]
-    weights = row["active"] * row["upstream"]
-    mixed = {"kl": 0.5, "tv": 1.0, "ce": 0.2}
-    out = ops.divergence(logits, teacher, weights, kind=mixed, targets=row["id"], teacher_rows=row["number"], **options)
-    return (*out[1:], *torch.autograd.grad(out.loss, logits))
-
-
-OPS_UNDER_TEST = (run_token_nll, run_weighted_nll, run_token_log_probs, run_row_stats, run_divergence)
-OPS = {f.__name__.removeprefix("run_"): f for f in OPS_UNDER_TEST}
+CASES = [case for kind, case in OF_EVERY_KIND if kind == "stored" and case.independent]
 
 
 def drawn(V, dtype):
-    """Draw (logits ``[ROWS, V]``, per-row inputs by name)."""
+    """Draw logits ``[ROWS, V]`` and the other inputs."""
     torch.manual_seed(V)
     logits = (3 * torch.randn(ROWS, V, device=DEVICE)).to(dtype)
-    rows = {
-        "id": torch.randint(3, V, (ROWS,), device=DEVICE),
-        "number": torch.arange(ROWS, device=DEVICE),
-        "active": torch.ones(ROWS, device=DEVICE),
-        "upstream": torch.rand(ROWS, device=DEVICE) + 0.5,
-        "a": torch.tensor([0.0, 1e-3, 0.5, 1e-12, 0.0, 2.0, 0.1], device=DEVICE),
-    }
-    rows["id"][3] = logits[3, 3:].argmax() + 3
-    return logits, rows
+    rows = Rows.drawn(ROWS, V=V, low=STEPS["skip_id"] + 1, device=DEVICE)
+    rows.ids[3] = logits[3, 3:-1].argmax() + 3
+    return logits, Rows.of(rows.ids, torch.ones_like(rows.mask), rows.positive)
 
 
-def outputs(op, logits, rows, options):
-    return OPS[op](logits.detach().requires_grad_(), rows, **options)
+def outputs(case, logits, rows, options):
+    """Return the results per row, and the gradient with an upstream gradient for each of them."""
+    x = logits.detach().requires_grad_()
+    out = case(x, rows, **case.accepted(**options))
+    values = case.values(out)
+    upstream = [rows.positive.to(t).view(*t.shape[: rows.ids.dim()], *[1] * (t.dim() - rows.ids.dim())).expand(t.shape)
+                if t.dim() else torch.ones_like(t) for t in values]  # fmt: skip
+    grads = torch.autograd.grad(values, x, upstream)
+    return [*(t.detach() for t in results(out).values() if t.dim()), *grads]
 
 
-def alone(op, logits, rows, options):
+def alone(case, logits, rows, options):
     """Compute each row without other rows."""
     for i in range(0, ROWS, 2):
-        yield [i], outputs(op, logits[i : i + 1].clone(), {k: t[i : i + 1] for k, t in rows.items()}, options)
+        yield [i], outputs(case, logits[i : i + 1].clone(), rows.map(lambda t, i=i: t[i : i + 1]), options)
 
 
-def at_another_place(op, logits, rows, options):
+def at_another_place(case, logits, rows, options):
     """Compute each row among fewer others, in another order."""
     for order in ([3, 1, 0, 4], [6, 2, 5, 1]):
-        yield order, outputs(op, logits[order], {k: t[order] for k, t in rows.items()}, options)
+        yield order, outputs(case, logits[order], rows.map(lambda t, order=order: t[order]), options)
 
 
-def among_inactive_rows(op, logits, rows, options):
+def among_inactive_rows(case, logits, rows, options):
     """Compute each row with all others inactive, so that no other row is read."""
     for i in range(0, ROWS, 2):
         kept = torch.arange(ROWS, device=DEVICE) == i
-        found = outputs(op, logits.masked_fill(~kept[:, None], torch.nan), rows | {"active": kept.float()}, options)
-        yield [i], [None if t is None else t[i : i + 1] for t in found]
+        others = Rows.of(rows.ids, kept, rows.positive)
+        found = outputs(case, logits.masked_fill(~kept[:, None], torch.nan), others, options)
+        yield [i], [t[i : i + 1] for t in found]
 
 
-def in_another_stride(op, logits, rows, options):
+def in_another_stride(case, logits, rows, options):
     """Compute the rows at an odd row stride and another alignment."""
     memory = torch.full((ROWS, logits.shape[1] + 5), torch.nan, dtype=logits.dtype, device=DEVICE)
     view = memory[:, 3:-2]
     view.copy_(logits)
-    yield range(ROWS), outputs(op, view, rows, options)
+    yield range(ROWS), outputs(case, view, rows, options)
 
 
-def transposed(op, logits, rows, options):
+def transposed(case, logits, rows, options):
     """Compute two rows, each twice, in a batch ``[B, L, V]`` with transposed strides."""
     for pair in ([0, 5], [4, 2]):
         view = logits[pair + pair].view(2, 2, -1).transpose(0, 1)
-        twice = {k: t[pair].repeat(2).view(2, 2).t().contiguous() for k, t in rows.items()}
-        found = outputs(op, view, twice, options)
-        yield [pair[0], pair[0], pair[1], pair[1]], [None if t is None else t.flatten(0, 1) for t in found]
+        twice = rows.map(lambda t, pair=pair: t[pair].repeat(2).view(2, 2).t().contiguous())
+        found = outputs(case, view, twice, options)
+        yield [pair[0], pair[0], pair[1], pair[1]], [t.flatten(0, 1) for t in found]
 
 
 PLACES = (alone, at_another_place, among_inactive_rows)
 LAYOUTS = (in_another_stride, transposed)
 
 
-def rows_that_differ(op, logits, rows, options, places=PLACES):
-    """Return where results differ in another place."""
-    expected = outputs(op, logits, rows, options)
+def rows_that_differ(case, logits, rows, options, places=PLACES):
+    """Return the rows whose results differ in another place."""
+    expected = outputs(case, logits, rows, options)
     found = []
     for place in places:
-        for which, got in place(op, logits, rows, options):
+        for which, got in place(case, logits, rows, options):
             for at, i in enumerate(which):
                 for number, (g, e) in enumerate(zip(got, expected, strict=True)):
-                    if e is not None and not torch.equal(g[at], e[i]):
-                        found.append(
-                            f"{place.__name__}, row {i}, output {number}: {values_at(g[at], e[i], g[at] != e[i])}"
-                        )
+                    if not torch.equal(g[at], e[i]):
+                        where = values_at(g[at], e[i], g[at] != e[i])
+                        found.append(f"{place.__name__}, row {i}, output {number}: {where}")
     return found
 
 
@@ -147,12 +108,12 @@ def two_threads():
 @pytest.mark.parametrize("blocks", ["many rows", "one row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("V", [40_003, 51])  # torch splits a sum of so many numbers among threads, but not of fewer
-@pytest.mark.parametrize("op", OPS)
-def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_torch_path(case, V, dtype, blocks, steps, two_threads, monkeypatch):
     if blocks == "one row":
         small_blocks(monkeypatch, threads=2)
     places = PLACES + LAYOUTS if DEVICE == "cpu" else PLACES
-    assert rows_that_differ(op, *drawn(V, dtype), {"backend": "torch", **steps}, places) == []
+    assert rows_that_differ(case, *drawn(V, dtype), {"backend": "torch", **steps}, places) == []
 
 
 @pytest.mark.everyday(1)
@@ -160,13 +121,13 @@ def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
 @pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("V", [1227, 1232, 5])
-@pytest.mark.parametrize("op", OPS)
-def test_kernels(op, V, dtype, steps, monkeypatch):
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_kernels(case, V, dtype, steps, monkeypatch):
     tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
     monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))
-    assert rows_that_differ(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []
+    assert rows_that_differ(case, *drawn(V, dtype), {"backend": "triton", **steps}) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

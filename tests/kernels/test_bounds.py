@@ -11,70 +11,46 @@ from dllm_kernels import HybridDiffusionLLMLoss, ops
 from dllm_kernels.rows._divergence import DivergenceRequest
 from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.conftest import EXECUTED
+from tests.support.op_cases import FIRST_OPS, OP_BY_NAME, Rows
 from tests.support.parity import small_tiles
 from tests.support.routines import FIRSTS, OTHERS, ROUTINES
-from tests.support.statistics import EVERY_FLAG, FLAGS, differentiable
 
 pytest.importorskip("triton")
 from dllm_kernels.backends.triton import _tiles
 from dllm_kernels.backends.triton import divergence as kernel
 
-N, V, D, K = 4, 75, 6, 3  # three tiles of 32 columns, of which a compiled kernel has one per thread
+N, V, D = 4, 75, 6  # three tiles of 32 columns, of which a compiled kernel has one per thread
 B, L, MASK = 3, 37, 40
 R, C = 5, 43  # of a selection; a program has two rows
 
 
-def logits_and_targets(dtype):
-    x = (3 * torch.randn(N, V)).to(dtype).requires_grad_()
-    y = torch.tensor([0, V - 1, -100, V])
-    return x, y
+TARGETS = torch.tensor([0, V - 1, -100, V])
+WEIGHTS = torch.tensor([1.0, 0.5, 2.0, 0.0])
 
 
-def token_nll(dtype, **options):
-    x, y = logits_and_targets(dtype)
-    out = ops.token_nll(x, y, with_correct=True, with_ids=True, backend="triton", **options)
-    out.nll.backward(torch.randn(N, dtype=out.nll.dtype))
+def logits(dtype):
+    return (3 * torch.randn(N, V)).to(dtype).requires_grad_()
 
 
-def weighted_nll(dtype, **options):
-    x, y = logits_and_targets(dtype)
-    weights = torch.tensor([1.0, 0.5, 2.0, 0.0], dtype=torch.promote_types(dtype, torch.float32))
-    out = ops.weighted_nll(x, y, weights, with_correct=True, with_ids=True, backend="triton", **options)
-    out.loss.backward(torch.tensor(0.3, dtype=out.loss.dtype))
-
-
-def weighted_linear_nll(dtype, bias_grad=True, **options):
-    _, y = logits_and_targets(dtype)
+def record(dtype):
     h, w, b = (torch.randn(s).to(dtype).requires_grad_() for s in ((N, D), (V, D), (V,)))
-    b.requires_grad_(bias_grad)
-    weights = torch.tensor([1.0, 0.5, 2.0, 0.0])
-    out = ops.weighted_linear_nll(
-        h, w, y, weights, bias=b, chunk_size=2, with_correct=True, with_ids=True, backend="triton", **options
-    )
-    out.loss.backward()
+    return ops.LinearLogits(h, w, b, chunk_size=2)
 
 
-def row_stats(dtype, **options):
-    x, _ = logits_and_targets(dtype)
-    ids = torch.randint(0, V, (N, K))
-    mix = torch.rand(N), torch.rand(N) + 0.1
-    out = ops.row_stats(x, ids, mix=mix, **EVERY_FLAG, backend="triton", **options)
-    sum(t.sum() for t in differentiable(out)).backward()
+def of_case(case, x, **options):
+    """Run an op forward and backward, with targets out of range and a row of weight 0."""
+    weights = WEIGHTS.to(torch.float64 if getattr(x, "dtype", None) == torch.float64 else torch.float32)
+    rows = Rows(TARGETS, torch.ones(N, dtype=torch.bool), weights, torch.rand(N) + 0.1)
+    values = case.values(case(x, rows, backend="triton", **case.accepted(**options)))
+    if values:
+        torch.autograd.backward(values, [torch.rand_like(t) for t in values])
 
 
 def divergence(dtype, **options):
-    x, y = logits_and_targets(dtype)
     t = (3 * torch.randn(N - 1, V)).to(dtype)
-    weights = torch.tensor([1.0, 0.0, 2.0, 0.3])
     rows = torch.tensor([N - 2, 0, -1, N - 1])
-    out = ops.divergence(x, t, weights, targets=y, teacher_rows=rows, backend="triton", **options)
+    out = ops.divergence(logits(dtype), t, WEIGHTS, targets=TARGETS, teacher_rows=rows, backend="triton", **options)
     out.loss.backward(torch.tensor(0.3, dtype=out.loss.dtype))
-
-
-def linear_divergence(dtype, **options):
-    h, t, w = (torch.randn(s).to(dtype).requires_grad_() for s in ((N, D), (N, D), (V, D)))
-    weights = torch.tensor([1.0, 0.0, 2.0, 0.3])
-    ops.linear_divergence(h, w, t, weights, chunk_size=2, backend="triton", **options).loss.backward()
 
 
 def ids_and_mask():
@@ -90,16 +66,11 @@ def gumbel_topk(**options):
 
 
 def masked_diffusion(dtype):
-    x, y = logits_and_targets(dtype)
+    x, y = logits(dtype), TARGETS
     p_mask, on = torch.rand(1, N), torch.rand(1, N) < 0.7
     loss = HybridDiffusionLLMLoss(torch.tensor(0.3), backend="triton")
     count = torch.tensor(2.0)
     loss(x[None], y.clamp(max=V - 1)[None], on, p_mask, on, num_diffusion_tokens=count).total_loss.backward()
-
-
-def linear_sample(dtype, **options):
-    h, w = torch.randn(N, D).to(dtype), torch.randn(V, D).to(dtype)
-    ops.linear_sample(h, w, seeds=torch.arange(N), chunk_size=2, backend="triton", **options)
 
 
 def backward_of_a_multiple():
@@ -113,13 +84,6 @@ def token_nll_in_place():
     nll.sum().backward()
 
 
-def linear_row_stats():
-    h, w = (torch.randn(s, requires_grad=True) for s in ((N, 6), (V, 6)))
-    mix = torch.rand(N), torch.rand(N) + 0.1
-    out = ops.linear_row_stats(h, w, torch.arange(N), **FLAGS, mix=mix, chunk_size=2, backend="triton")
-    sum(t.sum() for t in differentiable(out)).backward()
-
-
 def divergence_without_teacher_rows():
     """In place: every row of the student refers to a row that the teacher does not have."""
     z, no_rows, known = torch.randn(1, N, V), torch.empty(1, 0, V), torch.zeros(N, dtype=torch.int64)
@@ -129,28 +93,33 @@ def divergence_without_teacher_rows():
 STARTS = torch.arange(B) * L // (B - 1)
 PADDED = FIRSTS | {name: ROUTINES[name] for name in ("uniform, block 7", "segments")}
 TRANSFORM = {"softcap": 4.0, "scale": 0.7, "skip_id": V - 1}
+TWO_IDS = OP_BY_NAME["row_stats, two ids of all rows"]
+STORED = [*(case for case in FIRST_OPS if "stored" in case.kinds), TWO_IDS]
+OF_HEAD = [case for case in FIRST_OPS if "head" in case.kinds]
 CALLS = {
-    **{f"token_nll, {d}": (lambda d=d: token_nll(d)) for d in (torch.float16, torch.float32, torch.float64)},
-    "token_nll, split rows": lambda: token_nll(torch.float32),
-    "token_nll, transformed, split rows": lambda: token_nll(torch.float32, **TRANSFORM),
-    **{f"weighted_nll, {d}": (lambda d=d: weighted_nll(d)) for d in (torch.float16, torch.float64)},
-    "weighted_nll, split rows": lambda: weighted_nll(torch.float32),
-    **{f"weighted_linear_nll, {d}": (lambda d=d: weighted_linear_nll(d)) for d in (torch.float16, torch.float32)},
-    "weighted_linear_nll, transformed": lambda: weighted_linear_nll(torch.float64, **TRANSFORM),
-    **{f"row_stats, {d}": (lambda d=d: row_stats(d)) for d in (torch.float16, torch.float32)},
+    **{
+        f"{case.name}, {d}": lambda case=case, d=d: of_case(case, logits(d))
+        for case in STORED
+        for d in (torch.float16, torch.float32, torch.float64)
+    },
+    **{
+        f"{case.name}, split rows{with_}": lambda case=case, o=o: of_case(case, logits(torch.float32), **o)
+        for case in STORED
+        for with_, o in (("", {}), (", transformed", TRANSFORM))
+    },
+    **{
+        f"{case.name}, head, {d}": lambda case=case, d=d, o=o: of_case(case, record(d), **o)
+        for case in OF_HEAD
+        for d, o in ((torch.float16, {}), (torch.float32, TRANSFORM))
+    },
     **{f"masked diffusion, {d}": (lambda d=d: masked_diffusion(d)) for d in (torch.float32, torch.float64)},
-    "row_stats, split rows": lambda: row_stats(torch.float16),
-    "row_stats, transformed, split rows": lambda: row_stats(torch.float32, **TRANSFORM),
-    "divergence": lambda: divergence(torch.float32, kind={"rkl": 0.5, "teacher_ce": 0.1, "ce": 0.2}),
+    "divergence, two kinds": lambda: divergence(torch.float32, kind={"rkl": 0.5, "teacher_ce": 0.1, "ce": 0.2}),
     "divergence, sums first": lambda: divergence(torch.float16, kind={"jsd": 0.5, "lk": 1.0, "ce": 0.2}),
     "divergence, transformed": lambda: divergence(torch.float32, kind={"kl": 1.0, "ce": 0.2}, **TRANSFORM),
     "divergence, draft vocabulary": lambda: divergence(
         torch.float32, kind={"kl": 1.0, "ce": 0.2}, draft_to_target=torch.randperm(V)
     ),
-    "linear_divergence": lambda: linear_divergence(torch.float32, kind="l1"),
-    "linear_sample": lambda: linear_sample(torch.float16),
-    "linear_sample, transformed": lambda: linear_sample(torch.float32, **TRANSFORM),
-    "linear_sample, greedy": lambda: linear_sample(torch.float64, temperature=0),
+    "linear_sample, greedy": lambda: of_case(OP_BY_NAME["linear_sample, greedy"], record(torch.float64)),
     **{name: (lambda case=case: corrupted(case)) for name, case in ROUTINES.items()},
     **{f"{name}, padded": (lambda case=case: corrupted(case, start=STARTS)) for name, case in PADDED.items()},
     **{name: (lambda call=call: corrupted(call)) for name, call in OTHERS.items()},
@@ -159,7 +128,6 @@ CALLS = {
     "gumbel_topk, given draws": lambda: gumbel_topk(uniform=torch.rand(R, C).clamp(1e-6, 1 - 1e-6)),
     "divergence, no row of the teacher": divergence_without_teacher_rows,
     "token_nll, in place": token_nll_in_place,
-    "linear_row_stats, in place": linear_row_stats,
     "sequence, keys in memory": lambda: corrupted(ROUTINES["sequence"]),
     "gumbel_topk, keys in memory": gumbel_topk,
     "weighted_linear_nll, times 3": backward_of_a_multiple,

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 import dllm_kernels as ours
 from tests.conftest import DEVICE, every_time, usually
 from tests.support.cases import FIRSTS, value_of
+from tests.support.op_cases import FIRST_OPS, OpCase, Rows
 from tests.support.routines import ROUTINES
 
 V, D, MASK = 19, 8, 2
@@ -37,8 +38,6 @@ def fresh_dynamo():
 class Step:
     """Draws of step k: shape, tensors of usual kinds, and numbers that change with k."""
 
-    kind = "head"
-
     def __init__(self, k: int):
         torch.manual_seed(k)
         self.k, (self.B, self.L) = k, SHAPES[k]
@@ -53,16 +52,14 @@ class Step:
     def leaf(self, *columns: int) -> torch.Tensor:
         return self.floats(*columns).requires_grad_()
 
-    def stored(self) -> "Step":
-        """Return the step with stored logits in the place of records."""
-        self.kind = "stored"
-        return self
-
-    def logits(self) -> Any:
+    def logits(self, kind: str) -> Any:
         """Return logits of the kind; the numbers of a record change, too."""
-        if self.kind == "stored":
+        if kind == "stored":
             return self.leaf(V)
         return ours.LinearLogits(self.leaf(D), self.head(), num_active=self.all_rows, chunk_size=5 + self.k)
+
+    def rows(self) -> Rows:
+        return Rows.drawn(*self.shape, V=V, low=MASK + 1, device=DEVICE)
 
     def head(self) -> torch.Tensor:
         return torch.randn(V, D, device=DEVICE, requires_grad=True)
@@ -76,17 +73,8 @@ class Step:
     def seeds(self) -> torch.Tensor:
         return torch.randint(1 << 40, (self.B,), device=DEVICE)
 
-    def linear(self) -> dict[str, Any]:
-        """Return hidden states, head, and the numbers of the linear ops, all of which change."""
-        sizes = {"num_active": self.all_rows, "chunk_size": 5 + self.k}
-        return {"hidden": self.leaf(D), "weight": self.head(), **sizes}
-
 
 Draw = Callable[[Step], dict[str, Any]]
-
-
-def objective(stats, weights):
-    return (1 - stats.log_probs.exp()).square() * weights
 
 
 class Model(nn.Module):
@@ -121,67 +109,25 @@ def masked_cross_entropy(logits, labels, count):
     return ours.calculate_loss(ours.MaskedCrossEntropy(), logits=logits, labels=labels, num_label_tokens=count)
 
 
-def token_log_probs(hidden, ids, **options):
-    return ours.token_log_probs(hidden, ids, **options)
+def step_of_op(case: OpCase, kind: str) -> tuple[Callable[..., Any], Draw]:
+    """Return a call of an op, and its arguments: all floats, and a coefficient of a mixture, change."""
+
+    def draw(step):
+        x, r = step.logits(kind) if case.kinds else None, step.rows()
+        changing, mixture = dict.fromkeys(case.floats, step.factor), case.options(x, r).get("kind")
+        if isinstance(mixture, dict):
+            changing["kind"] = mixture | {"kl": step.factor}
+        return {"x": x, "r": r, **changing}
+
+    return case, draw
 
 
-# Ops: function, and the arguments of a step with logits of its kind.
-OPS: dict[str, tuple[Callable[..., Any], Draw]] = {
-    "token_nll": (
-        ours.token_nll, lambda s: {"logits": s.logits(), "targets": s.ids(), "active": s.mask(), "scale": s.factor},
-    ),
-    "weighted_nll": (
-        ours.weighted_nll,
-        lambda s: {"logits": s.logits(), "targets": s.ids(), "weights": s.floats() * s.mask(), "softcap": 3 + s.factor},
-    ),
-    "row_stats": (
-        ours.row_stats,
-        lambda s: {"logits": s.logits(), "ids": s.ids(), "entropy": True, "active": s.mask(), "scale": s.factor},
-    ),
-    "row_objective": (
-        lambda logits, ids, weights, scale: ours.row_objective(logits, ids, objective, weights, scale=scale),
-        lambda s: {"logits": s.logits(), "ids": s.ids(), "weights": s.floats(), "scale": s.factor},
-    ),
-    "topk_divergence": (
-        lambda logits, ids, teacher, **o: ours.topk_divergence(logits, ids.unsqueeze(-1), teacher, kind="jsd", **o),
-        lambda s: {
-            "logits": s.logits(), "ids": s.ids(), "teacher": -s.floats(1).abs(), "weights": s.floats(),
-            "beta": s.factor, "tail": s.kind == "stored", "temperature": s.factor,
-        },
-    ),
-}  # fmt: skip
-STORED = {f"{name} of stored logits": (f, lambda s, draw=draw: draw(s.stored())) for name, (f, draw) in OPS.items()}
+OPS: dict[str, tuple[Callable[..., Any], Draw]] = {case.name: step_of_op(case, "head") for case in FIRST_OPS}
+STORED = {f"{case.name} of stored logits": step_of_op(case, "stored") for case in FIRST_OPS if "stored" in case.kinds}
 CALLS: dict[str, tuple[Callable[..., Any], Draw]] = OPS | STORED | {
-    "token_log_probs": (
-        token_log_probs, lambda s: {**s.linear(), "ids": s.ids(), "with_entropy": True},
-    ),
-    "divergence": (
-        ours.divergence,
-        lambda s: {"logits": s.leaf(V), "teacher_logits": s.floats(V), "kind": "jsd", "beta": s.factor},
-    ),
-    "linear_divergence": (
-        lambda first, **o: ours.linear_divergence(kind={"kl": first, "lk": 1.0, "ce": 0.1}, alpha="mean", **o),
-        lambda s: {
-            **s.linear(), "teacher_hidden": s.floats(D), "weights": s.floats(), "targets": s.ids(), "first": s.factor,
-            "temperature": s.factor,
-        },
-    ),
-    "soft_embedding": (
-        lambda hidden, weight, table, **o: ours.soft_embedding(hidden.detach(), weight.detach(), table, **o),
-        lambda s: {
-            **s.linear(), "table": torch.randn(V, 3, device=DEVICE), "bump": s.floats(), "bump_ids": s.ids(),
-            "active": s.mask(), "scale": s.factor, "softcap": 2.0,
-        },
-    ),
-    "linear_sample": (
-        lambda hidden, weight, seeds, top_p, **o: (
-            ours.linear_sample(hidden, weight, seeds=seeds, return_top=3, top_k=9, top_p=top_p, **o),
-            ours.linear_sample(hidden, weight, **o | {"temperature": 0}),
-        ),
-        lambda s: {**s.linear(), "seeds": s.seeds(), "temperature": s.factor, "top_p": s.factor / 4},
-    ),
-    "dpace_weights": (
-        ours.dpace_weights, lambda s: {"confidence": s.floats().sigmoid(), "mask": s.mask(), "alpha": s.factor},
+    "linear_sample, greedy": (
+        lambda x, seeds: ours.linear_sample(x, seeds=seeds, temperature=0),
+        lambda s: {"x": s.logits("head"), "seeds": s.seeds()},
     ),
     "compute_per_token_nll": (
         ours.compute_per_token_nll, lambda s: {"logits": s.leaf(V), "target_ids": s.ids(), "scale": s.factor},
@@ -249,8 +195,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Draw]] = OPS | STORED | {
 }  # fmt: skip
 # Names that no entry of CALLS is called after.
 COVERED = {
-    "linear_token_nll": "token_nll", "weighted_linear_nll": "weighted_nll", "linear_row_stats": "row_stats",
-    "linear_row_objective": "row_objective", "linear_topk_divergence": "topk_divergence",
+    **{case.older: case.name for case in FIRST_OPS if case.older},
     "calculate_loss": "MaskedCrossEntropy",
     "FusedLinearCrossEntropy": "calculate_mtp_loss",
     "draft_accuracy": "acceptance_length",
@@ -272,7 +217,8 @@ ELSEWHERE = dict.fromkeys(set(ours.policy.__all__) - {"nll_weights"}, "tests/pol
 
 def test_every_public_function_has_a_case():
     names = {name for name in ours.__all__ if callable(getattr(ours, name)) and not is_record(getattr(ours, name))}
-    assert names == {*(CALLS.keys() - STORED), *COVERED, *NOT_IN_A_GRAPH, *(names & ELSEWHERE.keys())}
+    calls = CALLS.keys() - STORED - {"linear_sample, greedy"}
+    assert names == {*calls, *COVERED, *NOT_IN_A_GRAPH, *(names & ELSEWHERE.keys())}
 
 
 def is_record(value):
@@ -301,7 +247,9 @@ def assert_two_graphs(function, draw, steps=STEPS):
 
 EVERY_DAY = {"weighted_nll"}
 # Their form from hidden states, or the function that they call or that calls them, runs more of the code of a graph.
-CONTAINED = {*STORED, "divergence", "token_log_probs", "compute_per_token_nll", "encoder_ar_loss", "MaskedCrossEntropy"}
+CONTAINED = {
+    *STORED, "token_log_probs", "gumbel_topk_mask", "compute_per_token_nll", "encoder_ar_loss", "MaskedCrossEntropy",
+}  # fmt: skip
 
 
 @pytest.mark.everyday(1)

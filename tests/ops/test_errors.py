@@ -25,7 +25,6 @@ from dllm_kernels import (
     compute_per_token_nll,
     corrupt_uniform,
     draft_accuracy,
-    ops,
     scdd_schedule,
 )
 from dllm_kernels.ops import (
@@ -42,6 +41,7 @@ from dllm_kernels.ops import (
 )
 from tests.conftest import usually
 from tests.support.cases import BY_NAME, FIRSTS, LOSSES, Case
+from tests.support.op_cases import FIRST_OPS
 
 B, L, V, D = 2, 3, 5, 4
 X, H, W, BIAS = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.randn(V)
@@ -149,18 +149,18 @@ def any_shape(name, loss, targets, rows, roles=(), head=("lm_head_weight", "lm_h
     return Case(name, loss, draw, None, roles={targets: "targets", **dict(roles)}, rows=rows, head=head)
 
 
-def op_case(name, targets="targets", weighted=False):
-    """Build a case of an op."""
-    op, roles = getattr(ops, name), {"active": "active", **({"weights": "factor"} if weighted else {})}
+def op_case(case):
+    """Build a case of an op whose other arguments are valid."""
+    roles = {"active": "active", **dict.fromkeys(case.factors, "factor")}
 
     def of_rows(**arguments):
-        return op(**({"weights": ON} if weighted else {}) | arguments)[0].sum()
+        return case.op(**dict.fromkeys(case.factors, ON) | arguments)[0].sum()
 
-    return any_shape(name, of_rows, targets, ("logits", "hidden"), roles, ("weight", "bias"))
+    return any_shape(case.name, of_rows, case.ids, ("logits", "hidden"), roles, ("weight", "bias"))
 
 
 MTP_ROLES = {"loss_weights": "weight", "num_label_tokens": "count"}
-OPS = [op_case("token_nll"), op_case("weighted_nll", weighted=True), op_case("row_stats", "ids")]
+OPS = [op_case(case) for case in FIRST_OPS if case.ids]
 OTHERS = (
     *((case, form) for case in OPS for form in ("logits", "hidden")),
     (any_shape("compute_per_token_nll", (_per_token, None), "target_ids", ("logits", "")), "logits"),
@@ -547,6 +547,14 @@ def test_scdd_settings(setting, error, message):
         x = {"logits": X} if form is SCDDLoss.forward else {"hidden": H}
         batch = {"target_ids": Y, "noise_mask": ON, "p_mask": ON, "loss_mask": ON, "noisy_input_ids": Y}
         raises(error, message, form, self=loss, **x, **batch)
+
+
+def test_statistics_are_not_rounded():
+    loss = SCDDLoss(1)
+    loss.fp32_upcast = False
+    message = "fp32_upcast must be True for a loss that is not a sum of NLLs, got False"
+    raises(ValueError, message, loss, X, Y, ON, ON, ON, noisy_input_ids=Y)
+    raises(ValueError, message, loss.forward_fused, H, W, Y, ON, ON, ON, noisy_input_ids=Y)
 
 
 @forms

@@ -13,12 +13,13 @@ import dllm_kernels
 from dllm_kernels import corruption, ops
 from dllm_kernels.integrations import names, nemo_automodel, speculators, transformers, trl
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, scdd_schedule
+from tests.support.op_cases import FIRST_OPS, Rows
 from tests.support.routines import FIRSTS as ROUTINES
 
 X, W, IDS = torch.randn(3, 7), torch.randn(7, 7), torch.tensor([0, 1, 2])
 LABELS, ON = torch.zeros(1, 3, dtype=torch.long), torch.ones(1, 3)
 INTEGRATIONS = names, nemo_automodel, speculators, transformers, trl
-LOG_Q = torch.full((3, 1), -1.0)
+ROWS = Rows.of(IDS, IDS >= 0, torch.ones(3))
 VIEWS = dllm_kernels.policy_views(LABELS, ON, 6, "full")
 OBJECTIVE = dllm_kernels.PolicyObjective("reinforce")
 OF_POLICY = LABELS, VIEWS, None, torch.ones(1)
@@ -31,24 +32,14 @@ def model():
     return made
 
 
-# Calls of everything public that takes a flag. The name of a class stands for its constructor.
+def of_kind(case):
+    return X if "stored" in case.kinds else ops.LinearLogits(X, W)
+
+
+# Calls of all ops, and of everything else public that takes a flag. The name of a class stands for its constructor.
 CALLS = {
-    "token_nll": lambda **o: ops.token_nll(X, IDS, **o),
-    "weighted_nll": lambda **o: ops.weighted_nll(X, IDS, IDS, **o),
-    "linear_token_nll": lambda **o: ops.linear_token_nll(X, W, IDS, **o),
-    "weighted_linear_nll": lambda **o: ops.weighted_linear_nll(X, W, IDS, IDS, **o),
-    "row_stats": lambda **o: ops.row_stats(X, IDS, **o),
-    "linear_row_stats": lambda **o: ops.linear_row_stats(X, W, IDS, **o),
-    "row_objective": lambda **o: ops.row_objective(X, IDS, lambda stats: stats.lse, **o),
-    "linear_row_objective": lambda **o: ops.linear_row_objective(X, W, IDS, lambda stats: stats.lse, **o),
-    "token_log_probs": lambda **o: ops.token_log_probs(X, IDS, **o),
-    "divergence": lambda **o: ops.divergence(X, X, kind={"ce": 1.0}, targets=IDS, **o),
-    "linear_divergence": lambda **o: ops.linear_divergence(X, W, X, kind={"ce": 1.0}, targets=IDS, **o),
-    "topk_divergence": lambda **o: ops.topk_divergence(X, IDS[:, None], LOG_Q, **o),
-    "linear_topk_divergence": lambda **o: ops.linear_topk_divergence(X, W, IDS[:, None], LOG_Q, **o),
-    "linear_sample": lambda **o: ops.linear_sample(X, W, **o),
-    "soft_embedding": lambda **o: ops.soft_embedding(X, W, W, bump=X[:, 0], bump_ids=IDS, **o),
-    "dpace_weights": lambda **o: ops.dpace_weights(ON, ON, **o),
+    **{case.name: lambda case=case, **o: case(of_kind(case), ROWS, **o) for case in FIRST_OPS},
+    **{case.older: lambda case=case, **o: case.of_hidden(X, W, ROWS, **o) for case in FIRST_OPS if case.older},
     "MDLMCrossEntropyLoss": dllm_kernels.MDLMCrossEntropyLoss,
     "BlockDiffusionCrossEntropyLoss": dllm_kernels.BlockDiffusionCrossEntropyLoss,
     "HybridDiffusionLLMLoss": dllm_kernels.HybridDiffusionLLMLoss,
@@ -127,7 +118,8 @@ of_every_flag = pytest.mark.parametrize(("name", "flag", "optional"), FLAGS)
 
 
 def test_every_function_with_a_flag_has_a_call():
-    assert {name for name, *_ in FLAGS} == CALLS.keys()
+    ops_without = {case.name for case in FIRST_OPS if not flags_of(case.op)}
+    assert {name for name, *_ in FLAGS} == CALLS.keys() - ops_without
 
 
 @of_every_flag

@@ -12,6 +12,7 @@ from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
 from tests.support.cases import BY_NAME, CASES, SKIP_ID, to_device, upstream_for
 from tests.support.inputs import Source
+from tests.support.op_cases import FIRST_OPS, Rows, results
 from tests.support.parity import assert_close_with_grads
 
 B, L, V, D = 2, 6, 11, 5
@@ -124,22 +125,18 @@ def test_a_head_beside_a_record_is_an_error():
                 call(x, **{name: value})
 
 
-# linear function -> the op, and the arguments that follow the logits
-OLDER = {
-    "linear_token_nll": ("token_nll", (IDS,)),
-    "weighted_linear_nll": ("weighted_nll", (IDS, ON)),
-    "linear_row_stats": ("row_stats", (IDS,)),
-    "linear_row_objective": ("row_objective", (IDS, lambda s, w: w * s.log_probs.square(), ON)),
-    "linear_topk_divergence": ("topk_divergence", (IDS[..., None], ON[..., None] - 3, ON)),
-}
+OLDER = [case for case in FIRST_OPS if case.older]
+OF_TEACHER = {"teacher_hidden", "teacher_weight", "teacher_bias", "teacher_extra"}
 OF_HEAD = {"bias", "extra", "chunk_size", "num_active", "logits_dtype"}
 
 
-@pytest.mark.parametrize("name", OLDER)
-def test_an_older_function_has_the_signature_of_its_op_and_the_head(name):
-    older, op = (inspect.signature(getattr(ops, n)).parameters for n in (name, OLDER[name][0]))
-    assert list(older)[: len(op)][2:3] == list(op)[1:2]
-    assert older.keys() - {"hidden", "weight"} == (op.keys() | OF_HEAD) - {"logits", "inplace_backward"}
+@pytest.mark.parametrize("case", OLDER, ids=lambda case: case.older)
+def test_an_older_function_has_the_signature_of_its_op_and_the_head(case):
+    older, op = (inspect.signature(function).parameters for function in (getattr(ops, case.older), case.op))
+    teacher = OF_TEACHER if case.name == "divergence" else {list(op)[1]}
+    assert list(older)[2] in teacher
+    of_op = op.keys() - {"logits", "teacher_logits", "inplace_backward"}
+    assert older.keys() - {"hidden", "weight"} == of_op | OF_HEAD | teacher
     assert list(older)[:2] == ["hidden", "weight"]
     for parameter in older.values():
         if parameter.name in op:
@@ -148,21 +145,21 @@ def test_an_older_function_has_the_signature_of_its_op_and_the_head(name):
             assert (parameter.default, parameter.kind) == (None, parameter.KEYWORD_ONLY)
 
 
-@pytest.mark.parametrize("name", OLDER)
-def test_an_older_function_is_its_op_of_a_record(name, backend):
-    source, (op, arguments) = Source("low rank"), OLDER[name]
+@pytest.mark.parametrize("case", OLDER, ids=lambda case: case.older)
+def test_an_older_function_is_its_op_of_a_record(case, backend):
+    source, r = Source("low rank"), Rows.drawn(B, L, V=V, low=2, device=DEVICE)
     head = {"chunk_size": 4, "num_active": 12, "logits_dtype": torch.float32}
     options = {"softcap": 5.0, "scale": 0.7, "skip_id": 1, "backend": backend}
-    results = []
+    found = []
     for function in (
-        lambda h, w, b, *extra: getattr(ops, name)(h, w, *arguments, bias=b, extra=list(extra), **head, **options),
-        lambda *x: getattr(ops, op)(source.argument(*x, **head), *arguments, **options),
+        lambda h, w, b, *extra: case.of_hidden(h, w, r, bias=b, extra=list(extra), **head, **options),
+        lambda *x: case(source.argument(*x, **head), r, **options),
     ):
         leaves = [leaf.requires_grad_() for leaf in source.leaves((B, L), V, torch.float16, D=D)]
-        out = [t for t in function(*leaves) if t is not None]
-        grads = torch.autograd.grad([t.sum() for t in out if t.requires_grad], leaves)
-        results.append([*out, *grads])
-    for one, other in zip(*results, strict=True):
+        out = function(*leaves)
+        grads = torch.autograd.grad([t.sum() for t in case.values(out)], leaves)
+        found.append([*results(out).values(), *grads])
+    for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
 

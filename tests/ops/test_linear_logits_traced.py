@@ -1,12 +1,15 @@
 """The record of logits that a head makes: traced by Dynamo, checkpointed, and composed with the transform of an op."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from dllm_kernels import MDLMCrossEntropyLoss
-from dllm_kernels.ops import LinearLogits, row_stats, token_nll, weighted_nll
-from tests.conftest import DEVICE
+from dllm_kernels.ops import LinearLogits
+from tests.conftest import DEVICE, every_time
+from tests.support.op_cases import FIRST_OPS, OpCase, Rows
 
 N, V, D, R = 12, 31, 8, 3
 IDS = torch.arange(N, device=DEVICE) % V
@@ -29,12 +32,8 @@ def mdlm(logits):
     return MDLMCrossEntropyLoss()(logits, IDS[None], MASK, p, torch.ones_like(p)).total_loss
 
 
-LOSSES = {
-    "token_nll": lambda z: token_nll(z, IDS[None], active=MASK).nll.square().sum(),
-    "weighted_nll": lambda z: weighted_nll(z, IDS[None], MASK.float()).loss,
-    "row_stats": lambda z: row_stats(z, IDS[None], entropy=True).entropy.sum(),
-    "MDLM": mdlm,
-}
+ROWS = Rows.of(IDS[None] % (V - 1), MASK, torch.linspace(0.1, 1, N, device=DEVICE)[None])
+LOSSES = {case.name: partial(OpCase.total, case, r=ROWS) for case in FIRST_OPS if case.differentiable} | {"MDLM": mdlm}
 
 
 def value_and_gradients(loss, tensors):
@@ -46,8 +45,12 @@ def value_and_gradients(loss, tensors):
     return value.detach(), *gradients
 
 
-@pytest.mark.parametrize("around", ["compiled", "checkpoint", "reentrant checkpoint"])
-@pytest.mark.parametrize("name", LOSSES)
+CALLS = [(name, around) for name in LOSSES for around in ("compiled", "checkpoint", "reentrant checkpoint")]
+COMPILED = "token_nll", "weighted_nll", "row_stats", "MDLM"
+QUICK = [(name, around) for name, around in CALLS if around != "compiled" or name in COMPILED]
+
+
+@pytest.mark.parametrize(("name", "around"), every_time(QUICK, CALLS))
 def test_a_record_passes_through(name, around):
     def loss(tensors):
         return LOSSES[name](record(tensors, softcap=3.0, chunk_size=5, num_active=N))

@@ -1,8 +1,5 @@
 """A ``num_active`` that is too small: everything that a call computes is NaN, results and gradients alike."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,123 +10,26 @@ from dllm_kernels.losses import (
     MDLMCrossEntropyLoss,
     SCDDLoss,
 )
-from dllm_kernels.ops import (
-    LinearLogits,
-    linear_divergence,
-    linear_sample,
-    row_objective,
-    row_stats,
-    soft_embedding,
-    token_log_probs,
-    token_nll,
-    topk_divergence,
-    weighted_nll,
-)
+from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE, usually
+from tests.support.op_cases import OP_CASES, Rows, name_of, results
 
 N, V, D, R = 6, 11, 5, 2
 INACTIVE = 1  # one row is not active; the others are one more than num_active
-SKIPPED = 3
+SKIPPED = 8
 
 
-def blind(stats, weights):
-    """Ignore NaN statistics, as an objective may."""
-    return torch.where(stats.log_probs.isfinite(), stats.log_probs, 0.0) * weights
-
-
-@dataclass
-class Call:
-    """Leaves and constants of one call, and the options that every op takes."""
-
-    leaves: list[Any]
-    options: dict[str, Any]
-    num_active: int
-    chunk_size: int | None = None
-
-    def __post_init__(self):
-        torch.manual_seed(0)
-        self.ids = torch.tensor([0, 1, 2, 4, 5, 6], device=DEVICE)
-        self.active = torch.ones(N, device=DEVICE)
-        self.active[INACTIVE] = 0
-        self.teacher = torch.randn(N, D, device=DEVICE).to(self.leaves[0].dtype)
-
-    def logits(self, h):
-        _, w, b, u, second = self.leaves
-        return LinearLogits(h, w, b, (u, second), num_active=self.num_active, chunk_size=self.chunk_size)
-
-
-def nll(h, call):
-    targets = call.ids.masked_fill(call.active == 0, -100)
-    out = token_nll(call.logits(h), targets, with_lse=True, with_correct=True, with_ids=True, **call.options)
-    return out.nll.sum(), out
-
-
-def weighted(h, call):
-    out = weighted_nll(call.logits(h), call.ids, call.active, **call.options)
-    return out.loss, out
-
-
-def statistics(h, call):
-    mix = (call.active + 1, call.active + 1)
-    out = row_stats(call.logits(h), call.ids, entropy=True, mix=mix, active=call.active, **call.options)
-    return sum(t.sum() for t in (out.log_probs, out.lse, out.entropy, out.mix)), out
-
-
-def entropy_alone(h, call):
-    out = row_stats(call.logits(h), call.ids, entropy=True, active=call.active, **call.options)
-    return out.entropy[2:].sum(), out  # some rows have no upstream gradient
-
-
-def objective(h, call):
-    x, aux = call.logits(h), call.active + 1
-    out = row_objective(x, call.ids, blind, aux, entropy=True, active=call.active, **call.options)
-    return out.loss, out
-
-
-def divergence(reduction):
-    def run(h, call):
-        _, w, b, u, second = call.leaves
-        out = linear_divergence(
-            h, w, call.teacher, call.active, bias=b, extra=(u, second), kind={"kl": 1.0, "tv": 0.5},
-            reduction=reduction, num_active=call.num_active, chunk_size=call.chunk_size, **call.options,
-        )  # fmt: skip
-        return out.loss.sum(), out
-
-    return run
-
-
-def topk(reduction):
-    def run(h, call):
-        ids = torch.stack([call.ids, (call.ids + 1) % 3 + 7], -1)
-        log_q = torch.full_like(call.active, -2.0)[:, None].expand(ids.shape)
-        out = topk_divergence(call.logits(h), ids, log_q, call.active, reduction=reduction, **call.options)
-        return out.loss.sum(), out
-
-    return run
-
-
-def log_probs(h, call):
-    out = token_log_probs(call.logits(h), call.ids, active=call.active, with_entropy=True, **call.options)
-    return (out.log_probs + out.entropy).sum(), out
-
-
-def embedding(h, call):
-    table = torch.ones(V, 3, device=DEVICE, dtype=h.dtype)
-    return None, (soft_embedding(call.logits(h.detach()), None, table, active=call.active, **call.options),)
-
-
-def samples(h, call):
-    seeds = torch.arange(N, device=DEVICE)
-    return None, linear_sample(call.logits(h), seeds=seeds, active=call.active, return_top=2, **call.options)
-
-
-OPS = {
-    "token_nll": nll, "weighted_nll": weighted, "row_stats": statistics, "row_stats, some rows": entropy_alone,
-    "row_objective": objective, "divergence": divergence("sum"), "divergence of each row": divergence("none"),
-    "topk_divergence": topk("sum"), "topk_divergence of each row": topk("none"), "token_log_probs": log_probs,
-    "soft_embedding": embedding, "linear_sample": samples,
-}  # fmt: skip
+CASES = [case for case in OP_CASES if case.syncs and case.syncs[0]]  # that count the active rows
+IDS = torch.tensor([0, 1, 2, 4, 5, 6], device=DEVICE)
+ROWS = Rows.of(IDS, IDS != INACTIVE, torch.linspace(0.1, 1, N, device=DEVICE))
 TRAINED = {"head": (0, 1, 2, 3, 4), "rows": (0, 3), "hidden": (0,), "bias": (2,)}
+
+
+def run(case, leaves, bound, first=0, **options):
+    """Return the sum of the differentiable results, of rows from the first on, and all results."""
+    h, w, b, *extra = leaves
+    out = case(LinearLogits(h, w, b, tuple(extra), num_active=bound, chunk_size=3), ROWS, **options)
+    return sum(t[first:].sum() if t.dim() else t for t in case.values(out)), results(out).values()
 
 
 def make_leaves(dtype, trained):
@@ -139,22 +39,22 @@ def make_leaves(dtype, trained):
     return [leaf.requires_grad_(i in trained) for i, leaf in enumerate(leaves)]
 
 
-def floats(results):
-    return [t for t in results if t is not None and t.is_floating_point()]
+def floats(tensors):
+    return [t for t in tensors if t.is_floating_point()]
 
 
-def assert_all_nan(op, trained, dtype=torch.float32, bound=N - 2, run=None, chunk_size=None, **options):
+def assert_all_nan(case, trained, dtype=torch.float32, bound=N - 2, run=run, **options):
     leaves = make_leaves(dtype, trained)
-    loss, out = (run or OPS[op])(leaves[0], Call(leaves, {"skip_id": SKIPPED, **options}, bound, chunk_size))
+    loss, out = run(case, leaves, bound, skip_id=SKIPPED, **options)
     assert floats(out)
     for t in out:
-        if t is not None and t.dtype == torch.bool:
+        if t.dtype == torch.bool:
             assert not t.any()
-        elif t is not None and t.is_floating_point():
+        elif t.is_floating_point():
             assert t.isnan().all()
-        elif t is not None:  # ids, which an embedding may read
+        else:  # ids, which an embedding may read
             assert ((t == -100) | (t >= 0) & (t < V)).all()
-    if loss is not None:
+    if case.differentiable:
         loss.backward()
         for i in trained:
             assert leaves[i].grad.isnan().all(), i
@@ -164,37 +64,38 @@ def assert_all_nan(op, trained, dtype=torch.float32, bound=N - 2, run=None, chun
 @pytest.mark.parametrize("bound", [N - 2, 1, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("op", OPS)
-def test_every_result_and_gradient_is_nan(op, trained, dtype, bound, backend):
-    assert_all_nan(op, TRAINED[trained], dtype, bound, chunk_size=3, backend=backend)
+@pytest.mark.parametrize("first", [0, 2], ids=["every row", "some rows"])  # that have an upstream gradient
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_every_result_and_gradient_is_nan(case, first, trained, dtype, bound, backend):
+    assert_all_nan(case, TRAINED[trained], dtype, bound, first=first, backend=backend)
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("op", OPS)
-def test_a_bound_that_is_exact_changes_nothing(op, trained):
-    exact, unbounded = (make_leaves(torch.float32, TRAINED[trained]) for _ in range(2))
-    results = []
-    for leaves, bound in ((exact, N - 1), (unbounded, None)):
-        loss, out = OPS[op](leaves[0], Call(leaves, {"skip_id": SKIPPED}, bound, 3))
-        if loss is not None:
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_bound_that_is_exact_changes_nothing(case, trained):
+    found = []
+    for bound in (N - 1, None):
+        leaves = make_leaves(torch.float32, TRAINED[trained])
+        loss, out = run(case, leaves, bound, skip_id=SKIPPED)
+        if case.differentiable:
             loss.backward()
-        results.append([*floats(out), *(leaf.grad for leaf in leaves if leaf.requires_grad and loss is not None)])
-    for got, expected in zip(*results, strict=True):
+        found.append([*floats(out), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    for got, expected in zip(*found, strict=True):
         assert got.isfinite().all()
         torch.testing.assert_close(got, expected)
 
 
-IN_A_GRAPH = ["weighted_nll", "row_objective", "token_log_probs"]
+IN_A_GRAPH = [case for case in CASES if case.name in ("weighted_nll", "row_objective", "token_log_probs")]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.covering(1, most=1)
-@pytest.mark.parametrize("op", usually(IN_A_GRAPH, [name for name in OPS if "some" not in name]))
+@pytest.mark.parametrize("case", usually(IN_A_GRAPH, CASES, name_of))
 @pytest.mark.parametrize("trained", ["head", "rows"])
-def test_every_result_and_gradient_of_a_graph_is_nan(op, trained):
+def test_every_result_and_gradient_of_a_graph_is_nan(case, trained):
     torch.compiler.reset()
-    assert_all_nan(op, TRAINED[trained], run=torch.compile(OPS[op], backend="aot_eager", fullgraph=True))
+    assert_all_nan(case, TRAINED[trained], run=torch.compile(run, backend="aot_eager", fullgraph=True))
 
 
 def batch():

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dllm_kernels.ops import linear_row_objective, linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops import LinearLogits, linear_token_nll, weighted_linear_nll
 from dllm_kernels.policy import nll_weights
 from tests.conftest import DEVICE
+from tests.support.op_cases import DIFFERENTIABLE, Rows
 
 N, V, D = 10, 23, 6
 
@@ -29,10 +30,6 @@ def around(name):
     return partial(checkpoint, use_reentrant=False, **contexts)
 
 
-def objective(h, w, ids):
-    return linear_row_objective(h, w, ids, lambda s: -s.log_probs.square(), chunk_size=2, entropy=True).loss
-
-
 def weighted_by_policy(h, w, ids):
     with torch.no_grad():
         log_probs = -linear_token_nll(h, w, ids).nll
@@ -40,14 +37,19 @@ def weighted_by_policy(h, w, ids):
     return weighted_linear_nll(h, w, ids, weights, chunk_size=2).loss
 
 
-def of_rows(h, w, ids):
-    return linear_token_nll(h, w, ids, chunk_size=2).nll.square().sum()
+def of_case(case, h, w, ids):
+    r = Rows.of(ids, ids % 3 > 0, (ids + 1) / N)
+    return sum(t.square().sum() for t in case.values(case(LinearLogits(h, w, chunk_size=2), r)))
+
+
+LOSSES = {case.name: partial(of_case, case) for case in DIFFERENTIABLE} | {"nll_weights": weighted_by_policy}
 
 
 @pytest.mark.everyday(6)
+@pytest.mark.covering(most=2)
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("hooks", ["checkpoint", "selective", "save_on_cpu"])
-@pytest.mark.parametrize("loss", [objective, weighted_by_policy, of_rows])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_the_body_runs_once_in_forward_and_once_in_backward(loss, hooks, trains_head):
     """Graphs that a call builds and differentiates inside are not those that the caller's hooks are for."""
     h, w = torch.randn(N, D, device=DEVICE), torch.randn(V, D, device=DEVICE)

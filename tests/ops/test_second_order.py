@@ -6,25 +6,23 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from dllm_kernels import MDLMCrossEntropyLoss
-from dllm_kernels.ops import LinearLogits, row_stats, token_log_probs, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import LinearLogits, weighted_linear_nll
 from tests.conftest import DEVICE, usually
 from tests.support.inputs import map_rows
+from tests.support.op_cases import DIFFERENTIABLE, Rows
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 N, V, D = 5, 11, 4
-IDS = torch.tensor([1, 0, 10, 3, 3], device=DEVICE)
+IDS = torch.tensor([1, 0, 9, 3, 3], device=DEVICE)
 ROWS = torch.ones(1, N, device=DEVICE)
-OPS = {
+R = Rows.of(IDS, IDS >= 0, IDS + 1.0)
+OPS = {case.name: lambda x, case=case, **o: case.total(x, R, **o) for case in DIFFERENTIABLE} | {
     "loss, nll": lambda x, **o: MDLMCrossEntropyLoss(**o)(
         map_rows(x, lambda t: t[None]), IDS[None], ROWS, ROWS, ROWS
     ).total_loss,
-    "token_nll": lambda x, **o: token_nll(x, IDS, **o).nll,
-    "weighted_nll": lambda x, **o: weighted_nll(x, IDS, IDS + 1.0, **o).loss,
-    "row_stats": lambda x, **o: row_stats(x, IDS, entropy=True, **o).entropy,
-    "token_log_probs": lambda x, **o: token_log_probs(x, IDS, **o).log_probs,
 }  # fmt: skip
-INSTEAD = {"nll": "cross_entropy", "stats": "log_softmax", "probs": "log_softmax"}
+INSTEAD = {case.name: case.instead for case in DIFFERENTIABLE} | {"loss, nll": "cross_entropy"}
 ALL = [(form, name) for form in ("stored", "head", "frozen") for name in OPS]
 
 
@@ -59,8 +57,8 @@ def test_a_penalty_on_a_gradient_raises_for_every_input(form, name, ask, backend
     layer, x, value = build(form, name, backend=backend)
     (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     total = value.sum() + 10 * g.pow(2).sum()
-    advice = next(advice_for_it for end, advice_for_it in INSTEAD.items() if name.endswith(end))
-    with pytest.raises(RuntimeError, match=rf"no second derivative; .*torch\.(nn\.functional\.)?{advice}") as raised:
+    advice = rf"no second derivative; .*torch\.(nn\.functional\.)?{INSTEAD[name]}"
+    with pytest.raises(RuntimeError, match=advice) as raised:
         DERIVATIVES[ask](total, layer)
     assert ("linear(" in str(raised.value)) == (form != "stored")  # for forms in which the caller has no logits
 

@@ -6,41 +6,17 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 
 import dllm_kernels as ours
 from dllm_kernels.losses import DFlashDecayLoss, MDLMCrossEntropyLoss
-from dllm_kernels.ops import (
-    LinearLogits,
-    divergence,
-    row_objective,
-    row_stats,
-    token_log_probs,
-    token_nll,
-    topk_divergence,
-    weighted_nll,
-)
+from dllm_kernels.ops import LinearLogits, token_nll
 from tests.conftest import DEVICE
-from tests.support.inputs import detached, map_rows
+from tests.support.inputs import map_rows
+from tests.support.op_cases import DIFFERENTIABLE, Rows
 from tests.support.routines import FIRSTS, OTHERS
 
 N, V, D = 5, 11, 4
-IDS = torch.tensor([1, 0, 10, 3, -100], device=DEVICE)
-KNOWN = IDS.clamp(min=0)
-WEIGHTS = torch.tensor([0.5, 0.0, 2.0, 1.0, 1.0], device=DEVICE)
-TOP, LOG_Q = torch.stack([IDS, (KNOWN + 1) % V], -1), torch.full((N, 2), -1.5, device=DEVICE)
+IDS = torch.tensor([1, 0, 9, 3, -100], device=DEVICE)
+R = Rows.of(IDS.clamp(min=0), IDS >= 0, torch.linspace(0.1, 1, N, device=DEVICE))
 ONES = torch.ones(1, N, device=DEVICE)
-
-
-def sharpened(stats):
-    return stats.log_probs.exp() * stats.entropy
-
-
-OPS = {
-    "token_nll": lambda x, **o: token_nll(x, IDS, **o).nll,
-    "weighted_nll": lambda x, **o: weighted_nll(x, IDS, WEIGHTS, **o).loss,
-    "row_stats": lambda x, **o: row_stats(x, IDS, entropy=True, mix=(WEIGHTS, WEIGHTS), **o).mix,
-    "token_log_probs": lambda x, **o: token_log_probs(x, IDS, **o).log_probs,
-    "divergence": lambda x, **o: divergence(x, constant(x), WEIGHTS, **o).loss,
-    "divergence, rows": lambda x, **o: divergence(x, constant(x), WEIGHTS, reduction="none", **o).loss,
-    "row_objective": lambda x, **o: row_objective(x, IDS, sharpened, entropy=True, **o).loss,
-    "topk_divergence": lambda x, **o: topk_divergence(x, TOP, LOG_Q, WEIGHTS, **o).loss,
+OPS = {case.name: lambda x, case=case, **o: case.total(x, R, **o) for case in DIFFERENTIABLE} | {
     "mdlm": lambda x, **o: MDLMCrossEntropyLoss(**o)(as_batch(x), IDS[None], ONES, ONES, ONES).total_loss,
     "dflash": lambda x, **o: DFlashDecayLoss(**o)(as_batch(x), IDS[None], ONES).total_loss,
 }
@@ -48,10 +24,6 @@ OPS = {
 
 def as_batch(x):
     return map_rows(x, lambda t: t[None])
-
-
-def constant(x):
-    return map_rows(detached(x), lambda t: t.flip(0))
 
 
 def of_head(op):

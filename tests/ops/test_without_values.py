@@ -3,19 +3,16 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from dllm_kernels import MDLMCrossEntropyLoss, ops
-from tests.support.inputs import KINDS, detached, map_rows
+from dllm_kernels import MDLMCrossEntropyLoss
+from dllm_kernels.ops import LinearLogits
+from tests.support.inputs import KINDS
+from tests.support.op_cases import OF_EVERY_KIND, Rows
 
 V, D = 7, 5
-OPS = {
-    "token_nll": lambda x, ids, p: ops.token_nll(x, ids, with_lse=True, with_correct=True, with_ids=True),
-    "weighted_nll": lambda x, ids, p: ops.weighted_nll(x, ids, p, with_ids=True),
-    "row_stats": lambda x, ids, p: ops.row_stats(x, ids, entropy=True, mix=(p, p), with_ids=True),
-    "row_stats of two ids": lambda x, ids, p: ops.row_stats(x, torch.stack([ids, ids], -1), entropy=True),
-    "token_log_probs": lambda x, ids, p: ops.token_log_probs(x, ids, with_entropy=True),
-    "divergence": lambda x, ids, p: ops.divergence(x, map_rows(detached(x), lambda t: 2 * t), p),
-    "mdlm": lambda x, ids, p: MDLMCrossEntropyLoss()(x, ids, p > 0, p, p > 0),
+CALLS = {(case.name, kind): case for kind, case in OF_EVERY_KIND} | {
+    ("mdlm", kind): lambda x, r: MDLMCrossEntropyLoss()(x, r.ids, r.mask, r.positive, r.mask) for kind in KINDS
 }
 
 
@@ -23,16 +20,16 @@ def results(name, kind, device):
     """Return the results of forward and, if anything is differentiable, of backward."""
     shapes = ((2, 3, V),) if kind == "stored" else ((2, 3, D), (V, D))
     leaves = [torch.randn(s, device=device, requires_grad=True) for s in shapes]
-    ids, p = torch.zeros(2, 3, dtype=torch.long, device=device), torch.full((2, 3), 0.5, device=device)
-    x = leaves[0] if kind == "stored" else ops.LinearLogits(*leaves)
-    out = [t for t in OPS[name](x, ids, p) if t is not None]
-    total = sum(t.sum() for t in out if t.requires_grad)
-    grads = torch.autograd.grad(total, leaves, allow_unused=True)
+    ids = torch.zeros(2, 3, dtype=torch.long, device=device)
+    r = Rows.of(ids, ids == 0, torch.full((2, 3), 0.5, device=device))
+    x = leaves[0] if kind == "stored" else LinearLogits(*leaves)
+    out = [t for t in tree_leaves(CALLS[name, kind](x, r)) if t is not None]
+    totals = [t.sum() for t in out if t.requires_grad]
+    grads = torch.autograd.grad(totals, leaves, allow_unused=True) if totals else ()
     return [(t.shape, t.dtype) if t is not None else None for t in (*out, *grads)], {t.device.type for t in out}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(("name", "kind"), CALLS)
 def test_on_the_meta_device_and_of_fake_tensors(name, kind):
     expected, _ = results(name, kind, "cpu")
     shapes, devices = results(name, kind, "meta")

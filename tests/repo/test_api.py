@@ -14,6 +14,7 @@ import dllm_kernels.ops
 from dllm_kernels import DFlashDecayLoss, DLLMLossOutput, losses
 from dllm_kernels.integrations import nemo_automodel
 from tests.support.cases import FIRSTS, LOSSES
+from tests.support.op_cases import FIRST_OPS
 
 NO_LOSSES = (
     losses.DLLMLossOutput, losses.SCDDSchedule, losses.acceptance_length, losses.acceptance_stats,
@@ -31,11 +32,7 @@ HOMES = {
     "corrupt_uniform_random corrupt_all_masked",
     "collate": "DLLMCollator",
 }
-OPS = (
-    "token_nll weighted_nll linear_token_nll weighted_linear_nll row_stats linear_row_stats "
-    "row_objective linear_row_objective token_log_probs gumbel_topk_mask "
-    "dpace_weights divergence linear_divergence topk_divergence linear_topk_divergence soft_embedding linear_sample"
-)
+OPS = [name for case in FIRST_OPS for name in (case.name, case.older) if name]
 
 
 @pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in HOMES.items() for name in names.split()])
@@ -44,7 +41,7 @@ def test_every_name_is_in_its_module_and_in_the_package(home, name):
     assert getattr(module, name) is getattr(dllm_kernels, name)
 
 
-@pytest.mark.parametrize("name", OPS.split())
+@pytest.mark.parametrize("name", OPS)
 def test_ops(name):
     ops = importlib.import_module("dllm_kernels.ops")
     assert callable(getattr(ops, name))

@@ -75,7 +75,7 @@ class Case:
             predict the next token, or if weights depend on the position.
         counted_locally: whether the denominator is counted in each call, so that the gradients of ranks and
             micro-batches are averaged.
-        statistics: whether it uses row statistics, not only the NLL.
+        kernels: the launches that are expected on a GPU, a key of ``KERNELS`` in ``tests/support/mock_gpu_checks.py``.
         learns: names of the parameters of the loss.
         constants: settings that must not require a gradient.
         chunks_at_construction: whether ``chunk_size`` is an argument of the constructor, not of the call.
@@ -103,7 +103,7 @@ class Case:
     rounds: bool = False
     shifted: bool = False
     counted_locally: bool = False
-    statistics: bool = False
+    kernels: str = "nll"
     learns: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     chunks_at_construction: bool = False
@@ -395,7 +395,7 @@ _TOKEN_NLL = Case(
 )  # fmt: skip
 _ROW_STATS = Case(
     "row_stats", _row_stats, _statistics, _statistics_oracle, roles={"ids": "targets"},
-    per_row=True, statistics=True,
+    per_row=True, kernels="row_stats",
 )  # fmt: skip
 _WEIGHTED_NLL = Case(
     "weighted_nll", _weighted_nll, _rows, reference.weighted_nll, roles=_ROW_ROLES,
@@ -403,15 +403,16 @@ _WEIGHTED_NLL = Case(
 )  # fmt: skip
 _ROW_OBJECTIVE = Case(
     "row_objective", _row_objective, _rows, _objective_oracle, roles=_ROW_ROLES,
-    statistics=True,
+    kernels="row_objective",
 )  # fmt: skip
 _TOPK = Case(
     "topk_divergence", _topk, _top, _topk_oracle, {"kind": "jsd"}, roles={"top_ids": "targets"},
-    linear_in="weights", statistics=True,
+    linear_in="weights", kernels="topk_divergence",
 )  # fmt: skip
 _MDLM = Case(
-    "mdlm", ours.MDLMCrossEntropyLoss, _diffusion, reference.mdlm_loss, rounds=True, home=DLLM_LOSS, documented=FORWARD
-)
+    "mdlm", ours.MDLMCrossEntropyLoss, _diffusion, reference.mdlm_loss, rounds=True, home=DLLM_LOSS, documented=FORWARD,
+    kernels="mdlm",
+)  # fmt: skip
 _BLOCK = Case(
     "block diffusion", ours.BlockDiffusionCrossEntropyLoss, _diffusion, reference.block_diffusion_loss, rounds=True,
     counted_locally=True, roles=COMMON | {"noise_mask": "unused", "p_mask": "unused"},
@@ -420,7 +421,7 @@ _BLOCK = Case(
 _HYBRID = Case(
     "hybrid", ours.HybridDiffusionLLMLoss, _counted(_hybrid, num_diffusion_tokens=2, num_ar_tokens=1),
     reference.hybrid_loss, {"alpha": 0.3}, COMMON | {"loss_mask_ar": "weight", "causal": "rows"},
-    extra=_causal, width=2, separate=True, rounds=True, shifted=True, constants=("alpha",),
+    extra=_causal, width=2, separate=True, rounds=True, shifted=True, kernels="mdlm", constants=("alpha",),
     transformed_by={"softcap": 2.5, "skip_id": SKIP_ID}, home=DLLM_LOSS,
     documented=FORWARD | {"": "alpha=1.0, fp32_upcast=True"},
 )  # fmt: skip
@@ -450,6 +451,7 @@ _DISTILLATION = Case(
     {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
     roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, derived_from=("teacher",), linear_in="block_mask",
     constants=("loss_gamma",), chunks_at_construction=True, transformed_by={"softcap": 5.0, "scale": 0.8},
+    kernels="divergence",
 )  # fmt: skip
 _IDLM = Case(
     "idlm", ours.IDLMLoss, _idlm, reference.idlm_loss,
@@ -466,7 +468,7 @@ _IDLM = Case(
 _SCDD = Case(  # few steps: with more of them, the loss is a difference of closer numbers
     "scdd", ours.SCDDLoss, _scdd, reference.scdd_loss, {"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.4},
     COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
-    statistics=True, variant=True, home=DLLM_LOSS,
+    kernels="row_stats", variant=True, home=DLLM_LOSS,
     documented={
         "": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=None",
         ".forward": f"self, {MASKS}causal_logits=None, noisy_input_ids=None",
@@ -585,14 +587,14 @@ PLAIN = (
     _SCDD,
     _SCDD_COUNTED,
     replace(
-        _SCDD_COUNTED, name="scdd, no uniform noise", statistics=False, variant=True, transformed_by=None,
+        _SCDD_COUNTED, name="scdd, no uniform noise", kernels="nll", variant=True, transformed_by=None,
         settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0},
     ),
     replace(
         _SCDD, name="scdd, shift", settings={**_SCDD.settings, "shift": True}, shifted=True, variant=False,
     ),
     replace(
-        _SCDD, name="scdd, no uniform noise, shift", statistics=False, shifted=True,
+        _SCDD, name="scdd, no uniform noise, shift", kernels="nll", shifted=True,
         settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0, "shift": True},
     ),
     _ENCODER,

@@ -30,7 +30,8 @@ from dllm_kernels.rows._divergence import DivergenceRequest
 from dllm_kernels.rows._divergence_kinds import KINDS
 from dllm_kernels.rows._divergence_spec import checked_spec
 from tests.internals.test_torch_off_cpu import Launches
-from tests.ops.test_host_syncs import SYNCS, check_syncs
+from tests.ops.test_host_syncs import CASES as WITH_SYNCS
+from tests.ops.test_host_syncs import check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
 from tests.support.routines import ROUTINES, batch
@@ -119,8 +120,8 @@ def the_host_syncs_are_those_of_the_table(gpu):
         count, gpu.syncs = gpu.syncs, 0
         return count
 
-    for name, trained, bounded in itertools.product(SYNCS, (False, True), (False, True)):
-        check_syncs(name, trained, bounded, reset)
+    for case, trained, bounded in itertools.product(WITH_SYNCS, (False, True), (False, True)):
+        check_syncs(case, trained, bounded, reset)
 
 
 class PeakOfRows(TorchDispatchMode):
@@ -339,23 +340,19 @@ def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
 STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_coefficients", "row_stats_bwd"}
-OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # it has no mixture
+PARTS = STATISTICS - {"row_stats_mix"}
+REST = PARTS - {"row_stats_coefficients"}  # the mass outside the ids has a gradient, so torch makes coefficients
 TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, if row weights need them
-
-
-def expected_kernels(case):
-    """Return the kernels that a case may launch, from logits and from hidden states."""
-    if case.name.startswith("distillation"):
-        return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
-    if case.name == "row_objective":
-        return OBJECTIVE[:1], OBJECTIVE[1:]
-    if case.name.startswith("topk_divergence"):  # the mass outside its ids has a gradient, so torch makes coefficients
-        kernels = STATISTICS - {"row_stats_mix", "row_stats_coefficients"}
-        return [kernels], [kernels | {"scale_inplace"}]
-    if case.statistics:
-        return [STATISTICS], [STATISTICS]
-    weights = {"mdlm_weights"} if case.name.startswith(("mdlm", "hybrid")) else set()
-    return [FROM_LOGITS | weights], [kernels | weights for kernels in (FROM_LOGITS, *FROM_HIDDEN)]
+WEIGHTS = {"mdlm_weights"}
+# Name in ``Case.kernels`` -> the kernels that a case may launch, from logits and from hidden states.
+KERNELS = {
+    "nll": ([FROM_LOGITS], [FROM_LOGITS, *FROM_HIDDEN]),
+    "mdlm": ([FROM_LOGITS | WEIGHTS], [kernels | WEIGHTS for kernels in (FROM_LOGITS, *FROM_HIDDEN)]),
+    "row_stats": ([STATISTICS], [STATISTICS]),
+    "row_objective": ([PARTS], [PARTS | {"scale_inplace"}]),
+    "topk_divergence": ([REST], [REST | {"scale_inplace"}]),
+    "divergence": (TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]),
+}
 
 
 @check
@@ -366,7 +363,7 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         inputs, rows = case.draw(B, L, V), case.width * L
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
-        from_logits, from_hidden = expected_kernels(case)
+        from_logits, from_hidden = KERNELS[case.kernels]
         case.logits_form(t["logits"], inputs).sum().backward()
         assert launched(gpu) in from_logits, (case.name, launched(gpu))
         gpu.launches.clear()
