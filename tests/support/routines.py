@@ -142,7 +142,7 @@ class RoutineCase:
 
 
 def three(out):
-    return out if len(out) == 3 else (*out, torch.ones(out[0].shape, device=out[0].device))
+    return out if len(out) == 3 else (*out, torch.ones(out[0].shape, dtype=torch.float32, device=out[0].device))
 
 
 def make_levels(ids, block_size=None):
