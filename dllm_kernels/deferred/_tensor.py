@@ -18,7 +18,15 @@ from torch.utils import _pytree
 
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import Deferred, is_dtensor
-from dllm_kernels._graph._private import disable_dynamo, has_saved_tensors_hooks, in_backward, plainly, same_storage
+from dllm_kernels._graph._private import (
+    disable_dynamo,
+    in_backward,
+    may_recompute,
+    outside_transforms,
+    plainly,
+    same_storage,
+    transforms_active,
+)
 from dllm_kernels.deferred import _graph
 from dllm_kernels.deferred._moves import Call
 
@@ -345,6 +353,10 @@ class DeferredTensor(Tensor, Deferred):
             return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
+        if transforms_active():  # of torch.func, in a function that refers to the tensor
+            with outside_transforms():
+                args, kwargs = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+            return func(*args, **kwargs)
         name = ALIASES.get(name, name)
         objects = _deferred_in((*args, *kwargs.values()))
         rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
@@ -352,8 +364,8 @@ class DeferredTensor(Tensor, Deferred):
             with contextlib.suppress(UnknownArgumentError):
                 result = _by_rule(rule, name, func, args, kwargs)
                 if result is not NotImplemented:
-                    hooked = has_saved_tensors_hooks()
-                    while hooked and objects:
+                    recomputed = may_recompute()
+                    while recomputed and objects:
                         objects[0]._checkpointed = True
                         objects += objects.pop(0).sources
                     return result
