@@ -79,6 +79,16 @@ checkpoint(lambda q: q.log_softmax(-1).gather(-1, ids((2, 5))[..., None]).sum(),
 s = F.cross_entropy(lg(model(x)).movedim(-1, 1), ids((2, 5)))
 s.backward(torch.tensor(2.0), retain_graph=True)
 see(torch.autograd.grad(s, base.body.weight, create_graph=True)[0])""",
+    "dirty Functions of views that are not kept": """
+z = lg(model(x))
+Dirty.apply(z[:, 1:][0])
+Dirty.apply(z.view(-1, V)[2:])
+(z.logsumexp(-1).sum() + z[:, 0].pow(2).sum()).backward()""",
+    "a dirty Function of a view, then a hook of the base": """
+z = lg(model(x))
+Dirty.apply(z[:, 1:])
+hook(z, 'z', 0.5)
+(z.sum() * 0.3).backward()""",
     "a dirty Function, then its input": """
 z = lg(model(x))
 a = Dirty.apply(z)
