@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -512,6 +513,8 @@ def numbers(value):
     """Return what was seen as a list of strings and one tensor of float64 of its numbers."""
     if value is None or isinstance(value, bool):
         return str(value), torch.empty(0, dtype=torch.float64)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype}", value.detach().to(torch.float64).flatten()
     number = r"-?\d+\.?\d*(?:e[-+]\d+)?"
