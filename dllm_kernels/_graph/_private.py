@@ -10,13 +10,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import (
+    temporarily_clear_interpreter_stack as outside_transforms,  # values that a transform of torch.func closes over
+)
 from torch._subclasses.fake_tensor import FakeTensor  # no public name tells that a tensor has no data
 from torch.utils._python_dispatch import (
     is_in_torch_dispatch_mode,  # FlopCounterMode has no formula for products with ``out=`` or ``out_dtype``
     is_traceable_wrapper_subclass,  # quantized weights, whose values no kernel can read
 )
 
-__all__ = ["FakeTensor", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass"]
+__all__ = ["FakeTensor", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "outside_transforms"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 _C: Any = torch._C
 # Methods of a subclass run on the subclass itself; public is only ``torch.overrides``, which enters a mode per call.
@@ -51,9 +54,10 @@ def saved_tensors_hooks_enabled() -> bool:
     return bool(_C._autograd._saved_tensors_hooks_is_enabled())
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Return True if hooks of saved tensors are set, as by an activation checkpoint."""
-    return _C._autograd._top_saved_tensors_default_hooks(True) is not None
+def may_recompute() -> bool:
+    """Return True if hooks of saved tensors are set that may recompute them, as those of an activation checkpoint."""
+    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.autograd.graph"  # save_on_cpu
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:

@@ -169,7 +169,7 @@ class _Stand(torch.autograd.Function):
         ctx.recipe, ctx.sources = recipe, sources
         if not sources:
             ctx.save_for_backward(*tensors)
-        return wrapper(cls, form.shape, form.stride(), dtype=form.dtype, device=device)
+        return wrapper(cls, form.shape, form.stride(), form.storage_offset(), dtype=form.dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -197,6 +197,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if all(g is None for g in grads):  # of a view whose values were used
+            return None, None, None
         given = iter(grads)
         return PartsGradient.of(ctx.like, [next(given) if there else None for there in ctx.given]), None, None
 

@@ -41,10 +41,9 @@ class Call(NamedTuple):
 
 def reshaped(shape: Sequence[int], axis: int, call: Call) -> Move | None:
     """Move by a change of shape: view, reshape, flatten, unflatten, squeeze, unsqueeze."""
-    probe = torch.empty(shape, device="meta", dtype=torch.float32)
-    out = call.on(probe)
-    if out.dtype != probe.dtype:  # view(dtype)
+    if any(isinstance(value, torch.dtype) for value in (*call.args, *call.kwargs.values())):
         return None
+    out = call.on(torch.empty(shape, device="meta"))
     new, V = tuple(out.shape), shape[axis]
     before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
     places = [

@@ -18,7 +18,15 @@ from torch.utils import _pytree
 
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import Deferred, is_dtensor
-from dllm_kernels._graph._private import disable_dynamo, has_saved_tensors_hooks, in_backward, plainly, same_storage
+from dllm_kernels._graph._private import (
+    disable_dynamo,
+    in_backward,
+    may_recompute,
+    outside_transforms,
+    plainly,
+    same_storage,
+    transforms_active,
+)
 from dllm_kernels.deferred import _graph
 from dllm_kernels.deferred._moves import Call
 
@@ -51,7 +59,7 @@ Rule = Callable[[Any, Call], Any]
 # Attributes of one tensor, which those made from it do not inherit.
 STATE = {
     "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
-    "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read",
+    "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
 }  # fmt: skip
 
 
@@ -86,6 +94,7 @@ class DeferredTensor(Tensor, Deferred):
     _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
     _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
     _node_read: bool  # somebody may have hooks of its grad_fn
+    _changed_view: DeferredTensor | None  # that a Function may have marked as dirty, kept until the next `sync`
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
     @classmethod
@@ -102,7 +111,7 @@ class DeferredTensor(Tensor, Deferred):
         vars(made).update(
             attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
-            _checkpointed=False, _leaf_view=False, _node_read=False,
+            _checkpointed=False, _leaf_view=False, _node_read=False, _changed_view=None,
         )  # fmt: skip
         for source in sources:
             source._derived.append(weakref.ref(made))
@@ -211,12 +220,13 @@ class DeferredTensor(Tensor, Deferred):
 
         A Function that marked a tensor as dirty changed its graph. An operation on values changed theirs.
         """
-        family = [x for x in self.family() if x._value is not None]
+        family, in_function = [x for x in self.family() if x._value is not None], not torch.is_grad_enabled()
         with plainly(), torch.enable_grad():
             for x in family:
                 if x.requires_grad and x._node is not None and x.grad_fn is not x._node:
                     x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
             for x in family:
+                x._changed_view = x._changed_view if in_function else None
                 if x._value.requires_grad and x._value.grad_fn is not x._linked:  # type: ignore[union-attr]
                     _graph.become(x, x._value)  # type: ignore[arg-type]
                     x._node, x._linked = x.grad_fn, x._value.grad_fn  # type: ignore[union-attr]
@@ -245,6 +255,11 @@ class DeferredTensor(Tensor, Deferred):
         version = values._version
         change(values)
         self.sync()
+        if self.requires and not torch.is_grad_enabled():
+            root = self
+            while root.sources:
+                root = root.sources[0]
+            root._changed_view = self
         if values._version > version and not values.is_inference():
             torch.autograd.graph.increment_version(self)  # for Functions that saved this tensor
 
@@ -335,6 +350,8 @@ class DeferredTensor(Tensor, Deferred):
         if name == "__get__" and attribute in VIEWS:
             name, func = attribute, _attribute(attribute)
         if name in KNOWN:
+            if name in ("register_hook", "retain_grad") or attribute == "grad_fn":
+                args[0].sync()
             if name in ("register_hook", "retain_grad"):
                 return args[0]._ask(func, args[1:], kwargs)
             if attribute == "grad_fn":
@@ -345,6 +362,10 @@ class DeferredTensor(Tensor, Deferred):
             return _graph.total(known, args[0]._value.grad) if attribute == "grad" and args[0]._apart else known
         if func is torch.autograd.grad:
             return _gradients(func, args, kwargs)
+        if transforms_active():  # of torch.func, in a function that refers to the tensor
+            with outside_transforms():
+                args, kwargs = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+            return func(*args, **kwargs)
         name = ALIASES.get(name, name)
         objects = _deferred_in((*args, *kwargs.values()))
         rule = objects[0].rules.get(name) if all(x.deferred for x in objects) else None
@@ -352,8 +373,8 @@ class DeferredTensor(Tensor, Deferred):
             with contextlib.suppress(UnknownArgumentError):
                 result = _by_rule(rule, name, func, args, kwargs)
                 if result is not NotImplemented:
-                    hooked = has_saved_tensors_hooks()
-                    while hooked and objects:
+                    recomputed = may_recompute()
+                    while recomputed and objects:
                         objects[0]._checkpointed = True
                         objects += objects.pop(0).sources
                     return result

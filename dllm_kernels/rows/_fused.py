@@ -87,6 +87,8 @@ def first_order(instead: str) -> Callable[[Function], Function]:
                 return (None,) * len(ctx.needs_input_grad)
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return backward(ctx, *grads)
+            if getattr(ctx, "once", None) is not None:
+                ctx.once.check()
             saved = ctx.saved_tensors  # read once, because an activation checkpoint recomputes and frees them
 
             def gradients(*tensors: Any) -> Any:
@@ -138,12 +140,16 @@ class Once:
         parameters = ((head.weight, needs.weight), (head.bias, needs.bias), (head.U, needs.U))
         self.head = [weakref.ref(t) for t, needed in parameters if needed and t is not None]
 
-    def __call__(self) -> None:
+    def check(self) -> None:
+        """Raise for a second backward, before saved tensors are read, because torch's error names no op."""
         if self.consumed:
             raise RuntimeError(
                 f"{self.name} computes its gradients in the forward pass and frees them in the first backward; "
                 f"recompute the loss to run backward again, or use {self.instead}"
             )
+
+    def __call__(self) -> None:
+        self.check()
         self.consumed = True
         for parameter in (ref() for ref in self.head):
             # FSDP2 may have freed the gathered head. No other check detects that, because backward does not read it.

@@ -45,7 +45,7 @@ def scale_gradients(ctx: Any, grad_loss: Tensor) -> Gradients:
     Rows without a gradient keep the gradient 0, even if the upstream gradient is infinite or NaN.
     """
     if ctx.once is not None:
-        ctx.once()  # before saved_tensors, because torch's error for a second backward names no op
+        ctx.once()
     *saved, loss_scale, row_size, _link = ctx.saved_tensors
     grads = Gradients(*saved)
     if ctx.once is not None and loss_scale is None:

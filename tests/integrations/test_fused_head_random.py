@@ -5,7 +5,7 @@ import torch
 
 from dllm_kernels import fused_head
 from tests.support.fused_grammar import reports, write
-from tests.support.fused_programs import FailedError, Program, Spec, check, mended
+from tests.support.fused_programs import SAYS_NOTHING, FailedError, Program, Spec, check, mended, undefined
 
 # Programs that once reported something else, or raised: see tests/support/fused_programs.py for the names in them.
 FOUND = {
@@ -57,6 +57,38 @@ a = Dirty.apply(z.reshape(-1, V))
 b, _ = PartlyConstant.apply(z)
 n = torch.gather(F.log_softmax(b, dim=-1), -1, ids((2, 5), 3).unsqueeze(-1)).squeeze(-1)
 (n.sum() * 0.3).backward()""",
+    "functions of torch.func that refer to logits": """
+z, w = lg(model(x)), fixed((2, 2, 5))
+nll = F.cross_entropy(z.movedim(-1, 1), ids((2, 5)), reduction='none')
+see(torch.func.grad(lambda w: (z.detach()[:, 1:] * w).pow(2).sum())(fixed((B, L - 1, V))))
+a = torch.vmap(lambda w: (nll * w).sum())(w)
+b = torch.vmap(lambda y: z.log_softmax(-1).gather(-1, y[..., None]).mean())(torch.stack([x, ids((2, 5))]))
+see(torch.func.hessian(lambda r: r.logsumexp(-1))(z[0, 0].detach()))
+(a + b).sum().backward()""",
+    "another dtype of the memory": """
+z = lg(model(x)).double()
+see(z.view(torch.int64).shape)
+see(z.detach().as_strided((2, V), (V, 1), V).storage_offset())""",
+    "values in a checkpoint after save_on_cpu": """
+z = lg(model(x))
+with torch.autograd.graph.save_on_cpu():
+    v = z.view(-1, V)
+n = torch.lerp(v, v * 2, 0.3)
+checkpoint(lambda q: q.log_softmax(-1).gather(-1, ids((2, 5))[..., None]).sum(), z, use_reentrant=False).backward()""",
+    "a second gradient of a reduced loss": """
+s = F.cross_entropy(lg(model(x)).movedim(-1, 1), ids((2, 5)))
+s.backward(torch.tensor(2.0), retain_graph=True)
+see(torch.autograd.grad(s, base.body.weight, create_graph=True)[0])""",
+    "dirty Functions of views that are not kept": """
+z = lg(model(x))
+Dirty.apply(z[:, 1:][0])
+Dirty.apply(z.view(-1, V)[2:])
+(z.logsumexp(-1).sum() + z[:, 0].pow(2).sum()).backward()""",
+    "a dirty Function of a view, then a hook of the base": """
+z = lg(model(x))
+Dirty.apply(z[:, 1:])
+hook(z, 'z', 0.5)
+(z.sum() * 0.3).backward()""",
     "a dirty Function, then its input": """
 z = lg(model(x))
 a = Dirty.apply(z)
@@ -375,7 +407,7 @@ torch._foreach_mul_([z], 2.0)
 OPEN = {
     "a dirty Function of a view, then a Function of the base", "a change of the base of torch.Tensor",
 }  # fmt: skip
-FINE = "told", "unstable"  # an announced error; a program that says nothing
+FINE = "told", *SAYS_NOTHING  # "told": an announced error
 
 
 LIMIT = pytest.mark.xfail(strict=True, reason="a limit of deferred logits")
@@ -388,6 +420,18 @@ def test_programs_that_once_failed(name):
     except FailedError as error:
         pytest.skip(f"the plain program raises in this version of torch: {error}")
     assert verdict is None or verdict[0].startswith(FINE), verdict
+
+
+def test_programs_that_torch_does_not_define_are_no_reference():
+    written = "z = lg(model(x)).tanh()\ns = z.exp().sum()\n"
+    hooked = "z = lg(model(x))[:, 1:]\nhook(z, 'h')\n"
+    for source, reason in [
+        (written + "z.data.zero_()\ns.backward()", "overwritten memory"),
+        (written + "z.zero_()", None),
+        (hooked + "z.mul_(2)\nz.sum().backward()", "hook of a view"),
+        (hooked + "z.sum().backward()", None),
+    ]:
+        assert undefined(Program(Spec(), [source])) == reason
 
 
 def test_a_frozen_weight_may_change_before_the_backward_of_its_values():
@@ -409,6 +453,16 @@ def test_a_head_that_is_changed_before_the_backward_of_its_values_raises():
         model[1].weight.mul_(1.1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+def test_hooks_of_logits_and_of_a_slice_see_gradients():
+    source = """
+z = lg(model(x))
+s = z[:, 1:]
+hook(s, 'slice')
+hook(z, 'all')
+(s.logsumexp(-1).sum() + z.sum()).backward()"""
+    assert check(Program(Spec(), [source])) is None
 
 
 @LIMIT

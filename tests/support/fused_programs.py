@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -476,6 +477,9 @@ TOLD = {
 }
 
 
+SAYS_NOTHING = "unstable", "undefined"  # verdicts of programs that are no reference
+
+
 class FailedError(Exception):
     """A statement raised."""
 
@@ -509,6 +513,8 @@ def numbers(value):
     """Return what was seen as a list of strings and one tensor of float64 of its numbers."""
     if value is None or isinstance(value, bool):
         return str(value), torch.empty(0, dtype=torch.float64)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value)
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype}", value.detach().to(torch.float64).flatten()
     number = r"-?\d+\.?\d*(?:e[-+]\d+)?"
@@ -550,6 +556,53 @@ def bounds(program):
     return out
 
 
+class Undefined:
+    """Notes in a run of a plain program what torch does not define, so that its results are no reference.
+
+    - A backward reads a saved tensor that was overwritten without a change of its version, as kernels that write the
+      gradient into the logits do, and code that writes to ``.data``. Torch computes another gradient without an error.
+    - Hooks of a view are registered before a change in place of the memory that it shares. Torch documents that they
+      receive the gradient of the values before the change, but drops them with the node of the view, which it makes
+      anew. Whether the output of a head is a view depends on its bias, its input and the release of torch.
+    """
+
+    def __init__(self):
+        self.overwritten, self.hooked = False, []
+
+    def pack(self, t):
+        return t, t.detach().clone()
+
+    def unpack(self, saved):
+        t, before = saved
+        self.overwritten |= not torch.equal(t.nan_to_num(), before.nan_to_num())
+        return t
+
+    def register_hook(self, t, hook):
+        self.hooked.append((t, t.grad_fn))
+        return REGISTER_HOOK(t, hook)
+
+    @property
+    def dropped(self):
+        return any(t._is_view() and t.grad_fn is not node for t, node in self.hooked)
+
+
+REGISTER_HOOK = torch.Tensor.register_hook
+
+
+def undefined(program):
+    """Return the part of the plain program that torch does not define, or None; see :class:`Undefined`."""
+    notes = Undefined()
+    torch.Tensor.register_hook = lambda t, hook: notes.register_hook(t, hook)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(notes.pack, notes.unpack):
+            run(program, False)
+    except FailedError:
+        pass
+    finally:
+        torch.Tensor.register_hook = REGISTER_HOOK
+    return "overwritten memory" if notes.overwritten else "hook of a view" if notes.dropped else None
+
+
 def verdict_of(error):
     told = [name for name, text in TOLD.items() if re.search(text, str(error))]
     return f"told: {told[0]}" if told else "raise", str(error)
@@ -562,6 +615,13 @@ def check(program):
         FailedError: the plain program raises.
         UnstableError: the plain program says nothing.
     """
+    verdict = compared(program)
+    reason = undefined(program) if verdict is not None and verdict[0] == "wrong" else None
+    return verdict if reason is None else (f"undefined: {reason}", verdict[1])
+
+
+def compared(program):
+    """Return the verdict of :func:`check`, also for programs that torch does not define."""
     plain = bounds(program)
     try:
         fused = run(program, True)
@@ -618,7 +678,7 @@ def _statement_at(body, line):
 
 
 def kind_of(verdict):
-    if verdict is None or verdict[0] == "unstable":
+    if verdict is None or verdict[0].startswith(SAYS_NOTHING):
         return None
     if verdict[0] not in ("wrong",):
         return verdict[0], re.sub(r"\d+|line|'[^']*'|\([^)]*\)", "", verdict[1])[:90]
