@@ -59,6 +59,7 @@ class FusedHead:
 
     Attributes:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
+        sums: losses that are not computed yet.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FusedHead:
         self.on_logits = on_logits
         self.logits_dtype = logits_dtype
         self.materialized = 0
+        self.sums: list[weakref.ref[Any]] = []
 
     def forward(self, input: torch.Tensor) -> Any:
         """Replace the forward of the module."""

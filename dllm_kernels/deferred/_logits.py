@@ -184,11 +184,10 @@ class DeferredLogits(Rows, DeferredTensor):
         needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in parts)
         recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
         versions = Versions.of(parts, split.parameters)
-        pending: list[Any] = []
-        recipe.pending = pending
+        recipe.sums = head.sums
         return cls.made(
             form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
-            needs=needs, pending=pending,
+            needs=needs, pending=[],
         )  # fmt: skip
 
     @property

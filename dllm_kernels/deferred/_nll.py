@@ -8,6 +8,7 @@ forward pass. Any other use computes the NLL of each row by ``linear_token_nll``
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -252,12 +253,10 @@ class DeferredSum(Pending):
         if not self.requires or has_saved_tensors_hooks():
             return self.materialize()
         self.join()
+        sums = self.logits.head.sums
+        sums[:] = [ref for ref in sums if ref() is not None]
+        sums.append(weakref.ref(self))
         return self
-
-    @property
-    def open(self) -> bool:
-        """True if the value is not known, and may be computed with those of others."""
-        return self._value is None and self.requires and self.parts_are_there
 
     def asked(self) -> Asked:
         """Return what the sum is made from in a pass that computes more."""
@@ -287,10 +286,6 @@ class DeferredSum(Pending):
                 become(self, value)
         gone = ("above", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
         vars(self).update(dict.fromkeys(gone), parts=())
-
-    def settle(self) -> Any:
-        """Compute the value."""
-        self.materialize()
 
     @classmethod
     @disable_dynamo

@@ -119,15 +119,7 @@ class Pending(DeferredTensor):
     def open(self) -> bool:
         """True if the values may be computed with those of others."""
         known = self.requires and self.deferred and not self._recomputed and not self._checkpointed
-        return known and not self.watched and self.parts_are_there
-
-    @property
-    def parts_are_there(self) -> bool:
-        """True if sharding has not freed the parts since this tensor was made."""
-        return not any(map(is_freed, self.parts))
-
-    def settle(self) -> Any:
-        """Compute what must not see later changes of the head."""
+        return known and not self.watched and not any(map(is_freed, self.parts))  # by sharding, since it was made
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed with those of the others that are pending."""
