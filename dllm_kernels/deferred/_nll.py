@@ -274,7 +274,7 @@ class DeferredSum(Pending):
         elif self._value is None:
             inference = torch.is_inference_mode_enabled() and not self.requires
             with torch.inference_mode(inference), torch.set_grad_enabled(self.requires):
-                self.receive(self.finish(self.weighted(self.above).loss))
+                self.receive(self.finish(self.weighted(self.tapped()).loss))
         return self._value  # type: ignore[return-value]
 
     def receive(self, value: Tensor) -> None:
