@@ -109,6 +109,13 @@ def entropy(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     return (token_loss * (p > 0)).sum() / ids.numel() + 0.1 * certainty.mean()
 
 
+def distribution(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
+    """Compute ratios and the entropy by a distribution of torch, as d3LLM and loops of PPO do."""
+    policy = torch.distributions.Categorical(logits=logits)
+    new = policy.log_prob(ids)  # type: ignore[no-untyped-call]
+    return -(torch.exp(new - new.detach()) * p).sum() / ids.numel() - 0.1 * policy.entropy().mean()  # type: ignore[no-untyped-call]
+
+
 def touched(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
     """Touch all parameters, as dParallel and d3LLM do."""
     return masked_rows(logits, ids, p) + 0.0 * logits.sum()
@@ -117,7 +124,7 @@ def touched(logits: Any, ids: torch.Tensor, p: torch.Tensor) -> Any:
 LOSSES = {
     "masked rows": masked_rows, "all rows": all_rows, "where and einsum": chosen, "ratios": ratios, "z-loss": z_loss,
     "gather and logsumexp": selective, "subs": subs, "guidance": guidance, "padded vocabulary": padded_vocabulary,
-    "entropy": entropy, "touched": touched,
+    "entropy": entropy, "distribution": distribution, "touched": touched,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import torch
 
 from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Step
-from dllm_kernels.deferred._logits import DeferredLogits, Overwritten, move_rule, rule
+from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after
 from dllm_kernels.rows._transform import transformed
@@ -84,12 +84,27 @@ def _selected(x: DeferredLogits, call: Call) -> Any:
     item = _class_item(x, index)
     if isinstance(item, slice):
         return _sliced(x, call, item)
+    if isinstance(index, tuple) and len(index) == x.ndim and all(map(_is_ids, index)):
+        return _chosen_classes(x, call, index)
     of_class = _class_of(x, index)
     if of_class is None or x.log_probs:
         return NotImplemented
     form, _ = form_after(call.on, x)  # type: ignore[misc]
     recipe = Step(call.on, x.restored, [x])
     return DeferredColumn.made(form, x.tapped(), recipe, needs=x.needs, of=x, of_class=of_class)
+
+
+def _is_ids(item: Any) -> bool:
+    return type(item) is Tensor and item.dtype == torch.int64
+
+
+def _chosen_classes(x: DeferredLogits, call: Call, index: Sequence[Tensor]) -> Any:
+    """Select one class of each of some rows, by tensors of indices."""
+    *rows, ids = torch.broadcast_tensors(*index)  # type: ignore[no-untyped-call]
+    chosen = by_index(x, Call(call.function, (tuple(rows),), {})) if rows else x
+    ids = ids.where(ids >= 0, ids + x.shape[-1]).unsqueeze(-1)
+    found = NotImplemented if chosen is NotImplemented else RULES["gather"](chosen, Call(torch.gather, (-1, ids), {}))
+    return found if found is NotImplemented else found.squeeze(-1)
 
 
 def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:

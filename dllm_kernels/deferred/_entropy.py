@@ -1,7 +1,8 @@
-"""Rules that find the entropy of rows: the sum of the softmax times the log-softmax over the classes."""
+"""Rules of functions of the softmax: sums of its product with log-softmax or logits, and the probability of classes."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,50 +10,60 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._checks import FLOAT_DTYPES
+from dllm_kernels._graph._plain import is_dtensor
 from dllm_kernels.deferred._graph import Step
-from dllm_kernels.deferred._logits import RULES, DeferredLogits, on_classes, rule
+from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_ids, on_classes, picked, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
 from dllm_kernels.deferred._pending import Asked, DeferredStat
+from dllm_kernels.deferred._sums import negative
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
+from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
+P, LOG_P, P_LOG_P, P_Z = "p", "log p", "p log p", "p z"
 
 
 class OfSoftmax(DeferredTensor):
-    """Softmax of logits, or its product with the log-softmax, in the shape of the logits.
+    """A function of the softmax in the shape of the logits, times a number.
 
     Attributes:
         logits: the logits.
         operation: what the report names as the operation that needs the logits.
-        product: True for the product.
+        kind: the softmax, the log-softmax, or the product of the softmax and the log-softmax or the logits; None for a
+            copy.
+        factor: the number.
     """
 
     logits: DeferredLogits
     operation: str
-    product: bool
+    kind: str | None
+    factor: float
 
     @classmethod
     def of(
         cls, x: DeferredLogits, sources: Sequence[Any], step: Callable[..., Tensor], dtype: torch.dtype, operation: str,
-        product: bool = False,
+        kind: str | None, factor: float = 1.0,
     ) -> Any:  # fmt: skip
         """Return ``step(*sources)``."""
         x.check_unchanged()
         form = torch.empty(x.shape, dtype=dtype, device="meta")
         recipe = Step(step, x.restored, sources)
-        return cls.made(form, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, product=product)
+        return cls.made(
+            form, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
+        )
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return a copy."""
-        return self.made(
-            step(self.form), self.tapped(), Step(step, self.logits.restored, sources), needs=self.needs,
-            logits=self.logits, operation=self.operation, product=False,
-        )  # fmt: skip
+        return self.of(self.logits, sources, step, step(self.form).dtype, self.operation, None)
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values; the report names the operation that would have made them."""
         return super().materialize(self.operation)
+
+
+def _has_softmax(x: DeferredLogits) -> bool:
+    return x.fusible and x.overwritten is None and x.skip is None
 
 
 @rule("softmax")
@@ -60,54 +71,81 @@ def _softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.softmax else ("dim", "_stacklevel", "dtype")
     given = arguments(names, call.args, call.kwargs)
     dtype = given.get("dtype")
-    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_entropy(x):
+    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.softmax(-1), x.dtype, x.device)
-    return OfSoftmax.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax")
+    return OfSoftmax.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
 
 
 @rule("exp")
 def _exp(x: DeferredLogits, call: Call) -> Any:
-    if not x.log_probs or call.args or call.kwargs or not _has_entropy(x):
+    if not x.log_probs or call.args or call.kwargs or not _has_softmax(x):
         return NotImplemented
     dtype = dtype_after(lambda z: z.exp(), x.dtype, x.device)
-    return OfSoftmax.of(x, [x], lambda z: z.exp().to(dtype), dtype, "exp")
+    return OfSoftmax.of(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P)
 
 
-def _has_entropy(x: DeferredLogits) -> bool:
-    return x.fusible and x.requires_grad and torch.is_grad_enabled() and x.overwritten is None and x.skip is None
+@rule("clamp", "clamp_min")
+def _clamped(x: DeferredLogits, call: Call) -> Any:
+    """Replace log-probabilities of -inf by the lowest number, as Categorical does for its entropy."""
+    lowest = arguments(("min", "max"), call.args, call.kwargs)
+    if not x.log_probs or not _has_softmax(x) or lowest != {"min": torch.finfo(x.dtype).min}:
+        return NotImplemented
+    return OfSoftmax.of(x, [x], call.on, x.dtype, "clamp", LOG_P)
 
 
-def _normalized(x: DeferredLogits) -> Any:
-    """Return the logits whose log-softmax ``x`` is; None if they are not known."""
-    source = x.sources[0] if len(x.sources) == 1 else None
-    return source if isinstance(source, DeferredLogits) and not source.log_probs else None
+def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
+    """Return True if log-probabilities or logits are of the same rows."""
+    return x is y or x.rows_key == y.rows_key
 
 
 def _product(p: Any, call: Call) -> Any:
-    """Multiply the softmax by the log-softmax of the same logits."""
+    """Multiply by a number, or the softmax by its logarithm or by the logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
-    if isinstance(p, DeferredLogits):
+    if isinstance(p, OfSoftmax) and isinstance(other, int | float) and math.isfinite(other) and p.kind is not None:
+        return OfSoftmax.of(p.logits, [p], call.on, p.dtype, p.operation, p.kind, p.factor * other)
+    if not isinstance(p, OfSoftmax) or p.kind != P:
         p, other = other, p
-    if not isinstance(p, OfSoftmax) or p.product or not isinstance(other, DeferredLogits) or not other.log_probs:
+    if not isinstance(p, OfSoftmax) or p.kind != P:
         return NotImplemented
-    base = p.logits if not p.logits.log_probs else _normalized(p.logits)
-    if p.logits is not other and (base is None or base is not _normalized(other)):
+    if isinstance(other, OfSoftmax):
+        of, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
+    elif isinstance(other, DeferredLogits) and _has_softmax(other):
+        of, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
+    else:
+        return NotImplemented
+    of_graph = p.requires == other.requires or not torch.is_grad_enabled()
+    if kind is None or not of_graph or not _same_logits(p.logits, of):
         return NotImplemented
     dtype = torch.promote_types(p.dtype, other.dtype)
-    if not _has_entropy(other) or dtype != other.dtype:
-        return NotImplemented
-    return OfSoftmax.of(other, [p, other], lambda a, b: a * b, dtype, p.operation, product=True)
+    return OfSoftmax.of(of, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
+
+
+def _negative(p: OfSoftmax, call: Call) -> Any:
+    return _product(p, Call(torch.mul, (-1,), {}))
 
 
 def _sum(p: OfSoftmax, call: Call) -> Any:
     given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
-    x = p.logits
-    if not p.product or not on_classes(x, given.get("dim")) or given.get("keepdim") or given.get("dtype") is not None:
+    x, kind, factor = p.logits, p.kind, p.factor
+    usable = kind in (P_LOG_P, P_Z) and on_classes(x, given.get("dim"))
+    if not usable or given.get("keepdim") or given.get("dtype") is not None:
         return NotImplemented
     dtype = dtype_after(lambda z: z.sum(-1), p.dtype, p.device)
     form = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
-    return DeferredStat.of_logits(x, "entropy", Asked(None, True, lambda _, __, entropy: -entropy.to(dtype)), form)
+
+    def finish(_: Any, lse: Tensor, entropy: Tensor) -> Tensor:  # the mean of the logits is lse - entropy
+        return ((-entropy if kind == P_LOG_P else lse - entropy) * factor).to(dtype)
+
+    return DeferredStat.of_logits(x, "entropy", Asked(None, True, finish), form)
+
+
+def _gathered(p: OfSoftmax, call: Call) -> Any:
+    """Return the probabilities of classes."""
+    ids, dtype, factor = class_ids(p.logits, call), p.dtype, p.factor
+    if p.kind != P or ids is None:
+        return NotImplemented
+    return picked(p.logits, ids, lambda log_probs, _: (log_probs.exp() * factor).to(dtype), dtype)
 
 
 def _product_of_logits(x: Any, call: Call) -> Any:
@@ -115,6 +153,47 @@ def _product_of_logits(x: Any, call: Call) -> Any:
     return multiplied(x, call) if found is NotImplemented else found
 
 
+def _negative_of_logits(x: DeferredLogits, call: Call) -> Any:
+    if not x.log_probs or not _has_softmax(x):
+        return negative(x, call)
+    return OfSoftmax.of(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
+
+
+# Distributions --------------------------------------------------------------------------------------------------------
+
+
+@rule("eq", "__eq__")
+def _is_equal(x: DeferredLogits, call: Call) -> Any:
+    """Compare with itself, as Categorical checks its logits for NaN: without one if no product can overflow.
+
+    On a GPU this is a host sync.
+    """
+    if call.args != (x,) or call.kwargs or not x.fusible or x.overwritten is not None:
+        return NotImplemented
+    with torch.no_grad(), x.restored():
+        hidden, weight, bias, extra, *_ = x.rows()
+        if is_dtensor(hidden) or is_dtensor(weight):
+            return NotImplemented
+        sizes = [_size(hidden) * _size(weight), *([] if extra is None else [_size(extra[0]) * _size(extra[1])])]
+        sizes += [] if bias is None else [bias.abs().amax().double()]
+        limit = min(torch.finfo(dtype).max for dtype in (hidden.dtype, x.dtype)) / max(float(x.scale), 1.0)
+    if not (torch.stack(sizes).sum() < limit).item():
+        return NotImplemented
+    return torch.ones((), dtype=torch.bool, device=x.device).expand(x.shape)
+
+
+def _size(rows: Tensor) -> Tensor:
+    """Return the largest norm of a row, NaN if one is NaN."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=accum_dtype(rows.dtype))
+    return norms.amax().double()
+
+
+@rule("broadcast_tensors")
+def _broadcast(_: DeferredLogits, call: Call) -> Any:
+    shape = torch.broadcast_shapes(*(t.shape for t in call.args))  # type: ignore[no-untyped-call]
+    return tuple(t.expand(shape) for t in call.args)
+
+
 multiplied = RULES["mul"]
-RULES["mul"] = _product_of_logits
-OfSoftmax.rules = {"mul": _product, "sum": _sum}
+RULES["mul"], RULES["neg"] = _product_of_logits, _negative_of_logits
+OfSoftmax.rules = {"mul": _product, "neg": _negative, "sum": _sum, "gather": _gathered, "take_along_dim": _gathered}

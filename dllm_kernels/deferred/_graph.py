@@ -27,8 +27,11 @@ COPIES = aten.detach.default, aten.alias.default, aten.clone.default, aten.view_
 class Recipe:
     """Computes the values of a deferred tensor from its parts, and gradients of the parts.
 
-    The graph holds the recipe, but not the tensor, so that it does not keep the values alive.
+    The graph holds the recipe, but not the tensor, so that it does not keep the values alive. ``sums`` refers
+    to losses to compute before the head gets a gradient, because an optimizer may then change it.
     """
+
+    sums: Sequence[Any] = ()
 
     def __init__(self, compute: Callable[[Parts], Tensor], restored: Callable[[], Any], needs: Sequence[bool]) -> None:
         self.compute, self.restored, self.needs = compute, restored, needs
@@ -174,6 +177,9 @@ class _Stand(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         needs, dense = ctx.needs_input_grad[5:], grad
+        for loss in [ref() for ref in getattr(ctx.recipe, "sums", ())]:
+            if loss is not None:
+                loss.materialize()
         grads: list[Any] = [None] * len(needs)
         if isinstance(grad, PartsGradient):
             grads[ctx.sources :], dense = grad.parts, grad.dense

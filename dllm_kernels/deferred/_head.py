@@ -59,6 +59,7 @@ class FusedHead:
 
     Attributes:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
+        sums: losses that are not computed yet.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class FusedHead:
         self.on_logits = on_logits
         self.logits_dtype = logits_dtype
         self.materialized = 0
+        self.sums: list[weakref.ref[Any]] = []
 
     def forward(self, input: torch.Tensor) -> Any:
         """Replace the forward of the module."""
@@ -164,8 +166,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
 
     **Fused**, one chunk of logits at a time: ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` with class ids (without
     label smoothing and class weights), ``log_softmax(-1)`` with ``gather`` or ``F.nll_loss``, ``gather(-1, ids)``,
-    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax, and every loss and op of
-    this package that takes logits. Statistics of the same logits are computed in one pass if they are pending together.
+    ``logsumexp(-1)``, ``argmax(-1)``, the entropy as the sum of softmax times log-softmax or of a ``Categorical``, and
+    every loss and op of this package that takes logits. Statistics and losses of the same logits are computed in one
+    pass if they are pending together.
 
     **The NLL of rows is deferred as well.** Affine functions of it with constant coefficients, such as masks and 1 / p,
     also through ``where``, ``masked_fill``, ``einsum`` and sums over some dimensions, that are summed or averaged over

@@ -23,7 +23,7 @@ from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
-from dllm_kernels.deferred._pending import Asked, DeferredStat
+from dllm_kernels.deferred._pending import Asked, DeferredStat, argmax_of, rows_key
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits
@@ -127,6 +127,11 @@ class Rows:
         )  # fmt: skip
 
     @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return self.split_head.out_features if self.columns is None else len(self.columns)
+
+    @property
     def identity(self) -> tuple[Any, ...]:
         """Head with its active adapters, the classes, and the factor of the bias."""
         return self.split_head.identity, self.columns, self.bias_factor
@@ -179,6 +184,7 @@ class DeferredLogits(Rows, DeferredTensor):
         needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in parts)
         recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
         versions = Versions.of(parts, split.parameters)
+        recipe.sums = head.sums
         return cls.made(
             form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
             needs=needs, pending=[],
@@ -195,6 +201,11 @@ class DeferredLogits(Rows, DeferredTensor):
     def fusible(self) -> bool:
         """True if an operation may compute from the hidden states, which have the digits of the logits."""
         return self.deferred and (self.dtype != torch.float64 or self.hidden.dtype == torch.float64)
+
+    @property
+    def rows_key(self) -> tuple[Any, ...]:
+        """Equal for logits of the same rows, but for the dtype and the log-softmax."""
+        return id(self.pending), self.axis, self.shape, *rows_key(self.parts, self)
 
     @property
     def source(self) -> tuple[Any, ...]:
@@ -464,29 +475,41 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
     return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
 
 
-@rule("gather")
+@rule("gather", "take_along_dim")
 def _gathered(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
+    ids, dtype, log_probs = class_ids(x, call), x.dtype, x.log_probs
+    if ids is None or takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
+        return NotImplemented
+    if log_probs and ids.shape[-1] == 1:
+        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).now()
+    return picked(x, ids, lambda out, lse: (out if log_probs else out + lse.unsqueeze(-1)).to(dtype), dtype)
+
+
+def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
+    """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call."""
+    if call.function.__name__ == "take_along_dim":
+        given = arguments(("indices", "dim"), call.args, call.kwargs)
+        given["index"] = given.get("indices")
+    else:
+        given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
     index = given.get("index")
     usable = x.fusible and on_classes(x, given.get("dim"))
     if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
-        return NotImplemented
+        return None
     rest = [d for d in range(x.ndim) if d != x.axis]
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
-        return NotImplemented
-    ids = index.movedim(x.axis, -1)
-    if takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
-        return NotImplemented
-    if x.log_probs and ids.shape[-1] == 1:
-        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, x.dtype, -1.0).unsqueezed(x.axis).now()
-    ids, dtype, axis, log_probs = ids.where(ids != -100, -1), x.dtype, x.axis, x.log_probs  # -100 is out of range
+        return None
+    return index.movedim(x.axis, -1)
 
-    def picked(out: Tensor, lse: Tensor, _: Any) -> Tensor:
-        return (out if log_probs else out + lse.unsqueeze(-1)).to(dtype).movedim(-1, axis)
 
+def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Any:
+    """Return ``finish(log_probs, lse)`` of classes, with the classes where those of the logits are."""
+    axis = x.axis
+    ids = ids.where(ids != -100, -1)  # -100 is out of range
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
-    form = torch.empty(index.shape, dtype=dtype, device="meta")
-    return DeferredStat.of_logits(x, "picked", Asked(ids, False, picked), form)
+    form = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
+    request = Asked(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
+    return DeferredStat.of_logits(x, "picked", request, form)
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
@@ -516,6 +539,8 @@ def _argmax(x: DeferredLogits, call: Call) -> Any:
     given = arguments(("dim", "keepdim"), call.args, call.kwargs)
     if not on_classes(x, given.get("dim")) or x.overwritten is not None:
         return NotImplemented
-    with torch.no_grad():
-        ids = ops.linear_sample(x.rows()._replace(scale=None), temperature=0).ids
+    x.check_unchanged()
+    if (ids := argmax_of(x)) is None:
+        with torch.no_grad():
+            ids = ops.linear_sample(x.rows()._replace(scale=None), temperature=0).ids
     return ids.unsqueeze(x.axis) if given.get("keepdim") else ids

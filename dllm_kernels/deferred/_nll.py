@@ -8,15 +8,19 @@ forward pass. Any other use computes the NLL of each row by ``linear_token_nll``
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 
 from dllm_kernels import ops
+from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
-from dllm_kernels.deferred._graph import Recipe, Step
-from dllm_kernels.deferred._pending import Asked, Pending
+from dllm_kernels._graph._private import disable_dynamo, has_saved_tensors_hooks, plainly
+from dllm_kernels.deferred._graph import Recipe, Step, become
+from dllm_kernels.deferred._pending import Asked, Pending, compute
 from dllm_kernels.deferred._tensor import form_after
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -88,9 +92,8 @@ class DeferredNLL(Pending):
 
     def asked(self) -> Asked:
         """Return what the NLL is made from in a pass that computes more."""
-        ids = self.target.masked_fill(self.target == -100, -1).masked_fill(self.target == self.ignore_index, -100)
-        kept = {name: getattr(self, name) for name in AFFINE}
-        return Asked(ids.unsqueeze(-1), False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
+        kept, ids = {name: getattr(self, name) for name in AFFINE}, _ids(self.target, self.ignore_index)
+        return Asked(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
 
     def now(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
@@ -108,24 +111,25 @@ class DeferredNLL(Pending):
 
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
         """Return the sum over all rows, or their sum over a count."""
-        known = isinstance(count, int)
-        rows = self.changed() if self.sources else self
-        computed = rows.materialize() if rows.open and rows.together() else None
         divisor = max(count, 1) if isinstance(count, int) else 1 if count is None else count.clamp(min=1)
         weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
         weights = weights if self.finite is None else weights * self.finite
-        if computed is None:
-            given = _arguments(self.target, self.ignore_index)
-            out = ops.weighted_nll(self.logits.rows_of(self.tapped()), self.target, weights, **given)
-            loss = out.loss if self.offset is None else out.loss + self.offset.sum() / divisor
-            if self.finite is not None and not (out.nll * weights).isfinite().all():
-                computed = self.materialize("nan_to_num")
-        if computed is not None:
-            loss = computed.sum() / divisor
-        if count is not None and not (known and count):
-            counts = count if isinstance(count, Tensor) else torch.zeros((), device=self.device)
-            loss = torch.where(counts > 0, loss, torch.nan)  # 0 / 0
-        return loss.to(self.dtype)
+        offset = None if self.offset is None else self.offset.sum() / divisor
+        dtype = self.dtype
+
+        def finish(loss: Tensor) -> Tensor:
+            loss = loss if offset is None else loss + offset
+            if count is not None and not (isinstance(count, int) and count):
+                counts = count if isinstance(count, Tensor) else torch.zeros((), device=loss.device)
+                loss = torch.where(counts > 0, loss, torch.nan)  # 0 / 0
+            return loss.to(dtype)
+
+        total: DeferredSum = DeferredSum.of(self, weights, finish)
+        if self.finite is not None:
+            out = total.weighted(total.above)
+            infinite = not (out.nll * weights).isfinite().all()
+            return finish(self.materialize("nan_to_num").sum() / divisor if infinite else out.loss)
+        return total.now()
 
     def constant(self, value: Tensor | float) -> Tensor:
         """Return a copy of a constant in this tensor's shape, in the dtype of the sum."""
@@ -207,21 +211,120 @@ class DeferredNLL(Pending):
         return self.moved(lambda t: t.unsqueeze(dim))
 
 
+class DeferredSum(Pending):
+    """Sum of the weighted NLL of all rows; every operation computes it, and receives an ordinary tensor.
+
+    Attributes:
+        logits: see :class:`DeferredNLL`.
+        target: see :class:`DeferredNLL`.
+        ignore_index: see :class:`DeferredNLL`.
+        row_weights: constants, one per row.
+        finish: returns the value, of the weighted sum.
+        weighted: returns what ``weighted_nll`` returns, of the parts.
+    """
+
+    logits: Any
+    target: Tensor
+    ignore_index: int
+    row_weights: Tensor
+    finish: Callable[[Tensor], Tensor]
+    weighted: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, nll: DeferredNLL, row_weights: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
+        """Return the sum of an NLL with constant weights; errors are raised now."""
+        of, target = nll.logits, nll.target
+        of.check_unchanged()
+        check_target_range(
+            readable_without_sync(target) or None, "targets", target, of.classes, nll.ignore_index, counted=row_weights,
+            excluded=of.skip,
+        )  # fmt: skip
+        kept = {"logits": of, "target": target, "ignore_index": nll.ignore_index}
+        weighted: Any = functools.partial(_weighted, row_weights=row_weights, **kept)
+        recipe = Recipe(lambda parts: finish(weighted(parts).loss), of.restored, nll.needs)
+        form, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
+        return cls.made(
+            form, parts, recipe, needs=nll.needs, above=parts, row_weights=row_weights, finish=finish,
+            weighted=weighted, **kept,
+        )  # fmt: skip
+
+    def now(self) -> Tensor:
+        """Return this sum, or its values if it has no graph, or if hooks count what is saved for the backward pass."""
+        if not self.requires or has_saved_tensors_hooks():
+            return self.materialize()
+        self.join()
+        sums = self.logits.head.sums
+        sums[:] = [ref for ref in sums if ref() is not None]
+        sums.append(weakref.ref(self))
+        return self
+
+    def asked(self) -> Asked:
+        """Return what the sum is made from in a pass that computes more."""
+        weights, finish = self.row_weights, self.finish
+
+        def total(log_probs: Tensor, *_: Any) -> Tensor:
+            return finish((torch.where(weights != 0, -log_probs[..., 0], 0.0) * weights).sum())
+
+        return Asked(_ids(self.target, self.ignore_index), False, total)
+
+    def materialize(self, use: str = "materialize") -> Tensor:
+        """Return the value, computed with those of the others that are pending."""
+        if self._value is None and self.open and (members := self.together()):
+            compute(members)
+        elif self._value is None:
+            inference = torch.is_inference_mode_enabled() and not self.requires
+            with torch.inference_mode(inference), torch.set_grad_enabled(self.requires):
+                self.receive(self.finish(self.weighted(self.tapped()).loss))
+        return self._value  # type: ignore[return-value]
+
+    def receive(self, value: Tensor) -> None:
+        """Set the value, and forget what it was computed from."""
+        with plainly():
+            self._value = value
+            self.detach_()
+            if value.requires_grad:
+                become(self, value)
+        gone = ("above", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
+        vars(self).update(dict.fromkeys(gone), parts=())
+
+    @classmethod
+    @disable_dynamo
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _of_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _of_values(func, args, kwargs)
+
+
+def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
+    def value(x: Any) -> Any:
+        return x.materialize() if isinstance(x, DeferredSum) else x
+
+    return func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
+
+
+def _weighted(parts: Any, logits: Any, target: Tensor, ignore_index: int, row_weights: Tensor) -> Any:
+    record = logits.rows_of(parts)
+    return ops.weighted_nll(record, target, row_weights, ignore_index=ignore_index, check_targets=False)
+
+
+def _ids(target: Tensor, ignore_index: int) -> Tensor:
+    """Return targets as ids ``[..., 1]`` of statistics, for which -100 is none."""
+    return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
+
+
 KEPT = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
 AFFINE = "row_weights", "factor", "offset", "finite", "summed"
 PER_ROW = "target", "row_weights", "finite"
 
 
-def _arguments(target: Tensor, ignore_index: int) -> dict[str, Any]:
-    return {
-        "ignore_index": ignore_index,
-        "check_targets": readable_without_sync(target) or None,
-    }  # as torch checks them
-
-
 def _values(parts: Any, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, **affine: Any) -> Tensor:
     active = _active(**affine)
-    nll = ops.token_nll(logits.rows_of(parts), target, active=active, **_arguments(target, ignore_index)).nll
+    record, checks = logits.rows_of(parts), readable_without_sync(target) or None  # as torch checks them
+    nll = ops.token_nll(record, target, ignore_index=ignore_index, active=active, check_targets=checks).nll
     return _affine(nll, dtype, **affine)
 
 

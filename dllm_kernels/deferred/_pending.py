@@ -40,13 +40,22 @@ class Asked(NamedTuple):
     finish: Callable[[Any, Tensor, Any], Tensor]
 
 
-def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool) -> Any:
+def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool, best: bool = False) -> Any:
     """Compute statistics of rows ``parts``, with the classes as the last dimension."""
     record = logits.rows_of(parts)
     if ids is None:
         ids = torch.full(record.hidden.shape[:-1], -100, device=record.hidden.device)
     checks = readable_without_sync(ids) or None  # as torch checks them
-    return ops.row_stats(record, ids, entropy=entropy, check_targets=checks)
+    return ops.row_stats(record, ids, entropy=entropy, with_ids=best, check_targets=checks)
+
+
+def rows_key(parts: Any, of: Any) -> tuple[Any, ...]:
+    """Return what is equal for parts of the same rows in the same order, and logits ``of`` the same transform."""
+    h, u = parts[:2]
+    plain = h.is_contiguous() and (u is None or u.is_contiguous())
+    layout = h.shape[:-1].numel() if plain else (h.shape, h.stride())
+    pointers = h.data_ptr(), h.dtype, None if u is None else u.data_ptr()
+    return *pointers, layout, of.scale, of.cap, of.skip, of.columns, of.bias_factor
 
 
 class Pending(DeferredTensor):
@@ -81,16 +90,10 @@ class Pending(DeferredTensor):
     @property
     def _rows(self) -> tuple[Any, ...]:
         """Equal for members of the same rows, in the same order."""
-        h, u = self.parts[:2]
-        assert h is not None
-        plain = h.is_contiguous() and (u is None or u.is_contiguous())
-        layout = h.shape[:-1].numel() if plain else (h.shape, h.stride())
-        pointers = h.data_ptr(), h.dtype, None if u is None else u.data_ptr()
-        of = self.logits
-        return (*pointers, layout, of.scale, of.cap, of.skip, of.columns, of.bias_factor, tuple(self.needs))
+        return *rows_key(self.parts, self.logits), tuple(self.needs)
 
-    def together(self) -> list[Pending]:
-        """Return the members that are computed with this one, which are at least one statistic; otherwise nothing.
+    def members(self) -> list[Pending]:
+        """Return this member and those of the same rows.
 
         The first is of logits that are still alive, if there are any, because hooks on these must see the whole
         gradient.
@@ -105,6 +108,11 @@ class Pending(DeferredTensor):
             elif owner is None:
                 owner = its
                 members.insert(0, other)
+        return members
+
+    def together(self) -> list[Pending]:
+        """Return the members that are computed with this one, which are at least one statistic; otherwise nothing."""
+        members = self.members()
         return members if any(isinstance(member, DeferredStat) for member in members) else []
 
     @property
@@ -126,15 +134,25 @@ class Pending(DeferredTensor):
             self._linked = self._value.grad_fn
 
 
-def compute(members: Sequence[Pending]) -> None:
-    """Compute members of the same rows in one pass, in the graph of the first."""
+def argmax_of(x: Any) -> Any:
+    """Compute the argmax with the members of the same rows; None if there are none."""
+    parts: Any = [t if t is None else t.movedim(x.axis, -1) for t in x.parts[:2]]
+    for member in (ref() for ref in x.pending):
+        if member is not None and member.open and member._rows[:-1] == rows_key(parts, x):
+            return compute(member.members(), best=True).view(parts[0].shape[:-1])
+    return None
+
+
+def compute(members: Sequence[Pending], best: bool = False) -> Any:
+    """Compute members of the same rows in one pass, in the graph of the first; return the argmax if requested."""
     first = members[0]
     asked = [member.asked() for member in members]
     with torch.inference_mode(False), torch.enable_grad(), own_graph(), first.logits.restored():
         parts = first.above
         rows = parts[0].shape[:-1]
         ids = [a.ids.reshape(*rows, -1) for a in asked if a.ids is not None]
-        out = row_stats(first.logits, parts, torch.cat(ids, -1) if ids else None, any(a.entropy for a in asked))
+        entropies = any(a.entropy for a in asked)
+        out = row_stats(first.logits, parts, torch.cat(ids, -1) if ids else None, entropies, best)
         start = 0
         for member, a in zip(members, asked, strict=True):
             shape, log_probs = member.parts[0].shape[:-1], None  # type: ignore[union-attr]
@@ -144,6 +162,7 @@ def compute(members: Sequence[Pending]) -> None:
                 start += count
             entropy = out.entropy.reshape(shape) if a.entropy else None
             member.receive(a.finish(log_probs, out.lse.reshape(shape), entropy))
+        return out.ids
 
 
 class DeferredStat(Pending):

@@ -77,7 +77,8 @@ def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
 
 
 @rule("neg")
-def _negative(x: DeferredLogits, call: Call) -> Any:
+def negative(x: DeferredLogits, call: Call) -> Any:
+    """Change the sign, which that of the hidden states has."""
     return _multiplied(x, call, -1)
 
 

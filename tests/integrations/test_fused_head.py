@@ -192,6 +192,34 @@ def z_loss(z, x):
     return F.cross_entropy(z.view(-1, V), x.ids.view(-1)) + sum((row * x.p).mean() for row in rows)
 
 
+def late_z_loss(z, x):
+    """PaLM, with the accuracy: the loss is reduced before the logsumexp."""
+    nll = F.cross_entropy(z.flatten(0, 1), x.ids.flatten(), ignore_index=int(x.ids[0, 0]))
+    correct = (z.argmax(-1) == x.ids).float().mean()
+    return nll + 1e-2 * (z.logsumexp(-1) ** 2).mean() + 0 * correct
+
+
+def distribution(z, x):
+    """PPO and d3LLM."""
+    p = torch.distributions.Categorical(logits=z)
+    ratio = torch.exp(p.log_prob(x.ids) - x.old)
+    return -(torch.min(ratio * x.advantages, ratio.clamp(0.8, 1.2) * x.advantages) + 0.1 * p.entropy()).mean()
+
+
+def verl(z, x):
+    """Entropies of verl, OpenRLHF and TRL, and of log-probabilities with other signs."""
+    z = z / 0.9
+    new = z.log_softmax(-1)[torch.arange(B)[:, None], torch.arange(L), x.ids - V]
+    p = z.softmax(-1)
+    rows = z.logsumexp(-1) - torch.sum(p * z, dim=-1)
+    rows = rows + (-z.log_softmax(-1) * z.log_softmax(-1).exp() * 2).sum(-1) - (-p * z.log_softmax(-1)).sum(-1)
+    with torch.no_grad():
+        certainty = -(z.softmax(-1) * z.log_softmax(-1)).sum(-1) + (z.softmax(-1) * z).sum(-1)
+        certainty = certainty + z.softmax(-1).take_along_dim(x.ids[..., None], -1).squeeze(-1)
+    chosen = (-p).gather(-1, x.noisy[..., None]).squeeze(-1)
+    return -(torch.exp(new - new.detach()) * certainty + 0.1 * rows + chosen).mean()
+
+
 def many_moves(z, x):
     z = z.unsqueeze(0).squeeze(0).expand(2, -1, -1, -1).unflatten(1, (1, B))[1, 0]
     first, second = z.split(L // 2, dim=1)
@@ -206,7 +234,7 @@ LOOPS = {
     for function in (
         llada, dllm, dream, fast_dllm, half, grpo, grpo_by_rows, dflash, log_probs, nll_loss, tempered, diffullama,
         dreamon, mdlm, never_mask, guidance, padded_vocabulary, touched,
-        entropy, z_loss, many_moves
+        entropy, z_loss, late_z_loss, distribution, verl, many_moves
     )
 }  # fmt: skip
 MODELS = {"plain": {}, "tied": {"tied": True}, "bias": {"bias": True}, "cap": {"cap": 2.0}}
@@ -220,7 +248,8 @@ class LargestTensor(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.device.type != "meta"]
-        self.size = max([self.size, *(t.numel() for t in made)])
+        sizes = (min(t.numel(), t.untyped_storage().nbytes() // t.element_size()) for t in made)  # expand is a view
+        self.size = max([self.size, *sizes])
         return out
 
 
@@ -454,7 +483,11 @@ UNFUSED = {
     "a class in some rows": lambda z, x: (z.__setitem__((0, ..., 3), -1e6), z.logsumexp(-1).sum())[1],
     "a sum of capped logits": lambda z, x: (lambda y: (y + y / 2).logsumexp(-1).sum())(torch.tanh(z)),
     "a sum with a constant part": lambda z, x: (z - z.detach()).logsumexp(-1).sum(),
-    "a distribution": lambda z, x: torch.distributions.Categorical(logits=z).entropy().sum(),
+    "a distribution": lambda z, x: torch.distributions.Categorical(logits=z).probs.square().sum(),
+    "other factors": lambda z, x: (z.softmax(-1) * z.log_softmax(-1) * x.p[..., None]).sum(),
+    "a constant factor": lambda z, x: (z.detach().softmax(-1) * z.log_softmax(-1)).sum(),
+    "entropy of other logits": lambda z, x: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1).mean(),
+    "NaN": lambda z, x: (z / 1e-30 / 1e-30 * 0 == z).sum() + z.sum(),
     "log-probabilities of rows": lambda z, x: (
         lambda y: (y.__setitem__(x.masked, -1e6), y.__setitem__((x.masked, x.ids[x.masked]), 0.0), y[:, 1:].sum())[2]
     )(z - z.logsumexp(-1, keepdim=True)),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import dllm_kernels
 from dllm_kernels import HybridDiffusionLLMLoss, divergence, fused_head, token_nll
@@ -192,7 +193,29 @@ def teacher_of_another_dtype(model, x):
     return divergence(model(x.noisy).float(), target, x.masked.float()).loss
 
 
+def used_after_a_step(model, x):
+    """Metrics that nobody reads before the head changes."""
+    logits = model(x.noisy).flatten(0, 1)
+    metrics = F.cross_entropy(logits, x.ids.flatten()), x.nll(model).sum()
+    F.cross_entropy(logits, x.noisy.flatten(), reduction="sum").backward()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    return x.nll(model).mean() + sum(metrics).detach()
+
+
+def changed_in_place(model, x):
+    loss = x.nll(model).mean()
+    loss /= 2
+    loss.mul_(3)
+    loss.register_hook(lambda g: g * 5)
+    return loss
+
+
 PROGRAMS = {
+    "a loss that is read after a step": used_after_a_step,
+    "a loss in place": changed_in_place,
+    "a loss in a Function": lambda m, x: checkpoint(torch.square, x.nll(m).sum(), use_reentrant=True),
+    "a loss times logits": lambda m, x: (lambda z: (z * F.cross_entropy(z.mT, x.ids)).mean())(m(x.noisy)),
     "sum over an axis": lambda m, x: (x.nll(m).sum(axis=1) / x.masked.sum(1)).square().sum(),
     "mean over an axis": lambda m, x: x.nll(m).mean(axis=1).square().sum(),
     "an op on float64 logits": lambda m, x: token_nll(m(x.noisy).double(), x.ids).nll.mean(),
@@ -343,6 +366,12 @@ TOGETHER = {
     "a weighted sum beside a logsumexp": lambda z, x: (
         lambda lse, nll: (nll * x.masked).sum(1).mean() + lse.exp().mean()
     )(z.logsumexp(-1), nll_of_rows(z, x)),
+    "a reduced loss, the entropy and the argmax": lambda z, x: (
+        lambda nll, certainty, best: (nll + certainty * (best == x.ids)).mean()
+    )(F.cross_entropy(z.mT, x.ids), entropy(z), z.argmax(-1)),
+    "a distribution": lambda z, x: (lambda p, log_p: (p.entropy() - log_p.exp()).mean())(
+        *(lambda p: (p, p.log_prob(x.ids)))(torch.distributions.Categorical(logits=z))
+    ),
     "log-probabilities from the logsumexp": lambda z, x: (
         lambda lse: nll_loss_of(z - lse, x) + lse.square().mean() / 3
     )(z.logsumexp(-1, keepdim=True)),
@@ -357,6 +386,7 @@ def nll_loss_of(log_probs, x):
 def test_statistics_of_the_same_logits_are_computed_in_one_pass(name, monkeypatch):
     calls = []
     row_stats = dllm_kernels.ops.row_stats
+    monkeypatch.setattr("dllm_kernels.ops.linear_sample", None)
     monkeypatch.setattr("dllm_kernels.ops.row_stats", lambda *a, **k: (calls.append(a), row_stats(*a, **k))[1])
     if "from" not in name:
         monkeypatch.setattr("dllm_kernels.ops.token_nll", None)

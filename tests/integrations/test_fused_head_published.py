@@ -233,3 +233,109 @@ def test_cross_entropy_of_flash_attn(agrees, loop, inplace, monkeypatch):
     with trainers.loaded(trainers.FLASH_ATTN, "ops.triton.cross_entropy") as modules:
         apply = modules.cross_entropy.cross_entropy_loss
         agrees(loop(lambda logits, labels: apply(logits, labels, inplace_backward=inplace)[0]))
+
+
+# Other code bases ----------------------------------------------------------------------------------------------------
+
+
+def log_probs(model, ids=IDS):
+    """TRL: selective_log_softmax, with the logsumexp row by row."""
+    logits = model(ids)[:, :-1] / 0.9
+    lse = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    return logits, logits.gather(-1, IDS[:, 1:, None]).squeeze(-1) - lse
+
+
+def grpo_of_trl(model):
+    """Entropies of all tokens under no_grad, to train on the most uncertain ones."""
+    logits, new = log_probs(model)
+    with torch.no_grad():
+        entropies = []
+        for chunk in logits.flatten(0, -2).split(3):
+            logps = F.log_softmax(chunk, dim=-1)
+            entropies.append(-(torch.exp(logps) * logps).sum(-1))
+        certain = torch.cat(entropies).view(new.shape).neg().exp()
+    ratio = torch.exp(new - new.detach())
+    return -(torch.min(ratio, ratio.clamp(0.8, 1.2)) * certain * MASK[:, 1:]).sum() / MASK.sum()
+
+
+def sft_of_trl(model):
+    """The loss of the model, then entropy and accuracy as metrics."""
+    logits, labels = model(IDS)[..., :-1, :].contiguous(), IDS[:, 1:].masked_fill(~MASK[:, 1:], -100)
+    loss = F.cross_entropy(logits.float().view(-1, V), labels.reshape(-1), ignore_index=-100)
+    with torch.no_grad():
+        probs = logits.softmax(-1)
+        entropy = torch.logsumexp(logits, -1) - (probs * logits).sum(-1)
+        return loss, (logits.argmax(-1) == labels).sum(), entropy[labels != -100].mean()
+
+
+def dft_of_trl(model):
+    _, new = log_probs(model)
+    return -(new.exp().detach() * new * MASK[:, 1:]).sum() / MASK[:, 1:].sum()
+
+
+def orpo_of_trl(model):
+    logits, new = log_probs(model)
+    chosen, rejected = (new * MASK[:, 1:]).sum(-1) / MASK[:, 1:].sum(-1)
+    odds = chosen - rejected - (torch.log1p(-torch.exp(chosen)) - torch.log1p(-torch.exp(rejected)))
+    return nn.CrossEntropyLoss()(logits[0], IDS[0, 1:]) - 0.1 * F.logsigmoid(odds)
+
+
+def verl(model):
+    logits = model(IDS)
+    logits.div_(0.8)
+    new = F.log_softmax(logits, dim=-1).gather(-1, IDS[..., None]).squeeze(-1)
+    probs = F.softmax(logits, dim=-1)
+    entropy = torch.logsumexp(logits, dim=-1) - torch.sum(probs * logits, dim=-1)
+    return -(torch.exp(new - new.detach()) * MASK).sum() / MASK.sum() - 0.1 * (entropy * MASK).mean()
+
+
+def coupled_grpo_of_diffucoder(model):
+    both = torch.cat([IDS.masked_fill(MASK, V - 1), IDS.masked_fill(~MASK, V - 1)])
+    logits = model(both)
+    logits = torch.cat([logits[:, :1], logits[:, :-1]], dim=1)
+    new = (logits.gather(-1, IDS.repeat(2, 1)[..., None]).squeeze(-1) - logits.logsumexp(-1)).view(2, B, L)
+    new = (new * torch.stack([MASK, ~MASK])).sum(0)
+    return -torch.exp(new - new.detach()).clamp(0.8, 1.2).mean()
+
+
+def spg(model):
+    new = model(IDS.masked_fill(MASK, V - 1)).log_softmax(-1).gather(-1, IDS[..., None]).squeeze(-1)
+    eubo = (MASK * (1.5 * new).exp()).mean(1).log() / 1.5
+    return (0.5 * eubo - 0.5 * (new * MASK).mean(1)).mean()
+
+
+def lladou(model):
+    new = torch.distributions.Categorical(logits=model(IDS)).log_prob(IDS.roll(1, 1))
+    return -(torch.exp(new + 2) * MASK).sum() / MASK.sum()
+
+
+def d3llm(model):
+    logits = model(IDS)
+    entropy = torch.distributions.Categorical(logits=logits[MASK]).entropy()
+    sure = logits[MASK].argmax(-1) == IDS[MASK]
+    return F.cross_entropy(logits[MASK], IDS[MASK]) + (entropy * sure).mean() + 0.0 * logits.sum()
+
+
+def palm(model):
+    logits = model(IDS).view(-1, V)
+    return F.cross_entropy(logits, IDS.roll(-1, 1).view(-1)) + 1e-2 * (torch.logsumexp(logits, -1) ** 2).mean()
+
+
+def nll_by_index(model):
+    return -F.log_softmax(model(IDS).view(-1, V), -1)[torch.arange(B * L), IDS.view(-1)].mean()
+
+
+def probability(model):
+    return -torch.gather(model(IDS).softmax(-1), -1, IDS[..., None]).mean()
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [grpo_of_trl, sft_of_trl, dft_of_trl, orpo_of_trl, verl, coupled_grpo_of_diffucoder, spg, lladou, d3llm, palm,
+     nll_by_index, probability],
+    ids=lambda loop: loop.__name__,
+)  # fmt: skip
+def test_a_loop_needs_no_logits(agrees, loop):
+    agrees(loop)
+    with fused_head(model := Model("bias"), on_logits="raise"):
+        loop(model)
