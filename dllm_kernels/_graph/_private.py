@@ -54,9 +54,14 @@ def saved_tensors_hooks_enabled() -> bool:
     return bool(_C._autograd._saved_tensors_hooks_is_enabled())
 
 
+def saved_tensors_hooks() -> Any:
+    """Return the innermost hooks of saved tensors, as a checkpoint or ``save_on_cpu`` sets them, or None."""
+    return _C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def may_recompute() -> bool:
     """Return True if hooks of saved tensors are set that may recompute them, as those of an activation checkpoint."""
-    hooks = _C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.autograd.graph"  # save_on_cpu
 
 

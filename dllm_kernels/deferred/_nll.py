@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
-from dllm_kernels._graph._private import disable_dynamo, has_saved_tensors_hooks, plainly
+from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
 from dllm_kernels.deferred._graph import Recipe, Step, become
 from dllm_kernels.deferred._pending import Asked, Pending, compute
 from dllm_kernels.deferred._tensor import form_after
@@ -250,7 +250,7 @@ class DeferredSum(Pending):
 
     def now(self) -> Tensor:
         """Return this sum, or its values if it has no graph, or if hooks count what is saved for the backward pass."""
-        if not self.requires or has_saved_tensors_hooks():
+        if not self.requires or saved_tensors_hooks() is not None:
             return self.materialize()
         self.join()
         sums = self.logits.head.sums
