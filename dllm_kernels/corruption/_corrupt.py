@@ -112,6 +112,10 @@ class Mix(NamedTuple):
     check: bool
 
 
+# Kinds of routines, each with the size of its slices on the host, as a multiple: see ``host_slices``.
+TIMES = {"mask": 4, "exact": 1, "topk": 2, "tokens": 1, "all": 1}
+
+
 class Routine(NamedTuple):
     """A routine of :mod:`dllm_kernels.corruption` and its parameters.
 
@@ -151,6 +155,7 @@ def corrupt(
     inductor generates for a CPU. If the last block is short, inductor also left the end of a reshaped tensor unwritten.
     """
     kind, token, block_size, eps, _ = routine
+    times = TIMES[kind]
     check_start_range(start, input_ids.shape[1])
     if input_ids.numel() == 0:
         return _empty_result(input_ids, backend)
@@ -187,7 +192,6 @@ def corrupt(
         return CorruptionResult(coins if number is None else coins & (number >= 0), token, m)
 
     layout = Layout(grid.blocks, grid.L, whole_words=kind == "tokens")
-    times = {"mask": 4, "topk": 2}.get(kind, 1)
     return _corrupt(input_ids, loss_mask, seed, padding, grid, layout, body, times)
 
 

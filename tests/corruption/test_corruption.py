@@ -34,6 +34,8 @@ def test_every_function_has_a_case_an_oracle_and_a_place_in_the_documentation():
     assert set(corruption.__all__) == FIRSTS.keys() | OTHERS.keys()
     assert {name for name in vars(corruption) if name.startswith("corrupt_")} == FIRSTS.keys()
     assert [name for name in FIRSTS if not hasattr(reference.corruption, name)] == []
+    levels = {(case.routine, "level" in case.inputs(IDS)) for case in ROUTINES.values() if "level" in case.parameters}
+    assert levels == {(name, given) for name, _ in levels for given in (False, True)}, "a level drawn and one given"
     texts = {file: (ROOT / file).read_text() for file in WRITTEN}
     assert [(name, file) for name in FIRSTS for file in texts if WRITTEN[file].format(name) not in texts[file]] == []
 
