@@ -83,18 +83,20 @@ _STATISTICS = (
     ),
     Change(
         "sample.py",
-        "    if C:\n        of_noise",
-        "    parts = [torch.empty(C, splits, device=device) for _ in range(3)]\n    if C:\n        of_noise",
+        "    if C:\n        row_seeds",
+        "    parts = [torch.empty(C, splits, device=device) for _ in range(3)]\n    if C:\n        row_seeds",
     ),
-    Change("sample.py", "*of_noise, score, column,", "*of_noise, score, column, *parts,"),
+    Change("sample.py", "*row_seeds, score, column,", "*row_seeds, score, column, *parts,"),
     Change("sample.py", "[:, 0].to(torch.int64)", "[:, 0].to(torch.int64), parts"),
     Change("row_stats.py", "def forward(logits: Tensor, request: Any)", "def forward(logits, request, parts)"),
     Change(
         "row_stats.py",
-        "        _row_stats_parts[(N * splits,)]"
-        "(**given, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.of_tile(tile))\n",
+        """        _row_stats_parts[(N * splits,)](
+            **shared, TILES=tiles, ALIGNED=_launch.aligned(logits), **_launch.tile_options(tile)
+        )
+""",
         """        splits = parts[0].shape[1]
-        given |= dict(zip(("part_max_ptr", "part_sum_ptr", "part_moment_ptr"), parts), SPLITS=splits)
+        shared |= dict(zip(("part_max_ptr", "part_sum_ptr", "part_moment_ptr"), parts), SPLITS=splits)
 """,
     ),
 )

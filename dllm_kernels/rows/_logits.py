@@ -81,7 +81,8 @@ class LinearLogits(NamedTuple):
             The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
         chunk_size: rows per chunk of logits; None: chosen from the sizes and the memory of the device.
         num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. If the bound is
-            too small, all floating results and all gradients are NaN, flags are False, and argmax ids are -100.
+            too small, all floating results and the gradients of parameters and of rows with an upstream gradient are
+            NaN, flags are False, and argmax ids are -100.
         softcap: cap c, which the op must then not have, too; None: no cap.
         scale: factor s after the cap; None: 1.
         skip_id: column that is never predicted; None: every column can be predicted.

@@ -57,7 +57,8 @@ def assert_all_nan(case, trained, dtype=torch.float32, bound=N - 2, run=run, **o
     if case.differentiable:
         loss.backward()
         for i in trained:
-            assert leaves[i].grad.isnan().all(), i
+            rows = slice(options.get("first", 0), None) if i in TRAINED["rows"] else slice(None)
+            assert leaves[i].grad[rows].isnan().all(), i  # a row without an upstream gradient may have the gradient 0
 
 
 @pytest.mark.covering(1, most=2)
