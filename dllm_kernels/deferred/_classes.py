@@ -16,7 +16,7 @@ from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after
 from dllm_kernels.rows._transform import transformed
 
 Tensor = torch.Tensor
@@ -71,7 +71,7 @@ class DeferredColumn(DeferredTensor):
     def after(self, sources: Sequence[Any], step: Any) -> Any:
         """Return a copy, which is a tensor of its own."""
         recipe = Step(step, self.of.restored, sources)
-        return self.made(step(self.form), self.tapped(), recipe, needs=self.needs, of=self.of, of_class=-1)
+        return self.made(step(self.meta), self.tapped(), recipe, needs=self.needs, of=self.of, of_class=-1)
 
 
 @rule("__getitem__")
@@ -89,9 +89,9 @@ def _selected(x: DeferredLogits, call: Call) -> Any:
     of_class = _class_of(x, index)
     if of_class is None or x.log_probs:
         return NotImplemented
-    form, _ = form_after(call.on, x)  # type: ignore[misc]
+    meta, _ = meta_after(call.on, x)  # type: ignore[misc]
     recipe = Step(call.on, x.restored, [x])
-    return DeferredColumn.made(form, x.tapped(), recipe, needs=x.needs, of=x, of_class=of_class)
+    return DeferredColumn.made(meta, x.tapped(), recipe, needs=x.needs, of=x, of_class=of_class)
 
 
 def _is_ids(item: Any) -> bool:
@@ -119,8 +119,8 @@ def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
     changes: dict[str, Any] = {"columns": of_head}
     if x.skip is not None:
         changes["skip"] = chosen.index(x.skip) if x.skip in chosen else None
-    form, _ = form_after(call.on, x)  # type: ignore[misc]
-    return x.after([x], call.on, (h, u, *sliced), form=form, **changes)
+    meta, _ = meta_after(call.on, x)  # type: ignore[misc]
+    return x.after([x], call.on, (h, u, *sliced), meta=meta, **changes)
 
 
 @rule("narrow")

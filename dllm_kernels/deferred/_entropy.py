@@ -47,15 +47,15 @@ class OfSoftmax(DeferredTensor):
     ) -> Any:  # fmt: skip
         """Return ``step(*sources)``."""
         x.check_unchanged()
-        form = torch.empty(x.shape, dtype=dtype, device="meta")
+        meta = torch.empty(x.shape, dtype=dtype, device="meta")
         recipe = Step(step, x.restored, sources)
         return cls.made(
-            form, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
+            meta, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
         )
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return a copy."""
-        return self.of(self.logits, sources, step, step(self.form).dtype, self.operation, None)
+        return self.of(self.logits, sources, step, step(self.meta).dtype, self.operation, None)
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values; the report names the operation that would have made them."""
@@ -132,12 +132,12 @@ def _sum(p: OfSoftmax, call: Call) -> Any:
     if not usable or given.get("keepdim") or given.get("dtype") is not None:
         return NotImplemented
     dtype = dtype_after(lambda z: z.sum(-1), p.dtype, p.device)
-    form = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
+    meta = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
 
     def finish(_: Any, lse: Tensor, entropy: Tensor) -> Tensor:  # the mean of the logits is lse - entropy
         return ((-entropy if kind == P_LOG_P else lse - entropy) * factor).to(dtype)
 
-    return DeferredStat.of_logits(x, "entropy", Asked(None, True, finish), form)
+    return DeferredStat.of_logits(x, "entropy", Asked(None, True, finish), meta)
 
 
 def _gathered(p: OfSoftmax, call: Call) -> Any:

@@ -168,11 +168,11 @@ class _Stand(torch.autograd.Function):
     """Make a deferred tensor, from its sources or, if it has none, from its parts."""
 
     @staticmethod
-    def forward(ctx: Any, cls: Any, form: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
+    def forward(ctx: Any, cls: Any, meta: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
         ctx.recipe, ctx.sources = recipe, sources
         if not sources:
             ctx.save_for_backward(*tensors)
-        return wrapper(cls, form.shape, form.stride(), form.storage_offset(), dtype=form.dtype, device=device)
+        return wrapper(cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -235,9 +235,9 @@ class _Become(torch.autograd.Function):
         return None, grad
 
 
-def stand(cls: Any, form: Tensor, device: torch.device, recipe: Any, sources: Parts, parts: Parts) -> Any:
-    """Return a deferred tensor like ``form``, a tensor on the meta device."""
-    return _Stand.apply(cls, form, device, recipe, len(sources), *sources, *parts)  # type: ignore[no-untyped-call]
+def stand(cls: Any, meta: Tensor, device: torch.device, recipe: Any, sources: Parts, parts: Parts) -> Any:
+    """Return a deferred tensor like ``meta``, a tensor on the meta device."""
+    return _Stand.apply(cls, meta, device, recipe, len(sources), *sources, *parts)  # type: ignore[no-untyped-call]
 
 
 def tap(x: Any, needs: Sequence[bool], parts: Parts) -> tuple[Tensor | None, ...]:

@@ -24,7 +24,7 @@ from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import Asked, DeferredStat, argmax_of, rows_key
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after, registers, strided
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits
 
@@ -180,13 +180,13 @@ class DeferredLogits(Rows, DeferredTensor):
     ) -> Any:
         """Return the output of a head."""
         hidden: Any = parts[0]
-        form = torch.empty((*hidden.shape[:-1], split.out_features), dtype=dtype, device="meta")
+        meta = torch.empty((*hidden.shape[:-1], split.out_features), dtype=dtype, device="meta")
         needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in parts)
         recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
         versions = Versions.of(parts, split.parameters)
         recipe.sums = head.sums
         return cls.made(
-            form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
+            meta, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
             needs=needs, pending=[],
         )  # fmt: skip
 
@@ -235,17 +235,17 @@ class DeferredLogits(Rows, DeferredTensor):
         return h.movedim(self.axis, -1), None if u is None else u.movedim(self.axis, -1), *parameters  # type: ignore[union-attr]
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor], parts: Any = None, **changes: Any) -> Any:
-        """Return the logits ``step(*sources)``, with other parts, attributes or ``form``."""
-        form = changes.pop("form", None)
-        if form is None:
-            form, _ = form_after(step, *sources) or (self._copy_form(parts, changes.get("axis", self.axis)), False)
+        """Return the logits ``step(*sources)``, with other parts, attributes or ``meta``."""
+        meta = changes.pop("meta", None)
+        if meta is None:
+            meta, _ = meta_after(step, *sources) or (self._copy_meta(parts, changes.get("axis", self.axis)), False)
         kept = {name: getattr(self, name) for name in KEPT} | changes
         state, hidden = self.state, self.hidden
         parts = self.tapped() if parts is None else parts
-        return self.made(form, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
+        return self.made(meta, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
 
-    def _copy_form(self, parts: Any, axis: int) -> Tensor:
-        """Return the form of a copy whose shape depends on values: an index."""
+    def _copy_meta(self, parts: Any, axis: int) -> Tensor:
+        """Return the meta tensor of a copy whose shape depends on values: an index."""
         sizes = list(parts[0].shape)
         sizes[axis] = self.shape[self.axis]
         return torch.empty(sizes, dtype=self.dtype, device="meta")
@@ -253,8 +253,8 @@ class DeferredLogits(Rows, DeferredTensor):
     def elementwise(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Return the logits after an operation that keeps their shape."""
         kept = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
-        form = torch.empty_like(self.form, dtype=dtype or self.dtype, memory_format=kept)
-        return self.after([self], step, form=form, owns=True, **changes)
+        meta = torch.empty_like(self.meta, dtype=dtype or self.dtype, memory_format=kept)
+        return self.after([self], step, meta=meta, owns=True, **changes)
 
     def change(self, step: Callable[[Tensor], Tensor], view: Any = None, **changes: Any) -> Any:
         """Change these logits in place, as ``step`` would a copy, if only ``view`` may share their memory."""
@@ -262,28 +262,28 @@ class DeferredLogits(Rows, DeferredTensor):
         shared = (self.sources and not self.owns) or derived
         if shared or (self.requires_grad and not torch.is_grad_enabled()):  # without gradients, the values change alone
             return NotImplemented
-        before = self.made(self.form, self.tapped(), self._recipe, **{name: getattr(self, name) for name in KEPT})
+        before = self.made(self.meta, self.tapped(), self._recipe, **{name: getattr(self, name) for name in KEPT})
         return self.become(before.elementwise(step, **changes))
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
         """Apply a move of rows to the hidden states."""
-        found = form_after(step, self)
-        if found is not None and found[0] is self.form:
+        found = meta_after(step, self)
+        if found is not None and found[0] is self.meta:
             return self
         h, u, *rest = self.tapped()
         hidden = move.apply(h)  # type: ignore[arg-type]
         low_rank = None if u is None else move.apply(u)
         if not isinstance(hidden, tuple | list):
             axis = move.axis % hidden.dim()
-            form = self._copy_form([hidden], axis) if found is None else found[0]
+            meta = self._copy_meta([hidden], axis) if found is None else found[0]
             owns = found is None or not found[1]
-            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, form=form, owns=owns)
+            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, meta=meta, owns=owns)
         made = []
-        for i, (h, form) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
+        for i, (h, meta) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
             u = None if low_rank is None else low_rank[i]
             axis = move.axis % h.dim()
-            step = strided(form, form.storage_offset() - self.form.storage_offset())
-            made.append(self.after([self], step, (h, u, *rest), axis=axis, form=form))
+            step = strided(meta, meta.storage_offset() - self.meta.storage_offset())
+            made.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta))
         return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
 
 
@@ -507,9 +507,9 @@ def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Te
     axis = x.axis
     ids = ids.where(ids != -100, -1)  # -100 is out of range
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
-    form = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
+    meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
     request = Asked(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
-    return DeferredStat.of_logits(x, "picked", request, form)
+    return DeferredStat.of_logits(x, "picked", request, meta)
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
@@ -530,8 +530,8 @@ def _logsumexp(x: DeferredLogits, call: Call) -> Any:
     def lse(_: Any, found: Tensor, __: Any) -> Tensor:
         return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
 
-    form = torch.empty(shape, dtype=dtype, device="meta")
-    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), form, axis)
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), meta, axis)
 
 
 @rule("argmax")

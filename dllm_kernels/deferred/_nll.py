@@ -21,7 +21,7 @@ from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
 from dllm_kernels.deferred._graph import Recipe, Step, become
 from dllm_kernels.deferred._pending import Asked, Pending, compute
-from dllm_kernels.deferred._tensor import form_after
+from dllm_kernels.deferred._tensor import meta_after
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -73,15 +73,15 @@ class DeferredNLL(Pending):
 
     @classmethod
     def _of(
-        cls, parts: Any, dtype: torch.dtype, recipe: Any = None, form: Any = None, needs: Any = None, **kept: Any
+        cls, parts: Any, dtype: torch.dtype, recipe: Any = None, meta: Any = None, needs: Any = None, **kept: Any
     ) -> Any:
         logits, target = kept["logits"], kept["target"]
         if needs is None:
             needs = [n and t is not None and t.requires_grad for t, n in zip(parts, logits.needs, strict=True)]
-        if form is None:
-            form = torch.empty(target.shape[: target.dim() - kept["summed"]], dtype=dtype, device="meta")
+        if meta is None:
+            meta = torch.empty(target.shape[: target.dim() - kept["summed"]], dtype=dtype, device="meta")
         recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
-        made = cls.made(form, parts, recipe, needs=needs, above=parts, **kept)
+        made = cls.made(meta, parts, recipe, needs=needs, above=parts, **kept)
         made.join()
         return made
 
@@ -107,7 +107,7 @@ class DeferredNLL(Pending):
         """Return the NLL as another tensor."""
         kept = {name: getattr(self, name) for name in KEPT}
         recipe = Step(step, self.logits.restored, sources)
-        return self._of(self.tapped(), self.dtype, recipe, step(self.form), self.needs, **kept)
+        return self._of(self.tapped(), self.dtype, recipe, step(self.meta), self.needs, **kept)
 
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
         """Return the sum over all rows, or their sum over a count."""
@@ -188,9 +188,9 @@ class DeferredNLL(Pending):
         kept = {name: getattr(self, name) for name in KEPT}
         kept |= {name: move(kept[name]) for name in (*PER_ROW, "offset") if kept[name] is not None}
         parts = move(h), None if u is None else move(u), *rest  # type: ignore[arg-type]
-        form, is_view = form_after(move, self) or (None, False)
+        meta, is_view = meta_after(move, self) or (None, False)
         recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy needs its own rows only
-        return self._of(parts, self.dtype, recipe, form if is_view else None, **kept)
+        return self._of(parts, self.dtype, recipe, meta if is_view else None, **kept)
 
     def summed_over(self, dims: Sequence[int], factor: float = 1.0) -> Any:
         """Return the sum over some dimensions, times a number."""
@@ -242,9 +242,9 @@ class DeferredSum(Pending):
         kept = {"logits": of, "target": target, "ignore_index": nll.ignore_index}
         weighted: Any = functools.partial(_weighted, row_weights=row_weights, **kept)
         recipe = Recipe(lambda parts: finish(weighted(parts).loss), of.restored, nll.needs)
-        form, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
+        meta, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
         return cls.made(
-            form, parts, recipe, needs=nll.needs, above=parts, row_weights=row_weights, finish=finish,
+            meta, parts, recipe, needs=nll.needs, above=parts, row_weights=row_weights, finish=finish,
             weighted=weighted, **kept,
         )  # fmt: skip
 

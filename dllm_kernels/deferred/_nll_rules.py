@@ -36,7 +36,7 @@ def new_tensor(x: Any, call: Call) -> Tensor:
 
 @rule(*LIKE)
 def _new_like(x: DeferredNLL, call: Call) -> Any:
-    return call.on(torch.empty_strided(x.shape, x.form.stride(), dtype=x.dtype, device=x.device))
+    return call.on(torch.empty_strided(x.shape, x.meta.stride(), dtype=x.dtype, device=x.device))
 
 
 # Constant coefficients ------------------------------------------------------------------------------------------------

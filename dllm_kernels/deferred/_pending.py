@@ -21,7 +21,7 @@ from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import plainly
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._tensor import DeferredTensor, form_after
+from dllm_kernels.deferred._tensor import DeferredTensor, meta_after
 
 Tensor = torch.Tensor
 
@@ -183,7 +183,7 @@ class DeferredStat(Pending):
     kind: str
 
     @classmethod
-    def of_logits(cls, x: Any, kind: str, request: Asked, form: Tensor, axis: int | None = None) -> Any:
+    def of_logits(cls, x: Any, kind: str, request: Asked, meta: Tensor, axis: int | None = None) -> Any:
         """Return a statistic of logits; without a graph, its values, because the head may change."""
         x.check_unchanged()
         parts, logits = x.classes_last(), x.copied()
@@ -195,7 +195,7 @@ class DeferredStat(Pending):
 
         recipe = Recipe(values, logits.restored, needs)  # not of x, which it would keep alive
         made = cls.made(
-            form, parts, recipe, needs=needs, logits=logits, of=x._recipe, axis=axis, request=request, kind=kind,
+            meta, parts, recipe, needs=needs, logits=logits, of=x._recipe, axis=axis, request=request, kind=kind,
             above=parts,
         )  # fmt: skip
         if made.requires_grad:
@@ -222,10 +222,10 @@ class DeferredStat(Pending):
 
     def changed(self, step: Callable[..., Tensor], sources: Sequence[Any], axis: int | None = None) -> Any:
         """Return a view or a copy."""
-        recipe, (form, _) = Step(step, self.logits.restored, sources), form_after(step, self)  # type: ignore[misc]
+        recipe, (meta, _) = Step(step, self.logits.restored, sources), meta_after(step, self)  # type: ignore[misc]
         of = None if axis is None else self.of
         return self.made(
-            form, self.tapped(), recipe, needs=self.needs, logits=self.logits, of=of, axis=axis, request=None,
+            meta, self.tapped(), recipe, needs=self.needs, logits=self.logits, of=of, axis=axis, request=None,
             kind=self.kind, above=None,
         )  # fmt: skip
 
@@ -243,7 +243,7 @@ def is_lse_of(value: Any, x: Any) -> bool:
 
 def _viewed(x: DeferredStat, call: Call) -> Any:
     """Make a view."""
-    found = form_after(call.on, x)
+    found = meta_after(call.on, x)
     return x.changed(call.on, [x]) if found is not None and found[1] else NotImplemented
 
 
@@ -266,7 +266,7 @@ def _scaled(x: DeferredStat, call: Call) -> Any:
     parts, finish = x.tapped(), x.request.finish
     request = x.request._replace(finish=lambda *stats: call.on(finish(*stats)))
     made = x.made(
-        call.on(x.form), parts, Step(call.on, x.logits.restored, [x]), needs=x.needs, logits=x.logits, of=None,
+        call.on(x.meta), parts, Step(call.on, x.logits.restored, [x]), needs=x.needs, logits=x.logits, of=None,
         axis=None, request=request, kind="scaled", above=parts,
     )  # fmt: skip
     made.join()

@@ -41,14 +41,14 @@ def _combined(x: DeferredLogits, call: Call) -> Any:
         first, second = second, first
     if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
         dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
-        form, axis = torch.empty_like(x.form, dtype=dtype), x.axis
+        meta, axis = torch.empty_like(x.meta, dtype=dtype), x.axis
         for lse in (second, *second.sources) if isinstance(second, DeferredStat) else ():
             lse.leave()
 
         def normalized(z: Tensor) -> Tensor:
             return (z - z.logsumexp(axis, keepdim=True)).to(dtype)
 
-        return x.after([x], normalized, form=form, owns=True, log_probs=True)
+        return x.after([x], normalized, meta=meta, owns=True, log_probs=True)
     if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
         return NotImplemented
     if not _alike(first, second):  # type: ignore[arg-type]
@@ -92,8 +92,8 @@ def _multiplied(x: DeferredLogits, call: Call, value: Any) -> Any:
     scale = x.scale * (Fraction(-value) if sign else 1)
     if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
         return NotImplemented
-    form = torch.empty_like(x.form)
-    return x.after([x], call.on, parts, form=form, owns=True, bias_factor=x.bias_factor * sign, scale=scale)
+    meta = torch.empty_like(x.meta)
+    return x.after([x], call.on, parts, meta=meta, owns=True, bias_factor=x.bias_factor * sign, scale=scale)
 
 
 def _by_number(name: str) -> None:

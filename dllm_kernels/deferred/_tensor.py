@@ -58,7 +58,7 @@ FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # thei
 Rule = Callable[[Any, Call], Any]
 # Attributes of one tensor, which those made from it do not inherit.
 STATE = {
-    "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
+    "meta", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
     "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
 }  # fmt: skip
 
@@ -71,14 +71,14 @@ class DeferredTensor(Tensor, Deferred):
     """Base class of deferred tensors.
 
     Attributes:
-        form: tensor on the meta device with the shape, strides and dtype of this one.
+        meta: tensor on the meta device with the shape, strides and dtype of this one.
         parts: what the values are computed from, detached: hidden states, rows of adapters or None, parameters.
         needs: for each part, True if it had a gradient at the head call.
         sources: the deferred tensors that this one was made from; empty for the output of a head.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
-    form: Tensor
+    meta: Tensor
     place: torch.device
     parts: tuple[Tensor | None, ...]
     needs: tuple[bool, ...]
@@ -98,18 +98,18 @@ class DeferredTensor(Tensor, Deferred):
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
     @classmethod
-    def made(cls, form: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
-        """Return a tensor like ``form``, a tensor on the meta device."""
+    def made(cls, meta: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
+        """Return a tensor like ``meta``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        of_normal = any(same_storage(form, source.form) and not source.is_inference() for source in sources)
+        of_normal = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
         normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
         with plainly(), normal:
-            made = _graph.stand(cls, form, device, recipe, sources, parts)
+            made = _graph.stand(cls, meta, device, recipe, sources, parts)
         with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
             detached = tuple(None if t is None else t.detach() for t in parts)
         vars(made).update(
-            attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
+            attributes, meta=meta, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
             _checkpointed=False, _leaf_view=False, _node_read=False, _changed_view=None,
         )  # fmt: skip
@@ -118,9 +118,9 @@ class DeferredTensor(Tensor, Deferred):
         return made
 
     # Read often, so without a detour over ``__torch_function__``.
-    shape = property(lambda self: self.form.shape)
-    dtype = property(lambda self: self.form.dtype)
-    ndim = property(lambda self: self.form.ndim)
+    shape = property(lambda self: self.meta.shape)
+    dtype = property(lambda self: self.meta.dtype)
+    ndim = property(lambda self: self.meta.ndim)
     device = property(lambda self: self.place)
 
     def filled(self) -> tuple[Tensor | None, ...]:
@@ -192,9 +192,9 @@ class DeferredTensor(Tensor, Deferred):
         return self._dense
 
     def _laid_out(self, t: Tensor) -> Tensor:
-        if t.stride() == self.form.stride() or t.numel() == 0:
+        if t.stride() == self.meta.stride() or t.numel() == 0:
             return t
-        return torch.empty_strided(t.shape, self.form.stride(), dtype=t.dtype, device=t.device).copy_(t)
+        return torch.empty_strided(t.shape, self.meta.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed once, in the graph of this tensor."""
@@ -247,7 +247,7 @@ class DeferredTensor(Tensor, Deferred):
         family = self.family()
         for x in family:
             x.materialize(use)
-            x._checkpointed &= not same_storage(x.form, self.form)
+            x._checkpointed &= not same_storage(x.meta, self.meta)
         if torch.is_grad_enabled() and self.requires_grad:
             for x in family:
                 x.linked_value()
@@ -277,7 +277,7 @@ class DeferredTensor(Tensor, Deferred):
     @property
     def of_source(self) -> bool:
         """True for a view of another deferred tensor."""
-        return bool(self.sources) and same_storage(self.form, self.sources[0].form) and not self._leaf_view
+        return bool(self.sources) and same_storage(self.meta, self.sources[0].meta) and not self._leaf_view
 
     def sharing(self, result: Any, several: bool) -> Any:
         """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
@@ -286,14 +286,14 @@ class DeferredTensor(Tensor, Deferred):
         if self._value is None or not _shares(result, self._value):
             return result
         step = strided(result, result.storage_offset() - self._value.storage_offset())
-        form = step(self.form)
+        meta = step(self.meta)
         leaf = result.requires_grad and not torch.is_grad_enabled()
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
         recipe = _graph.Step(step, self._recipe.restored, [self])
         kept = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
-            view = self.made(form, self.parts, recipe, **kept)
+            view = self.made(meta, self.parts, recipe, **kept)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
         return view.as_leaf() if leaf else view
@@ -459,7 +459,7 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
 def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
     if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
         return False
-    return source.requires_grad and same_storage(x.form, source.form)
+    return source.requires_grad and same_storage(x.meta, source.meta)
 
 
 def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], objects: list[DeferredTensor]) -> Any:
@@ -527,9 +527,9 @@ def _normal() -> Iterator[None]:
         yield
 
 
-def strided(form: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
+def strided(meta: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
     """Return the operation that makes a view; unlike one of several views, it allows changes of the others."""
-    shape, strides = form.shape, form.stride()
+    shape, strides = meta.shape, meta.stride()
     return lambda z: z.as_strided(shape, strides, z.storage_offset() + offset)
 
 
@@ -541,9 +541,9 @@ def _attribute(name: str) -> Callable[[Tensor], Any]:
     return attribute
 
 
-def form_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | None:
+def meta_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | None:
     """Return shape, strides and dtype after ``step``, and whether it makes a view; None if that depends on values."""
-    given = [t.form for t in sources]
+    given = [t.meta for t in sources]
     try:
         with torch.no_grad():
             out = step(*given)
