@@ -61,17 +61,17 @@ class DeferredColumn(DeferredTensor):
     """Logits of one class, a view of deferred logits.
 
     Attributes:
-        of: the logits.
-        of_class: the class.
+        logits: the logits.
+        class_id: the class.
     """
 
-    of: DeferredLogits
-    of_class: int
+    logits: DeferredLogits
+    class_id: int
 
     def after(self, sources: Sequence[Any], step: Any) -> Any:
         """Return a copy, which is a tensor of its own."""
-        recipe = Step(step, self.of.restored, sources)
-        return self.made(step(self.meta), self.tapped(), recipe, needs=self.needs, of=self.of, of_class=-1)
+        recipe = Step(step, self.logits.restored, sources)
+        return self.create(step(self.meta), self.tapped(), recipe, needs=self.needs, logits=self.logits, class_id=-1)
 
 
 @rule("__getitem__")
@@ -86,12 +86,12 @@ def _selected(x: DeferredLogits, call: Call) -> Any:
         return _sliced(x, call, item)
     if isinstance(index, tuple) and len(index) == x.ndim and all(map(_is_ids, index)):
         return _chosen_classes(x, call, index)
-    of_class = _class_of(x, index)
-    if of_class is None or x.log_probs:
+    class_id = _class_of(x, index)
+    if class_id is None or x.log_probs:
         return NotImplemented
     meta, _ = meta_after(call.on, x)  # type: ignore[misc]
     recipe = Step(call.on, x.restored, [x])
-    return DeferredColumn.made(meta, x.tapped(), recipe, needs=x.needs, of=x, of_class=of_class)
+    return DeferredColumn.create(meta, x.tapped(), recipe, needs=x.needs, logits=x, class_id=class_id)
 
 
 def _is_ids(item: Any) -> bool:
@@ -114,9 +114,9 @@ def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
     h, u, *parameters = x.tapped()
     if x.log_probs or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
         return NotImplemented
-    of_head = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
+    head_classes = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
     sliced = (t if t is None else t[item] for t in parameters)
-    changes: dict[str, Any] = {"columns": of_head}
+    changes: dict[str, Any] = {"columns": head_classes}
     if x.skip is not None:
         changes["skip"] = chosen.index(x.skip) if x.skip in chosen else None
     meta, _ = meta_after(call.on, x)  # type: ignore[misc]
@@ -167,7 +167,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
 def _assigned(x: DeferredLogits, call: Call) -> Any:
     index, value = call.args
     if isinstance(value, DeferredColumn):  # of ``z[..., k] += c``
-        same = value.of is x and value.of_class == _class_of(x, index)
+        same = value.logits is x and value.class_id == _class_of(x, index)
         return None if same else NotImplemented
     if x.log_probs:
         return _overwrite(x, index, value)
@@ -186,7 +186,7 @@ def _put(z: Tensor, index: Any, value: Any) -> Tensor:
 
 def _column_added(column: DeferredColumn, call: Call) -> Any:
     """Add a number to the logits of a class in place."""
-    x, k = column.of, column.of_class
+    x, k = column.logits, column.class_id
     value = call.args[0] if len(call.args) == 1 and not call.kwargs else None
     if not isinstance(value, int | float) or k < 0:
         return NotImplemented

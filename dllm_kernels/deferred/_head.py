@@ -93,7 +93,7 @@ class FusedHead:
         low_rank, given = _lora.low_rank_rows(split, input), split.parameters()
         if not is_dtensor(input):
             given = [gathered_once(t, input) if is_dtensor(t) else t for t in given]  # type: ignore[arg-type]
-        return DeferredLogits.of_head(self, split, (input, low_rank, *given), state, cast or input.dtype)
+        return DeferredLogits.from_head(self, split, (input, low_rank, *given), state, cast or input.dtype)
 
     def _shape(self, input: torch.Tensor) -> torch.Size:
         return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))

@@ -23,7 +23,7 @@ from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
-from dllm_kernels.deferred._pending import Asked, DeferredStat, argmax_of, rows_key
+from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, rows_key
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits
@@ -155,11 +155,11 @@ class Rows:
     def copied(self) -> Any:
         """Return a copy that is no tensor, so that a graph may hold it."""
         made = Rows()
-        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")}, owner=weakref.ref(self))
+        vars(made).update({name: getattr(self, name) for name in (*FIELDS, "parts")}, owner=weakref.ref(self))
         return made
 
 
-KEPT = (
+FIELDS = (
     "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
     "skip", "skip_finite", "overwritten", "pending",
 )  # fmt: skip
@@ -175,7 +175,7 @@ class DeferredLogits(Rows, DeferredTensor):
     owns: bool = False
 
     @classmethod
-    def of_head(
+    def from_head(
         cls, head: Any, split: Any, parts: Sequence[Tensor | None], state: CallState, dtype: torch.dtype
     ) -> Any:
         """Return the output of a head."""
@@ -185,7 +185,7 @@ class DeferredLogits(Rows, DeferredTensor):
         recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
         versions = Versions.of(parts, split.parameters)
         recipe.sums = head.sums
-        return cls.made(
+        return cls.create(
             meta, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
             needs=needs, pending=[],
         )  # fmt: skip
@@ -239,10 +239,10 @@ class DeferredLogits(Rows, DeferredTensor):
         meta = changes.pop("meta", None)
         if meta is None:
             meta, _ = meta_after(step, *sources) or (self._copy_meta(parts, changes.get("axis", self.axis)), False)
-        kept = {name: getattr(self, name) for name in KEPT} | changes
+        kept = {name: getattr(self, name) for name in FIELDS} | changes
         state, hidden = self.state, self.hidden
         parts = self.tapped() if parts is None else parts
-        return self.made(meta, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
+        return self.create(meta, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
 
     def _copy_meta(self, parts: Any, axis: int) -> Tensor:
         """Return the meta tensor of a copy whose shape depends on values: an index."""
@@ -262,7 +262,7 @@ class DeferredLogits(Rows, DeferredTensor):
         shared = (self.sources and not self.owns) or derived
         if shared or (self.requires_grad and not torch.is_grad_enabled()):  # without gradients, the values change alone
             return NotImplemented
-        before = self.made(self.meta, self.tapped(), self._recipe, **{name: getattr(self, name) for name in KEPT})
+        before = self.create(self.meta, self.tapped(), self._recipe, **{name: getattr(self, name) for name in FIELDS})
         return self.become(before.elementwise(step, **changes))
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
@@ -339,7 +339,7 @@ def _joined(parts: Any, call: Call) -> Any:
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     fields = (
-        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "requires", "skip", "skip_finite"
+        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "needs_grad", "skip", "skip_finite"
     )  # fmt: skip
     return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
 
@@ -471,7 +471,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 
     nll = DeferredNLL.of(x, target, ignored, dtype_after(plain, x.dtype, x.device))
     if reduction == "none":
-        return nll.now()
+        return nll.result()
     return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
 
 
@@ -481,7 +481,7 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
     if ids is None or takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
         return NotImplemented
     if log_probs and ids.shape[-1] == 1:
-        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).now()
+        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).result()
     return picked(x, ids, lambda out, lse: (out if log_probs else out + lse.unsqueeze(-1)).to(dtype), dtype)
 
 
@@ -508,8 +508,8 @@ def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Te
     ids = ids.where(ids != -100, -1)  # -100 is out of range
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
     meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
-    request = Asked(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
-    return DeferredStat.of_logits(x, "picked", request, meta)
+    request = NeededStats(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
+    return DeferredStat.from_logits(x, "picked", request, meta)
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
@@ -531,7 +531,7 @@ def _logsumexp(x: DeferredLogits, call: Call) -> Any:
         return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
 
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), meta, axis)
+    return DeferredStat.from_logits(x, "lse", NeededStats(None, False, lse), meta, axis)
 
 
 @rule("argmax")

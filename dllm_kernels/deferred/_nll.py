@@ -20,7 +20,7 @@ from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
 from dllm_kernels.deferred._graph import Recipe, Step, become
-from dllm_kernels.deferred._pending import Asked, Pending, compute
+from dllm_kernels.deferred._pending import NeededStats, Pending, compute
 from dllm_kernels.deferred._tensor import meta_after
 from dllm_kernels.rows._dtypes import accum_dtype
 
@@ -81,7 +81,7 @@ class DeferredNLL(Pending):
         if meta is None:
             meta = torch.empty(target.shape[: target.dim() - kept["summed"]], dtype=dtype, device="meta")
         recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
-        made = cls.made(meta, parts, recipe, needs=needs, above=parts, **kept)
+        made = cls.create(meta, parts, recipe, needs=needs, graph_parts=parts, **kept)
         made.join()
         return made
 
@@ -90,22 +90,22 @@ class DeferredNLL(Pending):
         """True if the values may be computed with those of others; a view takes those of its base."""
         return not self.sources and super().open
 
-    def asked(self) -> Asked:
+    def needed_stats(self) -> NeededStats:
         """Return what the NLL is made from in a pass that computes more."""
         kept, ids = {name: getattr(self, name) for name in AFFINE}, _ids(self.target, self.ignore_index)
-        return Asked(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
+        return NeededStats(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
 
-    def now(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
         return self if self.requires_grad else self.materialize()
 
     def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Return the NLL of the same rows with other weights or dtype."""
-        return self._of(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in KEPT} | changes)
+        return self._of(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in FIELDS} | changes)
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the NLL as another tensor."""
-        kept = {name: getattr(self, name) for name in KEPT}
+        kept = {name: getattr(self, name) for name in FIELDS}
         recipe = Step(step, self.logits.restored, sources)
         return self._of(self.tapped(), self.dtype, recipe, step(self.meta), self.needs, **kept)
 
@@ -126,10 +126,10 @@ class DeferredNLL(Pending):
 
         total: DeferredSum = DeferredSum.of(self, weights, finish)
         if self.finite is not None:
-            out = total.weighted(total.above)
+            out = total.weighted(total.graph_parts)
             infinite = not (out.nll * weights).isfinite().all()
             return finish(self.materialize("nan_to_num").sum() / divisor if infinite else out.loss)
-        return total.now()
+        return total.result()
 
     def constant(self, value: Tensor | float) -> Tensor:
         """Return a copy of a constant in this tensor's shape, in the dtype of the sum."""
@@ -168,7 +168,7 @@ class DeferredNLL(Pending):
         """Return the sum with an NLL of the same rows and targets; None for any other."""
         if self.target is not other.target or self.logits is not other.logits or self.finite is not other.finite:
             return None
-        if self.summed != other.summed or self.requires != other.requires:
+        if self.summed != other.summed or self.needs_grad != other.needs_grad:
             return None
         offset = other.offset if self.offset is None else self.offset
         if offset is not None and self.offset is not None and other.offset is not None:
@@ -185,7 +185,7 @@ class DeferredNLL(Pending):
     def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
         """Apply a move of rows, which must also accept tensors with further dimensions behind those of this one."""
         h, u, *rest = self.tapped()
-        kept = {name: getattr(self, name) for name in KEPT}
+        kept = {name: getattr(self, name) for name in FIELDS}
         kept |= {name: move(kept[name]) for name in (*PER_ROW, "offset") if kept[name] is not None}
         parts = move(h), None if u is None else move(u), *rest  # type: ignore[arg-type]
         meta, is_view = meta_after(move, self) or (None, False)
@@ -200,7 +200,7 @@ class DeferredNLL(Pending):
             return t.movedim(tuple(dims), tuple(range(first, self.ndim))).flatten(first, self.ndim - 1 + self.summed)
 
         h, u, *rest = self.tapped()
-        kept = {name: getattr(self, name) for name in KEPT} | {"summed": True, "factor": self.factor * factor}
+        kept = {name: getattr(self, name) for name in FIELDS} | {"summed": True, "factor": self.factor * factor}
         kept |= {name: rows(kept[name]) for name in PER_ROW if kept[name] is not None}
         if self.offset is not None:
             kept["offset"] = self.offset.sum(tuple(dims)) * factor
@@ -243,14 +243,14 @@ class DeferredSum(Pending):
         weighted: Any = functools.partial(_weighted, row_weights=row_weights, **kept)
         recipe = Recipe(lambda parts: finish(weighted(parts).loss), of.restored, nll.needs)
         meta, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
-        return cls.made(
-            meta, parts, recipe, needs=nll.needs, above=parts, row_weights=row_weights, finish=finish,
+        return cls.create(
+            meta, parts, recipe, needs=nll.needs, graph_parts=parts, row_weights=row_weights, finish=finish,
             weighted=weighted, **kept,
         )  # fmt: skip
 
-    def now(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return this sum, or its values if it has no graph, or if hooks count what is saved for the backward pass."""
-        if not self.requires or saved_tensors_hooks() is not None:
+        if not self.needs_grad or saved_tensors_hooks() is not None:
             return self.materialize()
         self.join()
         sums = self.logits.head.sums
@@ -258,22 +258,22 @@ class DeferredSum(Pending):
         sums.append(weakref.ref(self))
         return self
 
-    def asked(self) -> Asked:
+    def needed_stats(self) -> NeededStats:
         """Return what the sum is made from in a pass that computes more."""
         weights, finish = self.row_weights, self.finish
 
         def total(log_probs: Tensor, *_: Any) -> Tensor:
             return finish((torch.where(weights != 0, -log_probs[..., 0], 0.0) * weights).sum())
 
-        return Asked(_ids(self.target, self.ignore_index), False, total)
+        return NeededStats(_ids(self.target, self.ignore_index), False, total)
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the value, computed with those of the others that are pending."""
         if self._value is None and self.open and (members := self.together()):
             compute(members)
         elif self._value is None:
-            inference = torch.is_inference_mode_enabled() and not self.requires
-            with torch.inference_mode(inference), torch.set_grad_enabled(self.requires):
+            inference = torch.is_inference_mode_enabled() and not self.needs_grad
+            with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad):
                 self.receive(self.finish(self.weighted(self.tapped()).loss))
         return self._value  # type: ignore[return-value]
 
@@ -284,7 +284,7 @@ class DeferredSum(Pending):
             self.detach_()
             if value.requires_grad:
                 become(self, value)
-        gone = ("above", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
+        gone = ("graph_parts", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
         vars(self).update(dict.fromkeys(gone), parts=())
 
     @classmethod
@@ -316,7 +316,7 @@ def _ids(target: Tensor, ignore_index: int) -> Tensor:
     return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
 
 
-KEPT = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
+FIELDS = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
 AFFINE = "row_weights", "factor", "offset", "finite", "summed"
 PER_ROW = "target", "row_weights", "finite"
 

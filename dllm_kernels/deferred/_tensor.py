@@ -59,7 +59,7 @@ Rule = Callable[[Any, Call], Any]
 # Attributes of one tensor, which those made from it do not inherit.
 STATE = {
     "meta", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
-    "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
+    "_gradient_requested", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
 }  # fmt: skip
 
 
@@ -90,7 +90,7 @@ class DeferredTensor(Tensor, Deferred):
     _linked: Any  # grad_fn of the values when the graph of this tensor was last that of its values
     _tapped: tuple[Tensor | None, ...] | None
     _derived: list[weakref.ref[DeferredTensor]]
-    _gradient_wanted: bool  # by a hook of the user, or retain_grad
+    _gradient_requested: bool  # by a hook of the user, or retain_grad
     _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
     _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
     _node_read: bool  # somebody may have hooks of its grad_fn
@@ -98,7 +98,7 @@ class DeferredTensor(Tensor, Deferred):
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
     @classmethod
-    def made(cls, meta: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
+    def create(cls, meta: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
         """Return a tensor like ``meta``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
@@ -110,7 +110,7 @@ class DeferredTensor(Tensor, Deferred):
             detached = tuple(None if t is None else t.detach() for t in parts)
         vars(made).update(
             attributes, meta=meta, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
-            _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
+            _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_requested=False, _copy=False,
             _checkpointed=False, _leaf_view=False, _node_read=False, _changed_view=None,
         )  # fmt: skip
         for source in sources:
@@ -150,13 +150,13 @@ class DeferredTensor(Tensor, Deferred):
         known = (self._value is not None or self._dense is not None) and not self._recomputed
         return (
             not known
-            and (not self._gradient_wanted or self._recomputed)
+            and (not self._gradient_requested or self._recomputed)
             and self._own_node
             and all(source.deferred for source in self.sources)
         )
 
     @property
-    def requires(self) -> bool:
+    def needs_grad(self) -> bool:
         """True if gradients pass through this tensor."""
         with plainly():
             return self.requires_grad
@@ -166,7 +166,7 @@ class DeferredTensor(Tensor, Deferred):
         """True if the gradient of the values must pass through this tensor, which may have hooks."""
         with plainly():
             hooked = self._backward_hooks is not None
-        return hooked or self._gradient_wanted or self._node_read or self._leaf_view
+        return hooked or self._gradient_requested or self._node_read or self._leaf_view
 
     @property
     def _recomputed(self) -> bool:
@@ -203,7 +203,7 @@ class DeferredTensor(Tensor, Deferred):
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
             through = self.watched or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
-                known = self._value is not None or (self._dense is not None and not self.of_source)
+                known = self._value is not None or (self._dense is not None and not self.is_view)
                 if not needs_grad or through or known:
                     values = self.dense(use)
                     with plainly():
@@ -255,7 +255,7 @@ class DeferredTensor(Tensor, Deferred):
         version = values._version
         change(values)
         self.sync()
-        if self.requires and not torch.is_grad_enabled():
+        if self.needs_grad and not torch.is_grad_enabled():
             root = self
             while root.sources:
                 root = root.sources[0]
@@ -266,7 +266,7 @@ class DeferredTensor(Tensor, Deferred):
     def linked_value(self) -> Tensor:
         """Return the values, those of a view as a view of its source's: torch then changes the graphs of both."""
         value: Any = self._value
-        if self.of_source and value.requires_grad and self._own_node and not self._copy:
+        if self.is_view and value.requires_grad and self._own_node and not self._copy:
             source = self.sources[0].linked_value()
             if value._base is not (source if source._base is None else source._base):
                 with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
@@ -275,7 +275,7 @@ class DeferredTensor(Tensor, Deferred):
         return value  # type: ignore[no-any-return]
 
     @property
-    def of_source(self) -> bool:
+    def is_view(self) -> bool:
         """True for a view of another deferred tensor."""
         return bool(self.sources) and same_storage(self.meta, self.sources[0].meta) and not self._leaf_view
 
@@ -293,7 +293,7 @@ class DeferredTensor(Tensor, Deferred):
         recipe = _graph.Step(step, self._recipe.restored, [self])
         kept = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
-            view = self.made(meta, self.parts, recipe, **kept)
+            view = self.create(meta, self.parts, recipe, **kept)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
         return view.as_leaf() if leaf else view
@@ -315,13 +315,13 @@ class DeferredTensor(Tensor, Deferred):
             source._derived.append(weakref.ref(self))
         return self
 
-    def _ask(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _request_gradient(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Register a hook, or retain the gradient, of this tensor and of its values."""
         hook = args[0] if args else None
         hook = getattr(hook, "func", hook)  # FSDP1 registers a functools.partial
         if str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS):
             return _without_function(func, (self, *args), kwargs)
-        self._gradient_wanted, value = True, self._value
+        self._gradient_requested, value = True, self._value
         with plainly():
             linked = self._apart and _graph.becomes(self)  # its gradient is that of the values
             handle = None if linked else func(self, *args, **kwargs)
@@ -353,7 +353,7 @@ class DeferredTensor(Tensor, Deferred):
             if name in ("register_hook", "retain_grad") or attribute == "grad_fn":
                 args[0].sync()
             if name in ("register_hook", "retain_grad"):
-                return args[0]._ask(func, args[1:], kwargs)
+                return args[0]._request_gradient(func, args[1:], kwargs)
             if attribute == "grad_fn":
                 args[0]._node_read = True
                 if args[0]._apart:
@@ -483,7 +483,7 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
             result = _pytree.tree_map(lambda t: x.sharing(t, several), result)  # noqa: B023
         return result
     views = (ref() for ref in changed._derived)
-    if name in RESHAPED or (name == "detach_" and any(x is not None and x.of_source for x in views)):
+    if name in RESHAPED or (name == "detach_" and any(x is not None and x.is_view for x in views)):
         raise NotImplementedError(
             f"{name} must not be called on deferred logits; use {name[:-1]}, which returns a tensor"
         )
