@@ -105,7 +105,7 @@ class DeferredTensor(Tensor, Deferred):
         of_normal = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
         normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
         with plainly(), normal:
-            made = _graph.stand(cls, meta, device, recipe, sources, parts)
+            made = _graph.placeholder(cls, meta, device, recipe, sources, parts)
         with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
             detached = tuple(None if t is None else t.detach() for t in parts)
         vars(made).update(
@@ -336,7 +336,7 @@ class DeferredTensor(Tensor, Deferred):
     def _apart(self) -> bool:
         """True if the graph of the values does not lead through this tensor."""
         with plainly():
-            return self._value is not None and getattr(self._value.grad_fn, "of", None) is not self.grad_fn
+            return self._value is not None and getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
 
     @classmethod
     @disable_dynamo
