@@ -58,7 +58,7 @@ class SoftmaxTerm(DeferredTensor):
         return self.of(self.logits, sources, step, step(self.meta).dtype, self.operation, None)
 
     def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values; the report names the operation that would have made them."""
+        """Return the values; the report names the operation of the plain loop that computes them."""
         return super().materialize(self.operation)
 
 
@@ -69,9 +69,9 @@ def _has_softmax(x: DeferredLogits) -> bool:
 @rule("softmax")
 def _softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.softmax else ("dim", "_stacklevel", "dtype")
-    given = arguments(names, call.args, call.kwargs)
-    dtype = given.get("dtype")
-    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
+    args = arguments(names, call.args, call.kwargs)
+    dtype = args.get("dtype")
+    if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.softmax(-1), x.dtype, x.device)
     return SoftmaxTerm.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
@@ -109,16 +109,16 @@ def _product(p: Any, call: Call) -> Any:
     if not isinstance(p, SoftmaxTerm) or p.kind != P:
         return NotImplemented
     if isinstance(other, SoftmaxTerm):
-        of, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
+        logits, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
     elif isinstance(other, DeferredLogits) and _has_softmax(other):
-        of, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
+        logits, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
     else:
         return NotImplemented
-    of_graph = p.needs_grad == other.needs_grad or not torch.is_grad_enabled()
-    if kind is None or not of_graph or not _same_logits(p.logits, of):
+    same_graph = p.needs_grad == other.needs_grad or not torch.is_grad_enabled()
+    if kind is None or not same_graph or not _same_logits(p.logits, logits):
         return NotImplemented
     dtype = torch.promote_types(p.dtype, other.dtype)
-    return SoftmaxTerm.of(of, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
+    return SoftmaxTerm.of(logits, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
 
 
 def _negative(p: SoftmaxTerm, call: Call) -> Any:
@@ -126,10 +126,10 @@ def _negative(p: SoftmaxTerm, call: Call) -> Any:
 
 
 def _sum(p: SoftmaxTerm, call: Call) -> Any:
-    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
+    args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
     x, kind, factor = p.logits, p.kind, p.factor
-    usable = kind in (P_LOG_P, P_Z) and on_classes(x, given.get("dim"))
-    if not usable or given.get("keepdim") or given.get("dtype") is not None:
+    usable = kind in (P_LOG_P, P_Z) and on_classes(x, args.get("dim"))
+    if not usable or args.get("keepdim") or args.get("dtype") is not None:
         return NotImplemented
     dtype = dtype_after(lambda z: z.sum(-1), p.dtype, p.device)
     meta = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
@@ -149,8 +149,8 @@ def _gathered(p: SoftmaxTerm, call: Call) -> Any:
 
 
 def _product_of_logits(x: Any, call: Call) -> Any:
-    found = _product(x, call)
-    return multiplied(x, call) if found is NotImplemented else found
+    result = _product(x, call)
+    return multiplied(x, call) if result is NotImplemented else result
 
 
 def _negative_of_logits(x: DeferredLogits, call: Call) -> Any:

@@ -90,10 +90,10 @@ class FusedHead:
             return plain()
         split, state = _lora.split(self.module), CallState.now(input)
         cast = None if input.dtype == torch.float64 else state.autocast
-        low_rank, given = _lora.low_rank_rows(split, input), split.parameters()
+        low_rank, parameters = _lora.low_rank_rows(split, input), split.parameters()
         if not is_dtensor(input):
-            given = [gathered_once(t, input) if is_dtensor(t) else t for t in given]  # type: ignore[arg-type]
-        return DeferredLogits.from_head(self, split, (input, low_rank, *given), state, cast or input.dtype)
+            parameters = [gathered_once(t, input) if is_dtensor(t) else t for t in parameters]  # type: ignore[arg-type]
+        return DeferredLogits.from_head(self, split, (input, low_rank, *parameters), state, cast or input.dtype)
 
     def _shape(self, input: torch.Tensor) -> torch.Size:
         return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))
@@ -221,9 +221,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
             before the logits were used; or the gradient of logits is read that a fused loss never computes.
         NotImplementedError: an in-place change of the shape of the logits, or ``detach_`` of logits with a view.
     """
-    found = head_of(model, head)
+    module = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
-    with deferring(found, FusedHead(model, found, on_logits)) as fused:
+    with deferring(module, FusedHead(model, module, on_logits)) as fused:
         yield fused
 
 

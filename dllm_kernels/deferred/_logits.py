@@ -71,7 +71,7 @@ class Rows:
         log_probs: True for log-probabilities.
         bias_factor: factor of the bias, in sums of logits.
         columns: classes of the head, None for all.
-        skip: class that is never taken, because its logit is -inf or so low that its probability is 0, or None.
+        skip: class that is never predicted, because its logit is -inf or so low that its probability is 0, or None.
         skip_finite: True if that logit is not -inf.
         overwritten: rows of log-probabilities that were replaced, or None.
         pending: statistics of logits of this head call that are not computed yet.
@@ -153,10 +153,10 @@ class Rows:
         return filled
 
     def copied(self) -> Any:
-        """Return a copy that is no tensor, so that a graph may hold it."""
-        made = Rows()
-        vars(made).update({name: getattr(self, name) for name in (*FIELDS, "parts")}, owner=weakref.ref(self))
-        return made
+        """Return a copy that is not a tensor, so that a graph may hold it."""
+        copy = Rows()
+        vars(copy).update({name: getattr(self, name) for name in (*FIELDS, "parts")}, owner=weakref.ref(self))
+        return copy
 
 
 FIELDS = (
@@ -169,7 +169,7 @@ class DeferredLogits(Rows, DeferredTensor):
     """Logits of an LM head, or rows of them, that have not been computed.
 
     Attributes:
-        owns: True if no other tensor shares memory with these logits, although they were made from others.
+        owns: True if no other tensor shares memory with these logits, although they are computed from others.
     """
 
     owns: bool = False
@@ -193,9 +193,9 @@ class DeferredLogits(Rows, DeferredTensor):
     @property
     def usable(self) -> bool:
         """True if an op may take rows and head in place of the logits."""
-        kept = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
+        same_acc = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
         plain = not self.log_probs and self.skip is None
-        return self.fusible and kept and self.axis == len(self.shape) - 1 and plain
+        return self.fusible and same_acc and self.axis == len(self.shape) - 1 and plain
 
     @property
     def fusible(self) -> bool:
@@ -239,10 +239,10 @@ class DeferredLogits(Rows, DeferredTensor):
         meta = changes.pop("meta", None)
         if meta is None:
             meta, _ = meta_after(step, *sources) or (self._copy_meta(parts, changes.get("axis", self.axis)), False)
-        kept = {name: getattr(self, name) for name in FIELDS} | changes
+        attributes = {name: getattr(self, name) for name in FIELDS} | changes
         state, hidden = self.state, self.hidden
         parts = self.tapped() if parts is None else parts
-        return self.create(meta, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
+        return self.create(meta, parts, Step(step, lambda: state.restored(hidden), sources), **attributes)
 
     def _copy_meta(self, parts: Any, axis: int) -> Tensor:
         """Return the meta tensor of a copy whose shape depends on values: an index."""
@@ -252,8 +252,8 @@ class DeferredLogits(Rows, DeferredTensor):
 
     def elementwise(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Return the logits after an operation that keeps their shape."""
-        kept = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
-        meta = torch.empty_like(self.meta, dtype=dtype or self.dtype, memory_format=kept)
+        memory_format = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
+        meta = torch.empty_like(self.meta, dtype=dtype or self.dtype, memory_format=memory_format)
         return self.after([self], step, meta=meta, owns=True, **changes)
 
     def change(self, step: Callable[[Tensor], Tensor], view: Any = None, **changes: Any) -> Any:
@@ -267,24 +267,24 @@ class DeferredLogits(Rows, DeferredTensor):
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
         """Apply a move of rows to the hidden states."""
-        found = meta_after(step, self)
-        if found is not None and found[0] is self.meta:
+        after_step = meta_after(step, self)
+        if after_step is not None and after_step[0] is self.meta:
             return self
         h, u, *rest = self.tapped()
         hidden = move.apply(h)  # type: ignore[arg-type]
         low_rank = None if u is None else move.apply(u)
         if not isinstance(hidden, tuple | list):
             axis = move.axis % hidden.dim()
-            meta = self._copy_meta([hidden], axis) if found is None else found[0]
-            owns = found is None or not found[1]
+            meta = self._copy_meta([hidden], axis) if after_step is None else after_step[0]
+            owns = after_step is None or not after_step[1]
             return self.after([self], step, (hidden, low_rank, *rest), axis=axis, meta=meta, owns=owns)
-        made = []
-        for i, (h, meta) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
+        results = []
+        for i, (h, meta) in enumerate(zip(hidden, after_step[0], strict=True)):  # type: ignore[index]
             u = None if low_rank is None else low_rank[i]
             axis = move.axis % h.dim()
             step = strided(meta, meta.storage_offset() - self.meta.storage_offset())
-            made.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta))
-        return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
+            results.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta))
+        return type(hidden)(results) if type(hidden) in (tuple, list) else tuple(results)
 
 
 Rule = Callable[[DeferredLogits, Call], Any]
@@ -301,8 +301,8 @@ def move_rule(name: str) -> Rule:
     def move(x: DeferredLogits, call: Call) -> Any:
         if x.overwritten is not None or any(isinstance(a, DeferredLogits) for a in call.args):
             return NotImplemented
-        found = MOVES[name](x.shape, x.axis, call)
-        return NotImplemented if found is None else x.moved(found, call.on)
+        row_move = MOVES[name](x.shape, x.axis, call)
+        return NotImplemented if row_move is None else x.moved(row_move, call.on)
 
     return move
 
@@ -318,9 +318,9 @@ def _like(x: DeferredLogits, call: Call) -> Any:
 
 @rule("cat", "concat", "concatenate", "stack")
 def _joined(parts: Any, call: Call) -> Any:
-    given = arguments(("dim",), call.args, call.kwargs)
-    dim, stacks = given.pop("dim", 0), call.function.__name__ == "stack"
-    if given or not all(isinstance(z, DeferredLogits) and _alike(z, parts[0]) for z in parts):
+    args = arguments(("dim",), call.args, call.kwargs)
+    dim, stacks = args.pop("dim", 0), call.function.__name__ == "stack"
+    if args or not all(isinstance(z, DeferredLogits) and _alike(z, parts[0]) for z in parts):
         return NotImplemented
     first = parts[0]
     dim %= first.ndim + stacks
@@ -345,13 +345,13 @@ def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
 
 
 def _same_device(value: Any, device: torch.device) -> bool:
-    """Return True if an argument of ``to`` or ``type`` names the device, or is no device."""
+    """Return True if an argument of ``to`` or ``type`` is this device, or is not a device."""
     if isinstance(value, str) and value.startswith("torch."):  # type("torch.DoubleTensor")
         return False
     if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
         return True
-    given = torch.device(value)
-    return given.type == device.type and given.index in (None, device.index)
+    other = torch.device(value)
+    return other.type == device.type and other.index in (None, device.index)
 
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -438,9 +438,9 @@ def on_classes(x: DeferredLogits, dim: Any) -> bool:
 @rule("log_softmax")
 def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
-    given = arguments(names, call.args, call.kwargs)
-    dtype = given.get("dtype")
-    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
+    args = arguments(names, call.args, call.kwargs)
+    dtype = args.get("dtype")
+    if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
 
@@ -452,17 +452,17 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
 
 @rule("cross_entropy", "nll_loss")
 def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
-    of_log = call.function.__name__ == "nll_loss"
+    log_probs = call.function.__name__ == "nll_loss"
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = arguments(names, call.args, call.kwargs)
-    target = given.get("target")
-    unsupported = any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
-    if of_log != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or given.get("label_smoothing"):
+    args = arguments(names, call.args, call.kwargs)
+    target = args.get("target")
+    unsupported = any(args.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
+    if log_probs != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or args.get("label_smoothing"):
         return NotImplemented
     if not isinstance(target, Tensor) or target.is_floating_point():
         return NotImplemented
     rows = x.shape[: x.axis] + x.shape[x.axis + 1 :]
-    reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    reduction, ignored = args.get("reduction", "mean"), args.get("ignore_index", -100)
     if target.shape != rows or reduction not in ("none", "sum", "mean") or takes_skipped(x, target):
         return NotImplemented
 
@@ -488,13 +488,13 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
 def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call."""
     if call.function.__name__ == "take_along_dim":
-        given = arguments(("indices", "dim"), call.args, call.kwargs)
-        given["index"] = given.get("indices")
+        args = arguments(("indices", "dim"), call.args, call.kwargs)
+        args["index"] = args.get("indices")
     else:
-        given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
-    index = given.get("index")
-    usable = x.fusible and on_classes(x, given.get("dim"))
-    if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
+        args = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
+    index = args.get("index")
+    usable = x.fusible and on_classes(x, args.get("dim"))
+    if not usable or not isinstance(index, Tensor) or args.get("sparse_grad"):
         return None
     rest = [d for d in range(x.ndim) if d != x.axis]
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
@@ -519,16 +519,16 @@ def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
 
 @rule("logsumexp")
 def _logsumexp(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    dim, axis = given.get("dim"), x.axis if given.get("keepdim") else None
+    args = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    dim, axis = args.get("dim"), x.axis if args.get("keepdim") else None
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
     if x.log_probs or not x.fusible or not on_classes(x, dim):
         return NotImplemented
     dtype = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device)
     shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if axis is not None or i != x.axis]
 
-    def lse(_: Any, found: Tensor, __: Any) -> Tensor:
-        return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
+    def lse(_: Any, row_lse: Tensor, __: Any) -> Tensor:
+        return row_lse.to(dtype) if axis is None else row_lse.to(dtype).unsqueeze(axis)
 
     meta = torch.empty(shape, dtype=dtype, device="meta")
     return DeferredStat.from_logits(x, "lse", NeededStats(None, False, lse), meta, axis)
@@ -536,11 +536,11 @@ def _logsumexp(x: DeferredLogits, call: Call) -> Any:
 
 @rule("argmax")
 def _argmax(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    if not on_classes(x, given.get("dim")) or x.overwritten is not None:
+    args = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    if not on_classes(x, args.get("dim")) or x.overwritten is not None:
         return NotImplemented
     x.check_unchanged()
     if (ids := argmax_of(x)) is None:
         with torch.no_grad():
             ids = ops.linear_sample(x.rows()._replace(scale=None), temperature=0).ids
-    return ids.unsqueeze(x.axis) if given.get("keepdim") else ids
+    return ids.unsqueeze(x.axis) if args.get("keepdim") else ids

@@ -35,8 +35,8 @@ def _finite(value: Any) -> bool:
 
 @rule("add", "sub", "rsub", "subtract", "__rsub__")
 def _combined(x: DeferredLogits, call: Call) -> Any:
-    given, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
-    first, second, alpha = given.get("input"), given.get("other"), given.get("alpha", 1)
+    args, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
+    first, second, alpha = args.get("input"), args.get("other"), args.get("alpha", 1)
     if "rsub" in name:
         first, second = second, first
     if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
@@ -78,7 +78,7 @@ def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
 
 @rule("neg")
 def negative(x: DeferredLogits, call: Call) -> Any:
-    """Change the sign, which that of the hidden states has."""
+    """Change the sign, by a change of the sign of the hidden states."""
     return _multiplied(x, call, -1)
 
 
@@ -116,10 +116,10 @@ _by_number("div")
 @rule("sum", "mean")
 def _over_classes(x: DeferredLogits, call: Call) -> Any:
     """Sum over the classes, or over all: a product of the hidden states and the sum of the rows of the head."""
-    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
-    dim = given.get("dim")
+    args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
+    dim = args.get("dim")
     dims = list(range(x.ndim)) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    if not _is_linear(x) or not x.fusible or given.get("dtype") is not None or given.get("keepdim"):
+    if not _is_linear(x) or not x.fusible or args.get("dtype") is not None or args.get("keepdim"):
         return NotImplemented
     everything = len(dims) == x.ndim
     if not dims or len(set(dims)) < len(dims) or (dims != [x.axis] and not everything):

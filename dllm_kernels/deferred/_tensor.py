@@ -56,9 +56,9 @@ WHOLE = (
 )  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
-# Attributes of one tensor, which those made from it do not inherit.
+# Attributes of one tensor, which tensors computed from it do not inherit.
 STATE = {
-    "meta", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
+    "meta", "_device", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
     "_gradient_requested", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
 }  # fmt: skip
 
@@ -74,12 +74,12 @@ class DeferredTensor(Tensor, Deferred):
         meta: tensor on the meta device with the shape, strides and dtype of this one.
         parts: what the values are computed from, detached: hidden states, rows of adapters or None, parameters.
         needs: for each part, True if it had a gradient at the head call.
-        sources: the deferred tensors that this one was made from; empty for the output of a head.
+        sources: the deferred tensors that this one is computed from; empty for the output of a head.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
     meta: Tensor
-    place: torch.device
+    _device: torch.device
     parts: tuple[Tensor | None, ...]
     needs: tuple[bool, ...]
     sources: tuple[DeferredTensor, ...]
@@ -93,7 +93,7 @@ class DeferredTensor(Tensor, Deferred):
     _gradient_requested: bool  # by a hook of the user, or retain_grad
     _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
     _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
-    _node_read: bool  # somebody may have hooks of its grad_fn
+    _node_read: bool  # its grad_fn was read, and may therefore have hooks
     _changed_view: DeferredTensor | None  # that a Function may have marked as dirty, kept until the next `sync`
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
@@ -102,26 +102,26 @@ class DeferredTensor(Tensor, Deferred):
         """Return a tensor like ``meta``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        of_normal = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
-        normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
+        normal_base = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
+        normal = contextlib.nullcontext() if not normal_base else _normal()  # as a view of a normal tensor
         with plainly(), normal:
-            made = _graph.placeholder(cls, meta, device, recipe, sources, parts)
+            tensor = _graph.placeholder(cls, meta, device, recipe, sources, parts)
         with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
             detached = tuple(None if t is None else t.detach() for t in parts)
-        vars(made).update(
-            attributes, meta=meta, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
+        vars(tensor).update(
+            attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_requested=False, _copy=False,
             _checkpointed=False, _leaf_view=False, _node_read=False, _changed_view=None,
         )  # fmt: skip
         for source in sources:
-            source._derived.append(weakref.ref(made))
-        return made
+            source._derived.append(weakref.ref(tensor))
+        return tensor
 
     # Read often, so without a detour over ``__torch_function__``.
     shape = property(lambda self: self.meta.shape)
     dtype = property(lambda self: self.meta.dtype)
     ndim = property(lambda self: self.meta.ndim)
-    device = property(lambda self: self.place)
+    device = property(lambda self: self._device)
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with their values, which sharding may have freed."""
@@ -138,7 +138,7 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def _own_node(self) -> bool:
-        """True if this tensor is as it was made, or a copy: gradients of the parts may pass through its graph."""
+        """True if the graph is the original one, or that of a copy: gradients of the parts may pass through it."""
         with plainly():
             if self.is_leaf:
                 return not self.requires_grad or (self._leaf_view and not torch.is_grad_enabled())
@@ -146,7 +146,7 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def deferred(self) -> bool:
-        """True if rules apply: the values have not been computed, and nobody asked for their gradient."""
+        """True if rules apply: the values have not been computed, and their gradient was not requested."""
         known = (self._value is not None or self._dense is not None) and not self._recomputed
         return (
             not known
@@ -201,10 +201,10 @@ class DeferredTensor(Tensor, Deferred):
         with plainly():
             needs_grad, node = self.requires_grad, self.grad_fn
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            through = self.watched or not self.sources or self._copy or not self._own_node
+            in_own_graph = self.watched or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
                 known = self._value is not None or (self._dense is not None and not self.is_view)
-                if not needs_grad or through or known:
+                if not needs_grad or in_own_graph or known:
                     values = self.dense(use)
                     with plainly():
                         values = _graph.in_graph(self, values) if needs_grad else values
@@ -218,7 +218,7 @@ class DeferredTensor(Tensor, Deferred):
     def sync(self) -> None:
         """Bring values and graphs of the family up to date after changes in place that no rule has seen.
 
-        A Function that marked a tensor as dirty changed its graph. An operation on values changed theirs.
+        A Function that marked a tensor as dirty changed its graph. An operation on values changed their graph.
         """
         family, in_function = [x for x in self.family() if x._value is not None], not torch.is_grad_enabled()
         with plainly(), torch.enable_grad():
@@ -233,14 +233,14 @@ class DeferredTensor(Tensor, Deferred):
 
     def family(self) -> list[DeferredTensor]:
         """Return all deferred tensors that may share memory with this one."""
-        found: dict[int, DeferredTensor] = {}
+        visited: dict[int, DeferredTensor] = {}
         queue: list[DeferredTensor] = [self]
         while queue:
             x = queue.pop()
-            if id(x) not in found:
-                found[id(x)] = x
+            if id(x) not in visited:
+                visited[id(x)] = x
                 queue += [*x.sources, *(y for y in (ref() for ref in x._derived) if y is not None)]
-        return list(found.values())
+        return list(visited.values())
 
     def in_place(self, use: str, change: Callable[[Tensor], Any]) -> None:
         """Change the values. Torch knows which others share their memory, because views are made from the values."""
@@ -291,9 +291,9 @@ class DeferredTensor(Tensor, Deferred):
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
         recipe = _graph.Step(step, self._recipe.restored, [self])
-        kept = {name: getattr(self, name) for name in vars(self).keys() - STATE}
+        attributes = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
-            view = self.create(meta, self.parts, recipe, **kept)
+            view = self.create(meta, self.parts, recipe, **attributes)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
         return view.as_leaf() if leaf else view
@@ -306,7 +306,7 @@ class DeferredTensor(Tensor, Deferred):
         return self
 
     def become(self, other: DeferredTensor) -> DeferredTensor:
-        """Take the place of a tensor that was made from this one, which no other tensor shares memory with."""
+        """Take the place of a tensor that is computed from this one, which no other tensor shares memory with."""
         with plainly():
             if other.requires_grad:
                 _graph.become(self, other)
@@ -426,13 +426,13 @@ class DeferredTensor(Tensor, Deferred):
 
 
 def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:
-    found: list[DeferredTensor] = []
+    tensors: list[DeferredTensor] = []
     for x in values:
         if isinstance(x, DeferredTensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, tuple | list | dict):
-            found += _deferred_in(x.values() if isinstance(x, dict) else x)
-    return found
+            tensors += _deferred_in(x.values() if isinstance(x, dict) else x)
+    return tensors
 
 
 def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -471,11 +471,11 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     changed = (args or [kwargs.get("input")])[0] if in_place else kwargs.get("out")
     if not isinstance(changed, DeferredTensor):
-        given, named = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+        plain_args, plain_kwargs = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
         for x in objects if in_place or name in EXPOSING else ():  # a list, or the caller, may change the values
             for each in x.family():
                 each.materialize(name)
-        result = func(*given, **named)
+        result = func(*plain_args, **plain_kwargs)
         for x in objects:
             if in_place:
                 x.sync()
@@ -495,11 +495,11 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     with plainly():
         if changed.is_leaf and changed.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    given = _pytree.tree_map(lambda x: x if x is changed else _plain(x, name), (args, kwargs))
+    plain = _pytree.tree_map(lambda x: x if x is changed else _plain(x, name), (args, kwargs))
 
     def change(values: Tensor) -> None:
-        put, named = _pytree.tree_map(lambda x: values if x is changed else x, given)
-        func(*put, **named)
+        plain_args, plain_kwargs = _pytree.tree_map(lambda x: values if x is changed else x, plain)
+        func(*plain_args, **plain_kwargs)
 
     changed.in_place(name, change)
     return None if name == "__setitem__" else changed
@@ -543,13 +543,13 @@ def _attribute(name: str) -> Callable[[Tensor], Any]:
 
 def meta_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | None:
     """Return shape, strides and dtype after ``step``, and whether it makes a view; None if that depends on values."""
-    given = [t.meta for t in sources]
+    metas = [t.meta for t in sources]
     try:
         with torch.no_grad():
-            out = step(*given)
+            out = step(*metas)
     except Exception:
         return None
-    return out, isinstance(out, Tensor) and any(same_storage(out, t) for t in given)
+    return out, isinstance(out, Tensor) and any(same_storage(out, t) for t in metas)
 
 
 def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -558,23 +558,23 @@ def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tens
     Raises:
         RuntimeError: the gradient of a deferred tensor is that of a fused loss, which never computes it.
     """
-    given = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
-    apart = [x for x in given if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
+    inputs = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
+    apart = [x for x in inputs if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
     values = [x._value for x in apart]
     unused = {"allow_unused": True} if apart else {}
     with plainly():
-        gradients = func(args[0], [*given, *values], *args[2:], **{**kwargs, **unused})
-    found = list(gradients[: len(given)])
-    for x, gradient in zip(given, found, strict=True):
+        gradients = func(args[0], [*inputs, *values], *args[2:], **{**kwargs, **unused})
+    grads = list(gradients[: len(inputs)])
+    for x, gradient in zip(inputs, grads, strict=True):
         if isinstance(gradient, _graph.PartsGradient):
             raise RuntimeError(
                 "inputs of torch.autograd.grad must be tensors that the loss was computed from, got deferred ones of "
                 f"shape {tuple(x.shape)}, which a fused loss never computes; call materialize() of them before the loss"
             )
-    for x, gradient in zip(apart, gradients[len(given) :], strict=True):
-        at = next(i for i, each in enumerate(given) if each is x)
-        found[at] = _graph.total(found[at], gradient)
-    return tuple(found)
+    for x, gradient in zip(apart, gradients[len(inputs) :], strict=True):
+        index = next(i for i, each in enumerate(inputs) if each is x)
+        grads[index] = _graph.total(grads[index], gradient)
+    return tuple(grads)
 
 
 def registers(rules: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:
