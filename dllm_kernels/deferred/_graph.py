@@ -259,5 +259,5 @@ def become(x: Any, values: Tensor) -> None:
 
 
 def becomes(x: Any) -> bool:
-    """Return True if the graph of ``x`` is that of another tensor, by :func:`become`."""
+    """Return True if :func:`become` has replaced ``x`` in the graph."""
     return getattr(x.grad_fn, "_forward_cls", None) is _Become

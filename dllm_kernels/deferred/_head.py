@@ -1,4 +1,4 @@
-"""``fused_head``: an LM head that returns deferred logits, so that an unchanged training loop makes no logits."""
+"""``fused_head``: an LM head that returns deferred logits, so that an unchanged training loop computes no logits."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class FusedHead:
         z = F.linear(parts[0], weight, bias)
         return z if u is None or U is None else z + F.linear(u, U)
 
-    # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
-    # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler
-    # that do this import torch._dynamo, which takes seconds.
+    # A function marked as constant is called while a graph is traced, once for each graph. Dynamo would wrap an error
+    # of this call in its own, so a call that is not traced raises it when the model runs. The functions of
+    # torch.compiler that do this import torch._dynamo, which takes seconds.
     @constant_while_traced
     def _note_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))

@@ -213,7 +213,7 @@ class DeferredLogits(Rows, DeferredTensor):
         return self.identity, self.softcap, None if self.scale == ONE else float(self.scale)
 
     def filled(self) -> tuple[Tensor | None, ...]:
-        """Return the parts; those of another deferred tensor have their values."""
+        """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""
         return self.parts if self.sources else self.filled_parts(self.parts)
 
     def before_values(self, use: str) -> None:
@@ -503,7 +503,7 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
 
 
 def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Any:
-    """Return ``finish(log_probs, lse)`` of classes, with the classes where those of the logits are."""
+    """Return ``finish(log_probs, lse)`` of the ids, with their dimension at the class dimension of the logits."""
     axis = x.axis
     ids = ids.where(ids != -100, -1)  # -100 is out of range
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
@@ -513,7 +513,7 @@ def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Te
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
-    """Return True if an id is that of the skipped class, on a CPU; on a GPU its result is NaN."""
+    """Return True if an id is the skipped class, on a CPU; on a GPU, the result of such an id is NaN."""
     return x.skip is not None and readable_without_sync(ids) and bool((ids == x.skip).any())
 
 

@@ -87,7 +87,7 @@ class DeferredNLL(Pending):
 
     @property
     def open(self) -> bool:
-        """True if the values may be computed with those of others; a view takes those of its base."""
+        """True if the values may be computed with others in one pass; a view uses the values of its base."""
         return not self.sources and super().open
 
     def needed_stats(self) -> NeededStats:
@@ -183,13 +183,13 @@ class DeferredNLL(Pending):
         return weights if self.row_weights is None else weights * self.row_weights
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
-        """Apply a move of rows, which must also accept tensors with further dimensions behind those of this one."""
+        """Apply a move of rows, which must also accept tensors with more trailing dimensions than this one."""
         h, u, *rest = self.tapped()
         fields = {name: getattr(self, name) for name in FIELDS}
         fields |= {name: move(fields[name]) for name in (*PER_ROW, "offset") if fields[name] is not None}
         parts = move(h), None if u is None else move(u), *rest  # type: ignore[arg-type]
         meta, is_view = meta_after(move, self) or (None, False)
-        recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy needs its own rows only
+        recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy reads only its rows
         return self._new(parts, self.dtype, recipe, meta if is_view else None, **fields)
 
     def summed_over(self, dims: Sequence[int], factor: float = 1.0) -> Any:
@@ -268,7 +268,7 @@ class DeferredSum(Pending):
         return NeededStats(_ids(self.target, self.ignore_index), False, total)
 
     def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the value, computed with those of the others that are pending."""
+        """Return the value, computed in one pass with the values of other pending members."""
         if self._value is None and self.open and (members := self.together()):
             compute(members)
         elif self._value is None:

@@ -17,7 +17,7 @@ from dllm_kernels.deferred._nll import DeferredNLL
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, registers
 
 Tensor = torch.Tensor
-# Methods that make a tensor of the dtype and on the device of another.
+# Methods that create a tensor with the dtype and the device of another one.
 NEW = "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"
 LIKE = "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"
 Rule = Callable[[Any, Call], Any]

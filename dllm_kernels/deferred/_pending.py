@@ -70,7 +70,7 @@ class Pending(DeferredTensor):
     graph_parts: Any
 
     def filled(self) -> tuple[Tensor | None, ...]:
-        """Return the parts with their values; those of another deferred tensor have them."""
+        """Return the parts with the values of freed ones; the parts of a view or a copy have their values."""
         return self.parts if self.sources else self.logits.filled_parts(self.parts)
 
     def needed_stats(self) -> NeededStats:
@@ -93,7 +93,7 @@ class Pending(DeferredTensor):
         return *rows_key(self.parts, self.logits), tuple(self.needs)
 
     def members(self) -> list[Pending]:
-        """Return this member and those of the same rows.
+        """Return this member and all others of the same rows.
 
         The first is of logits that are still alive, if there are any, because hooks on these must see the whole
         gradient.
@@ -117,18 +117,18 @@ class Pending(DeferredTensor):
 
     @property
     def open(self) -> bool:
-        """True if the values may be computed with those of others."""
+        """True if the values may be computed with others in one pass."""
         known = self.needs_grad and self.deferred and not self._recomputed and not self._checkpointed
         return known and not self.watched and not any(map(is_freed, self.parts))  # freed by sharding in the meantime
 
     def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values, computed with those of the others that are pending."""
+        """Return the values, computed in one pass with the values of other pending members."""
         if self.open and (members := self.together()):
             compute(members)
         return super().materialize(use)
 
     def receive(self, value: Tensor) -> None:
-        """Set the values, in a graph that does not lead through this tensor."""
+        """Set the values, whose graph does not contain this tensor."""
         with plainly():
             self._value, self._node = self._laid_out(value), self.grad_fn
             self._linked = self._value.grad_fn
@@ -193,7 +193,7 @@ class DeferredStat(Pending):
             out = row_stats(logits, parts, request.ids, request.entropy)
             return request.finish(None if request.ids is None else out.log_probs, out.lse, out.entropy)
 
-        recipe = Recipe(values, logits.restored, needs)  # not of x, which it would keep alive
+        recipe = Recipe(values, logits.restored, needs)  # does not refer to x, which it would keep alive
         stat = cls.create(
             meta, parts, recipe, needs=needs, logits=logits, logits_recipe=x._recipe, axis=axis, request=request,
             kind=kind, graph_parts=parts,
@@ -213,7 +213,7 @@ class DeferredStat(Pending):
 
     @property
     def open(self) -> bool:
-        """True if the values may be computed with those of others."""
+        """True if the values may be computed with others in one pass."""
         return self.request is not None and super().open
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:

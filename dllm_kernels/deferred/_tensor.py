@@ -37,7 +37,7 @@ ALIASES = {
 }  # fmt: skip
 CHANGES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")
 IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in CHANGES))
-# Answered by torch, which knows them without the values.
+# Answered by torch, which does not need the values for them.
 KNOWN = (
     "__delete__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "backward", "dim", "element_size",
     "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_same_size",
@@ -243,7 +243,7 @@ class DeferredTensor(Tensor, Deferred):
         return list(visited.values())
 
     def in_place(self, use: str, change: Callable[[Tensor], Any]) -> None:
-        """Change the values. Torch knows which others share their memory, because views are made from the values."""
+        """Change the values. Torch tracks which tensors share their memory, because views are views of the values."""
         family = self.family()
         for x in family:
             x.materialize(use)
@@ -264,7 +264,7 @@ class DeferredTensor(Tensor, Deferred):
             torch.autograd.graph.increment_version(self)  # for Functions that saved this tensor
 
     def linked_value(self) -> Tensor:
-        """Return the values, those of a view as a view of its source's: torch then changes the graphs of both."""
+        """Return the values; for a view, a view of the values of its source: torch then changes the graphs of both."""
         value: Any = self._value
         if self.is_view and value.requires_grad and self._own_node and not self._copy:
             source = self.sources[0].linked_value()
@@ -280,7 +280,7 @@ class DeferredTensor(Tensor, Deferred):
         return bool(self.sources) and same_storage(self.meta, self.sources[0].meta) and not self._leaf_view
 
     def sharing(self, result: Any, several: bool) -> Any:
-        """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
+        """Return a tensor that shares memory with the values as a member of the family; anything else unchanged."""
         if result is self._value:
             return self
         if self._value is None or not _shares(result, self._value):
@@ -299,7 +299,7 @@ class DeferredTensor(Tensor, Deferred):
         return view.as_leaf() if leaf else view
 
     def as_leaf(self) -> DeferredTensor:
-        """Require a gradient, as views that are made without gradients enabled."""
+        """Require a gradient, like a view that torch creates without gradients enabled."""
         with plainly():
             self._leaf_view = True
             self.requires_grad_()
@@ -323,7 +323,7 @@ class DeferredTensor(Tensor, Deferred):
             return _without_function(func, (self, *args), kwargs)
         self._gradient_requested, value = True, self._value
         with plainly():
-            linked = self._apart and _graph.becomes(self)  # its gradient is that of the values
+            linked = self._apart and _graph.becomes(self)  # its gradient is the gradient of the values
             handle = None if linked else func(self, *args, **kwargs)
         if self._apart and value is not None and value.requires_grad:
             other, first = func(value, *args, **kwargs), handle
@@ -334,7 +334,7 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def _apart(self) -> bool:
-        """True if the graph of the values does not lead through this tensor."""
+        """True if the graph of the values does not contain this tensor."""
         with plainly():
             return self._value is not None and getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
 
@@ -528,7 +528,7 @@ def _normal() -> Iterator[None]:
 
 
 def strided(meta: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
-    """Return the operation that makes a view; unlike one of several views, it allows changes of the others."""
+    """Return the operation that creates a view; unlike one of several views, it allows changes of the other views."""
     shape, strides = meta.shape, meta.stride()
     return lambda z: z.as_strided(shape, strides, z.storage_offset() + offset)
 
