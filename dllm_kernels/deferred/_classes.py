@@ -16,11 +16,11 @@ from dllm_kernels._graph._plain import is_dtensor, readable_without_sync
 from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, Overwritten, move_rule, rule
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after
 from dllm_kernels.rows._transform import transformed
 
 Tensor = torch.Tensor
-# The exponential of a number below -745 is 0 in float64, below -104 in float32; the rest is room for rounded logits.
+# The exponential of a number below -745 is 0 in float64, below -104 in float32; the rest is for rounded logits.
 LOW = -2000.0
 by_index, by_narrow = move_rule("__getitem__"), move_rule("narrow")
 
@@ -54,24 +54,24 @@ def _class_of(x: DeferredLogits, index: Any) -> int | None:
     return chosen[0] if len(chosen) == 1 else None
 
 
-# A class that is never taken ------------------------------------------------------------------------------------------
+# Selected and skipped classes -----------------------------------------------------------------------------------------
 
 
 class DeferredColumn(DeferredTensor):
-    """Logits of one class, a view of deferred logits.
+    """Logits of one class: a view of deferred logits, or a copy of one.
 
     Attributes:
-        of: the logits.
-        of_class: the class.
+        logits: the logits.
+        class_id: the class; -1 for a copy.
     """
 
-    of: DeferredLogits
-    of_class: int
+    logits: DeferredLogits
+    class_id: int
 
     def after(self, sources: Sequence[Any], step: Any) -> Any:
-        """Return a copy, which is a tensor of its own."""
-        recipe = Step(step, self.of.restored, sources)
-        return self.made(step(self.form), self.tapped(), recipe, needs=self.needs, of=self.of, of_class=-1)
+        """Return a copy, which shares no memory with the logits."""
+        recipe = Step(step, self.logits.restored, sources)
+        return self.create(step(self.meta), self.tapped(), recipe, needs=self.needs, logits=self.logits, class_id=-1)
 
 
 @rule("__getitem__")
@@ -86,12 +86,12 @@ def _selected(x: DeferredLogits, call: Call) -> Any:
         return _sliced(x, call, item)
     if isinstance(index, tuple) and len(index) == x.ndim and all(map(_is_ids, index)):
         return _chosen_classes(x, call, index)
-    of_class = _class_of(x, index)
-    if of_class is None or x.log_probs:
+    class_id = _class_of(x, index)
+    if class_id is None or x.log_probs:
         return NotImplemented
-    form, _ = form_after(call.on, x)  # type: ignore[misc]
+    meta, _ = meta_after(call.on, x)  # type: ignore[misc]
     recipe = Step(call.on, x.restored, [x])
-    return DeferredColumn.made(form, x.tapped(), recipe, needs=x.needs, of=x, of_class=of_class)
+    return DeferredColumn.create(meta, x.tapped(), recipe, needs=x.needs, logits=x, class_id=class_id)
 
 
 def _is_ids(item: Any) -> bool:
@@ -103,8 +103,8 @@ def _chosen_classes(x: DeferredLogits, call: Call, index: Sequence[Tensor]) -> A
     *rows, ids = torch.broadcast_tensors(*index)  # type: ignore[no-untyped-call]
     chosen = by_index(x, Call(call.function, (tuple(rows),), {})) if rows else x
     ids = ids.where(ids >= 0, ids + x.shape[-1]).unsqueeze(-1)
-    found = NotImplemented if chosen is NotImplemented else RULES["gather"](chosen, Call(torch.gather, (-1, ids), {}))
-    return found if found is NotImplemented else found.squeeze(-1)
+    result = NotImplemented if chosen is NotImplemented else RULES["gather"](chosen, Call(torch.gather, (-1, ids), {}))
+    return result if result is NotImplemented else result.squeeze(-1)
 
 
 def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
@@ -114,13 +114,13 @@ def _sliced(x: DeferredLogits, call: Call, item: slice) -> Any:
     h, u, *parameters = x.tapped()
     if x.log_probs or not len(chosen) or any(t is not None and is_dtensor(t) for t in (h, *parameters)):
         return NotImplemented
-    of_head = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
+    head_classes = (range(x.split_head.out_features) if x.columns is None else x.columns)[item]
     sliced = (t if t is None else t[item] for t in parameters)
-    changes: dict[str, Any] = {"columns": of_head}
+    changes: dict[str, Any] = {"columns": head_classes}
     if x.skip is not None:
         changes["skip"] = chosen.index(x.skip) if x.skip in chosen else None
-    form, _ = form_after(call.on, x)  # type: ignore[misc]
-    return x.after([x], call.on, (h, u, *sliced), form=form, **changes)
+    meta, _ = meta_after(call.on, x)  # type: ignore[misc]
+    return x.after([x], call.on, (h, u, *sliced), meta=meta, **changes)
 
 
 @rule("narrow")
@@ -167,7 +167,7 @@ def _is_low(x: DeferredLogits, k: int, value: float, adds: bool) -> bool:
 def _assigned(x: DeferredLogits, call: Call) -> Any:
     index, value = call.args
     if isinstance(value, DeferredColumn):  # of ``z[..., k] += c``
-        same = value.of is x and value.of_class == _class_of(x, index)
+        same = value.logits is x and value.class_id == _class_of(x, index)
         return None if same else NotImplemented
     if x.log_probs:
         return _overwrite(x, index, value)
@@ -186,7 +186,7 @@ def _put(z: Tensor, index: Any, value: Any) -> Tensor:
 
 def _column_added(column: DeferredColumn, call: Call) -> Any:
     """Add a number to the logits of a class in place."""
-    x, k = column.of, column.of_class
+    x, k = column.logits, column.class_id
     value = call.args[0] if len(call.args) == 1 and not call.kwargs else None
     if not isinstance(value, int | float) or k < 0:
         return NotImplemented
@@ -212,8 +212,8 @@ def _one_class(x: DeferredLogits, mask: Any) -> int | None:
         return None
     if mask.numel() != x.shape[-1] or mask.dim() > x.ndim or not mask.dim() or mask.shape[-1] != mask.numel():
         return None
-    found = mask.flatten().nonzero().flatten().tolist()
-    return found[0] if len(found) == 1 else None
+    classes = mask.flatten().nonzero().flatten().tolist()
+    return classes[0] if len(classes) == 1 else None
 
 
 def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
@@ -231,16 +231,16 @@ def _filled_with(x: DeferredLogits, call: Call, mask: Any, value: Any) -> Any:
 
 @rule("masked_fill", "masked_fill_")
 def _filled(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("mask", "value"), call.args, call.kwargs)
-    return _filled_with(x, call, given.get("mask"), given.get("value"))
+    args = arguments(("mask", "value"), call.args, call.kwargs)
+    return _filled_with(x, call, args.get("mask"), args.get("value"))
 
 
 @rule("where")
 def _chosen(x: DeferredLogits, call: Call) -> Any:
-    of_method = call.function is Tensor.where
-    names = ("input", "condition", "other") if of_method else ("condition", "input", "other")
-    given = arguments(names, call.args, call.kwargs)
-    first, second, keep = (given.get(name) for name in ("input", "other", "condition"))
+    is_method = call.function is Tensor.where
+    names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
+    args = arguments(names, call.args, call.kwargs)
+    first, second, keep = (args.get(name) for name in ("input", "other", "condition"))
     if not isinstance(keep, Tensor) or isinstance(keep, DeferredTensor) or keep.dtype != torch.bool:
         return NotImplemented
     return _filled_with(x, call, *((~keep, second) if first is x else (keep, first)))
@@ -262,7 +262,7 @@ def _overwrite(x: DeferredLogits, index: Any, value: Any) -> Any:
     if ids is None:
         if before is not None:
             return NotImplemented
-        made = Overwritten(mask.clone(), (mask, mask._version), float(value))
+        overwritten = Overwritten(mask.clone(), (mask, mask._version), float(value))
     else:
         whole = isinstance(ids, Tensor) and ids.dim() == 1 and ids.dtype == torch.int64
         if before is None or before.ids is not None or not whole:
@@ -272,9 +272,9 @@ def _overwrite(x: DeferredLogits, index: Any, value: Any) -> Any:
         if not _in_range(ids, mask, x.shape[-1]):
             return NotImplemented
         every = torch.zeros(mask.shape, dtype=torch.int64, device=ids.device).masked_scatter(mask, ids)
-        made = before._replace(ids=every, value=float(value))
+        overwritten = before._replace(ids=every, value=float(value))
     index = (mask.clone(), ids.clone()) if ids is not None else mask.clone()
-    changed = x.change(lambda z: _put(z, index, value), overwritten=made)
+    changed = x.change(lambda z: _put(z, index, value), overwritten=overwritten)
     return changed if changed is NotImplemented else None
 
 

@@ -15,7 +15,7 @@ from dllm_kernels.deferred._graph import Step
 from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_ids, on_classes, picked, rule
 from dllm_kernels.deferred._moves import Call
 from dllm_kernels.deferred._nll import dtype_after
-from dllm_kernels.deferred._pending import Asked, DeferredStat
+from dllm_kernels.deferred._pending import DeferredStat, NeededStats
 from dllm_kernels.deferred._sums import negative
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 P, LOG_P, P_LOG_P, P_Z = "p", "log p", "p log p", "p z"
 
 
-class OfSoftmax(DeferredTensor):
+class SoftmaxTerm(DeferredTensor):
     """A function of the softmax in the shape of the logits, times a number.
 
     Attributes:
@@ -47,18 +47,18 @@ class OfSoftmax(DeferredTensor):
     ) -> Any:  # fmt: skip
         """Return ``step(*sources)``."""
         x.check_unchanged()
-        form = torch.empty(x.shape, dtype=dtype, device="meta")
+        meta = torch.empty(x.shape, dtype=dtype, device="meta")
         recipe = Step(step, x.restored, sources)
-        return cls.made(
-            form, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
+        return cls.create(
+            meta, x.tapped(), recipe, needs=x.needs, logits=x, operation=operation, kind=kind, factor=factor
         )
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return a copy."""
-        return self.of(self.logits, sources, step, step(self.form).dtype, self.operation, None)
+        return self.of(self.logits, sources, step, step(self.meta).dtype, self.operation, None)
 
     def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values; the report names the operation that would have made them."""
+        """Return the values; the report names the operation of the plain loop that computes them."""
         return super().materialize(self.operation)
 
 
@@ -69,12 +69,12 @@ def _has_softmax(x: DeferredLogits) -> bool:
 @rule("softmax")
 def _softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.softmax else ("dim", "_stacklevel", "dtype")
-    given = arguments(names, call.args, call.kwargs)
-    dtype = given.get("dtype")
-    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
+    args = arguments(names, call.args, call.kwargs)
+    dtype = args.get("dtype")
+    if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES) or not _has_softmax(x):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.softmax(-1), x.dtype, x.device)
-    return OfSoftmax.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
+    return SoftmaxTerm.of(x, [x], lambda z: call.on(z).to(dtype), dtype, "softmax", P)
 
 
 @rule("exp")
@@ -82,7 +82,7 @@ def _exp(x: DeferredLogits, call: Call) -> Any:
     if not x.log_probs or call.args or call.kwargs or not _has_softmax(x):
         return NotImplemented
     dtype = dtype_after(lambda z: z.exp(), x.dtype, x.device)
-    return OfSoftmax.of(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P)
+    return SoftmaxTerm.of(x, [x], lambda z: z.exp().to(dtype), dtype, "exp", P)
 
 
 @rule("clamp", "clamp_min")
@@ -91,7 +91,7 @@ def _clamped(x: DeferredLogits, call: Call) -> Any:
     lowest = arguments(("min", "max"), call.args, call.kwargs)
     if not x.log_probs or not _has_softmax(x) or lowest != {"min": torch.finfo(x.dtype).min}:
         return NotImplemented
-    return OfSoftmax.of(x, [x], call.on, x.dtype, "clamp", LOG_P)
+    return SoftmaxTerm.of(x, [x], call.on, x.dtype, "clamp", LOG_P)
 
 
 def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
@@ -102,45 +102,45 @@ def _same_logits(x: DeferredLogits, y: DeferredLogits) -> bool:
 def _product(p: Any, call: Call) -> Any:
     """Multiply by a number, or the softmax by its logarithm or by the logits."""
     (other,) = call.args if len(call.args) == 1 and not call.kwargs else (None,)
-    if isinstance(p, OfSoftmax) and isinstance(other, int | float) and math.isfinite(other) and p.kind is not None:
-        return OfSoftmax.of(p.logits, [p], call.on, p.dtype, p.operation, p.kind, p.factor * other)
-    if not isinstance(p, OfSoftmax) or p.kind != P:
+    if isinstance(p, SoftmaxTerm) and isinstance(other, int | float) and math.isfinite(other) and p.kind is not None:
+        return SoftmaxTerm.of(p.logits, [p], call.on, p.dtype, p.operation, p.kind, p.factor * other)
+    if not isinstance(p, SoftmaxTerm) or p.kind != P:
         p, other = other, p
-    if not isinstance(p, OfSoftmax) or p.kind != P:
+    if not isinstance(p, SoftmaxTerm) or p.kind != P:
         return NotImplemented
-    if isinstance(other, OfSoftmax):
-        of, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
+    if isinstance(other, SoftmaxTerm):
+        logits, kind, factor = other.logits, P_LOG_P if other.kind == LOG_P else None, p.factor * other.factor
     elif isinstance(other, DeferredLogits) and _has_softmax(other):
-        of, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
+        logits, kind, factor = other, P_LOG_P if other.log_probs else P_Z, p.factor
     else:
         return NotImplemented
-    of_graph = p.requires == other.requires or not torch.is_grad_enabled()
-    if kind is None or not of_graph or not _same_logits(p.logits, of):
+    same_graph = p.needs_grad == other.needs_grad or not torch.is_grad_enabled()
+    if kind is None or not same_graph or not _same_logits(p.logits, logits):
         return NotImplemented
     dtype = torch.promote_types(p.dtype, other.dtype)
-    return OfSoftmax.of(of, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
+    return SoftmaxTerm.of(logits, [p, other], lambda a, b: a * b, dtype, p.operation, kind, factor)
 
 
-def _negative(p: OfSoftmax, call: Call) -> Any:
+def _negative(p: SoftmaxTerm, call: Call) -> Any:
     return _product(p, Call(torch.mul, (-1,), {}))
 
 
-def _sum(p: OfSoftmax, call: Call) -> Any:
-    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
+def _sum(p: SoftmaxTerm, call: Call) -> Any:
+    args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
     x, kind, factor = p.logits, p.kind, p.factor
-    usable = kind in (P_LOG_P, P_Z) and on_classes(x, given.get("dim"))
-    if not usable or given.get("keepdim") or given.get("dtype") is not None:
+    usable = kind in (P_LOG_P, P_Z) and on_classes(x, args.get("dim"))
+    if not usable or args.get("keepdim") or args.get("dtype") is not None:
         return NotImplemented
     dtype = dtype_after(lambda z: z.sum(-1), p.dtype, p.device)
-    form = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
+    meta = torch.empty(x.shape[: x.axis] + x.shape[x.axis + 1 :], dtype=dtype, device="meta")
 
     def finish(_: Any, lse: Tensor, entropy: Tensor) -> Tensor:  # the mean of the logits is lse - entropy
         return ((-entropy if kind == P_LOG_P else lse - entropy) * factor).to(dtype)
 
-    return DeferredStat.of_logits(x, "entropy", Asked(None, True, finish), form)
+    return DeferredStat.from_logits(x, "entropy", NeededStats(None, True, finish), meta)
 
 
-def _gathered(p: OfSoftmax, call: Call) -> Any:
+def _gathered(p: SoftmaxTerm, call: Call) -> Any:
     """Return the probabilities of classes."""
     ids, dtype, factor = class_ids(p.logits, call), p.dtype, p.factor
     if p.kind != P or ids is None:
@@ -149,14 +149,14 @@ def _gathered(p: OfSoftmax, call: Call) -> Any:
 
 
 def _product_of_logits(x: Any, call: Call) -> Any:
-    found = _product(x, call)
-    return multiplied(x, call) if found is NotImplemented else found
+    result = _product(x, call)
+    return multiplied(x, call) if result is NotImplemented else result
 
 
 def _negative_of_logits(x: DeferredLogits, call: Call) -> Any:
     if not x.log_probs or not _has_softmax(x):
         return negative(x, call)
-    return OfSoftmax.of(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
+    return SoftmaxTerm.of(x, [x], call.on, x.dtype, "neg", LOG_P, -1.0)
 
 
 # Distributions --------------------------------------------------------------------------------------------------------
@@ -196,4 +196,4 @@ def _broadcast(_: DeferredLogits, call: Call) -> Any:
 
 multiplied = RULES["mul"]
 RULES["mul"], RULES["neg"] = _product_of_logits, _negative_of_logits
-OfSoftmax.rules = {"mul": _product, "neg": _negative, "sum": _sum, "gather": _gathered, "take_along_dim": _gathered}
+SoftmaxTerm.rules = {"mul": _product, "neg": _negative, "sum": _sum, "gather": _gathered, "take_along_dim": _gathered}

@@ -1,9 +1,9 @@
 """Autograd nodes of deferred tensors.
 
-A deferred tensor is the output of :class:`_Stand`. Its backward takes two kinds of gradients: one of the values, which
-torch computes, and one of the *parts* that the values are computed from (hidden states and parameters of the head),
-which fused operations compute. The latter travels as a :class:`PartsGradient`, so that it passes every node and hook
-between the head and the loss (DDP, FSDP2, copies).
+A deferred tensor is the output of :class:`_Placeholder`. Its backward takes two kinds of gradients: the gradient of the
+values, which torch computes, and the gradients of the *parts* that the values are computed from (hidden states and
+parameters of the head), which fused operations compute. The latter are sent as a :class:`PartsGradient`, so that they
+pass every node and hook between the head and the loss (DDP, FSDP2, copies).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Recipe:
 
 
 class Step:
-    """Computes the values of a deferred tensor from those of others, and gradients of these."""
+    """Computes the values of a deferred tensor from those of its sources, and the gradients of the sources."""
 
     def __init__(self, function: Callable[..., Tensor], restored: Callable[[], Any], sources: Sequence[Any]) -> None:
         self.function, self.restored, self.sources = function, restored, sources
@@ -92,12 +92,12 @@ class Step:
 
 def gradients_of(out: Any, inputs: Parts, needs: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
     """Return the gradients of the inputs that need one."""
-    wanted = [t for t, need in zip(inputs, needs, strict=True) if need]
+    needed = [t for t, need in zip(inputs, needs, strict=True) if need]
     graph = torch.is_grad_enabled()
-    found = iter(
-        torch.autograd.grad(out, wanted, grad, retain_graph=True, create_graph=graph, allow_unused=True)  # type: ignore[arg-type]
+    grads = iter(
+        torch.autograd.grad(out, needed, grad, retain_graph=True, create_graph=graph, allow_unused=True)  # type: ignore[arg-type]
     )
-    return [next(found) if need else None for need in needs]
+    return [next(grads) if need else None for need in needs]
 
 
 class PartsGradient(Tensor):
@@ -109,9 +109,9 @@ class PartsGradient(Tensor):
     @classmethod
     def of(cls, like: tuple[Any, ...], parts: Iterable[Tensor | None], dense: Tensor | None = None) -> Any:
         """Return a gradient of a tensor with a shape, a dtype and a device."""
-        made = wrapper(cls, like[0], dtype=like[1], device=like[2])
-        made.parts, made.dense = list(parts), dense
-        return made
+        gradient = wrapper(cls, like[0], dtype=like[1], device=like[2])
+        gradient.parts, gradient.dense = list(parts), dense
+        return gradient
 
     @property
     def like(self) -> tuple[Any, ...]:
@@ -132,7 +132,7 @@ class PartsGradient(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         x, *others = args
-        if func is aten.isnan.default:  # of anomaly detection
+        if func is aten.isnan.default:  # called by anomaly detection
             return torch.stack([t.isnan().any() for t in (*x.parts, x.dense) if t is not None])
         if func in COPIES:
             return x._map(lambda t: t)
@@ -164,15 +164,15 @@ def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-class _Stand(torch.autograd.Function):
-    """Make a deferred tensor, from its sources or, if it has none, from its parts."""
+class _Placeholder(torch.autograd.Function):
+    """Return a deferred tensor in the graph of its sources or, if it has none, of its parts."""
 
     @staticmethod
-    def forward(ctx: Any, cls: Any, form: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
+    def forward(ctx: Any, cls: Any, meta: Tensor, device: Any, recipe: Any, sources: int, *tensors: Any) -> Any:
         ctx.recipe, ctx.sources = recipe, sources
         if not sources:
             ctx.save_for_backward(*tensors)
-        return wrapper(cls, form.shape, form.stride(), form.storage_offset(), dtype=form.dtype, device=device)
+        return wrapper(cls, meta.shape, meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -196,17 +196,17 @@ class _Tap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, needs: Sequence[bool], parts: Parts) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.like, ctx.given = (x.shape, x.dtype, x.device), [t is not None for t in parts]
+        ctx.like, ctx.present = (x.shape, x.dtype, x.device), [t is not None for t in parts]
         out = [None if t is None else t.detach() for t in parts]
         ctx.mark_non_differentiable(*[t for t, need in zip(out, needs, strict=True) if t is not None and not need])
         return tuple(t for t in out if t is not None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if all(g is None for g in grads):  # of a view whose values were used
+        if all(g is None for g in grads):  # a view whose values were used
             return None, None, None
-        given = iter(grads)
-        return PartsGradient.of(ctx.like, [next(given) if there else None for there in ctx.given]), None, None
+        remaining = iter(grads)
+        return PartsGradient.of(ctx.like, [next(remaining) if present else None for present in ctx.present]), None, None
 
 
 class _Values(torch.autograd.Function):
@@ -214,7 +214,7 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, dense: Sequence[Tensor]) -> Tensor:
-        ctx.of = x.grad_fn
+        ctx.deferred_node = x.grad_fn
         return dense[0].data  # no view: torch treats views that a Function returns differently
 
     @staticmethod
@@ -223,7 +223,7 @@ class _Values(torch.autograd.Function):
 
 
 class _Become(torch.autograd.Function):
-    """Make the gradient of a deferred tensor that of another tensor, which has its values after a change in place."""
+    """Send the gradient of a deferred tensor to another tensor, which holds its values after a change in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, values: Tensor) -> Any:
@@ -235,15 +235,15 @@ class _Become(torch.autograd.Function):
         return None, grad
 
 
-def stand(cls: Any, form: Tensor, device: torch.device, recipe: Any, sources: Parts, parts: Parts) -> Any:
-    """Return a deferred tensor like ``form``, a tensor on the meta device."""
-    return _Stand.apply(cls, form, device, recipe, len(sources), *sources, *parts)  # type: ignore[no-untyped-call]
+def placeholder(cls: Any, meta: Tensor, device: torch.device, recipe: Any, sources: Parts, parts: Parts) -> Any:
+    """Return a deferred tensor like ``meta``, a tensor on the meta device."""
+    return _Placeholder.apply(cls, meta, device, recipe, len(sources), *sources, *parts)  # type: ignore[no-untyped-call]
 
 
 def tap(x: Any, needs: Sequence[bool], parts: Parts) -> tuple[Tensor | None, ...]:
     """Return the parts in the graph of a deferred tensor."""
-    given = iter(_Tap.apply(x, needs, parts))  # type: ignore[no-untyped-call]
-    return tuple(None if t is None else next(given) for t in parts)
+    tapped = iter(_Tap.apply(x, needs, parts))  # type: ignore[no-untyped-call]
+    return tuple(None if t is None else next(tapped) for t in parts)
 
 
 def in_graph(x: Any, dense: Tensor) -> Tensor:
@@ -252,12 +252,12 @@ def in_graph(x: Any, dense: Tensor) -> Tensor:
 
 
 def become(x: Any, values: Tensor) -> None:
-    """Make ``x`` the tensor ``values`` in the graph."""
-    kept = contextlib.nullcontext() if x.is_inference() else preserve_version(x)
-    with torch.enable_grad(), kept:
+    """Replace ``x`` in the graph by the tensor ``values``."""
+    guard = contextlib.nullcontext() if x.is_inference() else preserve_version(x)
+    with torch.enable_grad(), guard:
         _Become.apply(x, values)  # type: ignore[no-untyped-call]
 
 
 def becomes(x: Any) -> bool:
-    """Return True if the graph of ``x`` is that of another tensor, by :func:`become`."""
+    """Return True if :func:`become` has replaced ``x`` in the graph."""
     return getattr(x.grad_fn, "_forward_cls", None) is _Become

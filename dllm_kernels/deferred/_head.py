@@ -1,4 +1,4 @@
-"""``fused_head``: an LM head that returns deferred logits, so that an unchanged training loop makes no logits."""
+"""``fused_head``: an LM head that returns deferred logits, so that an unchanged training loop computes no logits."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class FusedHead:
             return plain()
         split, state = _lora.split(self.module), CallState.now(input)
         cast = None if input.dtype == torch.float64 else state.autocast
-        low_rank, given = _lora.low_rank_rows(split, input), split.parameters()
+        low_rank, parameters = _lora.low_rank_rows(split, input), split.parameters()
         if not is_dtensor(input):
-            given = [gathered_once(t, input) if is_dtensor(t) else t for t in given]  # type: ignore[arg-type]
-        return DeferredLogits.of_head(self, split, (input, low_rank, *given), state, cast or input.dtype)
+            parameters = [gathered_once(t, input) if is_dtensor(t) else t for t in parameters]  # type: ignore[arg-type]
+        return DeferredLogits.from_head(self, split, (input, low_rank, *parameters), state, cast or input.dtype)
 
     def _shape(self, input: torch.Tensor) -> torch.Size:
         return torch.Size((*input.shape[:-1], _lora.split(self.module).out_features))
@@ -112,9 +112,9 @@ class FusedHead:
         z = F.linear(parts[0], weight, bias)
         return z if u is None or U is None else z + F.linear(u, U)
 
-    # A function marked as constant is called while a graph is made, once for each graph. An error would be wrapped in
-    # one of Dynamo there, so a call that is not traced raises it when the model runs. The functions of torch.compiler
-    # that do this import torch._dynamo, which takes seconds.
+    # A function marked as constant is called while a graph is traced, once for each graph. Dynamo would wrap an error
+    # of this call in its own, so a call that is not traced raises it when the model runs. The functions of
+    # torch.compiler that do this import torch._dynamo, which takes seconds.
     @constant_while_traced
     def _note_compiled(self) -> None:
         self.report(COMPILED, torch.Size(()))
@@ -221,9 +221,9 @@ def fused_head(model: nn.Module, *, head: nn.Module | None = None, on_logits: st
             before the logits were used; or the gradient of logits is read that a fused loss never computes.
         NotImplementedError: an in-place change of the shape of the logits, or ``detach_`` of logits with a view.
     """
-    found = head_of(model, head)
+    module = head_of(model, head)
     _checks.check_choice("on_logits", on_logits, ON_LOGITS)
-    with deferring(found, FusedHead(model, found, on_logits)) as fused:
+    with deferring(module, FusedHead(model, module, on_logits)) as fused:
         yield fused
 
 

@@ -23,8 +23,8 @@ from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import MOVES, Call, Move
 from dllm_kernels.deferred._nll import NO_INDEX, DeferredNLL, dtype_after
 from dllm_kernels.deferred._nll_rules import NEW, new_tensor
-from dllm_kernels.deferred._pending import Asked, DeferredStat, argmax_of, rows_key
-from dllm_kernels.deferred._tensor import DeferredTensor, arguments, form_after, registers, strided
+from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, rows_key
+from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits
 
@@ -71,7 +71,7 @@ class Rows:
         log_probs: True for log-probabilities.
         bias_factor: factor of the bias, in sums of logits.
         columns: classes of the head, None for all.
-        skip: class that is never taken, because its logit is -inf or so low that its probability is 0, or None.
+        skip: class that is never predicted, because its logit is -inf or so low that its probability is 0, or None.
         skip_finite: True if that logit is not -inf.
         overwritten: rows of log-probabilities that were replaced, or None.
         pending: statistics of logits of this head call that are not computed yet.
@@ -153,13 +153,13 @@ class Rows:
         return filled
 
     def copied(self) -> Any:
-        """Return a copy that is no tensor, so that a graph may hold it."""
-        made = Rows()
-        vars(made).update({name: getattr(self, name) for name in (*KEPT, "parts")}, owner=weakref.ref(self))
-        return made
+        """Return a copy that is not a tensor, so that a graph may hold it."""
+        copy = Rows()
+        vars(copy).update({name: getattr(self, name) for name in (*FIELDS, "parts")}, owner=weakref.ref(self))
+        return copy
 
 
-KEPT = (
+FIELDS = (
     "head", "split_head", "axis", "state", "versions", "scale", "cap", "log_probs", "needs", "bias_factor", "columns",
     "skip", "skip_finite", "overwritten", "pending",
 )  # fmt: skip
@@ -169,33 +169,33 @@ class DeferredLogits(Rows, DeferredTensor):
     """Logits of an LM head, or rows of them, that have not been computed.
 
     Attributes:
-        owns: True if no other tensor shares memory with these logits, although they were made from others.
+        owns: True if no other tensor shares memory with these logits, although they are computed from others.
     """
 
     owns: bool = False
 
     @classmethod
-    def of_head(
+    def from_head(
         cls, head: Any, split: Any, parts: Sequence[Tensor | None], state: CallState, dtype: torch.dtype
     ) -> Any:
         """Return the output of a head."""
         hidden: Any = parts[0]
-        form = torch.empty((*hidden.shape[:-1], split.out_features), dtype=dtype, device="meta")
+        meta = torch.empty((*hidden.shape[:-1], split.out_features), dtype=dtype, device="meta")
         needs = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in parts)
         recipe = Recipe(functools.partial(head.logits, split), lambda: state.restored(hidden), needs)
         versions = Versions.of(parts, split.parameters)
         recipe.sums = head.sums
-        return cls.made(
-            form, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
+        return cls.create(
+            meta, parts, recipe, head=head, split_head=split, axis=hidden.dim() - 1, state=state, versions=versions,
             needs=needs, pending=[],
         )  # fmt: skip
 
     @property
     def usable(self) -> bool:
         """True if an op may take rows and head in place of the logits."""
-        kept = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
+        same_acc = accum_dtype(self.dtype) == accum_dtype(self.hidden.dtype)  # an op computes in the dtype of its rows
         plain = not self.log_probs and self.skip is None
-        return self.fusible and kept and self.axis == len(self.shape) - 1 and plain
+        return self.fusible and same_acc and self.axis == len(self.shape) - 1 and plain
 
     @property
     def fusible(self) -> bool:
@@ -213,7 +213,7 @@ class DeferredLogits(Rows, DeferredTensor):
         return self.identity, self.softcap, None if self.scale == ONE else float(self.scale)
 
     def filled(self) -> tuple[Tensor | None, ...]:
-        """Return the parts; those of another deferred tensor have their values."""
+        """Return the parts with the values of freed ones; the parts of a derived tensor have their values."""
         return self.parts if self.sources else self.filled_parts(self.parts)
 
     def before_values(self, use: str) -> None:
@@ -235,26 +235,26 @@ class DeferredLogits(Rows, DeferredTensor):
         return h.movedim(self.axis, -1), None if u is None else u.movedim(self.axis, -1), *parameters  # type: ignore[union-attr]
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor], parts: Any = None, **changes: Any) -> Any:
-        """Return the logits ``step(*sources)``, with other parts, attributes or ``form``."""
-        form = changes.pop("form", None)
-        if form is None:
-            form, _ = form_after(step, *sources) or (self._copy_form(parts, changes.get("axis", self.axis)), False)
-        kept = {name: getattr(self, name) for name in KEPT} | changes
+        """Return the logits ``step(*sources)``, with other parts, attributes or ``meta``."""
+        meta = changes.pop("meta", None)
+        if meta is None:
+            meta, _ = meta_after(step, *sources) or (self._copy_meta(parts, changes.get("axis", self.axis)), False)
+        attributes = {name: getattr(self, name) for name in FIELDS} | changes
         state, hidden = self.state, self.hidden
         parts = self.tapped() if parts is None else parts
-        return self.made(form, parts, Step(step, lambda: state.restored(hidden), sources), **kept)
+        return self.create(meta, parts, Step(step, lambda: state.restored(hidden), sources), **attributes)
 
-    def _copy_form(self, parts: Any, axis: int) -> Tensor:
-        """Return the form of a copy whose shape depends on values: an index."""
+    def _copy_meta(self, parts: Any, axis: int) -> Tensor:
+        """Return the meta tensor of a copy whose shape depends on values: an index."""
         sizes = list(parts[0].shape)
         sizes[axis] = self.shape[self.axis]
         return torch.empty(sizes, dtype=self.dtype, device="meta")
 
     def elementwise(self, step: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Return the logits after an operation that keeps their shape."""
-        kept = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
-        form = torch.empty_like(self.form, dtype=dtype or self.dtype, memory_format=kept)
-        return self.after([self], step, form=form, owns=True, **changes)
+        memory_format = torch.contiguous_format if changes.get("log_probs") else torch.preserve_format  # as log_softmax
+        meta = torch.empty_like(self.meta, dtype=dtype or self.dtype, memory_format=memory_format)
+        return self.after([self], step, meta=meta, owns=True, **changes)
 
     def change(self, step: Callable[[Tensor], Tensor], view: Any = None, **changes: Any) -> Any:
         """Change these logits in place, as ``step`` would a copy, if only ``view`` may share their memory."""
@@ -262,29 +262,29 @@ class DeferredLogits(Rows, DeferredTensor):
         shared = (self.sources and not self.owns) or derived
         if shared or (self.requires_grad and not torch.is_grad_enabled()):  # without gradients, the values change alone
             return NotImplemented
-        before = self.made(self.form, self.tapped(), self._recipe, **{name: getattr(self, name) for name in KEPT})
+        before = self.create(self.meta, self.tapped(), self._recipe, **{name: getattr(self, name) for name in FIELDS})
         return self.become(before.elementwise(step, **changes))
 
     def moved(self, move: Move, step: Callable[..., Any]) -> Any:
         """Apply a move of rows to the hidden states."""
-        found = form_after(step, self)
-        if found is not None and found[0] is self.form:
+        after_step = meta_after(step, self)
+        if after_step is not None and after_step[0] is self.meta:
             return self
         h, u, *rest = self.tapped()
         hidden = move.apply(h)  # type: ignore[arg-type]
         low_rank = None if u is None else move.apply(u)
         if not isinstance(hidden, tuple | list):
             axis = move.axis % hidden.dim()
-            form = self._copy_form([hidden], axis) if found is None else found[0]
-            owns = found is None or not found[1]
-            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, form=form, owns=owns)
-        made = []
-        for i, (h, form) in enumerate(zip(hidden, found[0], strict=True)):  # type: ignore[index]
+            meta = self._copy_meta([hidden], axis) if after_step is None else after_step[0]
+            owns = after_step is None or not after_step[1]
+            return self.after([self], step, (hidden, low_rank, *rest), axis=axis, meta=meta, owns=owns)
+        results = []
+        for i, (h, meta) in enumerate(zip(hidden, after_step[0], strict=True)):  # type: ignore[index]
             u = None if low_rank is None else low_rank[i]
             axis = move.axis % h.dim()
-            step = strided(form, form.storage_offset() - self.form.storage_offset())
-            made.append(self.after([self], step, (h, u, *rest), axis=axis, form=form))
-        return type(hidden)(made) if type(hidden) in (tuple, list) else tuple(made)
+            step = strided(meta, meta.storage_offset() - self.meta.storage_offset())
+            results.append(self.after([self], step, (h, u, *rest), axis=axis, meta=meta))
+        return type(hidden)(results) if type(hidden) in (tuple, list) else tuple(results)
 
 
 Rule = Callable[[DeferredLogits, Call], Any]
@@ -301,8 +301,8 @@ def move_rule(name: str) -> Rule:
     def move(x: DeferredLogits, call: Call) -> Any:
         if x.overwritten is not None or any(isinstance(a, DeferredLogits) for a in call.args):
             return NotImplemented
-        found = MOVES[name](x.shape, x.axis, call)
-        return NotImplemented if found is None else x.moved(found, call.on)
+        row_move = MOVES[name](x.shape, x.axis, call)
+        return NotImplemented if row_move is None else x.moved(row_move, call.on)
 
     return move
 
@@ -318,9 +318,9 @@ def _like(x: DeferredLogits, call: Call) -> Any:
 
 @rule("cat", "concat", "concatenate", "stack")
 def _joined(parts: Any, call: Call) -> Any:
-    given = arguments(("dim",), call.args, call.kwargs)
-    dim, stacks = given.pop("dim", 0), call.function.__name__ == "stack"
-    if given or not all(isinstance(z, DeferredLogits) and _alike(z, parts[0]) for z in parts):
+    args = arguments(("dim",), call.args, call.kwargs)
+    dim, stacks = args.pop("dim", 0), call.function.__name__ == "stack"
+    if args or not all(isinstance(z, DeferredLogits) and _alike(z, parts[0]) for z in parts):
         return NotImplemented
     first = parts[0]
     dim %= first.ndim + stacks
@@ -339,19 +339,19 @@ def _joined(parts: Any, call: Call) -> Any:
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     fields = (
-        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "requires", "skip", "skip_finite"
+        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "needs_grad", "skip", "skip_finite"
     )  # fmt: skip
     return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
 def _same_device(value: Any, device: torch.device) -> bool:
-    """Return True if an argument of ``to`` or ``type`` names the device, or is no device."""
+    """Return True if an argument of ``to`` or ``type`` is this device, or is not a device."""
     if isinstance(value, str) and value.startswith("torch."):  # type("torch.DoubleTensor")
         return False
     if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
         return True
-    given = torch.device(value)
-    return given.type == device.type and given.index in (None, device.index)
+    other = torch.device(value)
+    return other.type == device.type and other.index in (None, device.index)
 
 
 CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -438,9 +438,9 @@ def on_classes(x: DeferredLogits, dim: Any) -> bool:
 @rule("log_softmax")
 def _log_softmax(x: DeferredLogits, call: Call) -> Any:
     names = ("dim", "dtype") if call.function is not F.log_softmax else ("dim", "_stacklevel", "dtype")
-    given = arguments(names, call.args, call.kwargs)
-    dtype = given.get("dtype")
-    if not on_classes(x, given.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
+    args = arguments(names, call.args, call.kwargs)
+    dtype = args.get("dtype")
+    if not on_classes(x, args.get("dim")) or dtype not in (None, *FLOAT_DTYPES):
         return NotImplemented
     dtype = dtype or dtype_after(lambda z: z.log_softmax(-1), x.dtype, x.device)
 
@@ -452,17 +452,17 @@ def _log_softmax(x: DeferredLogits, call: Call) -> Any:
 
 @rule("cross_entropy", "nll_loss")
 def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
-    of_log = call.function.__name__ == "nll_loss"
+    log_probs = call.function.__name__ == "nll_loss"
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    given = arguments(names, call.args, call.kwargs)
-    target = given.get("target")
-    unsupported = any(given.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
-    if of_log != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or given.get("label_smoothing"):
+    args = arguments(names, call.args, call.kwargs)
+    target = args.get("target")
+    unsupported = any(args.get(name) is not None for name in ("weight", "size_average", "reduce")) or not x.fusible
+    if log_probs != x.log_probs or x.axis != (1 if x.ndim > 1 else 0) or unsupported or args.get("label_smoothing"):
         return NotImplemented
     if not isinstance(target, Tensor) or target.is_floating_point():
         return NotImplemented
     rows = x.shape[: x.axis] + x.shape[x.axis + 1 :]
-    reduction, ignored = given.get("reduction", "mean"), given.get("ignore_index", -100)
+    reduction, ignored = args.get("reduction", "mean"), args.get("ignore_index", -100)
     if target.shape != rows or reduction not in ("none", "sum", "mean") or takes_skipped(x, target):
         return NotImplemented
 
@@ -471,7 +471,7 @@ def _cross_entropy(x: DeferredLogits, call: Call) -> Any:
 
     nll = DeferredNLL.of(x, target, ignored, dtype_after(plain, x.dtype, x.device))
     if reduction == "none":
-        return nll.now()
+        return nll.result()
     return nll.reduced(None if reduction == "sum" else (target != ignored).sum())
 
 
@@ -481,20 +481,20 @@ def _gathered(x: DeferredLogits, call: Call) -> Any:
     if ids is None or takes_skipped(x, ids) or (x.overwritten is not None and ids.shape[-1] > 1):
         return NotImplemented
     if log_probs and ids.shape[-1] == 1:
-        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).now()
+        return DeferredNLL.of(x, ids.squeeze(-1), NO_INDEX, dtype, -1.0).unsqueezed(x.axis).result()
     return picked(x, ids, lambda out, lse: (out if log_probs else out + lse.unsqueeze(-1)).to(dtype), dtype)
 
 
 def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
     """Return the ids that ``gather`` along the classes takes, with the classes last; None for any other call."""
     if call.function.__name__ == "take_along_dim":
-        given = arguments(("indices", "dim"), call.args, call.kwargs)
-        given["index"] = given.get("indices")
+        args = arguments(("indices", "dim"), call.args, call.kwargs)
+        args["index"] = args.get("indices")
     else:
-        given = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
-    index = given.get("index")
-    usable = x.fusible and on_classes(x, given.get("dim"))
-    if not usable or not isinstance(index, Tensor) or given.get("sparse_grad"):
+        args = arguments(("dim", "index", "sparse_grad"), call.args, call.kwargs)
+    index = args.get("index")
+    usable = x.fusible and on_classes(x, args.get("dim"))
+    if not usable or not isinstance(index, Tensor) or args.get("sparse_grad"):
         return None
     rest = [d for d in range(x.ndim) if d != x.axis]
     if index.dim() != x.ndim or any(index.shape[d] != x.shape[d] for d in rest):
@@ -503,44 +503,44 @@ def class_ids(x: DeferredLogits, call: Call) -> Tensor | None:
 
 
 def picked(x: DeferredLogits, ids: Tensor, finish: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> Any:
-    """Return ``finish(log_probs, lse)`` of classes, with the classes where those of the logits are."""
+    """Return ``finish(log_probs, lse)`` of the ids, with their dimension at the class dimension of the logits."""
     axis = x.axis
     ids = ids.where(ids != -100, -1)  # -100 is out of range
     check_target_range(readable_without_sync(ids) or None, "ids", ids, x.shape[axis], None)  # as torch checks them
-    form = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
-    request = Asked(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
-    return DeferredStat.of_logits(x, "picked", request, form)
+    meta = torch.empty(ids.movedim(-1, axis).shape, dtype=dtype, device="meta")
+    request = NeededStats(ids, False, lambda out, lse, _: finish(out, lse).movedim(-1, axis))
+    return DeferredStat.from_logits(x, "picked", request, meta)
 
 
 def takes_skipped(x: DeferredLogits, ids: Tensor) -> bool:
-    """Return True if an id is that of the skipped class, on a CPU; on a GPU its result is NaN."""
+    """Return True if an id is the skipped class, on a CPU; on a GPU, the result of such an id is NaN."""
     return x.skip is not None and readable_without_sync(ids) and bool((ids == x.skip).any())
 
 
 @rule("logsumexp")
 def _logsumexp(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    dim, axis = given.get("dim"), x.axis if given.get("keepdim") else None
+    args = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    dim, axis = args.get("dim"), x.axis if args.get("keepdim") else None
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
     if x.log_probs or not x.fusible or not on_classes(x, dim):
         return NotImplemented
     dtype = dtype_after(lambda z: z.logsumexp(-1), x.dtype, x.device)
     shape = [1 if i == x.axis else n for i, n in enumerate(x.shape) if axis is not None or i != x.axis]
 
-    def lse(_: Any, found: Tensor, __: Any) -> Tensor:
-        return found.to(dtype) if axis is None else found.to(dtype).unsqueeze(axis)
+    def lse(_: Any, row_lse: Tensor, __: Any) -> Tensor:
+        return row_lse.to(dtype) if axis is None else row_lse.to(dtype).unsqueeze(axis)
 
-    form = torch.empty(shape, dtype=dtype, device="meta")
-    return DeferredStat.of_logits(x, "lse", Asked(None, False, lse), form, axis)
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return DeferredStat.from_logits(x, "lse", NeededStats(None, False, lse), meta, axis)
 
 
 @rule("argmax")
 def _argmax(x: DeferredLogits, call: Call) -> Any:
-    given = arguments(("dim", "keepdim"), call.args, call.kwargs)
-    if not on_classes(x, given.get("dim")) or x.overwritten is not None:
+    args = arguments(("dim", "keepdim"), call.args, call.kwargs)
+    if not on_classes(x, args.get("dim")) or x.overwritten is not None:
         return NotImplemented
     x.check_unchanged()
     if (ids := argmax_of(x)) is None:
         with torch.no_grad():
             ids = ops.linear_sample(x.rows()._replace(scale=None), temperature=0).ids
-    return ids.unsqueeze(x.axis) if given.get("keepdim") else ids
+    return ids.unsqueeze(x.axis) if args.get("keepdim") else ids

@@ -72,7 +72,7 @@ def expanded(shape: Sequence[int], axis: int, call: Call) -> Move | None:
     return Move(lambda t: call.function(t, (*sizes[:place], -1, *sizes[place + 1 :])), place)
 
 
-def kept(shape: Sequence[int], axis: int, call: Call) -> Move | None:
+def copied(shape: Sequence[int], axis: int, call: Call) -> Move | None:
     """Move by a copy: contiguous, clone."""
     return Move(call.on, axis)
 
@@ -81,16 +81,16 @@ def along(name: str, place: int, default: Any = 0, removes: bool = False) -> Cal
     """Return the move of an operation along the dimension that the argument ``name`` names."""
 
     def move(shape: Sequence[int], axis: int, call: Call) -> Move | None:
-        given = call.argument(name, place, default)
-        if given is None:  # roll without dims
+        value = call.argument(name, place, default)
+        if value is None:  # roll without dims
             return None
-        dims = [d % len(shape) for d in ([given] if isinstance(given, int) else given)]
+        dims = [d % len(shape) for d in ([value] if isinstance(value, int) else value)]
         if axis in dims:
             return None
         args = list(call.args)
         if len(args) > place:
-            args[place] = dims[0] if isinstance(given, int) else dims
-        kwargs = call.kwargs | ({name: dims[0] if isinstance(given, int) else dims} if name in call.kwargs else {})
+            args[place] = dims[0] if isinstance(value, int) else dims
+        kwargs = call.kwargs | ({name: dims[0] if isinstance(value, int) else dims} if name in call.kwargs else {})
         new = axis - sum(d < axis for d in dims) if removes else axis
         return Move(lambda t: call.function(t, *args, **kwargs), new)
 
@@ -108,8 +108,8 @@ def indexed(shape: Sequence[int], axis: int, call: Call) -> Move | None:
     place = next(i for i, item in enumerate(items) if item is Ellipsis)
     items[place : place + 1] = [slice(None)] * missing
     first = [sum(map(_consumed, items[:i])) for i in range(len(items))]  # dimension at which each item begins
-    of_class = next(i for i, item in enumerate(items) if first[i] <= axis < first[i] + _consumed(item))
-    item, before, after = items[of_class], items[:of_class], items[of_class + 1 :]
+    class_index = next(i for i, item in enumerate(items) if first[i] <= axis < first[i] + _consumed(item))
+    item, before, after = items[class_index], items[:class_index], items[class_index + 1 :]
     if not isinstance(item, slice) or range(shape[axis])[item] != range(shape[axis]):
         return None
     # Dimensions behind the class dimension keep their places, unless tensors index on both sides of it.
@@ -137,7 +137,7 @@ def _consumed(item: Any) -> int:
 MOVES: dict[str, Callable[..., Move | None]] = {
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"), reshaped),
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t", "T", "mT"), permuted),
-    **dict.fromkeys(("contiguous", "clone"), kept),
+    **dict.fromkeys(("contiguous", "clone"), copied),
     "expand": expanded,
     "__getitem__": indexed,
     "split": along("dim", 1), "chunk": along("dim", 1), "tensor_split": along("dim", 1),

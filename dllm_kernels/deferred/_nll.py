@@ -20,8 +20,8 @@ from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
 from dllm_kernels.deferred._graph import Recipe, Step, become
-from dllm_kernels.deferred._pending import Asked, Pending, compute
-from dllm_kernels.deferred._tensor import form_after
+from dllm_kernels.deferred._pending import NeededStats, Pending, compute
+from dllm_kernels.deferred._tensor import meta_after
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ class DeferredNLL(Pending):
 
     Parts: those of the logits, with the classes as the last dimension.
 
-    Target and weights are as they were when they were given: copies, because the caller may write into them.
+    Target and weights are copies, because the caller may write into the originals.
 
     Attributes:
         logits: a copy of the attributes of the logits that the rows are from.
@@ -42,8 +42,8 @@ class DeferredNLL(Pending):
         row_weights: constants, one per row, in the dtype of the sum, or None.
         factor: a number.
         offset: constants in the shape of this tensor, or None.
-        finite: ``nan_to_num`` was applied to the product of the NLL and these constants, before all else; None: it was
-            not.
+        finite: constants whose product with the NLL is the input of ``nan_to_num``, before all else; None: there is no
+            ``nan_to_num``.
         summed: True if the rows ``target`` have one dimension more than this tensor, over which it is a sum.
     """
 
@@ -59,7 +59,7 @@ class DeferredNLL(Pending):
     @classmethod
     def of(cls, logits: Any, target: Tensor, ignore_index: int, dtype: torch.dtype, factor: float = 1.0) -> Any:
         """Return the NLL of logits with the classes in any dimension."""
-        nll = cls._of(
+        nll = cls._new(
             logits.classes_last(), dtype, logits=logits.copied(), target=target.detach().clone(),
             ignore_index=ignore_index, row_weights=None, factor=factor, offset=None,
             finite=None, summed=False,
@@ -72,45 +72,45 @@ class DeferredNLL(Pending):
         return nll.masked(~logits.overwritten.mask, values)
 
     @classmethod
-    def _of(
-        cls, parts: Any, dtype: torch.dtype, recipe: Any = None, form: Any = None, needs: Any = None, **kept: Any
+    def _new(
+        cls, parts: Any, dtype: torch.dtype, recipe: Any = None, meta: Any = None, needs: Any = None, **fields: Any
     ) -> Any:
-        logits, target = kept["logits"], kept["target"]
+        logits, target = fields["logits"], fields["target"]
         if needs is None:
             needs = [n and t is not None and t.requires_grad for t, n in zip(parts, logits.needs, strict=True)]
-        if form is None:
-            form = torch.empty(target.shape[: target.dim() - kept["summed"]], dtype=dtype, device="meta")
-        recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **kept), logits.restored, needs)
-        made = cls.made(form, parts, recipe, needs=needs, above=parts, **kept)
-        made.join()
-        return made
+        if meta is None:
+            meta = torch.empty(target.shape[: target.dim() - fields["summed"]], dtype=dtype, device="meta")
+        recipe = recipe or Recipe(functools.partial(_values, dtype=dtype, **fields), logits.restored, needs)
+        nll = cls.create(meta, parts, recipe, needs=needs, graph_parts=parts, **fields)
+        nll.join()
+        return nll
 
     @property
     def open(self) -> bool:
-        """True if the values may be computed with those of others; a view takes those of its base."""
+        """True if the values may be computed with others in one pass; a view uses the values of its base."""
         return not self.sources and super().open
 
-    def asked(self) -> Asked:
-        """Return what the NLL is made from in a pass that computes more."""
-        kept, ids = {name: getattr(self, name) for name in AFFINE}, _ids(self.target, self.ignore_index)
-        return Asked(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **kept))
+    def needed_stats(self) -> NeededStats:
+        """Return the statistics that the NLL needs of a pass that computes others too."""
+        fields, ids = {name: getattr(self, name) for name in AFFINE}, _ids(self.target, self.ignore_index)
+        return NeededStats(ids, False, lambda log_probs, *_: _affine(-log_probs[..., 0], self.dtype, **fields))
 
-    def now(self) -> Tensor:
+    def result(self) -> Tensor:
         """Return the NLL; without a graph, such as old log-probabilities, its values, because the head may change."""
         return self if self.requires_grad else self.materialize()
 
     def changed(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Return the NLL of the same rows with other weights or dtype."""
-        return self._of(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in KEPT} | changes)
+        return self._new(self.tapped(), dtype or self.dtype, **{name: getattr(self, name) for name in FIELDS} | changes)
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
         """Return the NLL as another tensor."""
-        kept = {name: getattr(self, name) for name in KEPT}
+        fields = {name: getattr(self, name) for name in FIELDS}
         recipe = Step(step, self.logits.restored, sources)
-        return self._of(self.tapped(), self.dtype, recipe, step(self.form), self.needs, **kept)
+        return self._new(self.tapped(), self.dtype, recipe, step(self.meta), self.needs, **fields)
 
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
-        """Return the sum over all rows, or their sum over a count."""
+        """Return the sum over all rows, or the sum divided by a count."""
         divisor = max(count, 1) if isinstance(count, int) else 1 if count is None else count.clamp(min=1)
         weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
         weights = weights if self.finite is None else weights * self.finite
@@ -126,21 +126,21 @@ class DeferredNLL(Pending):
 
         total: DeferredSum = DeferredSum.of(self, weights, finish)
         if self.finite is not None:
-            out = total.weighted(total.above)
+            out = total.weighted(total.graph_parts)
             infinite = not (out.nll * weights).isfinite().all()
             return finish(self.materialize("nan_to_num").sum() / divisor if infinite else out.loss)
-        return total.now()
+        return total.result()
 
     def constant(self, value: Tensor | float) -> Tensor:
         """Return a copy of a constant in this tensor's shape, in the dtype of the sum."""
         dtype = accum_dtype(self.logits.hidden.dtype)
         if isinstance(value, Tensor):
-            made = value.detach().to(self.device, torch.promote_types(dtype, value.dtype), copy=True)
+            tensor = value.detach().to(self.device, torch.promote_types(dtype, value.dtype), copy=True)
         else:
-            made = torch.full((), value, dtype=dtype, device=self.device)
-        return made.expand(self.shape)
+            tensor = torch.full((), value, dtype=dtype, device=self.device)
+        return tensor.expand(self.shape)
 
-    def of_rows(self, constant: Tensor) -> Tensor:
+    def expand_to_rows(self, constant: Tensor) -> Tensor:
         """Expand a constant in this tensor's shape to the rows."""
         return constant.unsqueeze(-1).expand(self.target.shape) if self.summed else constant
 
@@ -152,13 +152,13 @@ class DeferredNLL(Pending):
         """Return the product with constants, in a dtype."""
         weights = self.constant(weights)
         offset = None if self.offset is None else self.offset * weights
-        weights = self.of_rows(weights)
+        weights = self.expand_to_rows(weights)
         weights = weights if self.row_weights is None else self.row_weights * weights
         return self.changed(row_weights=weights, offset=offset, dtype=dtype)
 
     def masked(self, keep: Tensor, fill: Any, dtype: torch.dtype | None = None) -> Any:
         """Return the NLL with ``fill``, a number or constants, where ``keep`` is False; NaN there does not count."""
-        weights = torch.where(self.of_rows(keep.expand(self.shape)), self.coefficients(), 0.0)
+        weights = torch.where(self.expand_to_rows(keep.expand(self.shape)), self.coefficients(), 0.0)
         offset = self.offset
         if offset is not None or isinstance(fill, Tensor) or fill != 0:
             offset = torch.where(keep, 0.0 if offset is None else offset, self.constant(fill))
@@ -168,7 +168,7 @@ class DeferredNLL(Pending):
         """Return the sum with an NLL of the same rows and targets; None for any other."""
         if self.target is not other.target or self.logits is not other.logits or self.finite is not other.finite:
             return None
-        if self.summed != other.summed or self.requires != other.requires:
+        if self.summed != other.summed or self.needs_grad != other.needs_grad:
             return None
         offset = other.offset if self.offset is None else self.offset
         if offset is not None and self.offset is not None and other.offset is not None:
@@ -179,18 +179,18 @@ class DeferredNLL(Pending):
 
     def coefficients(self) -> Tensor:
         """Return factor times weight of each row."""
-        weights = self.of_rows(self.constant(self.factor))
+        weights = self.expand_to_rows(self.constant(self.factor))
         return weights if self.row_weights is None else weights * self.row_weights
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Any:
-        """Apply a move of rows, which must also accept tensors with further dimensions behind those of this one."""
+        """Apply a move of rows, which must also accept tensors with more trailing dimensions than this one."""
         h, u, *rest = self.tapped()
-        kept = {name: getattr(self, name) for name in KEPT}
-        kept |= {name: move(kept[name]) for name in (*PER_ROW, "offset") if kept[name] is not None}
+        fields = {name: getattr(self, name) for name in FIELDS}
+        fields |= {name: move(fields[name]) for name in (*PER_ROW, "offset") if fields[name] is not None}
         parts = move(h), None if u is None else move(u), *rest  # type: ignore[arg-type]
-        form, is_view = form_after(move, self) or (None, False)
-        recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy needs its own rows only
-        return self._of(parts, self.dtype, recipe, form if is_view else None, **kept)
+        meta, is_view = meta_after(move, self) or (None, False)
+        recipe = Step(move, self.logits.restored, [self]) if is_view else None  # a copy reads only its rows
+        return self._new(parts, self.dtype, recipe, meta if is_view else None, **fields)
 
     def summed_over(self, dims: Sequence[int], factor: float = 1.0) -> Any:
         """Return the sum over some dimensions, times a number."""
@@ -200,11 +200,11 @@ class DeferredNLL(Pending):
             return t.movedim(tuple(dims), tuple(range(first, self.ndim))).flatten(first, self.ndim - 1 + self.summed)
 
         h, u, *rest = self.tapped()
-        kept = {name: getattr(self, name) for name in KEPT} | {"summed": True, "factor": self.factor * factor}
-        kept |= {name: rows(kept[name]) for name in PER_ROW if kept[name] is not None}
+        fields = {name: getattr(self, name) for name in FIELDS} | {"summed": True, "factor": self.factor * factor}
+        fields |= {name: rows(fields[name]) for name in PER_ROW if fields[name] is not None}
         if self.offset is not None:
-            kept["offset"] = self.offset.sum(tuple(dims)) * factor
-        return self._of((rows(h), None if u is None else rows(u), *rest), self.dtype, **kept)  # type: ignore[arg-type]
+            fields["offset"] = self.offset.sum(tuple(dims)) * factor
+        return self._new((rows(h), None if u is None else rows(u), *rest), self.dtype, **fields)  # type: ignore[arg-type]
 
     def unsqueezed(self, dim: int) -> Any:
         """Return the NLL with a new dimension at ``dim``, not negative."""
@@ -219,8 +219,8 @@ class DeferredSum(Pending):
         target: see :class:`DeferredNLL`.
         ignore_index: see :class:`DeferredNLL`.
         row_weights: constants, one per row.
-        finish: returns the value, of the weighted sum.
-        weighted: returns what ``weighted_nll`` returns, of the parts.
+        finish: returns the value of this tensor from the weighted sum.
+        weighted: returns the result of ``weighted_nll`` from the parts.
     """
 
     logits: Any
@@ -232,25 +232,25 @@ class DeferredSum(Pending):
 
     @classmethod
     def of(cls, nll: DeferredNLL, row_weights: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
-        """Return the sum of an NLL with constant weights; errors are raised now."""
-        of, target = nll.logits, nll.target
-        of.check_unchanged()
+        """Return the sum of an NLL with constant weights; errors are raised here, not when the value is computed."""
+        logits, target = nll.logits, nll.target
+        logits.check_unchanged()
         check_target_range(
-            readable_without_sync(target) or None, "targets", target, of.classes, nll.ignore_index, counted=row_weights,
-            excluded=of.skip,
+            readable_without_sync(target) or None, "targets", target, logits.classes, nll.ignore_index,
+            counted=row_weights, excluded=logits.skip,
         )  # fmt: skip
-        kept = {"logits": of, "target": target, "ignore_index": nll.ignore_index}
-        weighted: Any = functools.partial(_weighted, row_weights=row_weights, **kept)
-        recipe = Recipe(lambda parts: finish(weighted(parts).loss), of.restored, nll.needs)
-        form, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
-        return cls.made(
-            form, parts, recipe, needs=nll.needs, above=parts, row_weights=row_weights, finish=finish,
-            weighted=weighted, **kept,
+        fields = {"logits": logits, "target": target, "ignore_index": nll.ignore_index}
+        weighted: Any = functools.partial(_weighted, row_weights=row_weights, **fields)
+        recipe = Recipe(lambda parts: finish(weighted(parts).loss), logits.restored, nll.needs)
+        meta, parts = torch.empty((), dtype=nll.dtype, device="meta"), nll.tapped()
+        return cls.create(
+            meta, parts, recipe, needs=nll.needs, graph_parts=parts, row_weights=row_weights, finish=finish,
+            weighted=weighted, **fields,
         )  # fmt: skip
 
-    def now(self) -> Tensor:
-        """Return this sum, or its values if it has no graph, or if hooks count what is saved for the backward pass."""
-        if not self.requires or saved_tensors_hooks() is not None:
+    def result(self) -> Tensor:
+        """Return this sum, or its values if it has no graph or if hooks count the tensors saved for backward."""
+        if not self.needs_grad or saved_tensors_hooks() is not None:
             return self.materialize()
         self.join()
         sums = self.logits.head.sums
@@ -258,48 +258,48 @@ class DeferredSum(Pending):
         sums.append(weakref.ref(self))
         return self
 
-    def asked(self) -> Asked:
-        """Return what the sum is made from in a pass that computes more."""
+    def needed_stats(self) -> NeededStats:
+        """Return the statistics that the sum needs of a pass that computes others too."""
         weights, finish = self.row_weights, self.finish
 
         def total(log_probs: Tensor, *_: Any) -> Tensor:
             return finish((torch.where(weights != 0, -log_probs[..., 0], 0.0) * weights).sum())
 
-        return Asked(_ids(self.target, self.ignore_index), False, total)
+        return NeededStats(_ids(self.target, self.ignore_index), False, total)
 
     def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the value, computed with those of the others that are pending."""
+        """Return the value, computed in one pass with the values of other pending members."""
         if self._value is None and self.open and (members := self.together()):
             compute(members)
         elif self._value is None:
-            inference = torch.is_inference_mode_enabled() and not self.requires
-            with torch.inference_mode(inference), torch.set_grad_enabled(self.requires):
+            inference = torch.is_inference_mode_enabled() and not self.needs_grad
+            with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad):
                 self.receive(self.finish(self.weighted(self.tapped()).loss))
         return self._value  # type: ignore[return-value]
 
     def receive(self, value: Tensor) -> None:
-        """Set the value, and forget what it was computed from."""
+        """Set the value, and release the tensors that it was computed from."""
         with plainly():
             self._value = value
             self.detach_()
             if value.requires_grad:
                 become(self, value)
-        gone = ("above", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
-        vars(self).update(dict.fromkeys(gone), parts=())
+        released = ("graph_parts", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
+        vars(self).update(dict.fromkeys(released), parts=())
 
     @classmethod
     @disable_dynamo
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _of_values(func, args, kwargs)
+        return _call_with_values(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _of_values(func, args, kwargs)
+        return _call_with_values(func, args, kwargs)
 
 
-def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
+def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     def value(x: Any) -> Any:
         return x.materialize() if isinstance(x, DeferredSum) else x
 
@@ -312,11 +312,11 @@ def _weighted(parts: Any, logits: Any, target: Tensor, ignore_index: int, row_we
 
 
 def _ids(target: Tensor, ignore_index: int) -> Tensor:
-    """Return targets as ids ``[..., 1]`` of statistics, for which -100 is none."""
+    """Return targets as ids ``[..., 1]`` of statistics, which take -100 for a missing id."""
     return target.masked_fill(target == -100, -1).masked_fill(target == ignore_index, -100).unsqueeze(-1)
 
 
-KEPT = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
+FIELDS = "logits", "target", "ignore_index", "row_weights", "factor", "offset", "finite", "summed"
 AFFINE = "row_weights", "factor", "offset", "finite", "summed"
 PER_ROW = "target", "row_weights", "finite"
 

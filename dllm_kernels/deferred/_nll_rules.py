@@ -17,7 +17,7 @@ from dllm_kernels.deferred._nll import DeferredNLL
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, registers
 
 Tensor = torch.Tensor
-# Methods that make a tensor of the dtype and on the device of another.
+# Methods that create a tensor with the dtype and the device of another one.
 NEW = "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"
 LIKE = "zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"
 Rule = Callable[[Any, Call], Any]
@@ -36,7 +36,7 @@ def new_tensor(x: Any, call: Call) -> Tensor:
 
 @rule(*LIKE)
 def _new_like(x: DeferredNLL, call: Call) -> Any:
-    return call.on(torch.empty_strided(x.shape, x.form.stride(), dtype=x.dtype, device=x.device))
+    return call.on(torch.empty_strided(x.shape, x.meta.stride(), dtype=x.dtype, device=x.device))
 
 
 # Constant coefficients ------------------------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ def _negative(x: DeferredNLL, call: Call) -> Any:
 
 @rule("add", "sub", "rsub", "subtract", "__rsub__")
 def _sum(x: DeferredNLL, call: Call) -> Any:
-    given = arguments(("input", "other", "alpha"), call.args, call.kwargs)
-    alpha, name = given.get("alpha", 1), call.function.__name__
-    if len(given) - ("alpha" in given) != 2 or not _is_number(alpha) or not math.isfinite(alpha):
+    args = arguments(("input", "other", "alpha"), call.args, call.kwargs)
+    alpha, name = args.get("alpha", 1), call.function.__name__
+    if len(args) - ("alpha" in args) != 2 or not _is_number(alpha) or not math.isfinite(alpha):
         return NotImplemented
-    terms = [(given["input"], -alpha if "rsub" in name else 1), (given["other"], -alpha if name[:3] == "sub" else 1)]
+    terms = [(args["input"], -alpha if "rsub" in name else 1), (args["other"], -alpha if name[:3] == "sub" else 1)]
     if name == "add":
-        terms[1] = given["other"], alpha
+        terms[1] = args["other"], alpha
     total: Any = None
     for value, factor in sorted(terms, key=lambda term: not isinstance(term[0], DeferredNLL)):
         if isinstance(value, DeferredNLL):
@@ -115,13 +115,13 @@ def _sum(x: DeferredNLL, call: Call) -> Any:
 
 @rule("where")
 def _where(x: DeferredNLL, call: Call) -> Any:
-    of_method = call.function is Tensor.where
-    names = ("input", "condition", "other") if of_method else ("condition", "input", "other")
-    given = arguments(names, call.args, call.kwargs)
-    if len(given) != 3 or not _is_mask(x, given["condition"]):
+    is_method = call.function is Tensor.where
+    names = ("input", "condition", "other") if is_method else ("condition", "input", "other")
+    args = arguments(names, call.args, call.kwargs)
+    if len(args) != 3 or not _is_mask(x, args["condition"]):
         return NotImplemented
     total: Any = None
-    first, second, keep = given["input"], given["other"], given["condition"]
+    first, second, keep = args["input"], args["other"], args["condition"]
     if not isinstance(first, DeferredNLL):
         first, second, keep = second, first, ~keep
     if isinstance(second, DeferredNLL):
@@ -134,18 +134,18 @@ def _where(x: DeferredNLL, call: Call) -> Any:
 
 @rule("masked_fill")
 def _filled(x: DeferredNLL, call: Call) -> Any:
-    given = arguments(("mask", "value"), call.args, call.kwargs)
-    value = given.get("value")
-    if not _is_mask(x, given.get("mask")) or not _is_number(value):
+    args = arguments(("mask", "value"), call.args, call.kwargs)
+    value = args.get("value")
+    if not _is_mask(x, args.get("mask")) or not _is_number(value):
         return NotImplemented
-    return x.masked(~given["mask"], value)
+    return x.masked(~args["mask"], value)
 
 
 @rule("nan_to_num")
 def _finite(x: DeferredNLL, call: Call) -> Any:
-    given = arguments(("nan", "posinf", "neginf"), call.args, call.kwargs)
+    args = arguments(("nan", "posinf", "neginf"), call.args, call.kwargs)
     plain = x.offset is None and x.finite is None and not x.summed
-    if given.pop("nan", None) not in (None, 0) or given or not plain or not readable_without_sync(x.target):
+    if args.pop("nan", None) not in (None, 0) or args or not plain or not readable_without_sync(x.target):
         return NotImplemented
     return x.changed(finite=x.coefficients(), factor=1.0, row_weights=None)
 
@@ -207,7 +207,7 @@ def _indexed(x: DeferredNLL, call: Call) -> Any:
 
 
 @rule("contiguous")
-def _kept(x: DeferredNLL, call: Call) -> Any:
+def _contiguous(x: DeferredNLL, call: Call) -> Any:
     return x if x.is_contiguous() else _cloned(x, call)
 
 
@@ -231,20 +231,20 @@ def _cast(x: DeferredNLL, call: Call) -> Any:
 
 @rule("sum", "mean")
 def _reduced(x: DeferredNLL, call: Call) -> Any:
-    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
-    dim, averages = given.get("dim"), call.function.__name__ == "mean"
-    if given.get("dtype") is not None or (isinstance(dim, tuple | list) and not dim):
+    args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
+    dim, averages = args.get("dim"), call.function.__name__ == "mean"
+    if args.get("dtype") is not None or (isinstance(dim, tuple | list) and not dim):
         return NotImplemented
     dims = range(x.ndim) if dim is None else sorted(d % x.ndim for d in ([dim] if isinstance(dim, int) else dim))
     if len(set(dims)) < len(dims):
         return NotImplemented
     count = math.prod(x.shape[d] for d in dims)
-    if len(dims) == x.ndim and not given.get("keepdim"):
+    if len(dims) == x.ndim and not args.get("keepdim"):
         return x.reduced(count if averages else None)
     if averages and not count:
         return NotImplemented
     total = x.summed_over(dims, 1 / count if averages else 1.0)
-    for d in dims if given.get("keepdim") else ():
+    for d in dims if args.get("keepdim") else ():
         total = total.unsqueezed(d)
     return total
 
@@ -275,22 +275,22 @@ def _einsum(x: DeferredNLL, call: Call) -> Any:
     out = out if arrow else "".join(sorted(c for c in set(left) - {","} if left.count(c) == 1))
     if len(terms) != len(operands) or not left.replace(",", "").isalpha() or not (out + "a").isalpha():
         return NotImplemented
-    mine = next(term for term, t in zip(terms, operands, strict=True) if t is x)
-    if len(mine) != x.ndim or any(len(set(term)) < len(term) or not set(term) <= set(mine) for term in (*terms, out)):
+    dims = next(term for term, t in zip(terms, operands, strict=True) if t is x)
+    if len(dims) != x.ndim or any(len(set(term)) < len(term) or not set(term) <= set(dims) for term in (*terms, out)):
         return NotImplemented
     others = [(term, t) for term, t in zip(terms, operands, strict=True) if t is not x]
     result = x
     for term, t in others:
-        sizes = [x.shape[mine.index(c)] for c in term]
+        sizes = [x.shape[dims.index(c)] for c in term]
         if not _is_constant(t) or t.dtype != x.dtype or list(t.shape) != sizes:
             return NotImplemented
-        t = t.permute([term.index(c) for c in mine if c in term])
-        result = result.weighted(t[tuple(slice(None) if c in term else None for c in mine)], x.dtype)
+        t = t.permute([term.index(c) for c in dims if c in term])
+        result = result.weighted(t[tuple(slice(None) if c in term else None for c in dims)], x.dtype)
     if not out:
         return result.reduced()
     if len(others) != len(terms) - 1:
         return NotImplemented
-    summed = [i for i, c in enumerate(mine) if c not in out]
+    summed = [i for i, c in enumerate(dims) if c not in out]
     result = result.summed_over(summed) if summed else result
-    kept = [c for c in mine if c in out]
-    return result if kept == list(out) else result.permute([kept.index(c) for c in out])
+    remaining = [c for c in dims if c in out]
+    return result if remaining == list(out) else result.permute([remaining.index(c) for c in out])

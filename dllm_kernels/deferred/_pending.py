@@ -21,13 +21,13 @@ from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import plainly
 from dllm_kernels.deferred._graph import Recipe, Step
 from dllm_kernels.deferred._moves import Call
-from dllm_kernels.deferred._tensor import DeferredTensor, form_after
+from dllm_kernels.deferred._tensor import DeferredTensor, meta_after
 
 Tensor = torch.Tensor
 
 
-class Asked(NamedTuple):
-    """Statistics that a member needs, and how it is made from them.
+class NeededStats(NamedTuple):
+    """Statistics that a member needs, and how its values are computed from them.
 
     Attributes:
         ids: classes ``[..., K]`` whose log-probabilities are needed, -100 for none; or None.
@@ -49,31 +49,31 @@ def row_stats(logits: Any, parts: Any, ids: Tensor | None, entropy: bool, best: 
     return ops.row_stats(record, ids, entropy=entropy, with_ids=best, check_targets=checks)
 
 
-def rows_key(parts: Any, of: Any) -> tuple[Any, ...]:
-    """Return what is equal for parts of the same rows in the same order, and logits ``of`` the same transform."""
+def rows_key(parts: Any, logits: Any) -> tuple[Any, ...]:
+    """Return a key: equal for parts of the same rows in the same order, if their logits have the same transform."""
     h, u = parts[:2]
     plain = h.is_contiguous() and (u is None or u.is_contiguous())
     layout = h.shape[:-1].numel() if plain else (h.shape, h.stride())
     pointers = h.data_ptr(), h.dtype, None if u is None else u.data_ptr()
-    return *pointers, layout, of.scale, of.cap, of.skip, of.columns, of.bias_factor
+    return *pointers, layout, logits.scale, logits.cap, logits.skip, logits.columns, logits.bias_factor
 
 
 class Pending(DeferredTensor):
-    """Base class of members; a derived class has :meth:`asked`.
+    """Base class of members; a derived class has :meth:`needed_stats`.
 
     Attributes:
         logits: a copy of the attributes of the logits that the rows are from.
-        above: the parts in the graph that this tensor was made from; None for a view or a copy.
+        graph_parts: the parts in the graph that this tensor is computed from; None for a view or a copy.
     """
 
     logits: Any
-    above: Any
+    graph_parts: Any
 
     def filled(self) -> tuple[Tensor | None, ...]:
-        """Return the parts with their values; those of another deferred tensor have them."""
+        """Return the parts with the values of freed ones; the parts of a view or a copy have their values."""
         return self.parts if self.sources else self.logits.filled_parts(self.parts)
 
-    def asked(self) -> Asked:
+    def needed_stats(self) -> NeededStats:
         """Return what this member needs."""
         raise NotImplementedError
 
@@ -88,25 +88,25 @@ class Pending(DeferredTensor):
         self.logits.pending[:] = [ref for ref in self.logits.pending if ref() is not self]
 
     @property
-    def _rows(self) -> tuple[Any, ...]:
+    def _rows_key(self) -> tuple[Any, ...]:
         """Equal for members of the same rows, in the same order."""
         return *rows_key(self.parts, self.logits), tuple(self.needs)
 
     def members(self) -> list[Pending]:
-        """Return this member and those of the same rows.
+        """Return this member and all others of the same rows.
 
         The first is of logits that are still alive, if there are any, because hooks on these must see the whole
         gradient.
         """
-        mine, owner, members = self._rows, self.logits.owner(), [self]
+        key, owner, members = self._rows_key, self.logits.owner(), [self]
         for other in (ref() for ref in self.logits.pending):
-            if other is None or other is self or not other.open or other._rows != mine:
+            if other is None or other is self or not other.open or other._rows_key != key:
                 continue
-            its = other.logits.owner()
-            if its is None or its is owner:
+            other_owner = other.logits.owner()
+            if other_owner is None or other_owner is owner:
                 members.append(other)
             elif owner is None:
-                owner = its
+                owner = other_owner
                 members.insert(0, other)
         return members
 
@@ -117,18 +117,18 @@ class Pending(DeferredTensor):
 
     @property
     def open(self) -> bool:
-        """True if the values may be computed with those of others."""
-        known = self.requires and self.deferred and not self._recomputed and not self._checkpointed
-        return known and not self.watched and not any(map(is_freed, self.parts))  # by sharding, since it was made
+        """True if the values may be computed with others in one pass."""
+        known = self.needs_grad and self.deferred and not self._recomputed and not self._checkpointed
+        return known and not self.watched and not any(map(is_freed, self.parts))  # freed by sharding in the meantime
 
     def materialize(self, use: str = "materialize") -> Tensor:
-        """Return the values, computed with those of the others that are pending."""
+        """Return the values, computed in one pass with the values of other pending members."""
         if self.open and (members := self.together()):
             compute(members)
         return super().materialize(use)
 
     def receive(self, value: Tensor) -> None:
-        """Set the values, in a graph that does not lead through this tensor."""
+        """Set the values, whose graph does not contain this tensor."""
         with plainly():
             self._value, self._node = self._laid_out(value), self.grad_fn
             self._linked = self._value.grad_fn
@@ -138,7 +138,7 @@ def argmax_of(x: Any) -> Any:
     """Compute the argmax with the members of the same rows; None if there are none."""
     parts: Any = [t if t is None else t.movedim(x.axis, -1) for t in x.parts[:2]]
     for member in (ref() for ref in x.pending):
-        if member is not None and member.open and member._rows[:-1] == rows_key(parts, x):
+        if member is not None and member.open and member._rows_key[:-1] == rows_key(parts, x):
             return compute(member.members(), best=True).view(parts[0].shape[:-1])
     return None
 
@@ -146,15 +146,15 @@ def argmax_of(x: Any) -> Any:
 def compute(members: Sequence[Pending], best: bool = False) -> Any:
     """Compute members of the same rows in one pass, in the graph of the first; return the argmax if requested."""
     first = members[0]
-    asked = [member.asked() for member in members]
+    needed = [member.needed_stats() for member in members]
     with torch.inference_mode(False), torch.enable_grad(), own_graph(), first.logits.restored():
-        parts = first.above
+        parts = first.graph_parts
         rows = parts[0].shape[:-1]
-        ids = [a.ids.reshape(*rows, -1) for a in asked if a.ids is not None]
-        entropies = any(a.entropy for a in asked)
+        ids = [a.ids.reshape(*rows, -1) for a in needed if a.ids is not None]
+        entropies = any(a.entropy for a in needed)
         out = row_stats(first.logits, parts, torch.cat(ids, -1) if ids else None, entropies, best)
         start = 0
-        for member, a in zip(members, asked, strict=True):
+        for member, a in zip(members, needed, strict=True):
             shape, log_probs = member.parts[0].shape[:-1], None  # type: ignore[union-attr]
             if a.ids is not None:
                 count = a.ids.shape[-1]
@@ -171,19 +171,19 @@ class DeferredStat(Pending):
     Parts: those of the logits, with the classes as the last dimension.
 
     Attributes:
-        of: the recipe of the logits.
+        logits_recipe: recipe of the logits; None after a change other than a new dimension in place of the classes.
         axis: dimension of size 1 in place of the classes, or None.
         request: what is needed; None for a view or a copy of another one.
         kind: "lse", "picked" or "entropy".
     """
 
-    of: Any
+    logits_recipe: Any
     axis: int | None
-    request: Asked | None
+    request: NeededStats | None
     kind: str
 
     @classmethod
-    def of_logits(cls, x: Any, kind: str, request: Asked, form: Tensor, axis: int | None = None) -> Any:
+    def from_logits(cls, x: Any, kind: str, request: NeededStats, meta: Tensor, axis: int | None = None) -> Any:
         """Return a statistic of logits; without a graph, its values, because the head may change."""
         x.check_unchanged()
         parts, logits = x.classes_last(), x.copied()
@@ -193,27 +193,27 @@ class DeferredStat(Pending):
             out = row_stats(logits, parts, request.ids, request.entropy)
             return request.finish(None if request.ids is None else out.log_probs, out.lse, out.entropy)
 
-        recipe = Recipe(values, logits.restored, needs)  # not of x, which it would keep alive
-        made = cls.made(
-            form, parts, recipe, needs=needs, logits=logits, of=x._recipe, axis=axis, request=request, kind=kind,
-            above=parts,
+        recipe = Recipe(values, logits.restored, needs)  # does not refer to x, which it would keep alive
+        stat = cls.create(
+            meta, parts, recipe, needs=needs, logits=logits, logits_recipe=x._recipe, axis=axis, request=request,
+            kind=kind, graph_parts=parts,
         )  # fmt: skip
-        if made.requires_grad:
-            made.join()
-            return made
-        found = made.materialize()
-        if kind == "lse" and not found.is_inference():
-            x._recipe.lse = weakref.ref(found), found._version
-        return found
+        if stat.requires_grad:
+            stat.join()
+            return stat
+        result = stat.materialize()
+        if kind == "lse" and not result.is_inference():
+            x._recipe.lse = weakref.ref(result), result._version
+        return result
 
-    def asked(self) -> Asked:
+    def needed_stats(self) -> NeededStats:
         """Return what this statistic needs."""
         assert self.request is not None
         return self.request
 
     @property
     def open(self) -> bool:
-        """True if the values may be computed with those of others."""
+        """True if the values may be computed with others in one pass."""
         return self.request is not None and super().open
 
     def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
@@ -222,19 +222,19 @@ class DeferredStat(Pending):
 
     def changed(self, step: Callable[..., Tensor], sources: Sequence[Any], axis: int | None = None) -> Any:
         """Return a view or a copy."""
-        recipe, (form, _) = Step(step, self.logits.restored, sources), form_after(step, self)  # type: ignore[misc]
-        of = None if axis is None else self.of
-        return self.made(
-            form, self.tapped(), recipe, needs=self.needs, logits=self.logits, of=of, axis=axis, request=None,
-            kind=self.kind, above=None,
+        recipe, (meta, _) = Step(step, self.logits.restored, sources), meta_after(step, self)  # type: ignore[misc]
+        logits_recipe = None if axis is None else self.logits_recipe
+        return self.create(
+            meta, self.tapped(), recipe, needs=self.needs, logits=self.logits, logits_recipe=logits_recipe, axis=axis,
+            request=None, kind=self.kind, graph_parts=None,
         )  # fmt: skip
 
 
 def is_lse_of(value: Any, x: Any) -> bool:
     """Return True for the logsumexp of these logits, with a dimension in the place of the classes."""
     if isinstance(value, DeferredStat):
-        return value.kind == "lse" and value.of is x._recipe and value.axis == x.axis
-    if x.requires and torch.is_grad_enabled():  # without a graph, the logsumexp is a constant
+        return value.kind == "lse" and value.logits_recipe is x._recipe and value.axis == x.axis
+    if x.needs_grad and torch.is_grad_enabled():  # without a graph, the logsumexp is a constant
         return False
     ref, version = getattr(x._recipe, "lse", (lambda: None, 0))
     known = isinstance(value, Tensor) and value is ref()
@@ -243,8 +243,8 @@ def is_lse_of(value: Any, x: Any) -> bool:
 
 def _viewed(x: DeferredStat, call: Call) -> Any:
     """Make a view."""
-    found = form_after(call.on, x)
-    return x.changed(call.on, [x]) if found is not None and found[1] else NotImplemented
+    result = meta_after(call.on, x)
+    return x.changed(call.on, [x]) if result is not None and result[1] else NotImplemented
 
 
 def _with_dimension(x: DeferredStat, call: Call) -> Any:
@@ -265,12 +265,12 @@ def _scaled(x: DeferredStat, call: Call) -> Any:
         return NotImplemented
     parts, finish = x.tapped(), x.request.finish
     request = x.request._replace(finish=lambda *stats: call.on(finish(*stats)))
-    made = x.made(
-        call.on(x.form), parts, Step(call.on, x.logits.restored, [x]), needs=x.needs, logits=x.logits, of=None,
-        axis=None, request=request, kind="scaled", above=parts,
+    scaled = x.create(
+        call.on(x.meta), parts, Step(call.on, x.logits.restored, [x]), needs=x.needs, logits=x.logits,
+        logits_recipe=None, axis=None, request=request, kind="scaled", graph_parts=parts,
     )  # fmt: skip
-    made.join()
-    return made
+    scaled.join()
+    return scaled
 
 
 DeferredStat.rules = {

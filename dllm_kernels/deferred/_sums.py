@@ -35,20 +35,20 @@ def _finite(value: Any) -> bool:
 
 @rule("add", "sub", "rsub", "subtract", "__rsub__")
 def _combined(x: DeferredLogits, call: Call) -> Any:
-    given, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
-    first, second, alpha = given.get("input"), given.get("other"), given.get("alpha", 1)
+    args, name = arguments(("input", "other", "alpha"), call.args, call.kwargs), call.function.__name__
+    first, second, alpha = args.get("input"), args.get("other"), args.get("alpha", 1)
     if "rsub" in name:
         first, second = second, first
     if name != "add" and first is x and alpha == 1 and is_lse_of(second, x):
         dtype = torch.promote_types(x.dtype, second.dtype)  # type: ignore[union-attr]
-        form, axis = torch.empty_like(x.form, dtype=dtype), x.axis
+        meta, axis = torch.empty_like(x.meta, dtype=dtype), x.axis
         for lse in (second, *second.sources) if isinstance(second, DeferredStat) else ():
             lse.leave()
 
         def normalized(z: Tensor) -> Tensor:
             return (z - z.logsumexp(axis, keepdim=True)).to(dtype)
 
-        return x.after([x], normalized, form=form, owns=True, log_probs=True)
+        return x.after([x], normalized, meta=meta, owns=True, log_probs=True)
     if not _finite(alpha) or not all(map(_is_linear, (first, second))) or first.shape != second.shape:  # type: ignore[union-attr]
         return NotImplemented
     if not _alike(first, second):  # type: ignore[arg-type]
@@ -71,14 +71,14 @@ def _combined(x: DeferredLogits, call: Call) -> Any:
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     """Return True for logits of one head that were computed in the same way, but for their factors."""
-    fields = ("columns", "axis", "state", "dtype", "logits_dtype", "needs", "requires")
+    fields = ("columns", "axis", "state", "dtype", "logits_dtype", "needs", "needs_grad")
     same = x.split_head.identity == y.split_head.identity and x.hidden.dtype == y.hidden.dtype
     return same and all(getattr(x, name) == getattr(y, name) for name in fields)
 
 
 @rule("neg")
 def negative(x: DeferredLogits, call: Call) -> Any:
-    """Change the sign, which that of the hidden states has."""
+    """Change the sign, by a change of the sign of the hidden states."""
     return _multiplied(x, call, -1)
 
 
@@ -92,8 +92,8 @@ def _multiplied(x: DeferredLogits, call: Call, value: Any) -> Any:
     scale = x.scale * (Fraction(-value) if sign else 1)
     if not FACTOR_RANGE[0] < scale < FACTOR_RANGE[1]:
         return NotImplemented
-    form = torch.empty_like(x.form)
-    return x.after([x], call.on, parts, form=form, owns=True, bias_factor=x.bias_factor * sign, scale=scale)
+    meta = torch.empty_like(x.meta)
+    return x.after([x], call.on, parts, meta=meta, owns=True, bias_factor=x.bias_factor * sign, scale=scale)
 
 
 def _by_number(name: str) -> None:
@@ -116,10 +116,10 @@ _by_number("div")
 @rule("sum", "mean")
 def _over_classes(x: DeferredLogits, call: Call) -> Any:
     """Sum over the classes, or over all: a product of the hidden states and the sum of the rows of the head."""
-    given = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
-    dim = given.get("dim")
+    args = arguments(("dim", "keepdim", "dtype"), call.args, call.kwargs)
+    dim = args.get("dim")
     dims = list(range(x.ndim)) if dim is None else [d % x.ndim for d in ([dim] if isinstance(dim, int) else dim)]
-    if not _is_linear(x) or not x.fusible or given.get("dtype") is not None or given.get("keepdim"):
+    if not _is_linear(x) or not x.fusible or args.get("dtype") is not None or args.get("keepdim"):
         return NotImplemented
     everything = len(dims) == x.ndim
     if not dims or len(set(dims)) < len(dims) or (dims != [x.axis] and not everything):

@@ -37,7 +37,7 @@ ALIASES = {
 }  # fmt: skip
 CHANGES = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow")
 IN_PLACE = ("__setitem__", *(f"__i{name}__" for name in CHANGES))
-# Answered by torch, which knows them without the values.
+# Answered by torch, which does not need the values for them.
 KNOWN = (
     "__delete__", "__get__", "__hash__", "__len__", "__set__", "_is_view", "backward", "dim", "element_size",
     "get_device", "has_names", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_same_size",
@@ -56,10 +56,10 @@ WHOLE = (
 )  # fmt: skip
 FRAMEWORKS = "torch.distributed", "torch.nn", "torch.utils", "deepspeed"  # their hooks do not read the gradient
 Rule = Callable[[Any, Call], Any]
-# Attributes of one tensor, which those made from it do not inherit.
+# Attributes of one tensor, which tensors computed from it do not inherit.
 STATE = {
-    "form", "place", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
-    "_gradient_wanted", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
+    "meta", "_device", "parts", "sources", "_recipe", "_dense", "_value", "_node", "_linked", "_tapped", "_derived",
+    "_gradient_requested", "_copy", "_checkpointed", "_leaf_view", "_node_read", "_changed_view",
 }  # fmt: skip
 
 
@@ -71,15 +71,15 @@ class DeferredTensor(Tensor, Deferred):
     """Base class of deferred tensors.
 
     Attributes:
-        form: tensor on the meta device with the shape, strides and dtype of this one.
+        meta: tensor on the meta device with the shape, strides and dtype of this one.
         parts: what the values are computed from, detached: hidden states, rows of adapters or None, parameters.
         needs: for each part, True if it had a gradient at the head call.
-        sources: the deferred tensors that this one was made from; empty for the output of a head.
+        sources: the deferred tensors that this one is computed from; empty for the output of a head.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
-    form: Tensor
-    place: torch.device
+    meta: Tensor
+    _device: torch.device
     parts: tuple[Tensor | None, ...]
     needs: tuple[bool, ...]
     sources: tuple[DeferredTensor, ...]
@@ -90,38 +90,38 @@ class DeferredTensor(Tensor, Deferred):
     _linked: Any  # grad_fn of the values when the graph of this tensor was last that of its values
     _tapped: tuple[Tensor | None, ...] | None
     _derived: list[weakref.ref[DeferredTensor]]
-    _gradient_wanted: bool  # by a hook of the user, or retain_grad
+    _gradient_requested: bool  # by a hook of the user, or retain_grad
     _checkpointed: bool  # a rule has used it under hooks of saved tensors, such as those of a checkpoint
     _leaf_view: bool  # a leaf that requires a gradient, as torch makes views without gradients enabled
-    _node_read: bool  # somebody may have hooks of its grad_fn
+    _node_read: bool  # its grad_fn was read, and may therefore have hooks
     _changed_view: DeferredTensor | None  # that a Function may have marked as dirty, kept until the next `sync`
     _copy: bool  # has the values of a tensor that requires a gradient, and a graph that a Function or torch may make
 
     @classmethod
-    def made(cls, form: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
-        """Return a tensor like ``form``, a tensor on the meta device."""
+    def create(cls, meta: Tensor, parts: _graph.Parts, recipe: Any, **attributes: Any) -> Any:
+        """Return a tensor like ``meta``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        of_normal = any(same_storage(form, source.form) and not source.is_inference() for source in sources)
-        normal = contextlib.nullcontext() if not of_normal else _normal()  # as a view of a normal tensor
+        normal_base = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
+        normal = contextlib.nullcontext() if not normal_base else _normal()  # as a view of a normal tensor
         with plainly(), normal:
-            made = _graph.stand(cls, form, device, recipe, sources, parts)
+            tensor = _graph.placeholder(cls, meta, device, recipe, sources, parts)
         with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
             detached = tuple(None if t is None else t.detach() for t in parts)
-        vars(made).update(
-            attributes, form=form, place=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
-            _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_wanted=False, _copy=False,
+        vars(tensor).update(
+            attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
+            _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_requested=False, _copy=False,
             _checkpointed=False, _leaf_view=False, _node_read=False, _changed_view=None,
         )  # fmt: skip
         for source in sources:
-            source._derived.append(weakref.ref(made))
-        return made
+            source._derived.append(weakref.ref(tensor))
+        return tensor
 
     # Read often, so without a detour over ``__torch_function__``.
-    shape = property(lambda self: self.form.shape)
-    dtype = property(lambda self: self.form.dtype)
-    ndim = property(lambda self: self.form.ndim)
-    device = property(lambda self: self.place)
+    shape = property(lambda self: self.meta.shape)
+    dtype = property(lambda self: self.meta.dtype)
+    ndim = property(lambda self: self.meta.ndim)
+    device = property(lambda self: self._device)
 
     def filled(self) -> tuple[Tensor | None, ...]:
         """Return the parts with their values, which sharding may have freed."""
@@ -138,7 +138,7 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def _own_node(self) -> bool:
-        """True if this tensor is as it was made, or a copy: gradients of the parts may pass through its graph."""
+        """True if the graph is the original one, or that of a copy: gradients of the parts may pass through it."""
         with plainly():
             if self.is_leaf:
                 return not self.requires_grad or (self._leaf_view and not torch.is_grad_enabled())
@@ -146,17 +146,17 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def deferred(self) -> bool:
-        """True if rules apply: the values have not been computed, and nobody asked for their gradient."""
+        """True if rules apply: the values have not been computed, and their gradient was not requested."""
         known = (self._value is not None or self._dense is not None) and not self._recomputed
         return (
             not known
-            and (not self._gradient_wanted or self._recomputed)
+            and (not self._gradient_requested or self._recomputed)
             and self._own_node
             and all(source.deferred for source in self.sources)
         )
 
     @property
-    def requires(self) -> bool:
+    def needs_grad(self) -> bool:
         """True if gradients pass through this tensor."""
         with plainly():
             return self.requires_grad
@@ -166,7 +166,7 @@ class DeferredTensor(Tensor, Deferred):
         """True if the gradient of the values must pass through this tensor, which may have hooks."""
         with plainly():
             hooked = self._backward_hooks is not None
-        return hooked or self._gradient_wanted or self._node_read or self._leaf_view
+        return hooked or self._gradient_requested or self._node_read or self._leaf_view
 
     @property
     def _recomputed(self) -> bool:
@@ -192,19 +192,19 @@ class DeferredTensor(Tensor, Deferred):
         return self._dense
 
     def _laid_out(self, t: Tensor) -> Tensor:
-        if t.stride() == self.form.stride() or t.numel() == 0:
+        if t.stride() == self.meta.stride() or t.numel() == 0:
             return t
-        return torch.empty_strided(t.shape, self.form.stride(), dtype=t.dtype, device=t.device).copy_(t)
+        return torch.empty_strided(t.shape, self.meta.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
     def materialize(self, use: str = "materialize") -> Tensor:
         """Return the values, computed once, in the graph of this tensor."""
         with plainly():
             needs_grad, node = self.requires_grad, self.grad_fn
         if self._value is None or (needs_grad and (node is not self._node or not self._value.requires_grad)):
-            through = self.watched or not self.sources or self._copy or not self._own_node
+            in_own_graph = self.watched or not self.sources or self._copy or not self._own_node
             with torch.inference_mode(False), own_graph(), torch.set_grad_enabled(needs_grad):
-                known = self._value is not None or (self._dense is not None and not self.of_source)
-                if not needs_grad or through or known:
+                known = self._value is not None or (self._dense is not None and not self.is_view)
+                if not needs_grad or in_own_graph or known:
                     values = self.dense(use)
                     with plainly():
                         values = _graph.in_graph(self, values) if needs_grad else values
@@ -218,7 +218,7 @@ class DeferredTensor(Tensor, Deferred):
     def sync(self) -> None:
         """Bring values and graphs of the family up to date after changes in place that no rule has seen.
 
-        A Function that marked a tensor as dirty changed its graph. An operation on values changed theirs.
+        A Function that marked a tensor as dirty changed its graph. An operation on values changed their graph.
         """
         family, in_function = [x for x in self.family() if x._value is not None], not torch.is_grad_enabled()
         with plainly(), torch.enable_grad():
@@ -233,21 +233,21 @@ class DeferredTensor(Tensor, Deferred):
 
     def family(self) -> list[DeferredTensor]:
         """Return all deferred tensors that may share memory with this one."""
-        found: dict[int, DeferredTensor] = {}
+        visited: dict[int, DeferredTensor] = {}
         queue: list[DeferredTensor] = [self]
         while queue:
             x = queue.pop()
-            if id(x) not in found:
-                found[id(x)] = x
+            if id(x) not in visited:
+                visited[id(x)] = x
                 queue += [*x.sources, *(y for y in (ref() for ref in x._derived) if y is not None)]
-        return list(found.values())
+        return list(visited.values())
 
     def in_place(self, use: str, change: Callable[[Tensor], Any]) -> None:
-        """Change the values. Torch knows which others share their memory, because views are made from the values."""
+        """Change the values. Torch tracks which tensors share their memory, because views are views of the values."""
         family = self.family()
         for x in family:
             x.materialize(use)
-            x._checkpointed &= not same_storage(x.form, self.form)
+            x._checkpointed &= not same_storage(x.meta, self.meta)
         if torch.is_grad_enabled() and self.requires_grad:
             for x in family:
                 x.linked_value()
@@ -255,7 +255,7 @@ class DeferredTensor(Tensor, Deferred):
         version = values._version
         change(values)
         self.sync()
-        if self.requires and not torch.is_grad_enabled():
+        if self.needs_grad and not torch.is_grad_enabled():
             root = self
             while root.sources:
                 root = root.sources[0]
@@ -264,9 +264,9 @@ class DeferredTensor(Tensor, Deferred):
             torch.autograd.graph.increment_version(self)  # for Functions that saved this tensor
 
     def linked_value(self) -> Tensor:
-        """Return the values, those of a view as a view of its source's: torch then changes the graphs of both."""
+        """Return the values; for a view, a view of the values of its source: torch then changes the graphs of both."""
         value: Any = self._value
-        if self.of_source and value.requires_grad and self._own_node and not self._copy:
+        if self.is_view and value.requires_grad and self._own_node and not self._copy:
             source = self.sources[0].linked_value()
             if value._base is not (source if source._base is None else source._base):
                 with torch.inference_mode(False), torch.enable_grad(), self._recipe.restored():
@@ -275,38 +275,38 @@ class DeferredTensor(Tensor, Deferred):
         return value  # type: ignore[no-any-return]
 
     @property
-    def of_source(self) -> bool:
+    def is_view(self) -> bool:
         """True for a view of another deferred tensor."""
-        return bool(self.sources) and same_storage(self.form, self.sources[0].form) and not self._leaf_view
+        return bool(self.sources) and same_storage(self.meta, self.sources[0].meta) and not self._leaf_view
 
     def sharing(self, result: Any, several: bool) -> Any:
-        """Return a tensor that shares memory with the values as one of the family; anything else unchanged."""
+        """Return a tensor that shares memory with the values as a member of the family; anything else unchanged."""
         if result is self._value:
             return self
         if self._value is None or not _shares(result, self._value):
             return result
         step = strided(result, result.storage_offset() - self._value.storage_offset())
-        form = step(self.form)
+        meta = step(self.meta)
         leaf = result.requires_grad and not torch.is_grad_enabled()
         if not torch.is_grad_enabled() or several:  # torch forbids to change the base of such views
             result = step(self._value) if torch.is_grad_enabled() else result.detach()
         recipe = _graph.Step(step, self._recipe.restored, [self])
-        kept = {name: getattr(self, name) for name in vars(self).keys() - STATE}
+        attributes = {name: getattr(self, name) for name in vars(self).keys() - STATE}
         with torch.set_grad_enabled(result.requires_grad):
-            view = self.made(form, self.parts, recipe, **kept)
+            view = self.create(meta, self.parts, recipe, **attributes)
         with plainly():
             view._value, view._node, view._linked = result, view.grad_fn, result.grad_fn
         return view.as_leaf() if leaf else view
 
     def as_leaf(self) -> DeferredTensor:
-        """Require a gradient, as views that are made without gradients enabled."""
+        """Require a gradient, like a view that torch creates without gradients enabled."""
         with plainly():
             self._leaf_view = True
             self.requires_grad_()
         return self
 
     def become(self, other: DeferredTensor) -> DeferredTensor:
-        """Take the place of a tensor that was made from this one, which no other tensor shares memory with."""
+        """Take the place of a tensor that is computed from this one, which no other tensor shares memory with."""
         with plainly():
             if other.requires_grad:
                 _graph.become(self, other)
@@ -315,15 +315,15 @@ class DeferredTensor(Tensor, Deferred):
             source._derived.append(weakref.ref(self))
         return self
 
-    def _ask(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _request_gradient(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Register a hook, or retain the gradient, of this tensor and of its values."""
         hook = args[0] if args else None
         hook = getattr(hook, "func", hook)  # FSDP1 registers a functools.partial
         if str(getattr(hook, "__module__", "")).startswith(FRAMEWORKS):
             return _without_function(func, (self, *args), kwargs)
-        self._gradient_wanted, value = True, self._value
+        self._gradient_requested, value = True, self._value
         with plainly():
-            linked = self._apart and _graph.becomes(self)  # its gradient is that of the values
+            linked = self._apart and _graph.becomes(self)  # its gradient is the gradient of the values
             handle = None if linked else func(self, *args, **kwargs)
         if self._apart and value is not None and value.requires_grad:
             other, first = func(value, *args, **kwargs), handle
@@ -334,9 +334,9 @@ class DeferredTensor(Tensor, Deferred):
 
     @property
     def _apart(self) -> bool:
-        """True if the graph of the values does not lead through this tensor."""
+        """True if the graph of the values does not contain this tensor."""
         with plainly():
-            return self._value is not None and getattr(self._value.grad_fn, "of", None) is not self.grad_fn
+            return self._value is not None and getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
 
     @classmethod
     @disable_dynamo
@@ -353,7 +353,7 @@ class DeferredTensor(Tensor, Deferred):
             if name in ("register_hook", "retain_grad") or attribute == "grad_fn":
                 args[0].sync()
             if name in ("register_hook", "retain_grad"):
-                return args[0]._ask(func, args[1:], kwargs)
+                return args[0]._request_gradient(func, args[1:], kwargs)
             if attribute == "grad_fn":
                 args[0]._node_read = True
                 if args[0]._apart:
@@ -426,13 +426,13 @@ class DeferredTensor(Tensor, Deferred):
 
 
 def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:
-    found: list[DeferredTensor] = []
+    tensors: list[DeferredTensor] = []
     for x in values:
         if isinstance(x, DeferredTensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, tuple | list | dict):
-            found += _deferred_in(x.values() if isinstance(x, dict) else x)
-    return found
+            tensors += _deferred_in(x.values() if isinstance(x, dict) else x)
+    return tensors
 
 
 def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -459,7 +459,7 @@ def _by_rule(rule: Rule, name: str, func: Any, args: list[Any], kwargs: dict[str
 def _is_leaf_view(x: DeferredTensor, source: Any) -> bool:
     if torch.is_grad_enabled() or not isinstance(source, DeferredTensor):
         return False
-    return source.requires_grad and same_storage(x.form, source.form)
+    return source.requires_grad and same_storage(x.meta, source.meta)
 
 
 def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], objects: list[DeferredTensor]) -> Any:
@@ -471,11 +471,11 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     changed = (args or [kwargs.get("input")])[0] if in_place else kwargs.get("out")
     if not isinstance(changed, DeferredTensor):
-        given, named = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
+        plain_args, plain_kwargs = _pytree.tree_map(lambda x: _plain(x, name), (args, kwargs))
         for x in objects if in_place or name in EXPOSING else ():  # a list, or the caller, may change the values
             for each in x.family():
                 each.materialize(name)
-        result = func(*given, **named)
+        result = func(*plain_args, **plain_kwargs)
         for x in objects:
             if in_place:
                 x.sync()
@@ -483,7 +483,7 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
             result = _pytree.tree_map(lambda t: x.sharing(t, several), result)  # noqa: B023
         return result
     views = (ref() for ref in changed._derived)
-    if name in RESHAPED or (name == "detach_" and any(x is not None and x.of_source for x in views)):
+    if name in RESHAPED or (name == "detach_" and any(x is not None and x.is_view for x in views)):
         raise NotImplementedError(
             f"{name} must not be called on deferred logits; use {name[:-1]}, which returns a tensor"
         )
@@ -495,11 +495,11 @@ def _by_values(name: str, func: Any, args: list[Any], kwargs: dict[str, Any], ob
     with plainly():
         if changed.is_leaf and changed.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
-    given = _pytree.tree_map(lambda x: x if x is changed else _plain(x, name), (args, kwargs))
+    plain = _pytree.tree_map(lambda x: x if x is changed else _plain(x, name), (args, kwargs))
 
     def change(values: Tensor) -> None:
-        put, named = _pytree.tree_map(lambda x: values if x is changed else x, given)
-        func(*put, **named)
+        plain_args, plain_kwargs = _pytree.tree_map(lambda x: values if x is changed else x, plain)
+        func(*plain_args, **plain_kwargs)
 
     changed.in_place(name, change)
     return None if name == "__setitem__" else changed
@@ -527,9 +527,9 @@ def _normal() -> Iterator[None]:
         yield
 
 
-def strided(form: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
-    """Return the operation that makes a view; unlike one of several views, it allows changes of the others."""
-    shape, strides = form.shape, form.stride()
+def strided(meta: Tensor, offset: int) -> Callable[[Tensor], Tensor]:
+    """Return the operation that creates a view; unlike one of several views, it allows changes of the other views."""
+    shape, strides = meta.shape, meta.stride()
     return lambda z: z.as_strided(shape, strides, z.storage_offset() + offset)
 
 
@@ -541,15 +541,15 @@ def _attribute(name: str) -> Callable[[Tensor], Any]:
     return attribute
 
 
-def form_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | None:
+def meta_after(step: Callable[..., Any], *sources: Any) -> tuple[Any, bool] | None:
     """Return shape, strides and dtype after ``step``, and whether it makes a view; None if that depends on values."""
-    given = [t.form for t in sources]
+    metas = [t.meta for t in sources]
     try:
         with torch.no_grad():
-            out = step(*given)
+            out = step(*metas)
     except Exception:
         return None
-    return out, isinstance(out, Tensor) and any(same_storage(out, t) for t in given)
+    return out, isinstance(out, Tensor) and any(same_storage(out, t) for t in metas)
 
 
 def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -558,23 +558,23 @@ def _gradients(func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Tens
     Raises:
         RuntimeError: the gradient of a deferred tensor is that of a fused loss, which never computes it.
     """
-    given = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
-    apart = [x for x in given if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
+    inputs = [args[1]] if isinstance(args[1], Tensor) else list(args[1])
+    apart = [x for x in inputs if isinstance(x, DeferredTensor) and x._apart and x._value.requires_grad]  # type: ignore[union-attr]
     values = [x._value for x in apart]
     unused = {"allow_unused": True} if apart else {}
     with plainly():
-        gradients = func(args[0], [*given, *values], *args[2:], **{**kwargs, **unused})
-    found = list(gradients[: len(given)])
-    for x, gradient in zip(given, found, strict=True):
+        gradients = func(args[0], [*inputs, *values], *args[2:], **{**kwargs, **unused})
+    grads = list(gradients[: len(inputs)])
+    for x, gradient in zip(inputs, grads, strict=True):
         if isinstance(gradient, _graph.PartsGradient):
             raise RuntimeError(
                 "inputs of torch.autograd.grad must be tensors that the loss was computed from, got deferred ones of "
                 f"shape {tuple(x.shape)}, which a fused loss never computes; call materialize() of them before the loss"
             )
-    for x, gradient in zip(apart, gradients[len(given) :], strict=True):
-        at = next(i for i, each in enumerate(given) if each is x)
-        found[at] = _graph.total(found[at], gradient)
-    return tuple(found)
+    for x, gradient in zip(apart, gradients[len(inputs) :], strict=True):
+        index = next(i for i, each in enumerate(inputs) if each is x)
+        grads[index] = _graph.total(grads[index], gradient)
+    return tuple(grads)
 
 
 def registers(rules: dict[str, Rule]) -> Callable[..., Callable[[Rule], Rule]]:

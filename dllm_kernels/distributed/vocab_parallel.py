@@ -135,16 +135,16 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     columns = torch.split(shard.gather(part), [1] * len(parts) + [request.ids.shape[1]], -1)
     maxima, sums, from_max = columns[0], columns[1], columns[-1]
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
-    of = {name: t.squeeze(-1) for name, t in zip(parts, columns, strict=False)}
-    log_share = torch.log(of["sum"]) + (of["max"] - row_max) - log_sum
+    gathered = {name: t.squeeze(-1) for name, t in zip(parts, columns, strict=False)}
+    log_share = torch.log(gathered["sum"]) + (gathered["max"] - row_max) - log_sum
     inactive, flagged, correct, best = request.targets == IGNORE, {}, None, None
     if request.flags.entropy:
-        shares = torch.where(log_share == -math.inf, 0.0, log_share.exp() * (of["entropy"] - log_share))
+        shares = torch.where(log_share == -math.inf, 0.0, log_share.exp() * (gathered["entropy"] - log_share))
         flagged["entropy"] = shares.sum(0).masked_fill(inactive, 0)
     if argmax:
         # A shard of nothing but -inf has no maximum.
         first = (maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max).to(torch.int64).argmax(0)
-        best = of["best"].view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
+        best = gathered["best"].view(bits).to(torch.int64).gather(0, first.unsqueeze(0)).squeeze(0)
         best = best.masked_fill(~(log_sum > -math.inf), request.transform.first_column)
         correct = (best == request.ids[:, 0]) & ~log_probs[:, 0].isnan() & ~inactive if request.correct else None
         best = best.masked_fill_(inactive, IGNORE) if request.best else None
@@ -168,7 +168,7 @@ def _combine_ids(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (M, log S, log p) of whole rows.
 
-    From the shards' M and S, both ``[ranks, N, 1]``, and each id's distance from the M of its shard.
+    Computed from M and S of each shard, both ``[ranks, N, 1]``, and the distance of each id from the M of its shard.
     """
     row_max = maxima.amax(0)
     row_sum = (sums * torch.exp(maxima - row_max)).sum(0)

@@ -221,7 +221,7 @@ def _objective(
             sizes = rows.empty(dtype=dtype, device=device)
             loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=dtype, device=device)
         for chunk, h, targets, logits in chunks:
-            here = _stats.of_chunk(request, rows, chunk, targets)
+            here = _stats.chunk_request(request, rows, chunk, targets)
             result = _stats.statistics(primitives, logits[None], here, rest=requested.with_rest)
             part, upstream = objective.of(result, targets, [rows.take(t, chunk) for t in objective.aux], needed)
             rows.put_each([value, *out], chunk, [part, *result])

@@ -146,28 +146,28 @@ def row_stats_unchecked(
 
         return on_this_rank(row_stats_unchecked, call, {"mix": mix}, flags=flags)
     setup = Setup.of(call.logits, call.options, split)
-    wanted = RequestedStats.of(call, mix, flags, setup)
+    requested = RequestedStats.of(call, mix, flags, setup)
     head = call.head
     if head is None:
-        made = _RowStats.under(setup)(call.logits, wanted, setup)
+        results = _RowStats.under(setup)(call.logits, requested, setup)
     else:
-        made = _LinearRowStats.under(setup)(flat_rows(call.x), wanted, setup, *head.flat)
-    found = _stats.in_rows(_stats.by_name(made, wanted, setup), call)
-    return _stats.record(RestStats if wanted.with_rest else RowStats, found)
+        results = _LinearRowStats.under(setup)(flat_rows(call.x), requested, setup, *head.flat)
+    fields = _stats.in_rows(_stats.by_name(results, requested, setup), call)
+    return _stats.record(RestStats if requested.with_rest else RowStats, fields)
 
 
 class _RowStats(Fused):
     """Statistics of rows of logits; backward computes the softmax again."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: RequestedStats, setup: Setup) -> tuple[Tensor, ...]:
-        return _saved(ctx, [logits], StatsResult(*_row_stats(logits, wanted, setup)), wanted, setup)
+    def forward(ctx: Any, logits: Tensor, requested: RequestedStats, setup: Setup) -> tuple[Tensor, ...]:
+        return _saved(ctx, [logits], StatsResult(*_row_stats(logits, requested, setup)), requested, setup)
 
     @staticmethod
     @first_order("torch.log_softmax and what follows from it")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (logits,), wanted, result, upstream = _restored(ctx, grads)
-        (grad,) = _row_stats_grad(logits, wanted, result, upstream, ctx.setup)
+        (logits,), requested, result, upstream = _restored(ctx, grads)
+        (grad,) = _row_stats_grad(logits, requested, result, upstream, ctx.setup)
         return grad, None, None
 
 
@@ -175,48 +175,48 @@ class _LinearRowStats(Fused):
     """Statistics of rows of hidden states; backward computes the logits again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, wanted: RequestedStats, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
-        result = StatsResult(*_linear_row_stats(hidden, Head(*head), wanted, setup))
-        return _saved(ctx, [hidden, *head], result, wanted, setup)
+    def forward(ctx: Any, hidden: Tensor, requested: RequestedStats, setup: Setup, *head: Any) -> tuple[Tensor, ...]:
+        result = StatsResult(*_linear_row_stats(hidden, Head(*head), requested, setup))
+        return _saved(ctx, [hidden, *head], result, requested, setup)
 
     @staticmethod
     @first_order("torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)")
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        (hidden, *head), wanted, result, upstream = _restored(ctx, grads)
-        grad_hidden, *grad_head = _linear_row_stats_grad(hidden, Head(*head), wanted, result, upstream, ctx.setup)
+        (hidden, *head), requested, result, upstream = _restored(ctx, grads)
+        grad_hidden, *grad_head = _linear_row_stats_grad(hidden, Head(*head), requested, result, upstream, ctx.setup)
         return grad_hidden, None, None, *grad_head
 
 
 def _saved(
-    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, wanted: RequestedStats, setup: Setup
+    ctx: Any, inputs: Sequence[Tensor | None], result: StatsResult, requested: RequestedStats, setup: Setup
 ) -> tuple[Tensor, ...]:
     """Save what :func:`_restored` returns; return the outputs of a Function."""
-    ctx.flags, ctx.with_rest, ctx.setup = wanted.flags, wanted.with_rest, setup
+    ctx.flags, ctx.with_rest, ctx.setup = requested.flags, requested.with_rest, setup
     if any(setup.needs):
-        found = zip(StatsResult._fields, result, strict=True)
-        kept = [None if t is None or name in NOT_READ else t.clone() if name in COPIED else t for name, t in found]
-        ctx.save_for_backward(wanted.ids, wanted.marks, wanted.mix_a, wanted.mix_b, *kept, *inputs)
+        fields = zip(StatsResult._fields, result, strict=True)
+        stats = [None if t is None or name in NOT_READ else t.clone() if name in COPIED else t for name, t in fields]
+        ctx.save_for_backward(requested.ids, requested.marks, requested.mix_a, requested.mix_b, *stats, *inputs)
     return outputs(ctx, *_stats.outputs_of(result, lse=setup.with_lse))
 
 
 def _restored(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[list[Any], RequestedStats, StatsResult, Upstream]:
     """Return the inputs, the constants per row, the statistics and the upstream gradients."""
     ids, marks, mix_a, mix_b, *others = ctx.saved_tensors
-    kept, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
-    wanted = RequestedStats(ids, marks, mix_a, mix_b, ctx.flags, ctx.with_rest)
-    upstream = _stats.by_name([None if g is None else g.contiguous() for g in grads], wanted, ctx.setup)
-    return inputs, wanted, StatsResult(*kept), _stats.record(Upstream, upstream)
+    stats, inputs = others[: len(StatsResult._fields)], others[len(StatsResult._fields) :]
+    requested = RequestedStats(ids, marks, mix_a, mix_b, ctx.flags, ctx.with_rest)
+    upstream = _stats.by_name([None if g is None else g.contiguous() for g in grads], requested, ctx.setup)
+    return inputs, requested, StatsResult(*stats), _stats.record(Upstream, upstream)
 
 
-def _keeps_normalizer(wanted: RequestedStats, setup: Setup) -> bool:
+def _keeps_normalizer(requested: RequestedStats, setup: Setup) -> bool:
     """Return True if (row_max, log_sum) of logits is a result, or read by a backward pass."""
-    if setup.with_lse or setup.triton or setup.splits_rows or wanted.mix_a is not None:
+    if setup.with_lse or setup.triton or setup.splits_rows or requested.mix_a is not None:
         return True
-    return any(wanted.flags) and any(setup.needs)
+    return any(requested.flags) and any(setup.needs)
 
 
-def _specs(_logits: Tensor, wanted: RequestedStats, setup: Setup) -> list[Spec]:
-    return wanted.specs(setup, lse=_keeps_normalizer(wanted, setup))
+def _specs(_logits: Tensor, requested: RequestedStats, setup: Setup) -> list[Spec]:
+    return requested.specs(setup, lse=_keeps_normalizer(requested, setup))
 
 
 @opaque("row_stats", _specs)
@@ -246,8 +246,8 @@ def _linear_row_stats(hidden: Tensor, head: Head, wanted: RequestedStats, setup:
         chunks = Chunks(hidden, head, wanted.marks, setup)
         request, rows, out = wanted.request(setup, chunks.targets), chunks.rows, wanted.empty(chunks.rows, setup)
         for chunk, _, targets, logits in chunks:
-            here = _stats.of_chunk(request, rows, chunk, targets)
-            part = _stats.statistics(chunks.primitives, logits[None], here, rest=wanted.with_rest)
+            chunk_request = _stats.chunk_request(request, rows, chunk, targets)
+            part = _stats.statistics(chunks.primitives, logits[None], chunk_request, rest=wanted.with_rest)
             rows.put_each(out, chunk, part)
         result = StatsResult(*rows.finished(out))
         return result if result.log_probs is out[0] else result._replace(log_probs=result.log_probs.clone())
@@ -269,9 +269,9 @@ def _linear_row_stats_grad(
         chunks = Chunks(hidden, head, request.targets, setup, setup.needs, factors, listed=with_gradient)
         rows = chunks.rows
         for chunk, h, targets, logits in chunks:
-            here = _stats.of_chunk(request, rows, chunk, targets)
-            of_chunk = StatsResult(*[None if t is None else rows.take(t, chunk) for t in result])  # type: ignore[arg-type]
+            chunk_request = _stats.chunk_request(request, rows, chunk, targets)
+            chunk_result = StatsResult(*[None if t is None else rows.take(t, chunk) for t in result])  # type: ignore[arg-type]
             terms = _stats.each(lambda t, chunk=chunk: rows.take(t, chunk), c)  # type: ignore[misc]
-            _stats.write_gradient(chunks.primitives, logits[None], here, terms, of_chunk, logits[None])
+            _stats.write_gradient(chunks.primitives, logits[None], chunk_request, terms, chunk_result, logits[None])
             chunks.add_gradients(chunk, h, targets, logits, rows.take(size, chunk))
         return chunks.gradients(loss_scale)

@@ -197,7 +197,7 @@ def _expectation(
         out = rows.empty(table.shape[1], dtype=dtype, device=hidden.device)
         untransformed = transform.softcap is None and transform.scale is None
         for chunk, _, targets, logits in chunks:
-            request = StatsRequest(rows.take(ids, chunk), targets, transform=transform, through=untransformed)
+            request = StatsRequest(rows.take(ids, chunk), targets, transform=transform, through_transform=untransformed)
             bumped = None
             if bump is not None:
                 z = _taken_out(logits, request.ids, transform, primitives, setup.accum_dtype)

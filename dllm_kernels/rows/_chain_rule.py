@@ -63,7 +63,7 @@ def nll_of_stats(
     ``V``: number of columns of a whole row, if the primitives work on a part of each row.
     """
 
-    def requested(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
+    def as_request(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
         ids = targets.unsqueeze(1)
         if V is not None and weights is not None:
             targets = targets.masked_fill(weights == 0, IGNORE)
@@ -73,7 +73,7 @@ def nll_of_stats(
         logits: Tensor, targets: Tensor, *, with_correct: bool, with_ids: bool = False,
         transform: Transform = NO_TRANSFORM, with_lse: bool = True, weights: Tensor | None = None,
     ) -> NLL:  # fmt: skip
-        request = requested(targets, weights, transform=transform, correct=with_correct, best=with_ids, lse=with_lse)
+        request = as_request(targets, weights, transform=transform, correct=with_correct, best=with_ids, lse=with_lse)
         result = stats.forward(logits, request)
         # log p is at most 0, and the negative of 0 would be -0.
         return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct, result.best
@@ -91,7 +91,7 @@ def nll_of_stats(
         out_of_range = None if V is None else column_of(targets, V)[1]
         p_coef = scale if out_of_range is None else scale.masked_fill(out_of_range, math.nan)
         c = Coefficients(-p_coef.unsqueeze(1), p_coef)
-        request = requested(targets, scale, transform=transform)
+        request = as_request(targets, scale, transform=transform)
         stats.backward(logits, request, c, row_max, log_sum, out)
 
     return nll, weighted_nll, nll_grad

@@ -54,7 +54,7 @@ class StatsPrimitives(Protocol):
     ) -> None:
         """Write the gradient to ``out``, which may be the logits themselves; zeros in inactive rows.
 
-        If ``request.through`` is False, the gradient is with respect to the transformed logits, and that of lse is p.
+        If ``request.through_transform`` is False, the gradient is with respect to the transformed logits: p for lse.
         If ``request.weights`` is given, an out-of-range id makes the gradient of its row NaN.
         """
 

@@ -1,4 +1,4 @@
-"""What the row statistics and their objectives share, from the constants per row to the gradient of the logits."""
+"""Functions that row statistics and their objectives share, from constants per row to the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RequestedStats(NamedTuple):
         return cls(ids, marks, a, b, flags, call.options.rest)
 
     def request(self, setup: Setup, marks: Tensor | None = None, *, lse: bool = True) -> StatsRequest:
-        """Return the request for the backend; ``marks``: those of the record as a tensor, if it is known."""
+        """Return the request for the backend; ``marks``: ``self.marks`` as a tensor, if the caller has it."""
         return StatsRequest(
             self.ids, as_marks(self.marks, self.ids) if marks is None else marks, self.mix_a, self.mix_b,
             setup.transform, self.flags, setup.with_correct, setup.with_ids, any(setup.needs), lse=lse,
@@ -62,7 +62,7 @@ class RequestedStats(NamedTuple):
         """Return shape and dtype of each field of :class:`StatsResult`."""
         (N, K), acc = self.ids.shape, setup.accum_dtype
         row: Spec = ((N,), acc)
-        mix, lses, rest = (row if given else None for given in (self.mix_a is not None, lse, self.with_rest))
+        mix, lses, rest = (row if flag else None for flag in (self.mix_a is not None, lse, self.with_rest))
         fields: dict[str, Spec] = {
             "log_probs": ((N, K), acc), "row_max": lses, "log_sum": lses, "mix": mix,
             "mix_weight": mix if any(setup.needs) else None, "rest": rest, "rest_max": rest, "rest_sum": rest,
@@ -80,7 +80,7 @@ class RequestedStats(NamedTuple):
         ]
 
 
-def of_chunk(request: StatsRequest, rows: ActiveRows, chunk: slice, targets: Tensor) -> StatsRequest:
+def chunk_request(request: StatsRequest, rows: ActiveRows, chunk: slice, targets: Tensor) -> StatsRequest:
     """Return the request for the rows of a chunk, ``IGNORE`` in ``targets`` for inactive ones."""
     a, b = (None if t is None else rows.take(t, chunk) for t in (request.a, request.b))
     return request._replace(ids=rows.take(request.ids, chunk), targets=targets, a=a, b=b)
@@ -122,19 +122,19 @@ def write_gradient(
 
 
 def outputs_of(result: StatsResult, *, lse: bool = True) -> tuple[Upstream, list[Tensor | None]]:
-    """Return the differentiable outputs and those of ``CONSTANT``, None for those that were not requested."""
+    """Return the differentiable outputs and the outputs ``CONSTANT``, None for outputs that were not requested."""
     row_lse = result.row_max + result.log_sum if lse else None
     differentiable = [row_lse if name == "lse" else getattr(result, name) for name in Upstream._fields]
     return Upstream(*differentiable), [result.best if n == "ids" else getattr(result, n) for n in CONSTANT]
 
 
-def by_name(made: Iterable[Any], wanted: RequestedStats, setup: Setup) -> dict[str, Any]:
-    """Name the outputs of a Function, or their gradients, which are those of :func:`outputs_of` that are not None."""
-    requested = {
-        "log_probs": True, "lse": setup.with_lse, "mix": wanted.mix_a is not None, "rest": wanted.with_rest,
-        "correct": setup.with_correct, "ids": setup.with_ids, **wanted.flags._asdict(),
+def by_name(values: Iterable[Any], requested: RequestedStats, setup: Setup) -> dict[str, Any]:
+    """Name the outputs of a Function, or their gradients: the entries of :func:`outputs_of` that are not None."""
+    included = {
+        "log_probs": True, "lse": setup.with_lse, "mix": requested.mix_a is not None, "rest": requested.with_rest,
+        "correct": setup.with_correct, "ids": setup.with_ids, **requested.flags._asdict(),
     }  # fmt: skip
-    return dict(zip([name for name in OUTPUTS if requested[name]], made, strict=False))
+    return dict(zip([name for name in OUTPUTS if included[name]], values, strict=False))
 
 
 def in_rows(values: Mapping[str, Tensor], call: Call) -> dict[str, Any]:
@@ -144,5 +144,5 @@ def in_rows(values: Mapping[str, Tensor], call: Call) -> dict[str, Any]:
 
 
 def record(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Make a record of statistics from values by name; None for those that were not requested."""
+    """Return a record of statistics from values by name; None for statistics that were not requested."""
     return kind(*[values.get(name) for name in kind._fields])

@@ -62,7 +62,7 @@ class StatsRequest(NamedTuple):
         whole: True if the columns are all columns of a row, False if they are a part of a split row.
         lse: True if (M, log S) are requested. Otherwise a backend may omit them if its backward pass does not read
             them.
-        through: True if the gradient is with respect to the logits as given, False for the transformed logits.
+        through_transform: True if the gradient is with respect to the logits, False for the transformed logits.
         weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only ``_chain_rule.nll_of_stats`` sets it, for
             whole rows.
     """
@@ -78,7 +78,7 @@ class StatsRequest(NamedTuple):
     gradients: bool = False
     whole: bool = True
     lse: bool = True
-    through: bool = True
+    through_transform: bool = True
     weights: Tensor | None = None
 
 
@@ -104,7 +104,7 @@ class StatsResult(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The differentiable outputs, ``[N, K]`` and ``[N]``, or their upstream gradients, contiguous; None: not given."""
+    """The differentiable outputs, ``[N, K]`` and ``[N]``, or their upstream gradients, contiguous; or None."""
 
     log_probs: Tensor | None
     lse: Tensor | None

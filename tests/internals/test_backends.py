@@ -250,7 +250,7 @@ def test_rows_between_the_listed_ones_are_zeros(dtype, size):
     assert isinstance(target, _blocks.RowScatter)
     (buffers,) = _blocks.buffers_for(1, size, out, narrow=True, padded=True)
     for block, part in zip(target.blocks(size), values.split(size), strict=True):
-        target.store(block, target.room(block, buffers.wide[: len(part)]).copy_(part), buffers)
+        target.store(block, target.output_buffer(block, buffers.wide[: len(part)]).copy_(part), buffers)
     assert torch.equal(out.view(12, 3), torch.zeros(12, 3).index_copy_(0, rows, values).to(dtype))
 
 

@@ -161,12 +161,12 @@ class RowGather:
             return torch.index_select(self.flat, 0, block, out=wide)
         return wide.copy_(torch.index_select(self.flat, 0, block, out=top(buffers.narrow, block)))
 
-    def room(self, block: Tensor, wide: Tensor) -> Tensor:
+    def output_buffer(self, block: Tensor, wide: Tensor) -> Tensor:
         """Return the buffer for the argument of :meth:`store`: the rows themselves, or ``wide``."""
         return block if self.in_place and block.dtype == wide.dtype else wide
 
     def store(self, block: Tensor, values: Tensor, buffers: Buffers) -> None:
-        """Write values that were computed in the buffer of :meth:`room`."""
+        """Write values that were computed in the buffer of :meth:`output_buffer`."""
         if self.in_place:
             if values is not block:
                 block.copy_(values)
@@ -207,12 +207,12 @@ class RowScatter:
         lengths = [hi - lo for lo, hi in zip(self.bounds, self.bounds[1:], strict=False)]
         return list(zip(torch.split(self.flat, lengths), torch.split(self.source, lengths), strict=True))
 
-    def room(self, block: tuple[Tensor, Tensor], wide: Tensor) -> Tensor:
+    def output_buffer(self, block: tuple[Tensor, Tensor], wide: Tensor) -> Tensor:
         """Return the buffer for the argument of :meth:`store`."""
         return wide
 
     def store(self, block: tuple[Tensor, Tensor], values: Tensor, buffers: Buffers) -> None:
-        """Write values that were computed in the buffer of :meth:`room`, and the zeros between them."""
+        """Write values that were computed in the buffer of :meth:`output_buffer`, and the zeros between them."""
         rows, source = block
         if buffers.narrow is not None:
             top(buffers.narrow, values).copy_(values)

@@ -245,7 +245,7 @@ class Pairs:
         z, slope, wide = _blocks.transformed_rows(self.student_source, student_block, self.transforms[0], buffers)
         t, _, _ = _blocks.transformed_rows(self.teacher_source, teacher_block, self.transforms[1], teacher_buffers)
         block = Block(z, t, [_blocks.top(buffer, z) for buffer in buffers.more])
-        grad = work(block, None if target is None else target.room(to, wide), part)
+        grad = work(block, None if target is None else target.output_buffer(to, wide), part)
         if target is not None and grad is not None:
             target.store(to, through_(grad, slope, self.transforms[0]), buffers)
 

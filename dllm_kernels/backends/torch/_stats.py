@@ -146,11 +146,11 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
         blocks = zip(source.blocks(size), _blocks.split_all(sums, size), mixes, columns, strict=True)
         run_jobs([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
     row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer()
-    found = {
+    fields = {
         "row_max": row_max, "log_sum": log_sum, "entropy": None if sums.moment is None else 0 - sums.moment,
         "mix": sums.mix, "mix_weight": sums.mix_weight,
     }  # fmt: skip
-    result = StatsResult(sums.log_probs, **{k: None if t is None else t.squeeze(1) for k, t in found.items()})
+    result = StatsResult(sums.log_probs, **{k: None if t is None else t.squeeze(1) for k, t in fields.items()})
     if out_of_range is not None:
         result.log_probs.masked_fill_(out_of_range, math.nan).masked_fill_(ids == IGNORE, 0)
     if request.correct:
@@ -259,7 +259,7 @@ def backward(
         out.zero_()
         return
     grad = _Grad.of(c, request, row_max, log_sum, rows, V)
-    source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through
+    source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through_transform
     more = 2 if grad.mix_coef is not None else int(grad.p_logp_coef is not None)
     threads, size = _blocks.partition(rows.n, V, acc, logits.is_cpu)
     target = _blocks.with_zeros_between(out, rows, size)
@@ -276,5 +276,5 @@ def _grad_block(
     to: Any, grad: _Grad, buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
     z, slope, wide = _blocks.transformed_rows(source, block, request.transform, buffers)
-    values = grad.write(z, target.room(to, wide), *(_blocks.top(t, block) for t in buffers.more))
-    target.store(to, through_(values, slope if request.through else 1.0, request.transform), buffers)
+    values = grad.write(z, target.output_buffer(to, wide), *(_blocks.top(t, block) for t in buffers.more))
+    target.store(to, through_(values, slope if request.through_transform else 1.0, request.transform), buffers)

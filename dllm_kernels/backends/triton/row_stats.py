@@ -86,14 +86,14 @@ def _row_stats_merge(
 ):  # fmt: skip
     n = tl.program_id(0)
     k = tl.arange(0, BLOCK_K)
-    asked = k < K
+    id_mask = k < K
     ids_at = n.to(tl.int64) * K + k
     if tl.load(active_ptr + n) != IGNORE:
         s = tl.arange(0, BLOCK_SPLITS)
-        there = s < SPLITS
+        part_mask = s < SPLITS
         part = n.to(tl.int64) * SPLITS + s
-        maxima = tl.load(part_max_ptr + part, mask=there, other=-float("inf"))
-        sums = tl.load(part_sum_ptr + part, mask=there, other=0.0)
+        maxima = tl.load(part_max_ptr + part, mask=part_mask, other=-float("inf"))
+        sums = tl.load(part_sum_ptr + part, mask=part_mask, other=0.0)
         row_max = _math.finite(tl.max(maxima, 0))
         step = _math.finite(maxima) - row_max
         less = tl.exp2(step * LOG2E)
@@ -102,25 +102,25 @@ def _row_stats_merge(
         tl.store(max_ptr + n, row_max)
         tl.store(log_sum_ptr + n, log_sum)
         if WITH_ENTROPY:
-            moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
+            moments = tl.load(part_moment_ptr + part, mask=part_mask, other=0.0)
             moment = _math.total(less * _math.rescale_moment(moments, sums, step))
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
-        ids = tl.load(ids_ptr + ids_at, mask=asked, other=IGNORE)
+        ids = tl.load(ids_ptr + ids_at, mask=id_mask, other=IGNORE)
         inside = (ids >= 0) & (ids < V)
         z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
         x = tl.where(inside, transformed(z, ids, (logit_scale, inv_softcap, skip_id), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
-        tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=asked)
+        tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=id_mask)
         best = tl.full([], _math.NO_COLUMN, tl.int32)
         if WITH_CORRECT or WITH_IDS:
-            best = _math.best_of_parts(part_best_ptr + part, there, _math.finite(maxima), row_max)
+            best = _math.best_of_parts(part_best_ptr + part, part_mask, _math.finite(maxima), row_max)
         if WITH_CORRECT:
             first = (k == 0) & (log_prob == log_prob) & (ids == best)
             tl.store(correct_ptr + n, tl.max(first.to(tl.int32), 0) > 0)
         if WITH_IDS:
             tl.store(best_ptr + n, _math.predicted(best, row_sum, skip_id))
     else:
-        tl.store(log_prob_ptr + ids_at, tl.zeros([BLOCK_K], ACC), mask=asked)
+        tl.store(log_prob_ptr + ids_at, tl.zeros([BLOCK_K], ACC), mask=id_mask)
         tl.store(max_ptr + n, 0.0)
         tl.store(log_sum_ptr + n, 0.0)
         if WITH_ENTROPY:
@@ -132,36 +132,36 @@ def _row_stats_merge(
 
 
 @triton.jit
-def _mix_weights(q, lane_weight, v, there, first, skip_id, WIDE: tl.constexpr):
-    """Add the q of one more tile to W of the lanes; the skipped column, and columns masked by ``there``, count as 0."""
+def _mix_weights(q, lane_weight, v, mask, first, skip_id, WIDE: tl.constexpr):
+    """Add the q of one more tile to W of the lanes; the skipped column, and columns outside of ``mask``, count as 0."""
     if skip_id is not None:
         q = with_column(q, v, skip_id, 0.0, first)
-    if there is not None:
-        q = tl.where(there, q, 0.0)
+    if mask is not None:
+        q = tl.where(mask, q, 0.0)
     return _math.lane_sum(lane_weight, q, WIDE)
 
 
 @triton.jit
 def _with_mix(
-    z, v, there, first, lane_mix, lane_weight, row_max, none, a, ratio, a_over_ratio, transform,
+    z, v, mask, first, lane_mix, lane_weight, row_max, zero_a, a, ratio, a_over_ratio, transform,
     WITH_WEIGHT: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add the columns v of one more tile to F and W of the lanes; if a is 0, F lacks the term V log(b / S).
 
-    ``first`` as in ``transformed``. ``there``: mask of the columns to count; None: all but the skipped one.
+    ``first`` as in ``transformed``. ``mask``: the columns to count; None: all but the skipped one.
     """
     logit_scale, inv_softcap, skip_id = transform  # the skipped column need not be -inf, because its terms are set to 0
     d = transformed(z, v, (logit_scale, inv_softcap, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
-    terms = tl.where(none, d, tl.log(a + ratio * e))
-    if there is not None:
-        terms = tl.where(there, terms, 0.0)
+    terms = tl.where(zero_a, d, tl.log(a + ratio * e))
+    if mask is not None:
+        terms = tl.where(mask, terms, 0.0)
     if skip_id is not None:
         terms = with_column(terms, v, skip_id, 0.0, first)
     lane_mix = _math.lane_sum(lane_mix, terms, WIDE)
     if WITH_WEIGHT:
-        q = tl.where(none, 1.0, e / (e + a_over_ratio))
-        lane_weight = _mix_weights(q, lane_weight, v, there, first, skip_id, WIDE)
+        q = tl.where(zero_a, 1.0, e / (e + a_over_ratio))
+        lane_weight = _mix_weights(q, lane_weight, v, mask, first, skip_id, WIDE)
     return lane_mix, lane_weight
 
 
@@ -213,7 +213,7 @@ def _row_stats_mix(
         b = tl.load(b_ptr + n)
         row_max = tl.load(max_ptr + n)
         log_sum = tl.load(log_sum_ptr + n)
-        none = (a == 0) & (b > 0)
+        zero_a = (a == 0) & (b > 0)
         ratio = b * tl.exp(-log_sum)
         a_over_ratio = tl.where(b == 0, float("inf"), a / ratio)
         row = _math.row_offset(n, L, stride_b, stride_l)
@@ -236,31 +236,31 @@ def _row_stats_mix(
             for tile in range(start, whole, BLOCK_V):
                 z = _math.load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
                 lane_mix, lane_weight = _with_mix(
-                    z, i, None, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, a_over_ratio, transform,
+                    z, i, None, first + tile, lane_mix, lane_weight, row_max, zero_a, a, ratio, a_over_ratio, transform,
                     WITH_WEIGHT, WIDE, ACC,
                 )  # fmt: skip
         if whole < end:
             z = _math.load_columns(tile_ptr + whole, end - whole, BLOCK_V, ALIGNED, 0.0, "evict_first")
             lane_mix, lane_weight = _with_mix(
-                z, i, i < end - whole, first + whole, lane_mix, lane_weight, row_max, none, a, ratio, a_over_ratio,
+                z, i, i < end - whole, first + whole, lane_mix, lane_weight, row_max, zero_a, a, ratio, a_over_ratio,
                 transform, WITH_WEIGHT, WIDE, ACC,
             )  # fmt: skip
         count = end - start
         mix = _math.total(lane_mix)
         weight = _math.total(lane_weight)
         if start == 0:  # the first program of a row also processes the ragged columns
-            v, there = _math.ragged_columns(0, V, first, wide, WIDE)
-            z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
+            v, ragged_mask = _math.ragged_columns(0, V, first, wide, WIDE)
+            z = tl.load(logits_ptr + row + v, mask=ragged_mask, other=0.0)
             few_mix, few_weight = _with_mix(
-                z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, a_over_ratio,
-                transform, WITH_WEIGHT, 2 * WIDE, ACC,
+                z, v, ragged_mask, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, zero_a, a, ratio,
+                a_over_ratio, transform, WITH_WEIGHT, 2 * WIDE, ACC,
             )  # fmt: skip
             mix += _math.total(few_mix)
             weight += _math.total(few_weight)
             count += V - wide
             if skip_id is not None:
                 count -= ((skip_id >= 0) & (skip_id < V)).to(tl.int32)
-        if none:
+        if zero_a:
             mix += count * tl.log(ratio)
     tl.store(part_mix_ptr + tl.program_id(0).to(tl.int64), mix)
     if WITH_WEIGHT:
@@ -270,10 +270,10 @@ def _row_stats_mix(
 @triton.jit
 def _store_grad(
     x, out_ptr, i, mask, first, lowest, highest, row, ids_ptr, grad_ids_ptr, ids, K, transform,
-    WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr, ACC: tl.constexpr,
+    WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH_TRANSFORM: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient for the columns i, all of them in [lowest, highest); ``first`` as in ``transformed``."""
-    row_max, log_sum, p_coef, p_logp_coef, mix_coef, ratio, none = row
+    row_max, log_sum, p_coef, p_logp_coef, mix_coef, ratio, zero_a = row
     log_p = (transformed(x, i, transform, ACC, first) - row_max) - log_sum
     p = tl.exp2(log_p * LOG2E)
     if WITH_LOG:
@@ -281,18 +281,18 @@ def _store_grad(
     else:
         grad = p * p_coef
     if WITH_MIX:
-        grad += mix_coef * tl.where(none, 1.0, p / (p + ratio))
+        grad += mix_coef * tl.where(zero_a, 1.0, p / (p + ratio))
     if tl.max(((ids >= lowest) & (ids < highest)).to(tl.int32), 0) > 0:
         zero = 0 if first is None else first
         if ids.shape[0] <= 8:  # a loop of unknown length takes a third more registers
             for k in tl.static_range(ids.shape[0]):
-                there = k < K
-                hot = tl.load(ids_ptr + k, mask=there, other=-1).to(tl.int32)
-                grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k, mask=there, other=0.0), grad)
+                id_mask = k < K
+                hot = tl.load(ids_ptr + k, mask=id_mask, other=-1).to(tl.int32)
+                grad = tl.where(i == hot - zero, grad + tl.load(grad_ids_ptr + k, mask=id_mask, other=0.0), grad)
         else:
             for k in range(K):
                 grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(grad_ids_ptr + k), grad)
-    if THROUGH:
+    if THROUGH_TRANSFORM:
         grad = logits_transform_bwd(grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -301,8 +301,8 @@ def _store_grad(
 def _row_stats_bwd(
     logits_ptr, ids_ptr, active_ptr, grad_ids_ptr, p_coef_ptr, p_logp_coef_ptr, mix_coef_ptr, a_ptr, b_ptr, max_ptr,
     log_sum_ptr, out_ptr, L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, logit_scale, inv_softcap, skip_id,
-    TILES, SPLITS, SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    TILES, SPLITS, SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr,
+    THROUGH_TRANSFORM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS
@@ -313,13 +313,13 @@ def _row_stats_bwd(
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
+    v, ragged_mask = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
     if tl.load(active_ptr + n) != IGNORE:
         k = tl.arange(0, BLOCK_K)
         ids_at = n.to(tl.int64) * K
         ids = _math.column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=IGNORE), V)
         p_coef = tl.load(p_coef_ptr + n)
-        p_logp_coef, mix_coef, ratio, none = p_coef, p_coef, p_coef, False
+        p_logp_coef, mix_coef, ratio, zero_a = p_coef, p_coef, p_coef, False
         if WITH_LOG:
             p_logp_coef = tl.load(p_logp_coef_ptr + n)
         if WITH_MIX:
@@ -327,35 +327,35 @@ def _row_stats_bwd(
             a = tl.load(a_ptr + n)
             b = tl.load(b_ptr + n)
             ratio = tl.where(b == 0, float("inf"), a / b)
-            none = (a == 0) & (b > 0)
-        of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), p_coef, p_logp_coef, mix_coef, ratio, none)
+            zero_a = (a == 0) & (b > 0)
+        row_terms = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), p_coef, p_logp_coef, mix_coef, ratio, zero_a)
         end = tl.maximum(start, end)
         # the last tile; before ``start`` if there is none
         tile = start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
-        there_too = (i < end - tile) & (i >= start - tile)
-        x = tl.load(logits_ptr + at + tile + i, mask=there_too, eviction_policy="evict_first")
+        tile_mask = (i < end - tile) & (i >= start - tile)
+        x = tl.load(logits_ptr + at + tile + i, mask=tile_mask, eviction_policy="evict_first")
         for _ in range(start, end, BLOCK_V):
             ahead = tile - BLOCK_V
             x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
             column = first + tile
             _store_grad(
-                x, out_ptr + out_at + tile, i, i < end - tile, column, column, column + BLOCK_V, of_row,
-                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
+                x, out_ptr + out_at + tile, i, i < end - tile, column, column, column + BLOCK_V, row_terms,
+                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH_TRANSFORM, ACC,
             )  # fmt: skip
             x = x_ahead
             tile = ahead
         if start == 0:
-            x_few = tl.load(logits_ptr + row + v, mask=there)
+            x_few = tl.load(logits_ptr + row + v, mask=ragged_mask)
             tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
             _store_grad(
-                x_few, out_ptr + out_row, v, there, None, 0, V, of_row,
-                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
+                x_few, out_ptr + out_row, v, ragged_mask, None, 0, V, row_terms,
+                ids_ptr + ids_at, grad_ids_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH_TRANSFORM, ACC,
             )  # fmt: skip
     else:
         for tile in range(start, end, BLOCK_V):
             _math.zero_columns(out_ptr + out_at + tile, i, i < end - tile)
         if start == 0:
-            _math.zero_columns(out_ptr + out_row, v, there)
+            _math.zero_columns(out_ptr + out_row, v, ragged_mask)
 
 
 @triton.jit
@@ -372,36 +372,36 @@ def _row_stats_coefficients(
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    there = n < N
-    asked = there[:, None] & (k < K)[None, :]
+    row_mask = n < N
+    id_mask = row_mask[:, None] & (k < K)[None, :]
     at = n[:, None] * K + k[None, :]
     grad_ids = tl.zeros([BLOCK_N, BLOCK_K], log_probs_ptr.dtype.element_ty)
     if upstream_log_probs_ptr is not None:
-        upstream = tl.load(upstream_log_probs_ptr + at, mask=asked, other=0.0)
-        log_p = tl.load(log_probs_ptr + at, mask=asked, other=0.0)
-        grad_ids = tl.where(tl.load(ids_ptr + at, mask=asked, other=IGNORE) == IGNORE, 0.0, upstream)
+        upstream = tl.load(upstream_log_probs_ptr + at, mask=id_mask, other=0.0)
+        log_p = tl.load(log_probs_ptr + at, mask=id_mask, other=0.0)
+        grad_ids = tl.where(tl.load(ids_ptr + at, mask=id_mask, other=IGNORE) == IGNORE, 0.0, upstream)
         grad_ids = tl.where((log_p != log_p) & (upstream != 0), float("nan"), grad_ids)
-    tl.store(grad_ids_ptr + at, grad_ids, mask=asked)
+    tl.store(grad_ids_ptr + at, grad_ids, mask=id_mask)
     p_coef = -tl.sum(grad_ids, 1)
     size = tl.sum(tl.abs(grad_ids), 1)
     if upstream_lse_ptr is not None:
-        upstream = tl.load(upstream_lse_ptr + n, mask=there, other=0.0)
+        upstream = tl.load(upstream_lse_ptr + n, mask=row_mask, other=0.0)
         p_coef += upstream
         size += tl.abs(upstream)
     if upstream_entropy_ptr is not None:
-        upstream = tl.load(upstream_entropy_ptr + n, mask=there, other=0.0)
-        p_coef -= _product(upstream, tl.load(entropy_ptr + n, mask=there, other=0.0))
+        upstream = tl.load(upstream_entropy_ptr + n, mask=row_mask, other=0.0)
+        p_coef -= _product(upstream, tl.load(entropy_ptr + n, mask=row_mask, other=0.0))
         size += tl.abs(upstream)
-        tl.store(p_logp_coef_ptr + n, -upstream, mask=there)
+        tl.store(p_logp_coef_ptr + n, -upstream, mask=row_mask)
     if upstream_mix_ptr is not None:
-        upstream = tl.load(upstream_mix_ptr + n, mask=there, other=0.0)
-        p_coef -= _product(upstream, tl.load(mix_weight_ptr + n, mask=there, other=0.0))
+        upstream = tl.load(upstream_mix_ptr + n, mask=row_mask, other=0.0)
+        p_coef -= _product(upstream, tl.load(mix_weight_ptr + n, mask=row_mask, other=0.0))
         size += tl.abs(upstream)
-    tl.store(p_coef_ptr + n, p_coef, mask=there)
-    active = tl.load(active_ptr + n, mask=there, other=IGNORE)
+    tl.store(p_coef_ptr + n, p_coef, mask=row_mask)
+    active = tl.load(active_ptr + n, mask=row_mask, other=IGNORE)
     size = tl.where(active == IGNORE, 0.0, size + tl.abs(p_coef))
-    tl.store(size_ptr + n, size, mask=there)
-    tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=there)
+    tl.store(size_ptr + n, size, mask=row_mask)
+    tl.store(with_gradient_ptr + n, tl.where(size == 0, IGNORE, active), mask=row_mask)
 
 
 def forward(logits: Tensor, request: Any) -> StatsResult:
@@ -499,7 +499,7 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
         grad_ids_ptr=c.grad_ids, p_coef_ptr=c.p_coef, p_logp_coef_ptr=c.p_logp_coef, mix_coef_ptr=c.mix_coef,
         max_ptr=row_max, log_sum_ptr=log_sum, out_ptr=out, V=V, K=K, TILES=tiles, SPLITS=splits,
         **_named(strides, request.transform),
-        SAME_STRIDES=same, WITH_LOG=c.p_logp_coef is not None, WITH_MIX=c.mix_coef is not None, THROUGH=request.through,
-        BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K), ACC=_launch.acc(c.p_coef.dtype),
-        num_warps=_tiles.at_most_a_thread_a_column(num_warps, tile.block_v), **FUSED,
+        SAME_STRIDES=same, WITH_LOG=c.p_logp_coef is not None, WITH_MIX=c.mix_coef is not None,
+        THROUGH_TRANSFORM=request.through_transform, BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K),
+        ACC=_launch.acc(c.p_coef.dtype), num_warps=_tiles.at_most_a_thread_a_column(num_warps, tile.block_v), **FUSED,
     )  # fmt: skip
