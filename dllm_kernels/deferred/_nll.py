@@ -300,10 +300,16 @@ class DeferredSum(Pending):
 
 
 def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
-    def value(x: Any) -> Any:
-        return x.materialize() if isinstance(x, DeferredSum) else x
+    sums: list[DeferredSum] = []
 
-    return func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
+    def value(x: Any) -> Any:
+        if not isinstance(x, DeferredSum):
+            return x
+        sums.append(x)
+        return x.materialize()
+
+    result = func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
+    return next((x for x in sums if x._value is result), result)  # such as x.to(x.dtype), which is x
 
 
 def _weighted(parts: Any, logits: Any, target: Tensor, ignore_index: int, row_weights: Tensor) -> Any:
