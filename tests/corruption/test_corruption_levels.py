@@ -69,6 +69,13 @@ def test_each_stratum_holds_one_level(B):
         assert (ordered < places + 1 + B * 2.0**-24).all()
 
 
+def test_no_stratified_level_is_rounded_to_1(backend, device):
+    """The first level plus 308 / 1000 is 2.8e-8 below 1, nearer to 1 than to the next lower number in float32."""
+    seeds = torch.full((1000,), 36815, device=device)
+    level = sample_level(1000, method="stratified", seeds=seeds, backend=backend)
+    assert level.max() == level[308] == 1 - 2.0**-24
+
+
 def test_antithetic_pairs_add_up_to_1():
     level = sample_level(9, method="antithetic", generator=torch.Generator().manual_seed(1))
     assert (level[:8:2] + level[1:8:2] == 1).all()
