@@ -247,6 +247,17 @@ def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
     assert same(found[3], exact[3][order], "agree")
 
 
+def test_nla_is_constant_below_its_floor():
+    V = TILE + 3
+    z, t = torch.zeros(1, 2, V, device=DEVICE), torch.zeros(1, 2, V, device=DEVICE)
+    z[..., 0], t[0, 0, V - 1], t[0, 1, 0] = 9.0, 9.0, 8.0
+    rest = {"weights": torch.ones(2, device=DEVICE), "targets": None}
+    value, alpha, grad, _ = run_kernel(z, t, rest, {"kind": "nla", "floor": 0.5}, rows=False)
+    assert alpha[0] < 0.5 < alpha[1] < 1
+    torch.testing.assert_close(value, -alpha.clamp(min=0.5).log())
+    assert grad[0].bool().any(1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_the_lowest_of_equal_columns_is_the_argmax(side):
     """Equal columns in one tile, in two tiles, in a tile and the tail of the row, and both in the tail."""
