@@ -229,7 +229,7 @@ def test_every_kind_of_row(kind, dtype):
     assert all(found[lost].isnan().all() for found in (*ours[:2], ours[2][0]))
     assert_same_specials(ours[0][~lost], exact[0][~lost])
     assert_same_specials(ours[1][~lost], exact[1][~lost])
-    assert torch.equal(ours[2][0, ~lost].isnan().any(1), exact[2][0, ~lost].isnan().any(1))
+    assert same(*(found[2][0].isnan().any(1) & ~lost for found in (ours, exact)), "rows with NaN as gradient")
     finite = ~lost & exact[0].isfinite() & exact[2][0].isfinite().all(1)
     near = torch.maximum(z.abs().nan_to_num(0, 0, 0).amax(1), t.abs().nan_to_num(0, 0, 0).amax(1)) < 12
     for these in (finite & near, finite & ~near):
