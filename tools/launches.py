@@ -397,13 +397,12 @@ def _starts(B: int) -> torch.Tensor:
     return torch.zeros(B, dtype=torch.int64)
 
 
-def mix(B: int, L: int, *, own_seeds: bool = False, **options: Any) -> None:
-    """Call ``corrupt_mix`` with one probability per row."""
+def mix(B: int, L: int, *, wide: int = 1, own_seeds: bool = False, **options: Any) -> None:
+    """Call ``corrupt_mix`` with one probability per row, a column of a tensor that is ``wide``."""
     seeds = torch.zeros(B, dtype=torch.int64) if own_seeds else None
     ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
-    corrupt_mix(
-        ids, mask, 126000, 126464, mask_prob=torch.zeros(B), uniform_prob=torch.zeros(B), seeds=seeds, **options
-    )
+    probability = torch.zeros(B, wide)[:, 0]
+    corrupt_mix(ids, mask, 126000, 126464, mask_prob=probability, uniform_prob=probability, seeds=seeds, **options)
 
 
 def complement(B: int, L: int) -> None:
@@ -416,9 +415,9 @@ def levels(B: int) -> None:
     sample_level(B, method="stratified", seeds=torch.zeros(B, dtype=torch.int64))
 
 
-def with_level(routine: Callable[..., object], B: int, L: int, **options: Any) -> None:
-    """Call a corruption routine with one level per row."""
-    corrupt(routine, B, L, level=torch.zeros(B), **options)
+def with_level(routine: Callable[..., object], B: int, L: int, *, wide: int = 1, **options: Any) -> None:
+    """Call a corruption routine with one level per row, a column of a tensor that is ``wide``."""
+    corrupt(routine, B, L, level=torch.zeros(B, wide)[:, 0], **options)
 
 
 def _shifted(t: torch.Tensor) -> torch.Tensor:

@@ -229,7 +229,7 @@ def test_every_kind_of_row(kind, dtype):
     assert all(found[lost].isnan().all() for found in (*ours[:2], ours[2][0]))
     assert_same_specials(ours[0][~lost], exact[0][~lost])
     assert_same_specials(ours[1][~lost], exact[1][~lost])
-    assert torch.equal(ours[2][0, ~lost].isnan().any(1), exact[2][0, ~lost].isnan().any(1))
+    assert same(*(found[2][0].isnan().any(1) & ~lost for found in (ours, exact)), "rows with NaN as gradient")
     finite = ~lost & exact[0].isfinite() & exact[2][0].isfinite().all(1)
     near = torch.maximum(z.abs().nan_to_num(0, 0, 0).amax(1), t.abs().nan_to_num(0, 0, 0).amax(1)) < 12
     for these in (finite & near, finite & ~near):
@@ -245,6 +245,31 @@ def assert_rows_as_good_as_plain(found, exact, plain, V, order=slice(None)):
         e, p = (x.reshape(N, *x.shape[2:])[order] for x in (e, p))
         assert_as_good_as_plain([o.reshape(e.shape)], [e], largest_error([p], [e]), label, sizes=[V] * 3)
     assert same(found[3], exact[3][order], "agree")
+
+
+def test_nla_is_constant_below_its_floor():
+    V = TILE + 3
+    z, t = torch.zeros(1, 2, V, device=DEVICE), torch.zeros(1, 2, V, device=DEVICE)
+    z[..., 0], t[0, 0, V - 1], t[0, 1, 0] = 9.0, 9.0, 8.0
+    rest = {"weights": torch.ones(2, device=DEVICE), "targets": None}
+    value, alpha, grad, _ = run_kernel(z, t, rest, {"kind": "nla", "floor": 0.5}, rows=False)
+    assert alpha[0] < 0.5 < alpha[1] < 1
+    torch.testing.assert_close(value, -alpha.clamp(min=0.5).log())
+    assert grad[0].bool().any(1).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_the_lowest_of_equal_columns_is_the_argmax(side):
+    """Equal columns in one tile, in two tiles, in a tile and the tail of the row, and both in the tail."""
+    V = 2 * TILE + 3
+    ties = torch.tensor([[1, 2], [5, TILE], [TILE - 1, V - 1], [V - 2, V - 1]], device=DEVICE)
+    with_tie = torch.zeros(4, V, device=DEVICE).scatter_(1, ties, 4.0)
+    rest = {"weights": torch.ones(4, device=DEVICE), "targets": None}
+    for column, agree in zip(ties.t(), (True, False), strict=True):
+        with_peak = torch.zeros(4, V, device=DEVICE).scatter_(1, column[:, None], 4.0)
+        z, t = (with_tie, with_peak) if side == "student" else (with_peak, with_tie)
+        found = run_kernel(z[None], t[None], rest, {"kind": "kl"}, rows=False)[3]
+        assert same(found, torch.full_like(found, agree), f"agree with columns {column.tolist()}")
 
 
 @pytest.mark.everyday(1)

@@ -86,6 +86,14 @@ def test_the_lowest_of_equal_columns_is_greedy(path):
     assert same(linear_sample(h, w, temperature=0, backend=path).ids, columns[:, 0], "ids")
 
 
+def test_the_largest_noise_of_equal_columns_wins(backend):
+    """The high 16 bits of the uniforms of columns 127 and 997 are all ones; only the low bits make a difference."""
+    seeds, h, w = torch.tensor([23246], device=DEVICE), torch.ones(1, 1, 1), torch.zeros(1000, 1)
+    assert uniforms(seeds, torch.zeros_like(seeds), 1000).topk(2).indices.tolist() == [[997, 127]]
+    got = linear_sample(h.to(DEVICE), w.to(DEVICE), seeds=seeds, backend=backend)
+    assert got.ids.tolist() == [[997]]
+
+
 def critical(freedom, tail=3.719):
     """Return the value that chi-square exceeds with probability 1e-4, by Wilson and Hilferty (6 degrees: 2 % low)."""
     return freedom * (1 - 2 / (9 * freedom) + tail * math.sqrt(2 / (9 * freedom))) ** 3

@@ -457,3 +457,11 @@ def test_a_nan_gradient_of_an_inactive_row_reaches_no_other(dtype, backend):
     grads = torch.autograd.grad(out.log_probs, [h, w], upstream)
     assert all(grad.isfinite().all() for grad in grads)
     assert grads[1].any()
+
+
+def test_the_lowest_of_equal_columns_is_the_argmax(backend):
+    """Equal columns in one tile, in two tiles and different lanes, and in the ragged end of a row."""
+    V = 5003
+    ties = torch.tensor([[1, 2], [9, 4500], [4500, V - 1], [V - 2, V - 1], [0, 2500]], device=DEVICE)
+    x = torch.zeros(5, V, device=DEVICE).scatter_(1, ties, 4.0)
+    assert same(row_stats(x, ties[:, :1], with_ids=True, backend=backend).ids, ties[:, 0], "ids")

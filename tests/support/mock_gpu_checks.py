@@ -625,13 +625,19 @@ def far_apart():
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)
+    yield functools.partial(launches.padded, corruption.corrupt_uniform, 2**19, 4160, segments=True)
     yield functools.partial(launches.mix, 2**19, 4160)
     yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**19, 4160, exact=True)
     yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**15, 131072, exact=True)
+    yield functools.partial(launches.mix, 2**19, 64, wide=8192)
+    for exact in (False, True):
+        yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**19, 64, wide=8192, exact=exact)
+    yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 4160, 2**19, view=torch.t)
     yield functools.partial(launches.complement, 2**19, 4160)
     yield functools.partial(launches.levels, 2**20)
     yield functools.partial(launches.topk, 2**20, 4000)
     yield functools.partial(launches.topk, 2**19, 8000)
+    yield functools.partial(launches.topk, 4000, 2**20, view=torch.t)
 
 
 @check

@@ -39,7 +39,8 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
     """Load or draw the level of each block; ``levels`` holds the pointer, two strides, eps and 1 - eps."""
     level_ptr, stride_b, stride_n, eps, one_minus_eps = levels
     if HAS_LEVEL:
-        return tl.load(level_ptr + b * stride_b + block * stride_n, mask=b < B, other=0.0)
+        at = b.to(tl.int64) * stride_b + block.to(tl.int64) * stride_n  # of a column of a wide tensor, say
+        return tl.load(level_ptr + at, mask=b < B, other=0.0)
     else:
         return _philox.uniform(_philox.level_draws(seed, row, stride, block) >> 9) * one_minus_eps + eps
 
@@ -176,8 +177,8 @@ def _corrupt_mix(
     i = (first + tl.arange(0, BLOCK))[None, :]
     sizes = (B, L, L, None if start_ptr is None else _first_column(start_ptr, b, B, L))
     ids, supervised = _read(batch, b, b * 0, i, sizes, True)
-    mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
-    total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
+    mask_prob = tl.load(mask_prob_ptr + b.to(tl.int64) * p_stride, mask=b < B, other=0.0)
+    total = mask_prob + tl.load(uniform_prob_ptr + b.to(tl.int64) * q_stride, mask=b < B, other=0.0)
     supervised = supervised & (total <= _MOST)
     seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     word = _philox.words(seed, row, stride, first + b * 0, SHARE, BLOCK)
