@@ -86,8 +86,8 @@ class StatsResult(NamedTuple):
     """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
 
     ``best`` is the argmax, int64: the lowest column of a tie, ``IGNORE`` in inactive rows, and the lowest column that
-    is not skipped if the softmax is NaN. ``row_max`` and ``log_sum`` are tensors if requested. The last three fields
-    are filled by ``rows/_rest.py``.
+    is not skipped if the softmax is NaN. ``row_max`` and ``log_sum`` are tensors if requested. ``rows/_rest.py``
+    fills ``rest``, ``rest_max`` and ``rest_sum``.
     """
 
     log_probs: Tensor

@@ -683,6 +683,8 @@ def check_kernels(names):
     with MockGPU("sm_90") as gpu, torch.device("cuda"):
         for call in far_apart():
             call()
+    missing = {*names} - {f"_{launch.specimen.kernel}" for launch in gpu.launches}
+    assert not missing, f"no call of far_apart launches {', '.join(sorted(missing))}"
     check_offsets([launch for launch in gpu.launches if f"_{launch.specimen.kernel}" in names])
     for name, specimen in launches.specimens("sm_90").items():
         if f"_{specimen.kernel}" in names and specimen.dtype not in ("fp16", "fp32", "fp64"):

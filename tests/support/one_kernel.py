@@ -65,7 +65,7 @@ def commands(name):
     kernels, files, ops = chosen(name)
     of_ops = ["-k", " or ".join(f"({' and '.join(op.split())})" for op in ops)]
     options = ["-x", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-n", "0", "-m", "not exhaustive"]
-    options += ["--timeout", "60", "--timeout-method", "thread"]  # a kernel that overwrites memory may end in a loop
+    options += ["--timeout", "120", "--timeout-method", "thread"]  # a kernel that overwrites memory may end in a loop
     judges = {file: judges_of(f"backends/triton/{file}.py") for file in files}
     others = [f"tests/kernels/test_{stem}.py" for stem in SUBJECTS["kernels"].split()]
     others = [file for file in others if not any(file in judge for judge in judges.values())]
