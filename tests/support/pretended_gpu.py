@@ -274,8 +274,8 @@ def patch_comparison() -> None:
 
 def patch_wrappers() -> None:
     """Make tensor subclasses without memory on the CPU, because autograd asks their device for its stream."""
-    stand, of = _graph.stand, _graph.PartsGradient.of.__func__
-    _graph.stand = lambda cls, form, device, *rest: stand(cls, form, CPU, *rest)
+    placeholder, of = _graph.placeholder, _graph.PartsGradient.of.__func__
+    _graph.placeholder = lambda cls, meta, device, *rest: placeholder(cls, meta, CPU, *rest)
     _head.FOLDERS += (__file__,)  # whose frames are not the place of a use
     _graph.PartsGradient.of = classmethod(lambda cls, like, *rest: of(cls, (*like[:2], CPU), *rest))
 
