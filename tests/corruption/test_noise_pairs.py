@@ -158,7 +158,9 @@ def test_corruption(number):
     plain_mask = None if typed is None else mask.bool()
     if seeds is None:  # the rows of a batch share one source
         torch.manual_seed(number)
-        want = call(case, ids.long(), plain_mask, generator=generators[1], start=start, **options)
+        arguments = {"input_ids": ids.long(), "loss_mask": plain_mask, "start": start, **options}
+        arguments = {k: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for k, t in arguments.items()}
+        want = call(case, arguments.pop("input_ids"), arguments.pop("loss_mask"), generator=generators[1], **arguments)
         assert_equal(found, want)
         return
     for b in range(B):
@@ -176,7 +178,7 @@ def test_corruption(number):
 
 def assert_equal(found, want):
     for t, expected in zip(found, want, strict=True):
-        assert torch.equal(t.cpu().to(expected.dtype), expected)
+        assert torch.equal(t.cpu().to(expected.dtype), expected.cpu())
 
 
 COLLATED = {

@@ -258,9 +258,8 @@ def test_a_number_of_positions_is_exact_if_many_draws_are_equal(routine, path, m
     monkeypatch.setattr(routines, "draws", coarse_draws)
     monkeypatch.setattr(ops, "on_host", lambda device: path == "host")
     ids, loss_mask, seeds = batch(3, 50)
-    arguments = [t.to(device) for t in (ids, loss_mask)]
-    backend = "triton" if path == "triton" else "torch"
-    found = routine(*arguments, seeds=seeds.to(device), backend=backend)
+    place, backend = "cpu" if path == "host" else device, "triton" if path == "triton" else "torch"
+    found = routine(*(t.to(place) for t in (ids, loss_mask)), seeds=seeds.to(place), backend=backend)
     assert same([t.cpu() for t in found], routine.oracle(ids, loss_mask, seeds))
 
 

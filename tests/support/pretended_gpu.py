@@ -69,7 +69,7 @@ def storage_of(t: torch.Tensor) -> int | None:
 
 def in_cuda(t: torch.Tensor) -> bool:
     if isinstance(t, DeferredTensor):
-        return bool(t.place == CUDA)
+        return bool(t._device == CUDA)
     return storage_of(t) in IN_CUDA
 
 
