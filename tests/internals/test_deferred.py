@@ -57,6 +57,14 @@ def test_their_truth_value_is_that_of_the_tensor():
     assert {out: 1}[out] == 1  # they hash by identity, as tensors do
 
 
+def test_an_operation_that_changes_nothing_returns_the_same_object():
+    out, _ = deferred()
+    lse = out.logsumexp(-1)
+    assert lse.flatten(0, 0) is lse
+    loss = nn.functional.cross_entropy(out.flatten(0, -2), torch.zeros(6, dtype=torch.int64, device=DEVICE))
+    assert loss.to(loss.dtype) is loss
+
+
 class Adapted(nn.Linear):
     def forward(self, x):
         return super().forward(x) * 2
