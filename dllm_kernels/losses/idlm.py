@@ -13,6 +13,7 @@ from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, logged_sum, next_tokens, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._transform import Transform
 
 CLEAN_MIN = 1e-6
 
@@ -53,7 +54,7 @@ class IDLMLoss(TransformedLoss):
         scale: float | None = None, skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
     ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
-        super().__init__(softcap, scale, skip_id, reduction, backend)
+        super().__init__(Transform(softcap, scale, skip_id), reduction, backend)
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         _checks.check_finite("clean_loss_weight", clean_loss_weight)
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor

@@ -175,8 +175,7 @@ class SCDDLoss(DiffusionLoss):
     ) -> DLLMLossOutput:
         self._check_settings()
         rows = rows.checked(batch.target_ids)
-        if self.mask_token_id >= rows.vocabulary:
-            raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
+        _checks.check_column("mask_token_id", self.mask_token_id, rows.vocabulary)
         rows = rows.transformed(skip_id=self.mask_token_id)
         batch.check_unused(causal=causal, noise_mask=batch.noise_mask)
         z = _checked_noisy(noisy_input_ids, batch.target_ids)

@@ -176,7 +176,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = base.checked_ignore_index(ignore_index, loss_fn)
-    _checks.check_logits_dtype(logits_dtype)
+    dtype: dict[str, Any] = {"logits_dtype": _checks.checked_logits_dtype(logits_dtype)}
     factor = _checked_factor(scaling_factor)
     labels = to_int64(labels)
     outputs, name = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
@@ -204,8 +204,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
                 return rows.weighted(ids, divided * factor).loss
             parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
             return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
-    common = counts | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
-    common |= {"logits_dtype": logits_dtype}
+    common = counts | dtype | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or explicit_head:
         weight = head_weight(model) if lm_weight is None else lm_weight
@@ -218,7 +217,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     total = torch.stack(losses).sum(0) * factor
     if not return_per_depth:
         return total
-    counted = [position_weights(rows_of(outputs[0]), t.ids, own_index, None, loss_weights) for t in targets]
+    ids = [base.as_targets(target.ids, own_index) for target in targets]
+    counted = [position_weights(rows_of(outputs[0]), t, None, loss_weights) for t in ids]
     return MTPLossOutput(total, losses, torch.stack(counted).sum())
 
 
@@ -311,15 +311,19 @@ def _stacked(
     for k, (record, target) in enumerate(zip(records, targets, strict=True)):
         names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
         rows, ids = loss_fn.checked(names, record, target.ids)
-        weights = position_weights(rows.x, target.ids, loss_fn.ignore_index, None, counts["loss_weights"])
+        weights = position_weights(rows.x, ids, None, counts["loss_weights"])
         loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
         parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
     (first, *others), *tensors = zip(*parts, strict=True)
     stacked = first.stack(*others)
     assert stacked is not None  # the caller compared the heads
-    bounds: list[Any] = [record.num_active for record in records]
-    logits = replaced(stacked.logits, num_active=None if None in bounds else sum(bounds))
+    logits = replaced(stacked.logits, num_active=_total([record.num_active for record in records]))
     return replaced(stacked, logits=logits), *map(torch.stack, tensors)
+
+
+def _total(bounds: list[Any]) -> int | None:
+    """Return the sum of bounds, or None if one is unknown."""
+    return None if None in bounds else sum(bounds)
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:
