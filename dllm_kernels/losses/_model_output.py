@@ -70,8 +70,9 @@ class ModelOutput(NamedTuple):
 
     def packed(self, target_ids: Any) -> bool:
         """Return True if the rows ``[T, V]`` or ``[T, D]`` and the targets ``[T]`` have no batch dimension."""
-        tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
-        return tensors and self.x.dim() == 2 and target_ids.dim() == 1
+        x = self.x
+        tensors = isinstance(x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        return tensors and x.dim() == 2 and target_ids.dim() == 1
 
     def as_batch(self) -> ModelOutput:
         """Return packed rows as a batch of one sequence."""
@@ -169,8 +170,8 @@ class ModelOutput(NamedTuple):
         ``counted [B, L - shift]``: 0 for targets of rows that do not count.
         """
         targets = target_ids[:, shift:] if shift else target_ids
-        transform = self.options.transform
-        transform.check_targets(None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift)
+        transform, V = self.options.transform, vocabulary_of(self.logits)
+        transform.check_targets(None, self.names.targets, targets, V, counted=counted, shift=shift)
 
     def weighted(
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **overrides: Any

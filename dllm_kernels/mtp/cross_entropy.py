@@ -376,7 +376,7 @@ def ignore_index_of(loss_fn: nn.Module) -> int:
 
 def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
     """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
-    index = ignore_index_of(loss_fn)
+    index = _checks.checked_int64("ignore_index", ignore_index_of(loss_fn))
     if ignore_index is not None:
         _checks.checked_int("ignore_index", ignore_index)
     if ignore_index not in (None, IGNORE, index):

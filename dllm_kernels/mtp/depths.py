@@ -58,7 +58,12 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = IGNORE, seq_idx: 
     depth = _checks.checked_int("depth", depth, 0)
     ignore_index = _checks.checked_int64("ignore_index", ignore_index)
     labels = to_int64(labels)
-    shifted, seq_idx = shift_left(labels, ignore_index, depth + 1), _sub_sequences(labels, None, seq_idx)
+    return _labels_of_depth(labels, depth, ignore_index, _sub_sequences(labels, None, seq_idx))
+
+
+def _labels_of_depth(labels: Tensor, depth: int, ignore_index: int, seq_idx: Tensor | None) -> Tensor:
+    """Compute :func:`mtp_labels` of validated arguments."""
+    shifted = shift_left(labels, ignore_index, depth + 1)
     if seq_idx is None:
         return shifted
     return torch.where(shift_left(seq_idx, 0, depth + 1) == seq_idx, shifted, ignore_index)
@@ -184,7 +189,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         targets = _checked_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
     else:
         packed = _sub_sequences(labels, cu_seqlens, seq_idx)
-        targets = [_Target(mtp_labels(labels, k, own_index, packed), "labels", k + 1) for k in range(len(outputs))]
+        each = [_labels_of_depth(labels, k, own_index, packed) for k in range(len(outputs))]
+        targets = [_Target(ids, "labels", k + 1) for k, ids in enumerate(each)]
     low_rank = _extra_of_depths(extra, outputs)
     factor = factor / len(outputs)
     from_hidden, are_logits = base.takes_hidden_states(loss_fn), name == "mtp_per_depth_logits"
@@ -217,8 +223,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     total = torch.stack(losses).sum(0) * factor
     if not return_per_depth:
         return total
-    ids = [base.as_targets(target.ids, own_index) for target in targets]
-    counted = [position_weights(rows_of(outputs[0]), t, None, loss_weights) for t in ids]
+    plain_ids = [base.as_targets(target.ids, own_index) for target in targets]
+    counted = [position_weights(rows_of(outputs[0]), ids, None, loss_weights) for ids in plain_ids]
     return MTPLossOutput(total, losses, torch.stack(counted).sum())
 
 

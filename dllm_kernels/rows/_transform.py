@@ -34,11 +34,6 @@ class Transform(NamedTuple):
         return Transform(self.softcap, self.scale)
 
     @property
-    def skips(self) -> bool:
-        """True if a column is never predicted."""
-        return self.skip_id is not None
-
-    @property
     def is_identity(self) -> bool:
         """True without any step; comparing a symbolic number would specialise a graph."""
         return self.softcap is None and self.scale is None and self.skip_id is None
@@ -101,7 +96,7 @@ class Transform(NamedTuple):
 
     def choices(self, V: int) -> int:
         """Return the number of columns that can be predicted."""
-        return V - self.skips
+        return V - (self.skip_id is not None)
 
     def check_leaves_a_column(self, V: int) -> None:
         """Raise a ValueError if no column can be predicted, so that rows have no distribution."""
@@ -155,7 +150,7 @@ def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | Non
 
 
 def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:
-    if not transform.skips:
+    if transform.skip_id is None:
         return x
     return transform.fill_skipped_(x if x is out else out.copy_(x), -math.inf)
 
