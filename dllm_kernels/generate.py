@@ -241,7 +241,7 @@ def diffusion_generate(
     _checks.check_not_negative("cfg_scale", cfg_scale)
     sampling = _Sampling(
         {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p},
-        {"skip_id": mask, "logits_dtype": logits_dtype, "chunk_size": chunk_size},
+        {"skip_id": mask, "logits_dtype": _checks.checked_wide_logits(logits_dtype), "chunk_size": chunk_size},
         backend, remasking, float(cfg_scale), checked_tokens("suppress_ids", suppress_ids, V),
     )  # fmt: skip
     sampling.check(V, device)
@@ -308,12 +308,10 @@ class _Sampling(NamedTuple):
 
     def check(self, V: int, device: torch.device) -> None:
         """Validate the options for a head of V columns, by a sample of no rows."""
-        mask, dtype, _ = self.logits_fields.values()
-        if mask >= V:
-            raise ValueError(f"mask_token_id must lie in [0, {V}), got {mask}")
+        mask, *_ = self.logits_fields.values()
+        _checks.check_column("mask_token_id", mask, V)
         if len({mask, *self.suppressed}) == V:
             raise ValueError(f"suppress_ids must leave a token to choose beside MASK, got all {V - 1} others")
-        _checks.check_wide_logits(dtype)
         hidden, head = (torch.empty(n, 1, dtype=torch.float32, device=device) for n in (0, V))
         seed = torch.zeros((), dtype=torch.int64, device=device)
         logits = LinearLogits(hidden, head, **self.logits_fields)

@@ -272,17 +272,18 @@ def checked_bool(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_logits_dtype(value: Any) -> None:
-    """Raise unless ``logits_dtype`` is None or a dtype."""
+def checked_logits_dtype(value: Any) -> torch.dtype | None:
+    """Return ``logits_dtype``; raise unless it is None or a dtype."""
     if not isinstance(value, torch.dtype | None):
         raise TypeError(f"logits_dtype must be a torch.dtype or None, got {type_name(value)}")
+    return value
 
 
-def check_wide_logits(value: Any) -> None:
-    """Raise unless ``logits_dtype`` is None or float32, the dtypes that go with any operands but float64."""
-    check_logits_dtype(value)
-    if value not in (None, torch.float32):
+def checked_wide_logits(value: Any) -> torch.dtype | None:
+    """Return ``logits_dtype``; raise unless it is None or float32, the dtypes for any operands but float64."""
+    if checked_logits_dtype(value) not in (None, torch.float32):
         raise ValueError(f"logits_dtype must be torch.float32 or None, got {value}")
+    return value  # type: ignore[no-any-return]
 
 
 def checked_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -294,6 +295,18 @@ def checked_int(name: str, value: Any, least: int | None = None, most: int | Non
     if most is not None and value > most:
         raise ValueError(f"{name} must be at most {most}, got {value}")
     return value if type(value) is int else int(value)
+
+
+def check_column(name: str, value: Any, V: int | None = None) -> None:
+    """Raise unless ``value`` is None or an int in [0, V), or not negative if V is None."""
+    if value is None:
+        return
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int or None, got {type_name(value)}")
+    if value < 0:
+        raise ValueError(f"{name} must not be negative, got {value}")
+    if V is not None and value >= V:
+        raise ValueError(f"{name} must lie in [0, {V}), got {value}")
 
 
 def check_choice(name: str, value: Any, known: Collection[str]) -> None:

@@ -60,15 +60,14 @@ class FusedHead:
     Attributes:
         materialized: number of times that the logits of a head call were computed, because an operation needed them.
         sums: losses that are not computed yet.
+        logits_fields: fields of the records of its logits.
     """
 
-    def __init__(
-        self, model: nn.Module, module: nn.Module, on_logits: str, logits_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module, on_logits: str, **logits_fields: Any) -> None:
         self.module = module
         self.unit = fsdp1_unit(model, module)
         self.on_logits = on_logits
-        self.logits_dtype = logits_dtype
+        self.logits_fields = logits_fields
         self.materialized = 0
         self.sums: list[weakref.ref[Any]] = []
 
@@ -238,8 +237,10 @@ def deferring(module: nn.Module, fused: FusedHead) -> Iterator[FusedHead]:
 
 
 @contextlib.contextmanager
-def deferred_logits(model: nn.Module, logits_dtype: torch.dtype | None = None) -> Iterator[bool]:
+def deferred_logits(model: nn.Module, **logits_fields: Any) -> Iterator[bool]:
     """Make the LM head return deferred logits within the context if it is supported, and materialize them silently.
+
+    ``logits_fields``: fields of the records of the logits, such as their dtype.
 
     Yields True if the head is supported.
     """
@@ -247,5 +248,5 @@ def deferred_logits(model: nn.Module, logits_dtype: torch.dtype | None = None) -
     if module is None or not _lora.takes_apart(module):
         yield False
         return
-    with deferring(module, FusedHead(model, module, "allow", logits_dtype)):
+    with deferring(module, FusedHead(model, module, "allow", **logits_fields)):
         yield True

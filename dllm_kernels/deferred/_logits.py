@@ -26,7 +26,7 @@ from dllm_kernels.deferred._nll_rules import NEW, new_tensor
 from dllm_kernels.deferred._pending import DeferredStat, NeededStats, argmax_of, rows_key
 from dllm_kernels.deferred._tensor import DeferredTensor, arguments, meta_after, registers, strided
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._logits import LinearLogits
+from dllm_kernels.rows._logits import LinearLogits, not_narrowed
 
 Tensor = torch.Tensor
 ONE = Fraction(1)
@@ -101,9 +101,9 @@ class Rows:
         return self.parts[0]  # type: ignore[return-value]
 
     @property
-    def logits_dtype(self) -> torch.dtype | None:
-        """Dtype of the chunks of logits in fused operations; None: the dtype of the operands."""
-        return None if self.hidden.dtype == torch.float64 else self.head.logits_dtype
+    def logits_fields(self) -> dict[str, Any]:
+        """Fields of the records that the head sets."""
+        return self.head.logits_fields  # type: ignore[no-any-return]
 
     @property
     def softcap(self) -> float | None:
@@ -121,10 +121,12 @@ class Rows:
             head = self.head.weights(self.split_head, parts)
         bias = head.bias if head.bias is None or self.bias_factor == ONE else head.bias * float(self.bias_factor)
         scale = None if self.scale == ONE else float(self.scale)
-        return LinearLogits(
-            parts[0], head.weight, bias, head.extra, self.logits_dtype, softcap=self.softcap, scale=scale,
-            skip_id=self.skip, compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
+        logits = LinearLogits(
+            parts[0], head.weight, bias, head.extra, softcap=self.softcap, scale=scale, skip_id=self.skip,
+            compute_dtype=self.state.dtype_of_products(parts[0], head.weight), source=self.identity,
+            **self.logits_fields,
         )  # fmt: skip
+        return not_narrowed(logits)
 
     @property
     def classes(self) -> int:
@@ -339,7 +341,7 @@ def _joined(parts: Any, call: Call) -> Any:
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     fields = (
-        "source", "axis", "state", "dtype", "log_probs", "logits_dtype", "needs", "needs_grad", "skip", "skip_finite"
+        "source", "axis", "state", "dtype", "log_probs", "logits_fields", "needs", "needs_grad", "skip", "skip_finite"
     )  # fmt: skip
     return x.deferred and x.overwritten is None and all(getattr(x, name) == getattr(y, name) for name in fields)
 

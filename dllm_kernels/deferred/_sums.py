@@ -71,7 +71,7 @@ def _combined(x: DeferredLogits, call: Call) -> Any:
 
 def _alike(x: DeferredLogits, y: DeferredLogits) -> bool:
     """Return True for logits of one head that were computed in the same way, but for their factors."""
-    fields = ("columns", "axis", "state", "dtype", "logits_dtype", "needs", "needs_grad")
+    fields = ("columns", "axis", "state", "dtype", "logits_fields", "needs", "needs_grad")
     same = x.split_head.identity == y.split_head.identity and x.hidden.dtype == y.hidden.dtype
     return same and all(getattr(x, name) == getattr(y, name) for name in fields)
 

@@ -128,9 +128,8 @@ class VocabShard(NamedTuple):
         return torch.where((column >= 0) & (column < self.size), column, IGNORE)
 
     def local_transform(self, transform: Transform) -> Transform:
-        """Convert ``skip_id`` to a column of this shard, None if another shard holds it."""
-        skip = -1 if transform.skip_id is None else transform.skip_id - self.start
-        return transform._replace(skip_id=skip if 0 <= skip < self.size else None)
+        """Return the transform of the columns of this shard."""
+        return transform.sliced(self.start, self.size)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """All-gather every rank's ``[N, C]`` as ``[ranks, N, C]``."""

@@ -207,8 +207,8 @@ class Host:
                 raise RuntimeError(f"{host} has unexpected definitions; nothing was replaced:\n  {listed}")
             warnings.warn(f"{host} has unexpected definitions; {names} stay as they are:\n  {listed}", stacklevel=4)
         self._pairs, self._arguments, self._problems = pairs, arguments, problems
-        kept = (*reported.pop("kept", ()), *((name, "; ".join(lines)) for name, lines in problems.items()))
-        self.report = PatchReport(version, _swap(self.name, pairs), kept, host=self.name, **reported)
+        unchanged = (*reported.pop("kept", ()), *((name, "; ".join(lines)) for name, lines in problems.items()))
+        self.report = PatchReport(version, _swap(self.name, pairs), unchanged, host=self.name, **reported)
         return self.report
 
     def replace_method(self, owner: type, name: str, method: Any) -> None:

@@ -42,7 +42,7 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import mtp
-from dllm_kernels._checks import check_wide_logits, checked_bool
+from dllm_kernels._checks import checked_bool, checked_wide_logits
 from dllm_kernels.deferred._head import deferred_logits
 from dllm_kernels.head._lora import check_head, is_adapted, low_rank_rows, split, weights
 from dllm_kernels.head._module import head_module, token_layer, unwrapped
@@ -127,8 +127,8 @@ def patch(
             None.
     """
     excluded = checked_excluded(exclude, [_recipe.LOOP, *(name for names in HOMES.values() for name in names)])
-    check_wide_logits(logits_dtype)
-    arguments = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), "logits_dtype": logits_dtype}
+    fields: dict[str, Any] = {"logits_dtype": checked_wide_logits(logits_dtype)}
+    arguments = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head), **fields}
     if (earlier := _host.earlier(checked_bool("strict", strict), **arguments)) is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
@@ -136,19 +136,19 @@ def patch(
     def replacement_for(home: str, name: str, original: Any) -> Any:
         replacement = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
         if name == "FusedLinearCrossEntropy":
-            replacement.patch_options = {} if logits_dtype is None else {"logits_dtype": logits_dtype}
+            replacement.patch_options = {name: value for name, value in fields.items() if value is not None}
         return replacement
 
     pairs, problems = _host.pairs(HOMES, excluded, replacement_for)
-    deferred = functools.partial(deferred_logits, logits_dtype=logits_dtype)
+    deferred = functools.partial(deferred_logits, **fields)
     steps, missing = _steps(deferred) if fuse_head else ([], {})
-    kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
+    unchanged = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
     problems |= missing
     one_call = not {_recipe.LOOP, *NOISE} & {*excluded, *problems} and _has_loop(_host.loaded_module(RECIPES[0]))
     batched = (f"{LOOP_OWNER}.{_recipe.LOOP}",) if one_call else ()
-    reported = {"kept": kept, "fused": fused, "original": original, "batched": batched}
+    reported = {"kept": unchanged, "fused": fused, "original": original, "batched": batched}
     report = _host.patch(version, pairs, problems, strict, arguments, **reported)
     if one_call:
         _host.when_imported(RECIPES[0], _replace_loop)

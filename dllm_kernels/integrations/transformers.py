@@ -734,8 +734,7 @@ class MaskedDiffusionTrainerMixin:
         allow_causal: bool = False, seed_evaluation: bool = True, **kwargs: Any,
     ) -> None:  # fmt: skip
         self._loss = _checked_loss(loss)
-        _checks.check_logits_dtype(logits_dtype)
-        self._logits_dtype = logits_dtype
+        self._logits_fields = {"logits_dtype": _checks.checked_logits_dtype(logits_dtype)}
         self._shift = _checks.checked_bool("shift", shift) or _shifts(self._loss)
         self._probes = 0 if _checks.checked_bool("allow_causal", allow_causal) else PROBES
         self._seed_evaluation = _checks.checked_bool("seed_evaluation", seed_evaluation)
@@ -828,7 +827,7 @@ class MaskedDiffusionTrainerMixin:
         losses = list[Tensor]()
 
         def loss(logits: LinearLogits) -> Tensor:
-            losses.append(loss_call.compute(replaced(logits, logits_dtype=self._logits_dtype)))
+            losses.append(loss_call.compute(replaced(logits, **self._logits_fields)))
             return losses[-1].as_subclass(_LossOutput)
 
         self._in_head = losses

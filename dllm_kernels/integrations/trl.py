@@ -34,7 +34,7 @@ import importlib.metadata
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -92,13 +92,13 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
         TypeError: ``logits_dtype`` is not a dtype, or ``strict`` is not a bool.
         ValueError: ``logits_dtype`` is neither torch.float32 nor None.
     """
-    _checks.check_wide_logits(logits_dtype)
-    strict, arguments = _checks.checked_bool("strict", strict), {"logits_dtype": logits_dtype}
-    if (earlier := _host.earlier(strict, **arguments)) is not None:
+    fields = {"logits_dtype": _checks.checked_wide_logits(logits_dtype)}
+    strict = _checks.checked_bool("strict", strict)
+    if (earlier := _host.earlier(strict, **fields)) is not None:
         return earlier
     module = _host.module(HOME)
     original = vars(module).get(NAME)
-    replacement = ChunkedLogProbs(original, logits_dtype)
+    replacement = ChunkedLogProbs(original, fields)
     if original is not None and not _host.owns(original):
         differences = [f"{module.__name__}.{NAME} is {origin(original)}, not the framework's own"]
     elif callable(forward := getattr(original, "forward", None)):
@@ -106,7 +106,7 @@ def patch(*, logits_dtype: torch.dtype | None = None, strict: bool = False) -> P
     else:
         differences = [f"{module.__name__} has no {NAME}.forward"]
     pairs, problems = ([], {NAME: differences}) if differences else ([(original, replacement)], {})
-    return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, arguments)
+    return _host.patch(importlib.metadata.version(HOST), pairs, problems, strict, fields)
 
 
 @_host.exclusive
@@ -124,11 +124,11 @@ class ChunkedLogProbs:
 
     Args:
         original: TRL's function, used for unsupported calls.
-        logits_dtype: as in :func:`patch`.
+        logits_fields: fields of the records of the logits.
     """
 
-    def __init__(self, original: Any, logits_dtype: torch.dtype | None = None) -> None:
-        self.original, self.logits_dtype = original, logits_dtype
+    def __init__(self, original: Any, logits_fields: Mapping[str, Any]) -> None:
+        self.original, self.logits_fields = original, logits_fields
 
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
@@ -165,7 +165,7 @@ class ChunkedLogProbs:
             return self.original.apply(hidden, weight, bias, targets, *settings)  # type: ignore[no-any-return]
         outside = (targets < 0) | (targets >= weight.shape[0])
         softcap = None if cap is None else cap / logit_scale
-        logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, logits_dtype=self.logits_dtype)
+        logits = LinearLogits(hidden, weight, bias, softcap=softcap, scale=scale, **self.logits_fields)
         requested = {"entropy": "entropy" in outputs, "with_correct": "is_top1" in outputs}
         log_probs, entropy, is_top1 = _log_probs(logits, targets.masked_fill(outside, -100), outside, **requested)
         if is_top1 is not None and _plain.readable_without_sync(outside) and bool(outside.any()):
@@ -375,16 +375,15 @@ class DiffusionPolicyMixin:
         iteration: SupportsIndex | Callable[[Any], SupportsIndex] | None = None,
         logits_dtype: torch.dtype | None = None, shift: bool = False, **kwargs: Any,
     ) -> None:  # fmt: skip
-        _checks.check_wide_logits(logits_dtype)
         one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
         options: dict[str, Any] = {"scheme": scheme, "num": num, "prompt_prob": prompt_prob}
         policy_views(one, one, mask_token_id, seeds=one[0], **options)  # validates the arguments
-        mask = checked_mask_id(mask_token_id, one)
+        mask, dtype = checked_mask_id(mask_token_id, one), _checks.checked_wide_logits(logits_dtype)
         if not (iteration is None or callable(iteration)):
             iteration = _whole(iteration, "an int, a function of the trainer or None")
         self._views: Callable[..., Any] = functools.partial(policy_views, mask_token_id=mask, **options)
         self._iteration, self._shift = iteration, _checks.checked_bool("shift", shift)
-        self._logits_fields: dict[str, Any] = {"skip_id": mask, "logits_dtype": logits_dtype}
+        self._logits_fields: dict[str, Any] = {"skip_id": mask, "logits_dtype": dtype}
         start: Any = super().__init__
         taken = "rollout_func" in inspect.signature(start).parameters
         self._rollout = None if taken else kwargs.pop("rollout_func", None)
@@ -575,15 +574,14 @@ def diffusion_rollout(
         _checks.check_number("temperature", temperature)
         if temperature != 0:
             _checks.checked_temperature(temperature, "0, or positive")
-    _checks.check_wide_logits(logits_dtype)
     if length is not None:
         schedule(length, block_size or length, steps, infill=bool(infill))
 
     options: dict[str, Any] = {
         "mask_token_id": mask_token_id, "steps": steps, "block_size": block_size, "remasking": remasking,
         "position_temperature": position_temperature, "threshold": threshold, "cfg_scale": cfg_scale,
-        "suppress_ids": suppress_ids, "delay_eos": delay_eos, "infill": infill, "logits_dtype": logits_dtype,
-        "shift": shift,
+        "suppress_ids": suppress_ids, "delay_eos": delay_eos, "infill": infill, "shift": shift,
+        "logits_dtype": _checks.checked_wide_logits(logits_dtype),
     }  # fmt: skip
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:

@@ -32,16 +32,14 @@ class TransformedLoss(nn.Module):
     """
 
     reductions: tuple[str, ...] = _common.REDUCTIONS
-    chunk_size: int | None = None
 
-    def __init__(
-        self, softcap: float | None, scale: float | None, skip_id: int | None, reduction: str, backend: str
-    ) -> None:
+    def __init__(self, transform: Transform, reduction: str, backend: str, chunk_size: int | None = None) -> None:
         super().__init__()
-        self.softcap, self.scale, self.skip_id = Transform(softcap, scale, skip_id).check()
+        self.softcap, self.scale, self.skip_id = transform.check()
         self.reduction = reduction
         self._returns_rows()
         self.backend = backend
+        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
 
     @property
     def transform(self) -> Transform:
@@ -209,7 +207,7 @@ class DiffusionLoss(TransformedLoss):
         skip_id: int | None = None, reduction: str = "total", backend: str = "auto", shift: bool = False,
     ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
-        super().__init__(softcap, scale, skip_id, reduction, backend)
+        super().__init__(Transform(softcap, scale, skip_id), reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.shift = _checks.checked_bool("shift", shift)
 

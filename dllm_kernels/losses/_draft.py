@@ -22,6 +22,7 @@ from dllm_kernels.losses._common import DLLMLossOutput, check_counts, sum_of_row
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.dpace_weights import VARIANTS
 from dllm_kernels.rows._dtypes import accum_dtype
+from dllm_kernels.rows._transform import Transform
 
 # A loss of the same settings under the names of SpecForge and NeMo AutoModel: loss_type -> position_weights.
 LOSS_TYPES = {"dflash": "decay", **{name: name for name in VARIANTS}}
@@ -74,19 +75,18 @@ class _WeightingSetting:
 class DraftLoss(TransformedLoss):
     """Loss of blocks of drafted tokens ``[B, T]``, weighted by position decay or by D-PACE.
 
-    Arguments are documented on the subclasses; ``common`` are the arguments of :class:`TransformedLoss`.
+    Arguments are documented on the subclasses; ``common`` are further arguments of :class:`TransformedLoss`.
     """
 
     _weighting: str
 
     def __init__(
-        self, loss_gamma: float | str | None, chunk_size: int | None, normalize: str, position_weights: str,
+        self, transform: Transform, loss_gamma: float | str | None, normalize: str, position_weights: str,
         dpace_alpha: float, anchor_row: bool, decay_from: int = 0, **common: Any,
     ) -> None:  # fmt: skip
-        super().__init__(**common)
+        super().__init__(transform, **common)
         _check_gamma(loss_gamma)  # before the conversion to float, which drops a gradient and accepts strings
         self.loss_gamma = loss_gamma if loss_gamma is None or isinstance(loss_gamma, str) else float(loss_gamma)
-        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
         self.normalize, self.dpace_alpha = normalize, dpace_alpha
         object.__setattr__(self, "position_weights", position_weights)  # nn.Module would register a module
         self.anchor_row, self.decay_from = anchor_row, decay_from

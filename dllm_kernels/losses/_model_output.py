@@ -23,7 +23,7 @@ from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, ro
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._primitives import row_primitives
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
-from dllm_kernels.rows._setup import compute_dtype
+from dllm_kernels.rows._setup import dtypes_of
 from dllm_kernels.rows._stats_interface import StatsFlags
 
 NAMES = _checks.Names("logits", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -62,16 +62,17 @@ class ModelOutput(NamedTuple):
         return not isinstance(self.logits, LinearLogits)
 
     def in_chunks_of(self, size: int | None) -> ModelOutput:
-        """Return this output with the size of its chunks of logits, if its record has none."""
-        size, logits = _checks.checked_size("chunk_size", size), self.logits
-        if size is None or not isinstance(logits, LinearLogits) or logits.chunk_size is not None:
-            return self
-        return replaced(self, logits=replaced(logits, chunk_size=size))
+        """Return this output with the size of its chunks of logits, if its record has none; an op checks a record."""
+        if isinstance(self.logits, LinearLogits):
+            return self if size is None else replaced(self, logits=self.logits.in_chunks_of(size))
+        _checks.checked_size("chunk_size", size)
+        return self
 
     def packed(self, target_ids: Any) -> bool:
         """Return True if the rows ``[T, V]`` or ``[T, D]`` and the targets ``[T]`` have no batch dimension."""
-        tensors = isinstance(self.x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
-        return tensors and self.x.dim() == 2 and target_ids.dim() == 1
+        x = self.x
+        tensors = isinstance(x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
+        return tensors and x.dim() == 2 and target_ids.dim() == 1
 
     def as_batch(self) -> ModelOutput:
         """Return packed rows as a batch of one sequence."""
@@ -168,10 +169,9 @@ class ModelOutput(NamedTuple):
 
         ``counted [B, L - shift]``: 0 for targets of rows that do not count.
         """
-        targets, excluded = target_ids[:, shift:] if shift else target_ids, self.options.transform.skip_id
-        _checks.check_target_range(
-            None, self.names.targets, targets, self.vocabulary, counted=counted, shift=shift, excluded=excluded
-        )
+        targets = target_ids[:, shift:] if shift else target_ids
+        transform, V = self.options.transform, vocabulary_of(self.logits)
+        transform.check_targets(None, self.names.targets, targets, V, counted=counted, shift=shift)
 
     def weighted(
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **overrides: Any
@@ -185,10 +185,7 @@ class ModelOutput(NamedTuple):
         rows = token_nll_unchecked(self._call(overrides, targets, active))
         if not self.options.round_nll:
             return rows
-        dtype = self.x.dtype
-        if isinstance(self.logits, LinearLogits):
-            dtype = self.logits.logits_dtype or compute_dtype(self.logits)
-        return replaced(rows, nll=_rounded(rows.nll, dtype))
+        return replaced(rows, nll=_rounded(rows.nll, dtypes_of(self.logits)[1]))
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, mix: Mix | None = None, **flags: bool) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs.

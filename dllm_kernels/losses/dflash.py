@@ -16,6 +16,7 @@ from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._logits import LinearLogits, Logits
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 
 class DFlashDecayLoss(DraftLoss):
@@ -101,8 +102,8 @@ class DFlashDecayLoss(DraftLoss):
                 raise ValueError(f"position_weights must agree with loss_type={loss_type!r}, got {position_weights!r}")
             position_weights = LOSS_TYPES[loss_type]
         super().__init__(
-            loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row,
-            softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
+            Transform(softcap, scale, skip_id), loss_gamma, normalize, position_weights, dpace_alpha, anchor_row,
+            reduction=reduction, backend=backend, chunk_size=chunk_size,
         )  # fmt: skip
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
 

@@ -23,6 +23,7 @@ from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows
 from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._transform import Transform
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
 CONFIDENCE = ("target", "teacher", "acceptance")
@@ -130,8 +131,8 @@ class DraftDistillationLoss(DraftLoss):
     ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
         super().__init__(
-            loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row, decay_from,
-            softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
+            Transform(softcap, scale, skip_id), loss_gamma, normalize, position_weights, dpace_alpha, anchor_row,
+            decay_from, reduction=reduction, backend=backend, chunk_size=chunk_size,
         )  # fmt: skip
         self.kind = kind
         self.confidence = confidence
@@ -146,6 +147,7 @@ class DraftDistillationLoss(DraftLoss):
         self.base = base
         self.teacher_transform = teacher_transform
         self._checked_spec()
+        _checks.checked_temperature(temperature)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DraftDistillationLoss:
@@ -302,7 +304,6 @@ class DraftDistillationLoss(DraftLoss):
         """Return the spec of the kinds and check the other settings; attributes may be reassigned between calls."""
         spec = checked_spec(self.kind, teacher=self.teacher, **{name: getattr(self, name) for name in OPTIONS})
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
-        _checks.checked_temperature(self.temperature)
         _checks.check_not_negative("confidence_weight", self.confidence_weight)
         return spec
 

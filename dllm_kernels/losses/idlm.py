@@ -13,6 +13,7 @@ from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, logged_sum, next_tokens, shift_left
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._transform import Transform
 
 CLEAN_MIN = 1e-6
 
@@ -53,7 +54,7 @@ class IDLMLoss(TransformedLoss):
         scale: float | None = None, skip_id: int | None = None, reduction: str = "total", backend: str = "auto",
     ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
-        super().__init__(softcap, scale, skip_id, reduction, backend)
+        super().__init__(Transform(softcap, scale, skip_id), reduction, backend)
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         _checks.check_finite("clean_loss_weight", clean_loss_weight)
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
@@ -105,8 +106,9 @@ class IDLMLoss(TransformedLoss):
         count = scored.sum()
         weights = divide(scored.to(rows.accum_dtype), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both = torch.cat([targets, targets], 1)
-        if self.auto_balance or self._returns_rows():
-            return self._per_row_output(rows, both, scored.to(rows.accum_dtype), weights)
+        returns_rows = self._returns_rows()
+        if self.auto_balance or returns_rows:
+            return self._per_row_output(rows, both, scored.to(rows.accum_dtype), weights, returns_rows)
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
         weight_sum = (1 + self.clean_loss_weight) * count.to(rows.accum_dtype)
         return DLLMLossOutput(out.loss, logged_sum(out.nll[:, :L], weights), weight_sum=weight_sum)
@@ -124,7 +126,9 @@ class IDLMLoss(TransformedLoss):
             num_diffusion_tokens=num_diffusion_tokens,
         )  # fmt: skip
 
-    def _per_row_output(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
+    def _per_row_output(
+        self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor, returns_rows: bool
+    ) -> DLLMLossOutput:
         """Compute the output from per-row NLLs of both halves ``[B, 2 L]``; ``weights`` is ``scored`` / count."""
         L = weights.shape[1]
         factor = 1.0 if self.auto_balance else self.clean_loss_weight  # rows of weight 0 are not read
@@ -132,7 +136,7 @@ class IDLMLoss(TransformedLoss):
         noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
         alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach() if self.auto_balance else self.clean_loss_weight
         out = DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone(), weight_sum=(1 + alpha) * scored.sum())
-        if not self._returns_rows():
+        if not returns_rows:
             return out
         row_weights = torch.cat([scored, alpha * scored], 1)
         return replaced(out, row_losses=nll * row_weights, row_weights=row_weights)

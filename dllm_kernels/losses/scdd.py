@@ -70,8 +70,12 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
         ValueError: ``t`` is not floating, or a setting is out of range.
     """
     _checks.check_float("t", t)
-    max_ratio, gamma_shape, t_peak = checked_schedule(max_ratio, gamma_shape, t_peak)
-    t = plain(t).to(accum_dtype(t.dtype)).clamp(0, 1)
+    return _schedule(plain(t).to(accum_dtype(t.dtype)), *checked_schedule(max_ratio, gamma_shape, t_peak))
+
+
+def _schedule(t: torch.Tensor, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
+    """Compute :func:`scdd_schedule` of validated arguments."""
+    t = t.clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
     scale = _peak_scale(max_ratio, gamma_shape, t_peak, t.dtype)
     c = scale * t**a * (1 - t) ** b
@@ -168,15 +172,14 @@ class SCDDLoss(DiffusionLoss):
         self.gamma_shape = gamma_shape
         self.t_peak = t_peak
         self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
-        self._check_settings()
+        self._checked_schedule()
 
     def _loss(
         self, rows: ModelOutput, batch: Batch, causal: ModelOutput | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
-        self._check_settings()
+        schedule = self._checked_schedule()
         rows = rows.checked(batch.target_ids)
-        if self.mask_token_id >= rows.vocabulary:
-            raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
+        _checks.check_column("mask_token_id", self.mask_token_id, rows.vocabulary)
         rows = rows.transformed(skip_id=self.mask_token_id)
         batch.check_unused(causal=causal, noise_mask=batch.noise_mask)
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
@@ -198,7 +201,7 @@ class SCDDLoss(DiffusionLoss):
             weights = torch.where(masked, t.to(rows.accum_dtype).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count, supervised))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
-        step = _Step.between(self, t, rows.vocabulary - 1, rows.accum_dtype)
+        step = _Step.between(self.num_timesteps, schedule, t, rows.vocabulary - 1, rows.accum_dtype)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
         divided = divide(times, count, supervised)
         return single_loss((costs * divided).sum(), steps, costs * times if self._returns_rows() else None)
@@ -229,11 +232,11 @@ class SCDDLoss(DiffusionLoss):
         corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + stayed * _change(step, K, log_z.exp(), at_z - D)
         return -torch.where(z == mask, filled, corrected)
 
-    def _check_settings(self) -> None:
-        """Validate the settings, on every call because attributes may have been reassigned."""
+    def _checked_schedule(self) -> tuple[float, float, float]:
+        """Validate the settings, on every call because attributes may have been reassigned; return the schedule's."""
         _checks.checked_int("mask_token_id", self.mask_token_id, 0)
         _checks.checked_int("num_timesteps", self.num_timesteps, 2)
-        checked_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
+        return checked_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
 
 
 def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
@@ -262,12 +265,13 @@ class _Step(NamedTuple):
     r: torch.Tensor
 
     @classmethod
-    def between(cls, loss: SCDDLoss, t: torch.Tensor, K: int, dtype: torch.dtype) -> _Step:
+    def between(
+        cls, num_timesteps: int, schedule: tuple[float, float, float], t: torch.Tensor, K: int, dtype: torch.dtype
+    ) -> _Step:
         """Compute the coefficients, one per sequence, in float64, because they are differences of close values."""
         t = t.detach().double().clamp(0, 1)
-        s = t - 1 / loss.num_timesteps  # the schedule clamps to 0
-        settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
-        both = scdd_schedule(torch.stack([s, t]), **settings)  # one call, because each operation is a launch on a GPU
+        s = t - 1 / num_timesteps  # the schedule clamps to 0
+        both = _schedule(torch.stack([s, t]), *schedule)  # one call, because each operation is a launch on a GPU
         (rho_s, rho_t), (base_s, base_t) = both.rho, (1 - both.rho) / K
         (gamma_s, gamma_t), absorbed = both.gamma, both.absorbed_mass[1]
         positive, fell = rho_s.clamp(min=TINY), rho_s - rho_t

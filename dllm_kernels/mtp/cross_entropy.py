@@ -21,8 +21,9 @@ from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
-from dllm_kernels.rows._logits import LinearLogits, Logits
+from dllm_kernels.rows._logits import LinearLogits, Logits, not_narrowed
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._transform import Transform
 
 NAMES = _checks.Names("logits", "labels", "lm_weight", "lm_bias", "hidden_states")
 
@@ -41,15 +42,14 @@ class CrossEntropy(TransformedLoss):
 
     def targets_of(self, labels: Tensor) -> Tensor:
         """Return the labels as targets of the ops, -100 if ignored."""
-        labels = to_int64(labels)
-        return labels if self.ignore_index == IGNORE else labels.masked_fill(labels == self.ignore_index, IGNORE)
+        return as_targets(labels, self.ignore_index)
 
     def check_range(self, name: str, targets: Tensor, V: int, counted: Tensor | None, shift: int = 0) -> None:
         """Check the range of the targets in rows whose entry of ``counted`` is not 0; None: all rows.
 
         ``shift``: offset of a target in the caller's tensor, for the error message.
         """
-        _checks.check_target_range(None, name, targets, V, counted=counted, shift=shift, excluded=self.skip_id)
+        self.transform.check_targets(None, name, targets, V, counted=counted, shift=shift)
 
     def _loss(
         self, logits: Logits, labels: Tensor, mask: Tensor | None, num_label_tokens: Count, loss_weights: Tensor | None
@@ -57,7 +57,7 @@ class CrossEntropy(TransformedLoss):
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         rows, targets = self.checked(NAMES, logits, labels)
         shape = _shape_of_rows(rows, labels)
-        weights = position_weights(rows.x, labels, self.ignore_index, mask, loss_weights)
+        weights = position_weights(rows.x, targets, mask, loss_weights)
         self.check_range("labels", targets, rows.vocabulary, weights)
         targets, weights = targets.reshape(shape), weights.reshape(shape)
         if self._returns_rows():
@@ -93,7 +93,7 @@ class MaskedCrossEntropy(CrossEntropy):
         softcap: float | None = None, scale: float | None = None, skip_id: int | None = None, backend: str = "auto",
     ) -> None:  # fmt: skip
         """Initialize; the arguments are documented on the class."""
-        super().__init__(softcap, scale, skip_id, reduction, backend)
+        super().__init__(Transform(softcap, scale, skip_id), reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
 
@@ -159,11 +159,10 @@ class FusedLinearCrossEntropy(CrossEntropy):
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
         if logit_softcapping:
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
-        super().__init__(None, scale, skip_id, reduction, backend)
+        super().__init__(Transform(None, scale, skip_id), reduction, backend, chunk_size)
         self.ignore_index = _checks.checked_int64("ignore_index", ignore_index)
         self.logit_softcapping = logit_softcapping
         self.impl = impl
-        self.chunk_size = _checks.checked_size("chunk_size", chunk_size)
 
     @property
     def softcap(self) -> float | None:
@@ -179,10 +178,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
         dtype: torch.dtype | None,
     ) -> LinearLogits:  # fmt: skip
         """Return the record of the logits of the loss."""
-        _checks.check_logits_dtype(dtype)
-        is_float64 = getattr(hidden_states, "dtype", None) == torch.float64
-        wide = torch.float32 if dtype == torch.float32 and not is_float64 else None
-        return LinearLogits(hidden_states, lm_weight, lm_bias, extra, wide)
+        wide = None if isinstance(dtype, torch.dtype) and dtype != torch.float32 else dtype  # an op checks the type
+        return not_narrowed(LinearLogits(hidden_states, lm_weight, lm_bias, extra, wide))
 
     def forward(
         self, hidden_states: Tensor, labels: Tensor, lm_weight: Tensor, num_label_tokens: Count = None,
@@ -241,25 +238,28 @@ def check_sum_only(reduction: str, **options: object) -> None:
     _checks.check_constant("num_label_tokens", options.get("num_label_tokens"))
 
 
-def position_weights(
-    like: Tensor, labels: Tensor, ignore_index: int, mask: Tensor | None, loss_weights: Tensor | None
-) -> Tensor:
+def position_weights(like: Tensor, targets: Tensor, mask: Tensor | None, loss_weights: Tensor | None) -> Tensor:
     """Compute the weight per position, 0 if ignored or masked out, in the dtype of sums over ``like``."""
     mask, loss_weights = all_plain(mask, loss_weights)
-    labels = to_int64(labels)
     dtype = accum_dtype(like.dtype)
-    counts = (labels != ignore_index) & (labels != IGNORE)
+    counts = targets != IGNORE
     if mask is not None:
         _checks.check_tensor("mask", mask)
-        mask = mask.reshape(-1).expand(labels.numel()) if mask.numel() == 1 else mask.reshape(-1)
-        _checks.check_mask("mask", mask, (labels.numel(),), "one entry per label")
-        _checks.check_same_device("labels", labels, mask=mask)
-        counts = counts & (mask.reshape(labels.shape) != 0)
+        mask = mask.reshape(-1).expand(targets.numel()) if mask.numel() == 1 else mask.reshape(-1)
+        _checks.check_mask("mask", mask, (targets.numel(),), "one entry per label")
+        _checks.check_same_device("labels", targets, mask=mask)
+        counts = counts & (mask.reshape(targets.shape) != 0)
     if loss_weights is None:
         return counts.to(dtype)
-    _checks.check_like("labels", labels, loss_weights=loss_weights)
+    _checks.check_like("labels", targets, loss_weights=loss_weights)
     _checks.check_constant("loss_weights", loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
+
+
+def as_targets(labels: Tensor, ignore_index: int) -> Tensor:
+    """Return labels as targets of the ops, -100 if ignored."""
+    labels = to_int64(labels)
+    return labels if ignore_index == IGNORE else labels.masked_fill(labels == ignore_index, IGNORE)
 
 
 def to_int64(labels: Tensor) -> Tensor:
@@ -376,7 +376,7 @@ def ignore_index_of(loss_fn: nn.Module) -> int:
 
 def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
     """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
-    index = ignore_index_of(loss_fn)
+    index = _checks.checked_int64("ignore_index", ignore_index_of(loss_fn))
     if ignore_index is not None:
         _checks.checked_int("ignore_index", ignore_index)
     if ignore_index not in (None, IGNORE, index):

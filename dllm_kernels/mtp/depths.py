@@ -58,7 +58,12 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = IGNORE, seq_idx: 
     depth = _checks.checked_int("depth", depth, 0)
     ignore_index = _checks.checked_int64("ignore_index", ignore_index)
     labels = to_int64(labels)
-    shifted, seq_idx = shift_left(labels, ignore_index, depth + 1), _sub_sequences(labels, None, seq_idx)
+    return _labels_of_depth(labels, depth, ignore_index, _sub_sequences(labels, None, seq_idx))
+
+
+def _labels_of_depth(labels: Tensor, depth: int, ignore_index: int, seq_idx: Tensor | None) -> Tensor:
+    """Compute :func:`mtp_labels` of validated arguments."""
+    shifted = shift_left(labels, ignore_index, depth + 1)
     if seq_idx is None:
         return shifted
     return torch.where(shift_left(seq_idx, 0, depth + 1) == seq_idx, shifted, ignore_index)
@@ -176,7 +181,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = base.checked_ignore_index(ignore_index, loss_fn)
-    _checks.check_logits_dtype(logits_dtype)
+    dtype: dict[str, Any] = {"logits_dtype": _checks.checked_logits_dtype(logits_dtype)}
     factor = _checked_factor(scaling_factor)
     labels = to_int64(labels)
     outputs, name = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
@@ -184,7 +189,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         targets = _checked_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
     else:
         packed = _sub_sequences(labels, cu_seqlens, seq_idx)
-        targets = [_Target(mtp_labels(labels, k, own_index, packed), "labels", k + 1) for k in range(len(outputs))]
+        each = [_labels_of_depth(labels, k, own_index, packed) for k in range(len(outputs))]
+        targets = [_Target(ids, "labels", k + 1) for k, ids in enumerate(each)]
     low_rank = _extra_of_depths(extra, outputs)
     factor = factor / len(outputs)
     from_hidden, are_logits = base.takes_hidden_states(loss_fn), name == "mtp_per_depth_logits"
@@ -204,8 +210,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
                 return rows.weighted(ids, divided * factor).loss
             parts = (rows.per_row(ids, divided).nll * divided).flatten(1).sum(1)
             return MTPLossOutput(parts.sum() * factor, list(parts.unbind()), weights.sum())
-    common = counts | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
-    common |= {"logits_dtype": logits_dtype}
+    common = counts | dtype | {"model": model, "grad_reduce_group": grad_reduce_group, "lm_bias": lm_bias}
     explicit_head = not are_logits and not (lm_weight is None and lm_bias is None)
     if from_hidden or explicit_head:
         weight = head_weight(model) if lm_weight is None else lm_weight
@@ -218,7 +223,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     total = torch.stack(losses).sum(0) * factor
     if not return_per_depth:
         return total
-    counted = [position_weights(rows_of(outputs[0]), t.ids, own_index, None, loss_weights) for t in targets]
+    plain_ids = [base.as_targets(target.ids, own_index) for target in targets]
+    counted = [position_weights(rows_of(outputs[0]), ids, None, loss_weights) for ids in plain_ids]
     return MTPLossOutput(total, losses, torch.stack(counted).sum())
 
 
@@ -311,15 +317,19 @@ def _stacked(
     for k, (record, target) in enumerate(zip(records, targets, strict=True)):
         names = replaced(base.NAMES, rows=f"{name}[{k}]", hidden=f"{name}[{k}]", targets=target.name)
         rows, ids = loss_fn.checked(names, record, target.ids)
-        weights = position_weights(rows.x, target.ids, loss_fn.ignore_index, None, counts["loss_weights"])
+        weights = position_weights(rows.x, ids, None, counts["loss_weights"])
         loss_fn.check_range(target.name, ids, rows.vocabulary, weights, target.shift)
         parts.append((rows, ids, weights, normalized(weights, loss_fn.reduction, counts["num_label_tokens"])))
     (first, *others), *tensors = zip(*parts, strict=True)
     stacked = first.stack(*others)
     assert stacked is not None  # the caller compared the heads
-    bounds: list[Any] = [record.num_active for record in records]
-    logits = replaced(stacked.logits, num_active=None if None in bounds else sum(bounds))
+    logits = replaced(stacked.logits, num_active=_total([record.num_active for record in records]))
     return replaced(stacked, logits=logits), *map(torch.stack, tensors)
+
+
+def _total(bounds: list[Any]) -> int | None:
+    """Return the sum of bounds, or None if one is unknown."""
+    return None if None in bounds else sum(bounds)
 
 
 def _depth_loss(loss_fn: nn.Module, output: Logits, target: _Target, are_logits: bool, **common: Any) -> Tensor:

@@ -331,8 +331,8 @@ def _checked_teacher(names: _checks.Names, call: Call, raw_teacher: TeacherInput
     _checks.check_float(teacher_name, x)
     _checks.check_same_device(name, call.x, **{teacher_name: x})
     transform = raw_teacher.transform.checked(vocabulary_of(student))
-    logits, transform, teacher_V = checked_rows(teacher_names, logits, call.ids, transform)
-    transform = transform.checked(teacher_V)
+    logits, composed, teacher_V = checked_rows(teacher_names, logits, call.ids, transform)
+    transform = transform if composed is transform else composed.checked(teacher_V)
     call, logits = _same_form(call, logits)
     if isinstance(logits, LinearLogits) and isinstance(call.logits, LinearLogits):
         if compute_dtype(logits) != compute_dtype(call.logits):
@@ -648,21 +648,21 @@ def _request(comparison: Comparison, setup: Setup, mean: Tensor | None) -> Calla
 
 @opaque("divergence_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
 def _grad_of_logits(
-    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor, kept: _Saved,
+    logits: Tensor, teacher: Teacher, ids: Tensor | None, weights: Tensor, grad_loss: Tensor, saved: _Saved,
     comparison: Comparison, setup: Setup,
 ) -> list[Tensor]:  # fmt: skip
     """Return the gradient of the logits, each row of it times its weight and upstream gradient."""
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     x, out = as_blv(logits), as_blv(grad)
     with no_autocast(logits):
-        constant = _constant(ids, comparison, SavedStats(kept.stats, kept.teacher_argmax))
+        constant = _constant(ids, comparison, SavedStats(saved.stats, saved.teacher_argmax))
         weights = weights if constant is None else weights.masked_fill(constant, 0)
         scale = _upstream(weights, grad_loss, comparison)
-        pairs = _pairs(x, teacher, ids, scale, kept.mean_acceptance, comparison, setup, None)
+        pairs = _pairs(x, teacher, ids, scale, saved.mean_acceptance, comparison, setup, None)
         for here, place, request in pairs:
-            part = SavedStats(kept.stats[here], kept.teacher_argmax[here])
-            if kept.teacher_norms is not None:
-                request = request._replace(whole=Whole(kept.teacher_norms[here], part.teacher_argmax))
+            part = SavedStats(saved.stats[here], saved.teacher_argmax[here])
+            if saved.teacher_norms is not None:
+                request = request._replace(whole=Whole(saved.teacher_norms[here], part.teacher_argmax))
             setup.primitives().divergence_grad(x[place], request, part, out[place])
     return [grad]
 

@@ -154,8 +154,8 @@ def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, call: 
 
     # Copies, because fn may modify its stats in place.
     copies = {name: None if t is None else t.detach().clone() for name, t in zip(stats._fields, stats, strict=True)}
-    of_rows = RowStats(*map(flat, stats))
-    value = _checked_value(fn(of_rows, *map(flat, aux)), of_rows.lse).view(stats.lse.shape)
+    flat_stats = RowStats(*map(flat, stats))
+    value = _checked_value(fn(flat_stats, *map(flat, aux)), flat_stats.lse).view(stats.lse.shape)
     value = value if active is None else torch.where(active != 0, value, 0.0)
     if bound is not None:  # fn may have ignored the NaN of a bound that is too small
         count = torch.ones_like(stats.lse) if active is None else active != 0

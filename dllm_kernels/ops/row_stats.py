@@ -220,18 +220,18 @@ def _specs(_logits: Tensor, requested: RequestedStats, setup: Setup) -> list[Spe
 
 
 @opaque("row_stats", _specs)
-def _row_stats(logits: Tensor, wanted: RequestedStats, setup: Setup) -> StatsResult:
+def _row_stats(logits: Tensor, requested: RequestedStats, setup: Setup) -> StatsResult:
     """Compute the statistics of logits."""
-    request = wanted.request(setup, lse=_keeps_normalizer(wanted, setup))
-    return _stats.statistics(setup.primitives(), as_blv(logits), request, rest=wanted.with_rest)
+    request = requested.request(setup, lse=_keeps_normalizer(requested, setup))
+    return _stats.statistics(setup.primitives(), as_blv(logits), request, rest=requested.with_rest)
 
 
 @opaque("row_stats_grad", lambda logits, *_: [(logits.shape, logits.dtype)])
 def _row_stats_grad(
-    logits: Tensor, wanted: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
+    logits: Tensor, requested: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
 ) -> tuple[Tensor]:
     """Compute the gradient with respect to the logits."""
-    request, primitives = wanted.request(setup), setup.primitives()
+    request, primitives = requested.request(setup), setup.primitives()
     c, _, targets = _stats.coefficients(primitives, request, result, upstream)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     request = request._replace(targets=targets)
@@ -239,15 +239,15 @@ def _row_stats_grad(
     return (grad,)
 
 
-@opaque("linear_row_stats", lambda _hidden, _head, wanted, setup: wanted.specs(setup))
-def _linear_row_stats(hidden: Tensor, head: Head, wanted: RequestedStats, setup: Setup) -> StatsResult:
+@opaque("linear_row_stats", lambda _hidden, _head, requested, setup: requested.specs(setup))
+def _linear_row_stats(hidden: Tensor, head: Head, requested: RequestedStats, setup: Setup) -> StatsResult:
     """Compute the statistics of hidden states ``[N, D]`` with one matrix product per chunk."""
     with no_autocast(hidden):
-        chunks = Chunks(hidden, head, wanted.marks, setup)
-        request, rows, out = wanted.request(setup, chunks.targets), chunks.rows, wanted.empty(chunks.rows, setup)
+        chunks = Chunks(hidden, head, requested.marks, setup)
+        request, rows, out = requested.request(setup, chunks.targets), chunks.rows, requested.empty(chunks.rows, setup)
         for chunk, _, targets, logits in chunks:
             chunk_request = _stats.chunk_request(request, rows, chunk, targets)
-            part = _stats.statistics(chunks.primitives, logits[None], chunk_request, rest=wanted.with_rest)
+            part = _stats.statistics(chunks.primitives, logits[None], chunk_request, rest=requested.with_rest)
             rows.put_each(out, chunk, part)
         result = StatsResult(*rows.finished(out))
         return result if result.log_probs is out[0] else result._replace(log_probs=result.log_probs.clone())
@@ -255,11 +255,11 @@ def _linear_row_stats(hidden: Tensor, head: Head, wanted: RequestedStats, setup:
 
 @opaque("linear_row_stats_grad", lambda hidden, head, *others: gradient_specs(hidden, head, others[-1].needs))
 def _linear_row_stats_grad(
-    hidden: Tensor, head: Head, wanted: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
+    hidden: Tensor, head: Head, requested: RequestedStats, result: StatsResult, upstream: Upstream, setup: Setup
 ) -> Gradients:
     """Recompute the logits chunk by chunk, and compute the gradients."""
     with no_autocast(hidden):
-        request = wanted.request(setup)
+        request = requested.request(setup)
         c, size, with_gradient = _stats.coefficients(setup.primitives(), request, result, upstream)
         if setup.needs_loss_scaling:
             c = _stats.divided(c, size)

@@ -12,7 +12,7 @@ from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, any_dtensor
 from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
-from dllm_kernels.rows._logits import Head, LinearLogits, Logits, composed, detached, opened, rows_of
+from dllm_kernels.rows._logits import Head, LinearLogits, Logits, detached, opened, rows_of
 from dllm_kernels.rows._options import Options
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
@@ -96,10 +96,7 @@ def checked(
     counted = weights if active is None else active
     if counted is not None and ids.dim() > counted.dim():
         counted = counted.unsqueeze(-1)
-    _checks.check_target_range(
-        options.check_targets, names.targets, ids, V, options.ignore_index, counted=counted,
-        excluded=options.transform.skip_id,
-    )  # fmt: skip
+    options.transform.check_targets(options.check_targets, names.targets, ids, V, options.ignore_index, counted=counted)
     return Call(logits, options, ids, active, weights)
 
 
@@ -127,12 +124,12 @@ def checked_rows(
     extra: Any = logits.extra
     if extra is not None:
         extra = _checks.checked_extra(names, x, logits.weight, extra, casts=casts)
-    _checks.check_logits_dtype(logits.logits_dtype)
-    transform = composed(logits, transform)
+    transform = logits.transform.then(transform)
     logits = replaced(
         logits,
         **NO_TRANSFORM._asdict(),
         extra=extra,
+        logits_dtype=_checks.checked_logits_dtype(logits.logits_dtype),
         chunk_size=_checks.checked_size("chunk_size", logits.chunk_size),
         num_active=_checks.checked_up_to("num_active", logits.num_active, branches * x.shape[:-1].numel()),
     )

@@ -1,4 +1,4 @@
-"""Dtypes of sums over logits, of the parts of an LM head, and of its logits."""
+"""Dtypes of sums over logits, of the parts of an LM head, and of its products."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
 def in_dtype_of(hidden: torch.Tensor, t: Part) -> Part:
     """Cast a gathered part of the head, or None, from its storage dtype to the compute dtype, unless autocast does."""
     return t if t is None or autocasts(hidden) else t.to(hidden.dtype)
-
-
-def dtype_of_logits(hidden: torch.Tensor, logits_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype to keep the logits in; those of float64 operands are not narrowed."""
-    return None if hidden.dtype == torch.float64 else logits_dtype
 
 
 def dtype_of_products(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

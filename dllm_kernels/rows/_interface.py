@@ -120,7 +120,7 @@ class RowPrimitives(Protocol):
         """Write the gradient of ``divergence`` to ``out``; see ``rows/_divergence.py``."""
 
     def row_norms(
-        self, logits: Tensor, transform: Transform, skip_id: Tensor | None, start: int, /
+        self, logits: Tensor, transform: Transform, skip: Tensor | None, start: int, /
     ) -> tuple[Tensor, Tensor]:
         """Return norms and argmax of rows ``[C, V']``; see ``rows/_divergence.py``."""
 

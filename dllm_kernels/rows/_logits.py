@@ -11,7 +11,7 @@ from torch import Tensor
 from dllm_kernels._checks import Extra
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import Deferred
-from dllm_kernels.rows._dtypes import dtype_of_logits, in_dtype_of
+from dllm_kernels.rows._dtypes import in_dtype_of
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
 
@@ -113,10 +113,18 @@ class LinearLogits(NamedTuple):
         """The tensors of the head; ``extra`` must be valid."""
         return Head(self.weight, self.bias, *(self.extra or (None, None)))
 
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """What is done to the output of the head: the transform, and the dtypes of the products and of the logits."""
+        return self.transform, self.compute_dtype, self.logits_dtype
+
+    def in_chunks_of(self, size: int) -> LinearLogits:
+        """Return the record with this number of rows per chunk, if it has none."""
+        return replaced(self, chunk_size=size) if self.chunk_size is None else self
+
     def same_head(self, other: LinearLogits) -> bool:
         """Return True if one call may take the rows of both records."""
-        dtypes = self.compute_dtype, self.logits_dtype
-        if self.transform != other.transform or dtypes != (other.compute_dtype, other.logits_dtype):
+        if self.settings != other.settings:
             return False
         return self.shares_weight(other) and (self.source is not None or self.head.U is other.head.U)
 
@@ -163,8 +171,13 @@ def detached(logits: Logits) -> Logits:
 def cast_head(logits: LinearLogits) -> LinearLogits:
     """Cast weight and bias to the dtype of the rows, unless autocast does; float64 logits stay float64."""
     weight, bias = (in_dtype_of(logits.hidden, t) for t in (logits.weight, logits.bias))
-    logits_dtype = dtype_of_logits(logits.hidden, logits.logits_dtype)
-    return replaced(logits, weight=weight, bias=bias, logits_dtype=logits_dtype)
+    return not_narrowed(replaced(logits, weight=weight, bias=bias))
+
+
+def not_narrowed(logits: LinearLogits) -> LinearLogits:
+    """Keep float64 logits in float64; an op would reject another dtype for them."""
+    is_float64 = getattr(logits.hidden, "dtype", None) == torch.float64
+    return replaced(logits, logits_dtype=None) if is_float64 else logits
 
 
 def opened(logits: Any, transform: Transform = NO_TRANSFORM) -> Any:
@@ -184,26 +197,3 @@ def both_opened(logits: Any, teacher: Any, transform: Transform, teacher_transfo
         return records
     both = [z.materialize("an op of dllm_kernels") if isinstance(z, Deferred) else z for z in (logits, teacher)]
     return both[0], both[1]
-
-
-def composed(logits: LinearLogits, transform: Transform) -> Transform:
-    """Return the transform of a record followed by another one.
-
-    Raises:
-        ValueError: both have a soft cap, or different columns are skipped.
-    """
-    first, (cap, scale, column) = logits.transform, transform
-    if first.is_identity:
-        return transform
-    first.check()
-    transform.check()
-    if first.softcap is not None and cap is not None:
-        raise ValueError(f"softcap must be None for logits that have one, {first.softcap}, got {cap}")
-    skip_id = first.skip_id if column is None else column
-    if first.skip_id not in (None, skip_id):
-        raise ValueError(f"skip_id must be that of the logits, {first.skip_id}, or None, got {column}")
-    if first.scale is not None:
-        cap = None if cap is None else cap / first.scale
-        scale = first.scale if scale is None else first.scale * scale
-    cap = first.softcap if cap is None else cap
-    return Transform(cap, scale, skip_id)

@@ -57,20 +57,12 @@ class Options(NamedTuple):
         """
         flags = {name: getattr(self, name) for name in FLAGS}
         _checks.check_flags(**flags)
-        sizes = {"return_top": self.return_top, "top_k": self.top_k}
-        for (name, k), least in zip(sizes.items(), (1, 0), strict=True):
-            if k is not None:
-                sizes[name] = _checks.checked_int(name, k)
-                if not least <= k <= V:
-                    raise ValueError(
-                        f"{name} must lie in [{least}, {V}], the size of the vocabulary, or be None, got {k}"
-                    )
         return replaced(
             self,
             **{name: bool(value) for name, value in flags.items()},
             ignore_index=_checks.checked_int64("ignore_index", self.ignore_index),
-            return_top=sizes["return_top"],
-            top_k=sizes["top_k"] or None,
+            return_top=None if self.return_top is None else _checked_columns("return_top", self.return_top, 1, V),
+            top_k=None if self.top_k is None else _checked_columns("top_k", self.top_k, 0, V) or None,
             top_p=_checks.checked_share("top_p", self.top_p, keeps_all=1),
             min_p=_checks.checked_share("min_p", self.min_p, keeps_all=0),
             transform=self.transform.checked(V),
@@ -80,6 +72,14 @@ class Options(NamedTuple):
     def truncation(self) -> Truncation:
         """The truncation of the softmax."""
         return Truncation(self.top_k, self.top_p, self.min_p)
+
+
+def _checked_columns(name: str, k: int, least: int, V: int) -> int:
+    """Validate a number of columns, from ``least`` to V."""
+    number = _checks.checked_int(name, k)
+    if not least <= k <= V:
+        raise ValueError(f"{name} must lie in [{least}, {V}], the size of the vocabulary, or be None, got {k}")
+    return number
 
 
 FLAGS = tuple(name for name, default in Options._field_defaults.items() if default is False)

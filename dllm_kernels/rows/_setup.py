@@ -116,14 +116,13 @@ class Setup(NamedTuple):
         sizes: tuple[int | None, int | None] = None, None
         if not isinstance(logits, LinearLogits):
             check_no_tangent(logits)
-            x, head, dtype, chunk_dtype = logits, None, logits.dtype, logits.dtype
+            x, head = logits, None
         else:
-            x, head, dtype = logits.hidden, logits.head, compute_dtype(logits)
+            x, head = logits.hidden, logits.head
             check_no_tangent(x, *head)
             sizes = logits.chunk_size, logits.num_active
-            chunk_dtype = dtype_of_chunks(logits, dtype)
         return cls(
-            options.transform, use_triton(options.backend, x), dtype, chunk_dtype, NeedsGrad.of(x, head), *sizes,
+            options.transform, use_triton(options.backend, x), *dtypes_of(logits), NeedsGrad.of(x, head), *sizes,
             options.with_lse, options.with_correct, options.with_ids, split,
         )  # fmt: skip
 
@@ -159,8 +158,7 @@ def compute_dtype(logits: LinearLogits) -> torch.dtype:
 
 def stored(logits: LinearLogits) -> Tensor:
     """Compute all logits of a record with torch, before its transform, for an op that reads them beside stored ones."""
-    dtype = compute_dtype(logits)
-    wide = dtype_of_chunks(logits, dtype)
+    dtype, wide = dtypes_of(logits)
     hidden, *head = [None if t is None else t.to(dtype).to(wide) for t in (logits.hidden, *logits.head)]
     weight, bias, u, U = head
     with torch.autocast(logits.hidden.device.type, enabled=False):
@@ -168,10 +166,17 @@ def stored(logits: LinearLogits) -> Tensor:
         return z if u is None or U is None else z + F.linear(u, U)
 
 
-def dtype_of_chunks(logits: LinearLogits, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the chunks of logits, for products in ``dtype``."""
-    wide, narrow = logits.logits_dtype == torch.float32, dtype in (torch.float16, torch.bfloat16)
-    if logits.logits_dtype not in (None, dtype) and not (wide and narrow):
+def dtypes_of(logits: Logits) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtype of the matrix products, and of the logits or their chunks.
+
+    Raises:
+        ValueError: the ``logits_dtype`` of a record does not fit the head.
+    """
+    if not isinstance(logits, LinearLogits):
+        return logits.dtype, logits.dtype
+    dtype, wide = compute_dtype(logits), logits.logits_dtype
+    narrow = dtype in (torch.float16, torch.bfloat16)
+    if wide not in (None, dtype) and not (narrow and wide == torch.float32):
         allowed = f"torch.float32, {dtype}" if narrow else dtype
-        raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {logits.logits_dtype}")
-    return torch.float32 if wide and narrow else dtype
+        raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {wide}")
+    return dtype, wide or dtype

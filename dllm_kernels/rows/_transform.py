@@ -6,7 +6,7 @@ The Triton implementation is in ``backends/triton/_transform.py``.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,41 +31,76 @@ class Transform(NamedTuple):
     @property
     def pointwise(self) -> Transform:
         """The transform without the skipped column."""
-        return self._replace(skip_id=None)
+        return Transform(self.softcap, self.scale)
 
     @property
     def is_identity(self) -> bool:
         """True without any step; comparing a symbolic number would specialise a graph."""
         return self.softcap is None and self.scale is None and self.skip_id is None
 
-    def check(self) -> Transform:
-        """Return the transform, or raise unless each field is None or valid; :meth:`checked` compares with V."""
+    def check(self, V: int | None = None) -> Transform:
+        """Return the transform; raise unless each field is None or valid, for V columns unless V is None."""
         _checks.check_factor("softcap", self.softcap)
         _checks.check_factor("scale", self.scale)
-        column: Any = self.skip_id
-        if column is not None and not _checks.is_int(column):
-            raise TypeError(f"skip_id must be an int or None, got {_checks.type_name(column)}")
-        if column is not None and column < 0:
-            raise ValueError(f"skip_id must not be negative, got {column}")
+        _checks.check_column("skip_id", self.skip_id, V)
         return self
 
     def checked(self, V: int) -> Transform:
         """Validate the transform of logits with V columns, and convert to Python types; a scale of 1 becomes None."""
         if self.is_identity:
             return NO_TRANSFORM
-        self.check()
-        cap, scale, column = self
-        if column is not None and column >= V:
-            raise ValueError(f"skip_id must lie in [0, {V}), got {column}")
+        cap, scale, column = self.check(V)
         return Transform(
             None if cap is None else float(cap),
             None if scale is None or _changing.equals(float(scale), 1) else float(scale),
             None if column is None else int(column),
         )
 
+    def check_targets(
+        self, check: bool | None, name: str, targets: Tensor, V: int, ignore_index: int = -100, *,
+        counted: Tensor | None = None, shift: int = 0,
+    ) -> None:  # fmt: skip
+        """Call :func:`check_target_range` for targets in V columns of these logits."""
+        _checks.check_target_range(
+            check, name, targets, V, ignore_index, counted=counted, shift=shift, excluded=self.skip_id
+        )
+
+    def then(self, other: Transform) -> Transform:
+        """Return this transform followed by another one.
+
+        Raises:
+            ValueError: both have a soft cap, or different columns are skipped.
+        """
+        if self.is_identity:
+            return other
+        (cap, scale, column), (other_cap, other_scale, other_column) = self.check(), other.check()
+        if cap is not None and other_cap is not None:
+            raise ValueError(f"softcap must be None for logits that have one, {cap}, got {other_cap}")
+        if column is not None and other_column not in (None, column):
+            raise ValueError(f"skip_id must be that of the logits, {column}, or None, got {other_column}")
+        if other_cap is not None:
+            cap = other_cap if scale is None else other_cap / scale
+        if other_scale is not None:
+            scale = other_scale if scale is None else scale * other_scale
+        return Transform(cap, scale, other_column if column is None else column)
+
+    def sliced(self, start: int, size: int) -> Transform:
+        """Return the transform of some of the columns, which skips one only if it is among them."""
+        cap, scale, column = self
+        inside = column is not None and start <= column < start + size
+        return Transform(cap, scale, column - start if inside else None)  # type: ignore[operator]
+
+    def common_skip(self, other: Transform) -> int | None:
+        """Return the column that both transforms skip, or None."""
+        return self.skip_id if self.skip_id == other.skip_id else None
+
+    def choices(self, V: int) -> int:
+        """Return the number of columns that can be predicted."""
+        return V - (self.skip_id is not None)
+
     def check_leaves_a_column(self, V: int) -> None:
-        """Raise a ValueError if rows have no other column, so that they have no distribution."""
-        if self.skip_id is not None and V == 1:
+        """Raise a ValueError if no column can be predicted, so that rows have no distribution."""
+        if not self.choices(V):
             raise ValueError(f"skip_id must leave a column to choose, got {self.skip_id} and a head of one column")
 
     def possible(self, ids: Tensor) -> Tensor:
@@ -74,8 +109,8 @@ class Transform(NamedTuple):
 
     def fill_skipped_(self, t: Tensor, value: float) -> Tensor:
         """Fill the skipped column of ``t [..., V]``."""
-        if self.skip_id is not None:
-            t.select(-1, self.skip_id).fill_(value)
+        if (column := self.skip_id) is not None:
+            t.select(-1, column).fill_(value)
         return t
 
     @property

@@ -1,7 +1,10 @@
 """Losses: the row ops that a loss runs, their number and chunks, and what is checked before them."""
 
+import collections
 import functools
+import os
 import re
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from dllm_kernels import (
     IDLMLoss,
     MDLMCrossEntropyLoss,
     SCDDLoss,
+    _checks,
 )
 from dllm_kernels.mtp import FusedLinearCrossEntropy, calculate_mtp_loss
 from dllm_kernels.ops import WeightedNLL
@@ -226,3 +230,48 @@ def test_the_size_of_a_chunk_in_the_cross_entropy_of_a_distillation(monkeypatch)
         loss = DraftDistillationLoss(kind="ce", chunk_size=chunk_size)
         loss.forward_fused(hidden, weight, None, targets, mask, block_size=3)
         assert bool(sizes) is (chunk_size is None)
+
+
+CHECKS = os.path.dirname(_checks.__file__)
+
+
+def repeated_checks(call):
+    """Return (check, values) of the checks outside of constructors that were called twice, with their callers."""
+    callers = collections.defaultdict(list)
+
+    def look(frame, event, _):
+        name, caller = frame.f_code.co_name, frame.f_back
+        inside = [f.f_code.co_filename.startswith(CHECKS) for f in (frame, caller)]
+        values = [id(v) if isinstance(v, torch.Tensor) else v for v in frame.f_locals.values()]
+        if event != "call" or inside != [True, False] or not name.startswith("check") or None in values[:2]:
+            return
+        place, names = f"{caller.f_code.co_filename}:{caller.f_code.co_name}", set()
+        while caller is not None:
+            names.add(caller.f_code.co_name)
+            caller = caller.f_back
+        if "__init__" not in names:
+            callers[(name, *map(repr, values))].append(place)
+
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return {check: places for check, places in callers.items() if len(places) > 1}
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize(
+    "case",
+    usually(
+        # these two call ops on two models
+        [c for c in FIRSTS if c.loss not in (HybridDiffusionLLMLoss, DraftDistillationLoss)],
+        [c for c in CASES if c.loss not in (HybridDiffusionLLMLoss, DraftDistillationLoss)],
+        lambda case: case.name,
+    ),
+)
+def test_a_loss_and_its_ops_check_a_value_once(case, form):
+    rows, *head = leaves_of(case, form)
+    arguments = case.arguments(form, rows, draw(case), tuple(head))
+    options = {"chunk_size": 5} if form == "hidden" else {}
+    assert not repeated_checks(lambda: case.output(form, arguments, **options))

@@ -308,8 +308,7 @@ def _columns(
         norms = norms._replace(teacher_log_sum=norms.teacher_log_sum - log_mass)
     if not program.logs:
         return Columns(p, q, None, None, mass=mass), scratch
-    skip = request.transform.skip_id
-    skip = skip if skip == request.teacher_transform.skip_id else None  # a column that both sides skip
+    skip = request.transform.common_skip(request.teacher_transform)
     return Columns(p, q, *logarithms(block, norms, scratch, skip), mass=mass), scratch[2:]
 
 

@@ -51,7 +51,7 @@ class _Mix(NamedTuple):
 def _add_mix(p: Tensor, log_p_sum: Tensor | None, mix: _Mix, sums: Sums, spare: Tensor, transform: Transform) -> None:
     """Write F and W of a block. ``log_p_sum`` is needed if ``mix.any_zero_a``."""
     transform.fill_skipped_(torch.mul(p, mix.b, out=spare).add_(mix.a), 1)
-    V = p.shape[1] - (transform.skip_id is not None)
+    V = transform.choices(p.shape[1])
     _blocks.sum_rows(spare.log_(), sums.mix)
     if sums.mix_weight is not None:
         torch.add(p, mix.ratio, out=spare)
