@@ -91,10 +91,10 @@ class Chunks:
         self.targets = targets = as_marks(targets, hidden)
         # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
         listed, counted = (targets, None) if listed is None else (listed, targets)
-        self.rows = ActiveRows(listed, setup.num_active, counted, every_row)
+        self.rows = ActiveRows(listed, setup.active_bound, counted, every_row)
         if needs.bias:
             self.rows.checked_(self.grads["bias"])
-        size = setup.chunk_size or choose()
+        size = setup.chunk_rows or choose()
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=setup.chunk_dtype, device=device)
         for field, t in zip(PER_ROW_GRADS, (hidden, head.u), strict=True):

@@ -85,8 +85,8 @@ class Setup(NamedTuple):
         dtype: dtype of the matrix products, and of the gradient of the logits.
         chunk_dtype: dtype of the logits.
         needs: inputs that require a gradient.
-        chunk_size: rows of logits that exist at a time; None: chosen.
-        num_active: upper bound on the number of active rows; None: counted.
+        chunk_rows: rows of logits that exist at a time; None: chosen.
+        active_bound: upper bound on the number of active rows; None: counted.
         with_lse: True if the logsumexp is a result.
         with_correct: True if the argmax-match is a result.
         with_ids: True if the argmax is a result.
@@ -98,8 +98,8 @@ class Setup(NamedTuple):
     dtype: torch.dtype = torch.float32
     chunk_dtype: torch.dtype = torch.float32
     needs: NeedsGrad = NO_GRADIENTS
-    chunk_size: int | None = None
-    num_active: int | None = None
+    chunk_rows: int | None = None
+    active_bound: int | None = None
     with_lse: bool = False
     with_correct: bool = False
     with_ids: bool = False
