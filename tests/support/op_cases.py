@@ -128,7 +128,9 @@ class OpCase:
         independent: whether the results of a row do not depend on other rows.
         traced: whether a record runs no custom op, because a graph contains what follows the products.
         ids: name of the argument for the ids, if all other arguments but the factors are optional.
-        factors: names of the arguments that multiply rows.
+        factors: names of the arguments that multiply rows, in which the results are linear.
+        kernels: the launches that are expected on a GPU, a key of ``KERNELS`` in ``tests/support/mock_gpu_checks.py``;
+            None: kernels of the file with the name of the op.
     """
 
     name: str
@@ -145,6 +147,7 @@ class OpCase:
     traced: bool = False
     ids: str | None = None
     factors: tuple[str, ...] = ()
+    kernels: str | None = None
 
     @property
     def op(self) -> Callable[..., Any]:
@@ -191,12 +194,13 @@ WITH_ARGMAX = {"with_correct": True, "with_ids": True}
 _TOKEN_NLL = OpCase(
     "token_nll", options=lambda x, r: {"active": r.mask, "with_lse": True, **WITH_ARGMAX}, differentiable=("nll",),
     older="linear_token_nll", oracle=lambda z, r: [reference.token_nll(z, r.ids, active=r.mask)],
-    products=(1, 2, 4, 3), syncs=(1, 0, 1), instead="cross_entropy", ids="targets",
+    products=(1, 2, 4, 3), syncs=(1, 0, 1), instead="cross_entropy", ids="targets", kernels="nll",
 )  # fmt: skip
 _WEIGHTED_NLL = OpCase(
     "weighted_nll", lambda x, r: (r.ids, r.weights), lambda x, r: {"with_lse": True, **WITH_ARGMAX},
     older="weighted_linear_nll", oracle=lambda z, r: [reference.weighted_nll(z, r.ids, r.weights)],
     products=(1, 2, 3, 2), syncs=(1, 0, 0), instead="cross_entropy", ids="targets", factors=("weights",),
+    kernels="nll",
 )  # fmt: skip
 _ROW_STATS = OpCase(
     "row_stats",
