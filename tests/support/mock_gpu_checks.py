@@ -34,6 +34,7 @@ from tests.ops.test_host_syncs import CASES as WITH_SYNCS
 from tests.ops.test_host_syncs import check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
+from tests.support.op_cases import FIRST_OPS, OF_EVERY_KIND
 from tests.support.routines import ROUTINES, batch
 from tests.support.statistics import FLAGS, differentiable
 from tools import inspect_kernels, launches
@@ -610,26 +611,25 @@ def products_are_counted(gpu):
 
 def far_apart():
     """Yield calls for every kernel in which the offset of a row exceeds 32 bits."""
-    yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16, with_ids=True)
-    yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
-    yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16, with_ids=True)
-    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, with_ids=True)
-    yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
-    for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
-        yield functools.partial(launches.row_stats, shape, torch.bfloat16, **FLAGS, mix=True, with_ids=True)
+    large, many = (2, 65536, 50257), (1, 2**17, 50257)
+    for kind, case in [(kind, case) for kind, case in OF_EVERY_KIND if case in FIRST_OPS]:
+        of_kind = functools.partial(launches.of_op, case, kind, dtype=torch.bfloat16)
+        if kind == "stored":
+            yield functools.partial(of_kind, large)
+            yield functools.partial(of_kind, (1, 1000, 3000001))
+            yield functools.partial(of_kind, (4, 65537, 50257), view=lambda t: t[:, 1:])  # two strides of rows
+        else:
+            yield functools.partial(of_kind, many, chunk_size=2**17)
+            yield functools.partial(of_kind, (1, 2**20, 4096), chunk_size=2**20)
     yield functools.partial(launches.row_stats, (1, 2**18, 64), torch.bfloat16, K=2**14)
-    for call in (launches.token_nll, launches.row_stats, launches.divergence):  # a slice has two strides of rows
-        yield functools.partial(call, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])
-    yield functools.partial(launches.masked_diffusion, (2, 65536, 50257), torch.bfloat16)
+    yield functools.partial(launches.from_hidden, many, torch.bfloat16, chunk_size=2**17)
+    yield functools.partial(launches.divergence, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])
+    yield functools.partial(launches.masked_diffusion, large, torch.bfloat16)
     for kind in ("kl", "l1"):
-        yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
-        yield functools.partial(
-            launches.divergence_from_hidden, (1, 2**17, 50257), torch.bfloat16, kind=kind, chunk_size=2**17
-        )
-    yield functools.partial(
-        launches.divergence_of_a_draft_vocabulary, (1, 2**17, 50257), torch.bfloat16, kind="kl", chunk_size=2**17
-    )
-    yield functools.partial(launches.sample, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
+        yield functools.partial(launches.divergence, large, torch.bfloat16, kind=kind)
+        yield functools.partial(launches.divergence_from_hidden, many, torch.bfloat16, kind=kind, chunk_size=2**17)
+    of_columns = functools.partial(launches.divergence_of_a_draft_vocabulary, kind="kl")
+    yield functools.partial(of_columns, many, torch.bfloat16, chunk_size=2**17)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)
@@ -659,7 +659,10 @@ def offsets_past_32_bits_are_counted_in_64(gpu):
 
 
 def check_offsets(launches):
-    for launch in launches:
+    def seen(launch):
+        return launch.specimen.key, launch.grid, *(v for v in launch.arguments.values() if type(v) is int)
+
+    for launch in {seen(launch): launch for launch in launches}.values():
         narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
         assert not narrow, "\n".join([f"{launch.specimen.kernel}: an offset exceeds 32 bits", *narrow])
 
