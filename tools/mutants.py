@@ -107,6 +107,7 @@ JUDGES = (
     ("_graph/_plain.py", "without_values torch_func mask_values compile"),
     ("head/_module.py", "head losses"),
     ("head/_parameters.py", "mtp"),
+    ("ops/token_log_probs.py", "errors token_log_probs"),
     ("backends/torch/_nll.py", "token_nll linear_nll backends -k 'not triton'"),
     ("backends/torch/_blocks.py", "backends losses token_nll row_stats -k 'not triton'"),
     ("rows/_chain_rule.py", "token_nll row_stats soft_embedding -k 'not triton'"),
