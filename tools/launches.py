@@ -3,10 +3,14 @@
 ``real`` has the sizes of real training in every dtype. It covers both sides of every choice of a launcher: a row whole
 or split, with or without the correct flag, keys in registers or in memory. ``odd`` has unusual inputs: vocabularies and
 strides that are not multiples of 16 bytes, masks of every kind, sizes of 1, offsets past 2**31.
+
+Every op with a file of kernels of its name has calls in both, from its ``OpCase`` in ``tests/``. It is loaded by name,
+because tests import tools.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -43,8 +47,18 @@ SOME_STEPS: tuple[dict[str, Any], ...] = ({"softcap": 30.0}, {"scale": 1 / 0.7},
 Call = Callable[[], object]
 
 
+def with_own_kernels() -> list[tuple[str, Any]]:
+    """Return (kind of logits, ``OpCase``) of the ops whose kernels no other call here launches."""
+    found = importlib.import_module("tests.support.op_cases").OF_EVERY_KIND
+    return [(kind, case) for kind, case in found if case.kernels is None]
+
+
 def real() -> Iterator[Call]:
     """Yield calls with the sizes of real training."""
+    for form, case in with_own_kernels():
+        for dtype in DTYPES:
+            for steps in ({}, ALL_STEPS):
+                yield partial(of_op, case, form, REAL_LOGITS if form == "stored" else REAL_HIDDEN, dtype, **steps)
     for dtype in DTYPES:
         for shape in (REAL_LOGITS, FEW_ROWS, SHORT_ROWS):
             yield partial(token_nll, shape, dtype, with_correct=True)
@@ -130,6 +144,12 @@ def divergences() -> Iterator[Call]:
 
 def odd() -> Iterator[Call]:
     """Yield calls with unusual inputs that a caller may pass."""
+    for form, case in with_own_kernels():
+        for dtype in DTYPES:
+            for shape in ((8, 512, 50257), (2, 17, 1)):
+                yield partial(of_op, case, form, shape, dtype)
+        for view in (_shifted, _of_longer_rows, _transposed, _misaligned) if form == "stored" else ():
+            yield partial(of_op, case, form, (4, 1025, 126464), torch.bfloat16, view=view)
     for dtype in (torch.bfloat16, torch.float32):
         yield partial(token_nll, (8, 512, 50257), dtype, with_correct=True)
         yield partial(token_nll, (8, 512, 50257), dtype, with_ids=True)
@@ -207,6 +227,32 @@ def specimens(target: str, calls: Callable[[], Iterator[Call]] = real) -> dict[s
         for call in calls():
             call()
     return named(gpu.specimens)
+
+
+def of_op(
+    case: Any,
+    kind: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    D: int = 2560,
+    view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    **options: Any,
+) -> None:
+    """Call the op of an ``OpCase``, forward and backward; ``options``: those of a head that is not frozen, too."""
+    *rows, V = shape
+    if kind == "stored":
+        logits: Any = view(torch.empty(shape, dtype=dtype)).requires_grad_()
+        rows = [*logits.shape[:-1]]
+    else:
+        hidden, head = (torch.empty(*s, D, dtype=dtype, requires_grad=True) for s in (rows, (V,)))
+        of_head = {name: options.pop(name) for name in ops.LinearLogits._fields if name in options}
+        logits = ops.LinearLogits(hidden, head, **of_head)
+    ids, on = torch.zeros(rows, dtype=torch.int64), torch.ones(rows, dtype=torch.bool)
+    inputs = importlib.import_module(type(case).__module__).Rows.of(ids, on, torch.ones(rows))
+    values = case.values(case(logits, inputs, **case.accepted(**options)))
+    if values:
+        sum(t.sum() for t in values).backward()
 
 
 def token_nll(

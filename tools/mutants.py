@@ -45,7 +45,9 @@ EVERY_ROW_OP = (
 )
 # Path within the package -> stems of the judges and options of pytest, with fast tests first. `token_nll` stands for
 # every tests/*/test_token_nll.py but that of the oracle. The first matching entry is used. If no entry matches, the
-# tests with the stem of the file are used.
+# tests of the op whose name ends with the stem of the file are used, and those of its OpCase in OF_CASES. For other
+# files, the tests of every op are used, or those with the stem of the file.
+OF_CASES = "errors cases flags num_active"
 JUDGES = (
     ("*sample.py", "linear_sample distributed -k sample"),
     ("*_noise.py", "linear_sample"),
@@ -67,7 +69,6 @@ JUDGES = (
     ("backends/triton/linear_nll*", "row_kernels linear_nll -k 'row or triton'"),
     ("backends/triton/divergence.py", "divergence_kernel"),
     ("distributed/*", "distributed head -k 'two_processes or four_processes or without_a_process_group or divided'"),
-    ("ops/topk_divergence.py", "topk_divergence num_active -k 'topk and not triton'"),
     ("rows/_rest.py", "topk_divergence -k 'not triton'"),
     ("*divergence*", "divergence"),
     ("backends/triton/row_weights.py", "row_weights losses -k 'triton or kernel'"),
@@ -106,7 +107,6 @@ JUDGES = (
     ("_graph/_plain.py", "without_values torch_func mask_values compile"),
     ("head/_module.py", "head losses"),
     ("head/_parameters.py", "mtp"),
-    ("backends/torch/_workers.py", "backends"),
     ("ops/token_log_probs.py", "errors token_log_probs"),
     ("backends/torch/_nll.py", "token_nll linear_nll backends -k 'not triton'"),
     ("backends/torch/_blocks.py", "backends losses token_nll row_stats -k 'not triton'"),
@@ -121,14 +121,8 @@ JUDGES = (
         "flags target_range errors row_objective extra gumbel_topk transform losses linear_nll -k 'not triton'",
     ),
     ("rows/_chunks.py", "linear_nll extra compile -k 'not triton'"),
-    ("ops/dpace_weights.py", "dpace_weights"),
     ("*soft_embedding.py", "soft_embedding distributed -k 'soft_embedding and not triton'"),
-    ("*objective.py", "errors row_objective -k 'not triton'"),
-    ("ops/*", "flags errors token_nll linear_nll extra graph transform compile -k 'not triton'"),
-    ("_graph/*", EVERY_ROW_OP),
-    ("_checks/*", EVERY_ROW_OP),
-    ("rows/*", EVERY_ROW_OP),
-    ("backends/*", EVERY_ROW_OP),
+    ("ops/*nll.py", "flags errors token_nll linear_nll extra graph transform compile -k 'not triton'"),
 )
 # Mutations that cannot be detected without a GPU: those that change only speed or the device of a tensor.
 SPEED_ONLY = ("backends/triton/_tiles.py",)
@@ -354,8 +348,14 @@ def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant
 
 def judges_of(file: str) -> list[str]:
     """Return the arguments of pytest for a path within the package."""
-    stem = Path(file).stem.lstrip("_")
-    arguments = next((arguments for pattern, arguments in JUDGES if fnmatch.fnmatch(file, pattern)), stem)
+    stem, folder = Path(file).stem.lstrip("_"), file.partition("/")[0]
+    of_op = [path.stem.removeprefix("test_") for path in ROOT.glob(f"tests/ops/test_*{stem}.py")]
+    if len(of_op) == 1 and folder in ("ops", "rows", "backends"):
+        other = "" if file.startswith("backends/triton/") else " and not triton"
+        usual = f"{of_op[0]} {OF_CASES} -k '{of_op[0]}{other}'"
+    else:
+        usual = EVERY_ROW_OP if folder in ("_graph", "_checks", "rows", "backends") else stem
+    arguments = next((arguments for pattern, arguments in JUDGES if fnmatch.fnmatch(file, pattern)), usual)
     stems, *options = re.split("(?= -k )", arguments)
     found = [path for stem in stems.split() for path in sorted(ROOT.glob(f"tests/*/test_{stem}.py"))]
     paths = [str(path.relative_to(ROOT)) for path in found if path.parent.name != "reference"]

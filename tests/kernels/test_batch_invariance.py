@@ -9,7 +9,7 @@ import torch
 
 from tests.conftest import DEVICE
 from tests.support.op_cases import OF_EVERY_KIND, Rows, name_of, results
-from tests.support.parity import small_blocks, values_at
+from tests.support.parity import small_blocks, small_tiles, values_at
 
 ROWS = 7
 STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
@@ -123,10 +123,7 @@ def test_torch_path(case, V, dtype, blocks, steps, two_threads, monkeypatch):
 @pytest.mark.parametrize("V", [1227, 1232, 5])
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_kernels(case, V, dtype, steps, monkeypatch):
-    tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
-    monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
-    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
-    monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))
+    small_tiles(monkeypatch, splits=3, columns=256)
     assert rows_that_differ(case, *drawn(V, dtype), {"backend": "triton", **steps}) == []
 
 

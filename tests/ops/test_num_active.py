@@ -28,7 +28,8 @@ TRAINED = {"head": (0, 1, 2, 3, 4), "rows": (0, 3), "hidden": (0,), "bias": (2,)
 def run(case, leaves, bound, first=0, **options):
     """Return the sum of the differentiable results, of rows from the first on, and all results."""
     h, w, b, *extra = leaves
-    out = case(LinearLogits(h, w, b, tuple(extra), num_active=bound, chunk_size=3), ROWS, **options)
+    x = LinearLogits(h, w, b, tuple(extra), num_active=bound, chunk_size=3)
+    out = case(x, ROWS, **case.accepted(**options))
     return sum(t[first:].sum() if t.dim() else t for t in case.values(out)), results(out).values()
 
 

@@ -16,9 +16,11 @@ import torch
 import dllm_kernels as ours
 import reference
 from dllm_kernels import ops
+from tests.support.op_cases import FIRST_OPS, OpCase, Rows
 from tests.support.statistics import FLAGS, statistics
 
 Inputs = dict[str, torch.Tensor]
+SKIP_ID = 1
 HEAD_OPTIONS = ("chunk_size", "num_active", "logits_dtype")
 BLOCK = 4  # positions of a DFlash block, its anchor included: 3 are predicted
 
@@ -112,6 +114,34 @@ class Case:
     transform: Mapping[str, Any] = field(default_factory=dict)
     home: str | None = None
     documented: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_op(cls, case: OpCase) -> "Case":
+        """Build the case of an op. Its value is a sum of the differentiable results with distinct weights."""
+
+        def rows(targets: torch.Tensor, weights: torch.Tensor, positive: torch.Tensor) -> Rows:
+            return Rows(targets, weights != 0, weights, positive)
+
+        def total(values: list[torch.Tensor]) -> torch.Tensor:
+            return sum(t * (-1.3) ** i for i, t in enumerate(values))
+
+        def loss(logits: Any, *, targets: Any, weights: Any, positive: Any, **options: Any) -> torch.Tensor:
+            return total(case.values(case(logits, rows(targets, weights, positive), **options)))
+
+        def oracle(logits: Any, targets: Any, weights: Any, positive: Any) -> torch.Tensor:
+            return total(case.oracle(logits, rows(targets, weights, positive)))
+
+        def draw(B: int, L: int, V: int) -> Inputs:
+            return _rows(B, L, V) | {"positive": torch.rand(B, L) + 0.1}
+
+        loss.__wrapped__ = case.op  # has its signature
+        one = {"targets": torch.zeros(1, 1).long(), "weights": torch.ones(1, 1), "positive": torch.ones(1, 1)}
+        steps = {"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID}
+        return cls(
+            case.name, loss, draw, oracle, roles={"targets": "targets"}, kernels=case.kernels or case.name,
+            per_row=oracle(torch.zeros(1, 1, 3), **one).dim() > 0, linear_in=next(iter(case.factors), None),
+            transformed_by=steps if steps.keys() <= inspect.signature(case.op).parameters.keys() else None,
+        )  # fmt: skip
 
     @property
     def functions(self) -> tuple[Any, ...]:
@@ -321,18 +351,6 @@ def _topk_oracle(logits, top_ids, top_log_probs, weights, kind):
     return reference.topk_divergence(logits, top_ids, top_log_probs, weights, kind=kind).loss
 
 
-def _token_nll(logits, targets, weights, **options):
-    return ops.token_nll(logits, targets, active=weights != 0, **options).nll
-
-
-def _token_oracle(logits, targets, weights):
-    return reference.token_nll(logits, targets, active=weights != 0)
-
-
-def _weighted_nll(logits, targets, weights, **options):
-    return ops.weighted_nll(logits, targets, weights, **options).loss
-
-
 def _causal(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     """Pass the AR rows as a separate tensor."""
     L = inputs["target_ids"].shape[1]
@@ -386,20 +404,10 @@ def _dflash_oracle(
     )  # fmt: skip
 
 
-SKIP_ID = 1
-
 _ROW_ROLES = {"targets": "targets"}
-_TOKEN_NLL = Case(
-    "token_nll", _token_nll, _rows, _token_oracle, roles=_ROW_ROLES, per_row=True,
-    transformed_by={"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
-)  # fmt: skip
 _ROW_STATS = Case(
     "row_stats", _row_stats, _statistics, _statistics_oracle, roles={"ids": "targets"},
     per_row=True, kernels="row_stats",
-)  # fmt: skip
-_WEIGHTED_NLL = Case(
-    "weighted_nll", _weighted_nll, _rows, reference.weighted_nll, roles=_ROW_ROLES,
-    linear_in="weights", transformed_by={"softcap": 3.0},
 )  # fmt: skip
 _ROW_OBJECTIVE = Case(
     "row_objective", _row_objective, _rows, _objective_oracle, roles=_ROW_ROLES,
@@ -486,12 +494,9 @@ _ENCODER = Case(
     documented={"": "encoder_logits, input_ids, valid_mask=None, num_tokens=None"},
 )  # fmt: skip
 
+_OPS = {case.name: case for case in (_ROW_STATS, _ROW_OBJECTIVE, _TOPK)}
 PLAIN = (
-    _TOKEN_NLL,
-    _ROW_STATS,
-    _WEIGHTED_NLL,
-    _ROW_OBJECTIVE,
-    _TOPK,
+    *(_OPS.get(case.name) or Case.of_op(case) for case in FIRST_OPS if case.oracle and len(case.kinds) == 2),
     _MDLM,
     replace(
         _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),

@@ -34,10 +34,12 @@ from tests.ops.test_host_syncs import CASES as WITH_SYNCS
 from tests.ops.test_host_syncs import check_syncs
 from tests.support.cases import CASES, FIRSTS
 from tests.support.offsets import narrow_offsets
+from tests.support.op_cases import FIRST_OPS, OF_EVERY_KIND
 from tests.support.routines import ROUTINES, batch
 from tests.support.statistics import FLAGS, differentiable
 from tools import inspect_kernels, launches
 from tools.gpus import GRID
+from tools.kernel_files import SOURCES, launched_in
 from tools.mock_gpu import MockGPU
 
 CHECKS = {}
@@ -355,6 +357,13 @@ KERNELS = {
 }
 
 
+def own_kernels(stem):
+    """Return the nonempty sets of kernels of the file, which an op without an entry in ``KERNELS`` may launch."""
+    assert stem in SOURCES, f"{stem} is neither a key of KERNELS nor a file of kernels"
+    names = [name.removeprefix("_") for name in launched_in(stem)]
+    return [{*chosen} for n in range(len(names)) for chosen in itertools.combinations([*names, "scale_inplace"], n + 1)]
+
+
 @check
 @on_each("sm_90", "gfx942")
 def every_loss_launches_kernels_forward_and_backward(gpu):
@@ -363,7 +372,7 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         inputs, rows = case.draw(B, L, V), case.width * L
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
-        from_logits, from_hidden = KERNELS[case.kernels]
+        from_logits, from_hidden = KERNELS.get(case.kernels) or (own_kernels(case.kernels),) * 2
         case.logits_form(t["logits"], inputs).sum().backward()
         assert launched(gpu) in from_logits, (case.name, launched(gpu))
         gpu.launches.clear()
@@ -602,26 +611,25 @@ def products_are_counted(gpu):
 
 def far_apart():
     """Yield calls for every kernel in which the offset of a row exceeds 32 bits."""
-    yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16, with_ids=True)
-    yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
-    yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16, with_ids=True)
-    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, with_ids=True)
-    yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
-    for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
-        yield functools.partial(launches.row_stats, shape, torch.bfloat16, **FLAGS, mix=True, with_ids=True)
+    large, many = (2, 65536, 50257), (1, 2**17, 50257)
+    for kind, case in [(kind, case) for kind, case in OF_EVERY_KIND if case in FIRST_OPS]:
+        of_kind = functools.partial(launches.of_op, case, kind, dtype=torch.bfloat16)
+        if kind == "stored":
+            yield functools.partial(of_kind, large)
+            yield functools.partial(of_kind, (1, 1000, 3000001))
+            yield functools.partial(of_kind, (4, 65537, 50257), view=lambda t: t[:, 1:])  # two strides of rows
+        else:
+            yield functools.partial(of_kind, many, chunk_size=2**17)
+            yield functools.partial(of_kind, (1, 2**20, 4096), chunk_size=2**20)
     yield functools.partial(launches.row_stats, (1, 2**18, 64), torch.bfloat16, K=2**14)
-    for call in (launches.token_nll, launches.row_stats, launches.divergence):  # a slice has two strides of rows
-        yield functools.partial(call, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])
-    yield functools.partial(launches.masked_diffusion, (2, 65536, 50257), torch.bfloat16)
+    yield functools.partial(launches.from_hidden, many, torch.bfloat16, chunk_size=2**17)
+    yield functools.partial(launches.divergence, (4, 65537, 50257), torch.bfloat16, view=lambda t: t[:, 1:])
+    yield functools.partial(launches.masked_diffusion, large, torch.bfloat16)
     for kind in ("kl", "l1"):
-        yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
-        yield functools.partial(
-            launches.divergence_from_hidden, (1, 2**17, 50257), torch.bfloat16, kind=kind, chunk_size=2**17
-        )
-    yield functools.partial(
-        launches.divergence_of_a_draft_vocabulary, (1, 2**17, 50257), torch.bfloat16, kind="kl", chunk_size=2**17
-    )
-    yield functools.partial(launches.sample, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
+        yield functools.partial(launches.divergence, large, torch.bfloat16, kind=kind)
+        yield functools.partial(launches.divergence_from_hidden, many, torch.bfloat16, kind=kind, chunk_size=2**17)
+    of_columns = functools.partial(launches.divergence_of_a_draft_vocabulary, kind="kl")
+    yield functools.partial(of_columns, many, torch.bfloat16, chunk_size=2**17)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)
@@ -651,7 +659,10 @@ def offsets_past_32_bits_are_counted_in_64(gpu):
 
 
 def check_offsets(launches):
-    for launch in launches:
+    def seen(launch):
+        return launch.specimen.key, launch.grid, *(v for v in launch.arguments.values() if type(v) is int)
+
+    for launch in {seen(launch): launch for launch in launches}.values():
         narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
         assert not narrow, "\n".join([f"{launch.specimen.kernel}: an offset exceeds 32 bits", *narrow])
 

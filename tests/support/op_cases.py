@@ -128,7 +128,9 @@ class OpCase:
         independent: whether the results of a row do not depend on other rows.
         traced: whether a record runs no custom op, because a graph contains what follows the products.
         ids: name of the argument for the ids, if all other arguments but the factors are optional.
-        factors: names of the arguments that multiply rows.
+        factors: names of the arguments that multiply rows, in which the results are linear.
+        kernels: the launches that are expected on a GPU, a key of ``KERNELS`` in ``tests/support/mock_gpu_checks.py``;
+            None: kernels of the file with the name of the op.
     """
 
     name: str
@@ -145,6 +147,7 @@ class OpCase:
     traced: bool = False
     ids: str | None = None
     factors: tuple[str, ...] = ()
+    kernels: str | None = None
 
     @property
     def op(self) -> Callable[..., Any]:
@@ -191,46 +194,54 @@ WITH_ARGMAX = {"with_correct": True, "with_ids": True}
 _TOKEN_NLL = OpCase(
     "token_nll", options=lambda x, r: {"active": r.mask, "with_lse": True, **WITH_ARGMAX}, differentiable=("nll",),
     older="linear_token_nll", oracle=lambda z, r: [reference.token_nll(z, r.ids, active=r.mask)],
-    products=(1, 2, 4, 3), syncs=(1, 0, 1), instead="cross_entropy", ids="targets",
+    products=(1, 2, 4, 3), syncs=(1, 0, 1), instead="cross_entropy", ids="targets", kernels="nll",
 )  # fmt: skip
 _WEIGHTED_NLL = OpCase(
     "weighted_nll", lambda x, r: (r.ids, r.weights), lambda x, r: {"with_lse": True, **WITH_ARGMAX},
     older="weighted_linear_nll", oracle=lambda z, r: [reference.weighted_nll(z, r.ids, r.weights)],
     products=(1, 2, 3, 2), syncs=(1, 0, 0), instead="cross_entropy", ids="targets", factors=("weights",),
+    kernels="nll",
 )  # fmt: skip
 _ROW_STATS = OpCase(
     "row_stats",
     options=lambda x, r: {"mix": (r.small, r.positive), "active": r.mask, **EVERY_FLAG},
     differentiable=STATISTICS, older="linear_row_stats", oracle=_stats_oracle,
     products=(1, 3, 4, 3), syncs=(1, 1, 1), ids="ids",
+    kernels="row_stats",
 )  # fmt: skip
 _ROW_OBJECTIVE = OpCase(
     "row_objective", lambda x, r: (r.ids, focal, r.positive),
     lambda x, r: {"entropy": True, "active": r.mask, **WITH_ARGMAX}, older="linear_row_objective",
     oracle=lambda z, r: [reference.row_objective(z, r.ids, focal, r.positive, active=r.mask)],
     products=(1, 2, 3, 2), syncs=(1, 0, 0), traced=True,
+    kernels="row_objective",
 )  # fmt: skip
 _TOKEN_LOG_PROBS = OpCase(
     "token_log_probs", options=lambda x, r: {"active": r.mask, "with_entropy": True},
     differentiable=("log_probs", "entropy"), products=(1, 3, 4, 3), syncs=(1, 1, 1),
+    kernels="row_stats",
 )  # fmt: skip
 _DIVERGENCE = OpCase(
     "divergence", lambda x, r: (teacher_of(x), r.weights),
     lambda x, r: {"kind": {"kl": 0.5, "jsd": 0.3, "nla": 0.2, "lk": 1.0, "ce": 0.1}, "targets": r.ids, "alpha": "mean"},
     older="linear_divergence", syncs=(1, 0, 0), instead="softmax", independent=False,
+    kernels="divergence",
 )  # fmt: skip
 _TOPK = OpCase(
     "topk_divergence", _top, lambda x, r: {"kind": "jsd"}, older="linear_topk_divergence",
     oracle=lambda z, r: _topk_oracle(z, r, kind="jsd"), products=(1, 2, 3, 2), syncs=(1, 0, 0), traced=True,
+    kernels="topk_divergence",
 )  # fmt: skip
 _LINEAR_SAMPLE = OpCase(
     "linear_sample", lambda x, r: (), lambda x, r: {"seeds": r.ids, "active": r.mask, "return_top": 2},
     differentiable=(), kinds=("head",), products=(1, 1, 1, 1), syncs=(1, 0, 0),
+    kernels="sample",
 )  # fmt: skip
 _SOFT_EMBEDDING = OpCase(
     "soft_embedding", lambda x, r: (None, x.weight.detach()[:, :3]),
     lambda x, r: {"active": r.mask, "bump": r.positive, "bump_ids": r.ids}, differentiable=(), kinds=("head",),
     syncs=(1, 0, 0),
+    kernels="row_stats",
 )  # fmt: skip
 _DPACE_WEIGHTS = OpCase(
     "dpace_weights", lambda x, r: (r.positive, r.mask), lambda x, r: {}, differentiable=(), kinds=(),

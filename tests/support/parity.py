@@ -20,8 +20,11 @@ derived from the error of float32, because the roundings of float32 are independ
 ``tests/repo/test_parity.py`` tests that this rule accepts correct results and rejects wrong ones.
 """
 
+import functools
 import importlib
+import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -196,17 +199,26 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
     monkeypatch.setattr(_blocks, "num_threads", lambda: threads)
 
 
-def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
-    """Set tiles of 16 columns, so that small inputs cover every edge that large ones have.
+@functools.cache
+def tile_rules() -> list[tuple[Any, str, bool]]:
+    """Return (module, name, whether it splits long rows) of every function of the kernels that returns a ``Tile``."""
+    package = importlib.import_module("dllm_kernels.backends.triton")
+    modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    functions = [(m, *item) for m in modules for item in inspect.getmembers(m, inspect.isfunction)]
+    rules = [(m, name, f) for m, name, f in functions if f.__annotations__.get("return") in ("Tile", "_tiles.Tile")]
+    return [(m, name, f(2**20, 2).splits > 1) for m, name, f in rules]
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1, columns: int = 16) -> None:
+    """Set tiles of few columns, so that small inputs cover every edge that large ones have.
 
     A compiled kernel has at least a column per thread, because in place another thread might overwrite a column before
     a thread without columns of its own reads it. ``splits``: programs per row in forward.
     """
     tiles = pytest.importorskip("dllm_kernels.backends.triton._tiles")
     launch = importlib.import_module("dllm_kernels.backends.triton._launch")
-    columns = 16 if launch.INTERPRETED else launch.threads(1)
-    monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(columns, 1, splits))
-    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(columns, 1, 2))
-    monkeypatch.setattr(tiles, "sample", lambda V, itemsize: tiles.Tile(64, 1, splits))
-    for rule in ("linear_nll_rows", "divergence_rows"):
-        monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(columns, 1))
+    columns = columns if launch.INTERPRETED else max(columns, launch.threads(1))
+    others = {"sample": tiles.Tile(64, 1, splits), "token_nll_bwd": tiles.Tile(columns, 1, 2)}
+    for module, name, split in tile_rules():
+        tile = others.get(name, tiles.Tile(columns, 1, splits if split else 1))
+        monkeypatch.setattr(module, name, lambda *_, tile=tile, **__: tile)
