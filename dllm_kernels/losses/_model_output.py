@@ -18,10 +18,9 @@ from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_uncheck
 from dllm_kernels.rows._call import Call, checked_logits, names_of
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._primitives import row_primitives
+from dllm_kernels.rows._primitives import RowPrimitives, row_primitives
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.rows._setup import compute_dtype
 from dllm_kernels.rows._stats_interface import StatsFlags

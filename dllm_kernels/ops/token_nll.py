@@ -236,9 +236,8 @@ def _nll(logits: Tensor, y: Tensor, weights: Tensor | None, setup: Setup) -> Any
     """Return (weights * nll, nll, row_max, log_sum, correct, ids) of N rows; None for those that are not needed."""
     options: dict[str, Any] = {
         "with_correct": setup.with_correct, "with_ids": setup.with_ids, "transform": setup.transform,
+        "with_lse": _keeps_normalizer(setup),
     }  # fmt: skip
-    if not _keeps_normalizer(setup):
-        options["with_lse"] = False
     if weights is None:
         return None, *setup.primitives().nll(as_blv(logits), y, **options)
     return setup.primitives().weighted_nll(as_blv(logits), y, weights, **options)
