@@ -63,7 +63,7 @@ def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *,
 
 
 def part_of(shard: VocabShard, V: int) -> tuple[int, int]:
-    """See ``rows/_interface.py``."""
+    """See ``rows/_primitives.py``."""
     ranks, rank = dist.get_world_size(shard.group), dist.get_rank(shard.group)
     step = -(-V // ranks)
     start = min(rank * step, V)

@@ -26,7 +26,7 @@ from dllm_kernels._graph._plain import plain
 from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import Groups, RankRows, VocabShard, layout, shard_dim
 from dllm_kernels.distributed.fsdp import gather_head
-from dllm_kernels.distributed.vocab_parallel import shard_primitives
+from dllm_kernels.distributed.vocab_parallel import ShardPrimitives
 from dllm_kernels.rows._call import Call
 from dllm_kernels.rows._logits import Head, LinearLogits
 from dllm_kernels.rows._setup import Split
@@ -94,7 +94,7 @@ def _split(rows: RankRows, shard: VocabShard | None) -> Split:
     if shard is None:
         return Split(None, 1, 0, all_reduce, rows.shape, bool(rows.groups))
     ranks = dist.get_world_size(shard.group)
-    primitives = functools.partial(shard_primitives, shard)
+    primitives = functools.partial(ShardPrimitives, shard)
     return Split(primitives, ranks, shard.step * ranks, all_reduce, rows.shape, bool(rows.groups))
 
 

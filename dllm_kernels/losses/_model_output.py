@@ -12,17 +12,15 @@ from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values
 from dllm_kernels.losses import _common
-from dllm_kernels.ops.divergence import TeacherInput, checked_comparison, divergence_unchecked
-from dllm_kernels.ops.row_stats import Mix, row_stats_unchecked
-from dllm_kernels.ops.token_nll import token_nll_unchecked, weighted_nll_unchecked
+from dllm_kernels.ops.divergence import Divergence, TeacherInput, checked_comparison, divergence_unchecked
+from dllm_kernels.ops.row_stats import Mix, RowStats, row_stats_unchecked
+from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, token_nll_unchecked, weighted_nll_unchecked
 from dllm_kernels.rows._call import Call, checked_logits, names_of
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows, opened, rows_of, vocabulary_of
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._primitives import row_primitives
-from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._primitives import RowPrimitives, row_primitives
 from dllm_kernels.rows._setup import dtypes_of
 from dllm_kernels.rows._stats_interface import StatsFlags
 

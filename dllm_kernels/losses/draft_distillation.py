@@ -17,12 +17,11 @@ from dllm_kernels.losses._block_weights import Counts
 from dllm_kernels.losses._common import Count, DLLMLossOutput, as_batch, sum_of_rows
 from dllm_kernels.losses._draft import DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.ops.divergence import TeacherInput, head_of_teacher
+from dllm_kernels.ops.divergence import Divergence, TeacherInput, head_of_teacher
 from dllm_kernels.rows._divergence import DivergenceSpec
 from dllm_kernels.rows._divergence_spec import checked_spec
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits, map_rows
-from dllm_kernels.rows._results import Divergence
 from dllm_kernels.rows._transform import Transform
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds

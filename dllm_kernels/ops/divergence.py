@@ -61,7 +61,6 @@ from dllm_kernels.rows._logits import (
     vocabulary_of,
 )
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import Divergence
 from dllm_kernels.rows._setup import NO_GRADIENTS, Gradients, NeedsGrad, Setup, Split, compute_dtype, stored
 from dllm_kernels.rows._teacher import Teacher, gather, rows_at
 from dllm_kernels.rows._transform import Transform
@@ -76,6 +75,25 @@ SOFTMAX = "torch.softmax and what follows from it"
 SOFTMAX_OF_HEAD = "torch.softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)"
 # Largest size in bytes of a copy of the compared teacher columns.
 COPY_BYTES = 64 << 20
+
+
+class Divergence(NamedTuple):
+    """A weighted sum of divergences, and the results of each row.
+
+    All but ``loss`` are detached, have the shape of the rows, and are 0 or False for rows of weight 0.
+
+    Attributes:
+        loss: sum of weights * value, 0-d; with ``reduction="none"`` weights * value, of the shape of the rows. float32
+            (float64 for float64 logits), differentiable.
+        value: the divergence of each row, in nats, times the square of the temperature.
+        acceptance_rate: ``sum_v min(p_v, q_v)``, the rate at which the teacher accepts tokens drawn by the student.
+        agree: True if both have the same argmax (the lowest index wins a tie), bool. False if the rate is NaN.
+    """
+
+    loss: Tensor
+    value: Tensor
+    acceptance_rate: Tensor
+    agree: Tensor
 
 
 def divergence(

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._checks import Extra
-from dllm_kernels.ops.token_nll import token_nll, weighted_nll
+from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, token_nll, weighted_nll
 from dllm_kernels.rows._logits import LinearLogits
-from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 
 
 def linear_token_nll(

@@ -11,7 +11,7 @@ seed of the row and the column (``corruption/_philox.py``), not on chunk, batch 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,13 +26,37 @@ from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, Logits, flat_rows
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import LinearSample
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._stats_interface import StatsFlags, StatsRequest
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows._truncation import NO_TRUNCATION, Truncation
 
 NAMES = _checks.Names("hidden", "active", "head")
+
+
+class LinearSample(NamedTuple):
+    """A sampled token of each row and statistics of its distribution.
+
+    All are detached. Floats are float32 (float64 for float64 inputs), in nats.
+
+    If the distribution is truncated, log-probabilities and entropy are those of the truncated distribution, or of the
+    full one with ``untruncated_log_probs``.
+
+    Attributes:
+        ids: the chosen token, int64, of the shape of the rows; -100 in inactive rows. If the softmax of a row is NaN,
+            which ``log_probs`` shows, the lowest id that is not skipped.
+        log_probs: log-probability of the chosen token; 0 in inactive rows.
+        entropy: entropy of the distribution; 0 in inactive rows.
+        top_ids: the K most likely tokens, int64 ``[..., K]``, in descending order, the lowest id first among equals;
+            None unless requested. -100 in inactive rows.
+        top_log_probs: log-probabilities of ``top_ids``, -inf outside a truncated distribution; None unless requested.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    entropy: Tensor
+    top_ids: Tensor | None = None
+    top_log_probs: Tensor | None = None
 
 
 def linear_sample(

@@ -19,7 +19,7 @@ from torch import Tensor
 from dllm_kernels import _checks
 from dllm_kernels._graph._own_graph import own_graph
 from dllm_kernels._graph._plain import all_plain, has_values
-from dllm_kernels.ops.row_stats import NAMES, row_stats_unchecked
+from dllm_kernels.ops.row_stats import NAMES, RestStats, RowStats, row_stats_unchecked
 from dllm_kernels.rows import _stats
 from dllm_kernels.rows._call import Call, checked, name_of_rows
 from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast
@@ -28,13 +28,37 @@ from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._kept_gradients import keep_gradients, scale_gradients
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import RestStats, RowObjective, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
 from dllm_kernels.rows._stats import OUTPUTS, RequestedStats
 from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
 from dllm_kernels.rows._transform import Transform
 
 Fn = Callable[..., torch.Tensor]
+
+
+class RowObjective(NamedTuple):
+    """An objective and its statistics.
+
+    All but ``loss`` are detached. All but ``loss`` and ``log_probs`` have the shape of the rows. Inactive rows are 0 or
+    False.
+
+    Attributes:
+        loss: sum of ``value``, 0-d, float32 (float64 for float64 logits), differentiable.
+        value: return value of ``fn`` for each row.
+        log_probs: log p of each id, of the shape of the ids.
+        lse: logsumexp.
+        entropy: ``-sum_v p_v log p_v``, or None unless requested.
+        correct: True if the first id is the argmax, bool, or None unless requested.
+        ids: see :class:`RowStats`.
+    """
+
+    loss: Tensor
+    value: Tensor
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor | None = None
+    correct: Tensor | None = None
+    ids: Tensor | None = None
 
 
 def row_objective(

@@ -12,7 +12,7 @@ overwrites them by their gradient. Nothing else of length V per row is kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from dllm_kernels.rows._interface import as_blv
 from dllm_kernels.rows._kept_gradients import gradient_specs
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits, flat_rows
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import RestStats, RowStats
 from dllm_kernels.rows._setup import Gradients, Setup, Split
 from dllm_kernels.rows._stats import RequestedStats
 from dllm_kernels.rows._stats_interface import NO_FLAGS, StatsFlags, StatsResult, Upstream
@@ -38,6 +37,50 @@ Mix = tuple[torch.Tensor, torch.Tensor]
 NAMES = _checks.Names(targets="ids")
 # Statistics that no backward pass reads, and outputs that it reads as copies, because the caller may write into them.
 NOT_READ, COPIED = ("mix", "correct", "best"), ("log_probs", "rest", *StatsFlags._fields)
+
+
+class RowStats(NamedTuple):
+    """Statistics of each row of logits. Inactive rows are 0 or False.
+
+    All but ``correct`` and ``ids`` are differentiable, also together. Floats are float32 (float64 for float64 logits),
+    in nats. All but ``log_probs`` have the shape of the rows.
+
+    Attributes:
+        log_probs: log p of each id, of the shape of the ids; 0 for an id of -100.
+        lse: logsumexp.
+        entropy: ``-sum_v p_v log p_v``, or None unless requested.
+        mix: ``sum_v log(a + b p_v)`` over the columns that are not skipped, or None unless requested.
+        correct: True if the first id is the argmax (the lowest index wins a tie), bool, or None unless requested. False
+            if its log-probability is NaN.
+        ids: argmax of the row, not the ids of the call; see :class:`TokenNLL`.
+    """
+
+    log_probs: Tensor
+    lse: Tensor
+    entropy: Tensor | None = None
+    mix: Tensor | None = None
+    correct: Tensor | None = None
+    ids: Tensor | None = None
+
+
+class RestStats(NamedTuple):
+    """Statistics of each row with the mass of all other columns; all but ``correct`` are differentiable.
+
+    Attributes:
+        log_probs: see :class:`RowStats`.
+        lse: see :class:`RowStats`.
+        rest: log of the probability of all columns but the ids; -inf if there are none.
+        correct: see :class:`RowStats`.
+        loss: see :class:`RowObjective`; None without an objective.
+        value: see ``loss``.
+    """
+
+    log_probs: Tensor
+    lse: Tensor
+    rest: Tensor
+    correct: Tensor | None = None
+    loss: Tensor | None = None
+    value: Tensor | None = None
 
 
 def row_stats(

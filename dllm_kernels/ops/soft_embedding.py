@@ -31,9 +31,10 @@ from dllm_kernels._graph._plain import any_dtensor, plain
 from dllm_kernels.rows._call import Call, as_linear_logits, checked, flat_ids, flat_values, row_marks
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._interface import IGNORE, RowPrimitives
+from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import Head, Logits, flat_rows
 from dllm_kernels.rows._options import Options
+from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import Transform, transformed

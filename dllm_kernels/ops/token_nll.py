@@ -8,7 +8,7 @@ row weights and sums. It takes fewer kernel launches than separate torch ops, be
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,47 @@ from dllm_kernels.rows._interface import as_blv
 from dllm_kernels.rows._logits import Logits, flat_rows
 from dllm_kernels.rows._nll import argmax_specs, in_rows, logsumexp, rounded, weighted_sum
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 from dllm_kernels.rows._setup import Setup, Split
 from dllm_kernels.rows._transform import Transform
 
 NAMES = Names()
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"  # has a second derivative
+
+
+class TokenNLL(NamedTuple):
+    """Per-row results, each of the shape of the targets.
+
+    Attributes:
+        nll: negative log-likelihood in nats, float32 (float64 for float64 logits), differentiable. 0 for inactive rows.
+        lse: logsumexp of the row, detached, or None unless requested. 0 for inactive rows.
+        correct: True if the target is the argmax of its row (the lowest index wins a tie), bool, or None unless
+            requested. False for inactive rows and for rows whose NLL is NaN.
+        ids: argmax of the row (the lowest index wins a tie), int64, or None unless requested. -100 for inactive rows.
+            If the softmax of a row is NaN, the lowest id that is not skipped.
+    """
+
+    nll: Tensor
+    lse: Tensor | None = None
+    correct: Tensor | None = None
+    ids: Tensor | None = None
+
+
+class WeightedNLL(NamedTuple):
+    """A weighted sum of NLLs, and the results of each row.
+
+    Attributes:
+        loss: sum of weights * nll, 0-d, float32 (float64 for float64 logits), differentiable.
+        nll: see :class:`TokenNLL`, but detached.
+        lse: see :class:`TokenNLL`.
+        correct: see :class:`TokenNLL`.
+        ids: see :class:`TokenNLL`.
+    """
+
+    loss: Tensor
+    nll: Tensor
+    lse: Tensor | None = None
+    correct: Tensor | None = None
+    ids: Tensor | None = None
 
 
 def token_nll(
@@ -236,9 +271,8 @@ def _nll(logits: Tensor, y: Tensor, weights: Tensor | None, setup: Setup) -> Any
     """Return (weights * nll, nll, row_max, log_sum, correct, ids) of N rows; None for those that are not needed."""
     options: dict[str, Any] = {
         "with_correct": setup.with_correct, "with_ids": setup.with_ids, "transform": setup.transform,
+        "with_lse": _keeps_normalizer(setup),
     }  # fmt: skip
-    if not _keeps_normalizer(setup):
-        options["with_lse"] = False
     if weights is None:
         return None, *setup.primitives().nll(as_blv(logits), y, **options)
     return setup.primitives().weighted_nll(as_blv(logits), y, weights, **options)

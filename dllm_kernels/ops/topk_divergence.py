@@ -22,6 +22,7 @@ from dllm_kernels import _checks
 from dllm_kernels._checks._target_range import first_true
 from dllm_kernels._graph._named import replaced
 from dllm_kernels._graph._plain import all_plain, has_values, readable_without_sync
+from dllm_kernels.ops.divergence import Divergence
 from dllm_kernels.ops.row_objective import row_objective_unchecked
 from dllm_kernels.ops.row_stats import row_stats_unchecked
 from dllm_kernels.rows._call import Call, checked, name_of_rows
@@ -30,7 +31,6 @@ from dllm_kernels.rows._dtypes import accum_dtype
 from dllm_kernels.rows._interface import IGNORE
 from dllm_kernels.rows._logits import LinearLogits, Logits, opened, rows_of
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._results import Divergence
 from dllm_kernels.rows._transform import Transform
 
 Tensor = torch.Tensor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dllm_kernels.rows._interface import IGNORE, NLL, StatsPrimitives, column_of
-from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult, Upstream
+from dllm_kernels.rows._interface import IGNORE, NLL, column_of
+from dllm_kernels.rows._stats_interface import Coefficients, StatsPrimitives, StatsRequest, StatsResult, Upstream
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
 
@@ -55,43 +54,46 @@ def _times(grad: Tensor, value: Any) -> Tensor:
     return torch.where(grad != 0, grad * value, 0.0)
 
 
-def nll_of_stats(
-    stats: StatsPrimitives, V: int | None = None
-) -> tuple[Callable[..., NLL], Callable[..., tuple[Any, ...]], Callable[..., None]]:
-    """Derive the primitives ``nll``, ``weighted_nll`` and ``nll_grad`` from row statistics: the NLL is ``-log p``.
+class NLLOfStats:
+    """The primitives ``nll``, ``weighted_nll`` and ``nll_grad``, derived from row statistics: the NLL is ``-log p``.
 
-    ``V``: number of columns of a whole row, if the primitives work on a part of each row.
+    Attributes:
+        stats: the row statistics.
+        total: number of columns of a whole row, if the primitives work on a part of each row, or None.
     """
 
-    def as_request(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
+    stats: StatsPrimitives
+    total: int | None = None
+
+    def _request(self, targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
         ids = targets.unsqueeze(1)
-        if V is not None and weights is not None:
+        if self.total is not None and weights is not None:
             targets = targets.masked_fill(weights == 0, IGNORE)
-        return StatsRequest(ids, targets, weights=weights if V is None else None, **options)
+        return StatsRequest(ids, targets, weights=weights if self.total is None else None, **options)
 
     def nll(
-        logits: Tensor, targets: Tensor, *, with_correct: bool, with_ids: bool = False,
+        self, logits: Tensor, targets: Tensor, *, with_correct: bool, with_ids: bool = False,
         transform: Transform = NO_TRANSFORM, with_lse: bool = True, weights: Tensor | None = None,
     ) -> NLL:  # fmt: skip
-        request = as_request(targets, weights, transform=transform, correct=with_correct, best=with_ids, lse=with_lse)
-        result = stats.forward(logits, request)
+        """See ``rows/_primitives.py``; with weights, rows of weight 0 are inactive too."""
+        flags = {"correct": with_correct, "best": with_ids, "lse": with_lse}
+        result = self.stats.forward(logits, self._request(targets, weights, transform=transform, **flags))
         # log p is at most 0, and the negative of 0 would be -0.
         return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct, result.best
 
-    def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Any, ...]:
-        result = nll(logits, targets, weights=weights, **options)
+    def weighted_nll(self, logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Any, ...]:
+        """See ``rows/_primitives.py``."""
+        result = self.nll(logits, targets, weights=weights, **options)
         return result[0] * weights, *result
 
     def nll_grad(
-        logits: Tensor, targets: Tensor, scale: Tensor, row_max: Any, log_sum: Any,
-        out: Tensor, *, factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
+        self, logits: Tensor, targets: Tensor, scale: Tensor, row_max: Any, log_sum: Any, out: Tensor, *,
+        factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
     ) -> None:  # fmt: skip
+        """See ``rows/_primitives.py``."""
         if factor is not None and not (factor.is_cpu and factor.item() == 1):
             scale = torch.where(scale != 0, scale * factor, 0.0)  # rows of scale 0 stay inactive if the factor is NaN
-        out_of_range = None if V is None else column_of(targets, V)[1]
+        out_of_range = None if self.total is None else column_of(targets, self.total)[1]
         p_coef = scale if out_of_range is None else scale.masked_fill(out_of_range, math.nan)
         c = Coefficients(-p_coef.unsqueeze(1), p_coef)
-        request = as_request(targets, scale, transform=transform)
-        stats.backward(logits, request, c, row_max, log_sum, out)
-
-    return nll, weighted_nll, nll_grad
+        self.stats.backward(logits, self._request(targets, scale, transform=transform), c, row_max, log_sum, out)

@@ -23,7 +23,8 @@ import torch
 
 from dllm_kernels.rows._chunks import aligned_rows
 from dllm_kernels.rows._dtypes import accum_dtype
-from dllm_kernels.rows._interface import IGNORE, RowPrimitives, column_of
+from dllm_kernels.rows._interface import IGNORE, column_of
+from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._stats_interface import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.rows._transform import transformed, with_slope
 

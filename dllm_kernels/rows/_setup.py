@@ -12,10 +12,9 @@ from torch import Tensor
 from dllm_kernels._checks._backend import use_triton
 from dllm_kernels._graph._plain import check_no_tangent
 from dllm_kernels.rows._dtypes import accum_dtype, dtype_of_products
-from dllm_kernels.rows._interface import RowPrimitives
 from dllm_kernels.rows._logits import Head, LinearLogits, Logits
 from dllm_kernels.rows._options import Options
-from dllm_kernels.rows._primitives import row_primitives
+from dllm_kernels.rows._primitives import RowPrimitives, row_primitives
 from dllm_kernels.rows._transform import NO_TRANSFORM, Transform
 
 

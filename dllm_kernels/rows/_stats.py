@@ -12,7 +12,7 @@ from dllm_kernels._graph._opaque import Spec
 from dllm_kernels.rows import _chain_rule
 from dllm_kernels.rows._active_rows import ActiveRows
 from dllm_kernels.rows._call import Call, as_marks, flat_ids, flat_values, row_marks
-from dllm_kernels.rows._interface import RowPrimitives
+from dllm_kernels.rows._primitives import RowPrimitives
 from dllm_kernels.rows._rest import rest_backward, with_rest
 from dllm_kernels.rows._setup import Setup
 from dllm_kernels.rows._stats_interface import Coefficients, StatsFlags, StatsRequest, StatsResult, Upstream

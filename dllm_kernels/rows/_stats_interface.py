@@ -14,12 +14,12 @@ A, B and g_F hold all per-row terms, so that one pass computes the gradient of a
 and F = sum_v (d_v + log(b / S)): a p_v that float32 rounds to 0 enters neither a logarithm nor a quotient. In a product
 d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the product of 0 and -inf would be NaN.
 
-``logits`` and ``out`` are ``[B, L, V]`` as in ``rows/_interface.py``. Inactive rows are never read.
+``logits`` and ``out`` are ``[B, L, V]`` as in ``rows/_primitives.py``. Inactive rows are never read.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class StatsRequest(NamedTuple):
         lse: True if (M, log S) are requested. Otherwise a backend may omit them if its backward pass does not read
             them.
         through_transform: True if the gradient is with respect to the logits, False for the transformed logits.
-        weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only ``_chain_rule.nll_of_stats`` sets it, for
+        weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only ``_chain_rule.NLLOfStats`` sets it, for
             whole rows.
     """
 
@@ -124,3 +124,33 @@ class Coefficients(NamedTuple):
     p_logp_coef: Tensor | None = None
     mix_coef: Tensor | None = None
     rest_coef: Tensor | None = None
+
+
+class StatsPrimitives(Protocol):
+    """Primitives of the row statistics of one backend, or those for a split vocabulary on top of them."""
+
+    def forward(self, logits: Tensor, request: StatsRequest) -> StatsResult:
+        """Return the statistics of N rows; 0 / False in inactive rows."""
+
+    def mix(
+        self, logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the shares of F and W of these columns, for rows whose (M, log S) is known."""
+
+    def coefficients(
+        self, request: StatsRequest, result: StatsResult, upstream: Upstream
+    ) -> tuple[Coefficients, Tensor, Tensor]:
+        """Combine the upstream gradients of each row.
+
+        Returns the coefficients, their size, and the targets of the rows with a gradient. ``_chain_rule.coefficients``
+        is the implementation in plain torch.
+        """
+
+    def backward(
+        self, logits: Tensor, request: StatsRequest, c: Coefficients, row_max: Any, log_sum: Any, out: Tensor
+    ) -> None:
+        """Write the gradient to ``out``, which may be the logits themselves; zeros in inactive rows.
+
+        If ``request.through_transform`` is False, the gradient is with respect to the transformed logits: p for lse.
+        If ``request.weights`` is given, an out-of-range id makes the gradient of its row NaN.
+        """

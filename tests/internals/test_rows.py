@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
 from dllm_kernels._graph import _custom_ops
+from dllm_kernels.distributed.vocab_parallel import ShardPrimitives
 from dllm_kernels.ops import linear_topk_divergence, token_nll, topk_divergence, weighted_linear_nll
 from dllm_kernels.rows import _active_rows, _chunks, _rest, _setup
 from dllm_kernels.rows._divergence_spec import Comparison, checked_spec
@@ -58,6 +59,11 @@ def test_rows_of_a_chunk_with_padding_between_them(dtype, path, monkeypatch):
     monkeypatch.setattr(_chunks, "aligned_rows", padded_rows)
     for a, b in zip(run(), together, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_every_row_primitive_has_a_form_for_a_split_vocabulary():
+    missing = sorted(ShardPrimitives.__abstractmethods__)
+    assert not missing, f"add the methods {missing} to ShardPrimitives in distributed/vocab_parallel.py"
 
 
 def test_a_chunk_has_at_least_one_row_and_whole_tiles():

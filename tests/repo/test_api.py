@@ -11,10 +11,12 @@ import torch
 
 import dllm_kernels
 import dllm_kernels.ops
+import reference
 from dllm_kernels import DFlashDecayLoss, DLLMLossOutput, losses
 from dllm_kernels.integrations import nemo_automodel
 from tests.support.cases import FIRSTS, LOSSES
 from tests.support.op_cases import FIRST_OPS
+from tests.support.readme import ROOT
 
 NO_LOSSES = (
     losses.DLLMLossOutput, losses.SCDDSchedule, losses.acceptance_length, losses.acceptance_stats,
@@ -47,6 +49,29 @@ def test_ops(name):
     assert callable(getattr(ops, name))
     assert getattr(dllm_kernels, name) is getattr(ops, name)
     assert name in ops.__all__
+
+
+def test_the_return_type_of_every_op_is_exported():
+    ops = dllm_kernels.ops
+    types = {typing.get_type_hints(vars(ops)[name])["return"] for name in OPS}
+    missing = {t.__name__ for t in types if t.__module__.startswith("dllm_kernels.")} - {*ops.__all__}
+    assert not missing, f"import {sorted(missing)} in dllm_kernels/ops/__init__.py, and add them to its __all__"
+
+
+def test_every_oracle_is_exported():
+    """The oracle of an op is the function with the name of its file."""
+    names = {path.stem for path in (ROOT / "reference").glob("*.py") if f"def {path.stem}(" in path.read_text()}
+    assert len(names) > 5
+    missing = names - {*reference.__all__}
+    assert not missing, f"import {sorted(missing)} in reference/__init__.py, and add them to its __all__"
+
+
+@pytest.mark.parametrize("name", [case.name for case in FIRST_OPS])
+def test_every_op_has_a_line_in_the_changelog_and_in_the_table_of_ops(name):
+    """The older form of an op is named in the list of shorthands."""
+    assert f"`{name}`" in (ROOT / "CHANGELOG.md").read_text(), f"add a line about `{name}` to CHANGELOG.md"
+    table = (ROOT / "docs" / "ops" / "index.md").read_text()
+    assert f"\n| [`{name}`][{name}] |" in table, f"add a row of [`{name}`][{name}] to docs/ops/index.md"
 
 
 @pytest.mark.parametrize("module", ["", ".losses", ".ops"])

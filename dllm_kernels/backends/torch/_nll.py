@@ -24,7 +24,7 @@ def nll_and_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:  # fmt: skip
-    """See ``backends._rows``. Works in place on a chunk that already has the dtype of sums."""
+    """See ``rows/_primitives.py``. Works in place on a chunk that already has the dtype of sums."""
     (C, V), acc = logits.shape, accum_dtype(logits.dtype)
     ids, inactive = targets.unsqueeze(1), targets == IGNORE
     column, out_of_range = column_of(ids, V)
@@ -61,7 +61,7 @@ def nll_and_grad_(
 
 
 def scale_(t: Tensor, factor: Tensor) -> None:
-    """See ``backends._rows``. Off the CPU the multiplication is unconditional, because a test would be a sync.
+    """See ``rows/_primitives.py``. Off the CPU the multiplication is unconditional, because a test would be a sync.
 
     A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round the factor to the dtype of t.
     """

@@ -1,4 +1,4 @@
-r"""Gumbel-max sampling of one token per row, in plain torch and NumPy (``rows/_interface.py``).
+r"""Gumbel-max sampling of one token per row, in plain torch and NumPy (``rows/_primitives.py``).
 
     score_v = x_v - ln(-ln u_v),        x the transformed logits, u the uniform of the row and the column.
 
@@ -38,7 +38,7 @@ ScoreAndColumn = tuple[Tensor, Tensor]
 
 
 def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> ScoreAndColumn:
-    """See ``rows/_interface.py``."""
+    """See ``rows/_primitives.py``."""
     C, device = logits.shape[0], logits.device
     score = torch.full((C,), -math.inf, dtype=torch.float64, device=device)
     out = score, torch.zeros(C, dtype=torch.int64, device=device)
@@ -120,7 +120,7 @@ def _write_best(noise: Noise, candidates: list[tuple[Any, ...]], score: Array, i
 
 
 def largest(logits: Tensor, k: int, transform: Transform) -> ScoreAndColumn:
-    """See ``rows/_interface.py``; for any device, without a sync."""
+    """See ``rows/_primitives.py``; for any device, without a sync."""
     (C, V), device = logits.shape, logits.device
     values = torch.empty(C, k, dtype=accum_dtype(logits.dtype), device=device)
     out = values, torch.empty(C, k, dtype=torch.int64, device=device)
@@ -161,7 +161,7 @@ def _k_largest(x: Tensor, k: int, width: int, rest: Tensor) -> tuple[Tensor, Ten
 
 
 def truncated(logits: Tensor, transform: Transform, truncation: Truncation) -> Tensor:
-    """See ``rows/_interface.py``; for any device, without a sync."""
+    """See ``rows/_primitives.py``; for any device, without a sync."""
     (C, V), device = logits.shape, logits.device
     out = torch.empty(C, V, dtype=accum_dtype(logits.dtype), device=device)
     if C:

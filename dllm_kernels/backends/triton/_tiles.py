@@ -1,5 +1,8 @@
 """Tile sizes: pure functions of shape and dtype, each with its reason.
 
+A function for one kernel alone may stand in the file of the kernel, built from :func:`bytes_to_block` and
+:func:`warps`. The tests find it by its return type.
+
 None has been measured on a GPU yet. The reasons come from offline compilation (registers, spills, width of global
 accesses) and from a model of an H200.
 """
@@ -22,11 +25,12 @@ def _next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _bytes_to_block(itemsize: int, nbytes: int, V: int) -> int:
+def bytes_to_block(itemsize: int, nbytes: int, V: int) -> int:
+    """Return the columns of a tile of some bytes, at most those of a row: a power of 2, at least 64."""
     return max(64, min(nbytes // itemsize, _next_power_of_2(V)))
 
 
-def _warps(block: int, itemsize: int) -> int:
+def warps(block: int, itemsize: int) -> int:
     """Return the number of warps such that 32 threads make four 16-byte accesses each per tile, at most 32 warps."""
     return at_most_a_thread_a_column(max(1, min(block * itemsize // 2048, 32)), block)
 
@@ -46,15 +50,15 @@ def token_nll_fwd(V: int, itemsize: int) -> Tile:
     not depend on the number of rows, because the order of a sum, and so the bits of a row, depend on the split. With
     programs of 8 tiles a simulated H200 loses 2 % more.
     """
-    block = _bytes_to_block(itemsize, 8192, V)
+    block = bytes_to_block(itemsize, 8192, V)
     splits = min(V // (4 * block), max(2, -(-V // (16 * block))))
-    return Tile(block, _warps(block, itemsize), max(1, splits))
+    return Tile(block, warps(block, itemsize), max(1, splits))
 
 
 def token_nll_bwd(V: int, itemsize: int) -> Tile:
     """Tile of the gradient of a part of a row: 8 KiB, four tiles per program, which amortise its start."""
-    block = _bytes_to_block(itemsize, 8192, V)
-    return Tile(block, _warps(block, itemsize), -(-V // (4 * block)))
+    block = bytes_to_block(itemsize, 8192, V)
+    return Tile(block, warps(block, itemsize), -(-V // (4 * block)))
 
 
 # Longest row in bytes for which kernels that read a row more than once run as two programs of 8 warps per
@@ -80,8 +84,8 @@ def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
     The registers allow 16 warps per multiprocessor. Some 130 rows of 300 KB are processed at a time, which an L2 of
     50 MB holds until they are read again.
     """
-    block = _bytes_to_block(itemsize, (16384 if small else 32768) // _programs(V, itemsize), V)
-    return Tile(block, _warps(block * (2 if small else 1), itemsize))
+    block = bytes_to_block(itemsize, (16384 if small else 32768) // _programs(V, itemsize), V)
+    return Tile(block, warps(block * (2 if small else 1), itemsize))
 
 
 def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
@@ -94,8 +98,8 @@ def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool =
     the first pass, but spill with a skipped column.
     """
     tile_bytes = 4096 if kinds > 5 else 8192 if with_steps or kinds > 2 else 16384
-    block = _bytes_to_block(itemsize, tile_bytes // _programs(V, itemsize), V)
-    return Tile(block, at_most_a_thread_a_column(_warps(block * (32768 // tile_bytes), itemsize), block))
+    block = bytes_to_block(itemsize, tile_bytes // _programs(V, itemsize), V)
+    return Tile(block, at_most_a_thread_a_column(warps(block * (32768 // tile_bytes), itemsize), block))
 
 
 # Columns whose exact scores ``sample`` computes at a time.

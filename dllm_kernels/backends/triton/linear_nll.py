@@ -109,7 +109,7 @@ def nll_and_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, with_ids: bool = False,
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:  # fmt: skip
-    """See ``nll_and_grad_`` in ``backends._rows``; the gradient overwrites the chunk ``logits [C, V]``."""
+    """See ``rows/_primitives.py``; the gradient overwrites the chunk ``logits [C, V]``."""
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
     if acc == torch.float64 and transform.softcap is not None:  # one kernel with the tanh of both passes spills

@@ -68,7 +68,7 @@ def _mdlm_weights(
 def mdlm_weights(
     p_mask: Tensor, noise_mask: Tensor, loss_mask: Tensor, factor: Any, count: Any, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """See ``mdlm_weights`` in ``backends._rows``."""
+    """See ``rows/_primitives.py``."""
     masks = [t.contiguous() for t in (p_mask, noise_mask, loss_mask)]
     weights = torch.empty(p_mask.shape, dtype=dtype, device=p_mask.device)
     divided = None if count is None else torch.empty_like(weights)

@@ -104,7 +104,7 @@ def _sample(
 
 
 def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``rows/_interface.py``."""
+    """See ``rows/_primitives.py``."""
     (C, V), device = logits.shape, logits.device
     tile = _tiles.sample(V, logits.dtype.itemsize)
     # 16 columns share a counter, and a tile must begin with a counter, ``before`` columns ahead of the first column.

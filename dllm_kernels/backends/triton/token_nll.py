@@ -198,16 +198,19 @@ def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: boo
 
 
 def weighted_nll(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-    """See ``weighted_nll`` in ``backends._rows``: :func:`nll` with one weight per row."""
+    """See ``rows/_primitives.py``: :func:`nll` with one weight per row."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
     return weighted, *nll(logits, targets, weights, weighted, **options)
 
 
 def nll(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
-    with_correct: bool, with_ids: bool = False, transform: Transform = NO_TRANSFORM,
+    with_correct: bool, with_ids: bool = False, transform: Transform = NO_TRANSFORM, with_lse: bool = True,
 ) -> NLL:  # fmt: skip
-    """See ``nll`` in ``backends._rows``; the forward pass also writes ``weights`` times the NLL to ``weighted``."""
+    """See ``rows/_primitives.py``; also writes ``weights`` times the NLL to ``weighted``.
+
+    Returns M and log S without ``with_lse`` too, because :func:`nll_grad` reads them.
+    """
     B, L, V = logits.shape
     N = B * L
     acc = accum_dtype(logits.dtype)
@@ -235,7 +238,7 @@ def nll_grad(
     logits: Tensor, targets: Tensor, scale: Tensor, row_max: Tensor, log_sum: Tensor, out: Tensor, *,
     factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
 ) -> None:  # fmt: skip
-    """See ``nll_grad`` in ``backends._rows``."""
+    """See ``rows/_primitives.py``."""
     B, L, V = logits.shape
     if B * L == 0:
         return
