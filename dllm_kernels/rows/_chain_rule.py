@@ -76,8 +76,10 @@ class NLLOfStats:
         transform: Transform = NO_TRANSFORM, with_lse: bool = True, weights: Tensor | None = None,
     ) -> NLL:  # fmt: skip
         """See ``rows/_primitives.py``; with weights, rows of weight 0 are inactive too."""
-        flags = {"correct": with_correct, "best": with_ids, "lse": with_lse}
-        result = self.stats.forward(logits, self._request(targets, weights, transform=transform, **flags))
+        request = self._request(
+            targets, weights, transform=transform, correct=with_correct, best=with_ids, lse=with_lse
+        )
+        result = self.stats.forward(logits, request)
         # log p is at most 0, and the negative of 0 would be -0.
         return result.log_probs.squeeze(1).abs(), result.row_max, result.log_sum, result.correct, result.best
 
