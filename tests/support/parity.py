@@ -205,7 +205,8 @@ def tile_rules() -> list[tuple[Any, str, bool]]:
     package = importlib.import_module("dllm_kernels.backends.triton")
     modules = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
     functions = [(m, *item) for m in modules for item in inspect.getmembers(m, inspect.isfunction)]
-    rules = [(m, name, f) for m, name, f in functions if f.__annotations__.get("return") in ("Tile", "_tiles.Tile")]
+    tile = ("Tile", "_tiles.Tile", importlib.import_module(f"{package.__name__}._tiles").Tile)
+    rules = [(m, name, f) for m, name, f in functions if f.__annotations__.get("return") in tile]
     return [(m, name, f(2**20, 2).splits > 1) for m, name, f in rules]
 
 
