@@ -205,7 +205,6 @@ def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypat
     assert notes[0] == notes[1]
 
 
-@pytest.mark.everyday(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_short_last_block_that_exceeds_the_registers(exact, monkeypatch, device):
     """The keys of the kernels are in memory, and the last block ends at the end of the row."""
