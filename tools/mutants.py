@@ -93,7 +93,7 @@ JUDGES = (
     ("corruption/_topk.py", "gumbel_topk corruption_levels"),
     ("corruption/_rules.py", "corruption corruption_levels corruption_compile"),
     ("corruption/_seeds.py", "sources corruption default_device"),
-    ("*corrupt*", "flags sources corruption padding corruption_levels corruption_statistics gumbel_topk"),
+    ("*corrupt*", "flags sources mask_values corruption padding corruption_levels corruption_statistics gumbel_topk"),
     ("losses/draft_distillation.py", "draft_distillation losses any_bad_argument -k 'not triton'"),
     ("losses/draft_sampling.py", "draft_sampling draft_blocks any_bad_argument losses"),
     (
@@ -120,7 +120,7 @@ JUDGES = (
     ("rows/_active_rows.py", "linear_nll num_active rows -k 'not triton'"),
     (
         "_checks/__init__.py",
-        "flags target_range errors mask_values row_objective extra gumbel_topk transform losses linear_nll"
+        "flags rows target_range errors mask_values row_objective extra gumbel_topk transform losses linear_nll"
         " -k 'not triton'",
     ),
     ("rows/_chunks.py", "linear_nll extra compile -k 'not triton'"),
