@@ -84,7 +84,7 @@ JUDGES = (
     ("integrations/_hosts.py", "nemo nemo_noise speculators"),
     ("integrations/speculators.py", "speculators"),
     ("integrations/trl.py", "trl"),
-    ("integrations/_attention.py", "integrations transformers -k 'internals or causal or trace or mixes'"),
+    ("integrations/_attention.py", "integrations transformers -k 'every_token or causal or trace or mixes'"),
     ("integrations/transformers*", "integrations transformers"),
     ("collate.py", "flags collate"),
     ("mtp*", "flags mtp errors"),
