@@ -88,8 +88,6 @@ class RankRows(NamedTuple):
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Combine per-row results of this rank to the global shape, equal on every rank, in one all-reduce."""
-        if not self.groups:
-            return parts
         last_first = reversed([*zip(self.ranges, self.shape, strict=True)])  # the order of F.pad
         pads = [n for (start, length), size in last_first for n in (start, size - start - length)]
         return sum_over(F.pad(torch.stack(parts), pads), self.groups).unbind()

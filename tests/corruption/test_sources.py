@@ -103,6 +103,7 @@ def test_dtensors_are_refused_in_our_words(dtensor):
             assert torch.equal(call(seeds=seeds).ids, call(seeds=SEEDS).ids)
         else:
             raises(TypeError, message.format("seeds"), call, seeds=seeds)
+        raises(ValueError, "seeds must have dtype int64, got int32", call, seeds=SEEDS.int())
     for case in FIRSTS.values():
         given = {"input_ids": IDS, "loss_mask": ON} | case.constants() | case.inputs(IDS)
         tensors = {"level": LEVEL, "segment_ids": IDS, "start": SEEDS} | given

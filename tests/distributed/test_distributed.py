@@ -15,7 +15,16 @@ import torch
 from dllm_kernels import ops
 from dllm_kernels.distributed import LossHead, global_token_count, set_gradient_divide_factor
 from tests.support import distributed_workers
-from tests.support.distributed_checks import BY_NAME, CHECKS, EVERY_CASE, EVERY_TIME, EXHAUSTIVE, LAYOUTS, TABLE
+from tests.support.distributed_checks import (
+    BY_NAME,
+    CHECKS,
+    EVERY_CASE,
+    EVERY_DAY,
+    EVERY_TIME,
+    EXHAUSTIVE,
+    LAYOUTS,
+    TABLE,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +51,7 @@ def judge(folder, world, name):
 def checks(world):
     def marks(name):
         yield pytest.mark.ranks(str(world), name)
-        if (world, name) in EXHAUSTIVE:
+        if (world, name) in EXHAUSTIVE or name not in EVERY_DAY[world]:
             yield pytest.mark.exhaustive
         if (world, name) in EVERY_CASE:
             yield pytest.mark.every_case
@@ -50,13 +59,11 @@ def checks(world):
     return [pytest.param(name, marks=[*marks(name)]) for name in CHECKS[world]]
 
 
-@pytest.mark.everyday(8)
 @pytest.mark.parametrize("name", checks(2))
 def test_in_two_processes(several_processes, name):
     judge(several_processes / "2", 2, name)
 
 
-@pytest.mark.everyday(4)
 @pytest.mark.parametrize("name", checks(4))
 def test_in_four_processes(several_processes, name):
     judge(several_processes / "4", 4, name)

@@ -136,14 +136,16 @@ def tempered(z, x):
 
 def diffullama(z, x):
     nll = F.cross_entropy(z[:, :-1].reshape(-1, V), x.ids[:, 1:].reshape(-1), reduction="none").view(B, -1)
-    nll = nll.masked_fill(~x.masked[:, 1:], 0)
-    return (nll / x.p[:, :1]).sum() / x.masked[:, 1:].sum()
+    masked = x.masked[:, 1:]
+    filled = nll.masked_fill(masked, -1.0)
+    return (nll.masked_fill(~masked, 0) / x.p[:, :1]).sum() / masked.sum() + filled.sum()
 
 
 def dreamon(z, x):
     nll = F.cross_entropy(z.transpose(1, 2), x.ids, reduction="none")
     nll = torch.where(x.masked, nll, torch.zeros_like(nll))
-    return torch.einsum("bl,bl->b", nll, 1 / x.p).div(x.masked.sum(1)).mean()
+    rows = torch.einsum("bl,bl->b", [nll, 1 / x.p]).div(x.masked.sum(1))
+    return rows.mean() + torch.einsum("bl->b", nll[:1]).sum()
 
 
 def mdlm(z, x):
@@ -508,7 +510,16 @@ UNFUSED = {
     ),
     "one of two": lambda z, x: dllm_kernels.divergence(z, torch.ones(B, L, V, device=z.device)).loss,
     "probabilities": lambda z, x: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
+    "a cap of capped ones": lambda z, x: torch.tanh(torch.tanh(z / 3)).logsumexp(-1).sum(),
+    "a cap of log-probabilities": lambda z, x: torch.tanh(z.log_softmax(-1)).logsumexp(-1).sum(),
+    "a cap of a skipped class": lambda z, x: torch.tanh(without_class(z)).logsumexp(-1).sum(),
+    "the largest of all rows": lambda z, x: (z.argmax(1) + z.logsumexp(-1).sum()).sum(),
 }
+
+
+def without_class(z):
+    z[..., 3] = -torch.inf
+    return z
 
 
 @pytest.mark.parametrize("name", UNFUSED)
@@ -559,6 +570,12 @@ METADATA = {
     "no row": lambda z: z[:0].view(-1, V).shape, "none": lambda z: z[None, ..., None, 0, :].shape,
     "a list": lambda z: z[[1, 0]][:, [0, 2, 1]].shape, "separate": lambda z: z[:, None, [0, 1]].shape,
     "type": lambda z: z.type(torch.bfloat16).dtype,
+    "one of a dimension": lambda z: [
+        t.logsumexp(dim).shape
+        for y, d, dim in ((z, 0, -1), (z, 1, -1), (z.mT, -1, 1), (z.mT, 0, 0))
+        for t in (y.select(d, 0), y.unbind(d)[0])
+    ],
+    "probabilities": lambda z: z.softmax(-1, torch.float64).dtype,
     "new": lambda z: [
         (t.dtype, t.device, t.shape)
         for rows in (z, F.cross_entropy(z.flatten(0, 1), z.new_zeros(B * L, dtype=torch.long), reduction="none"))

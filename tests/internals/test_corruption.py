@@ -205,20 +205,19 @@ def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypat
     assert notes[0] == notes[1]
 
 
-@pytest.mark.everyday(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_short_last_block_that_exceeds_the_registers(exact, monkeypatch, device):
     """The keys of the kernels are in memory, and the last block ends at the end of the row."""
     tiles = kernels._tiles
     monkeypatch.setattr(tiles, "select", lambda *_: tiles.SelectTile(1, 32, 1, True))
-    ids, loss_mask, seeds = batch(2, 150, device)
+    ids, loss_mask, seeds = batch(3, 150, device)
 
     def corrupted(backend):
         keywords = {"seeds": seeds, "backend": backend}
         if exact:
-            level = torch.tensor([0.3, 0.8], device=device)
+            level = torch.tensor([0.3, 0.8, 0.0], device=device)
             return corruption.corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, **keywords)
-        level = torch.tensor([[0.3, 0.9], [0.8, 0.45]], device=device)
+        level = torch.tensor([[0.3, 0.9], [0.8, 0.45], [0.0, 1.0]], device=device)
         return corruption.corrupt_blockwise(ids, loss_mask, MASK, 100, level=level, **keywords)
 
     assert same(corrupted("triton"), corrupted("torch"))

@@ -1,5 +1,6 @@
 """The dimensions of a mesh that split a vocabulary."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from dllm_kernels.distributed import _layout, fsdp
 from dllm_kernels.distributed._layout import tensor_parallel_dims
 
 STRIDED = _StridedShard(0, split_factor=2)
@@ -26,3 +28,22 @@ MESHES = {
 def test_dimensions_of_tensor_parallelism_without_a_process_group(names, placements, expected):
     weight = SimpleNamespace(device_mesh=SimpleNamespace(mesh_dim_names=names), placements=placements)
     assert tensor_parallel_dims(weight, torch.zeros(2, 3)) == expected
+
+
+def test_a_sum_over_ranks_leaves_its_input_without_a_process_group(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, group: t.mul_(2))
+    t = torch.ones(3, requires_grad=True)
+    out = _layout.sum_over(t, [None])
+    assert out.tolist() == [2, 2, 2]
+    assert t.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), STRIDED, Replicate()], ids=str)
+def test_an_order_of_splits_without_a_process_group(data, placement):
+    """FSDP must split the pieces of tensor parallelism, unless it has one rank or splits another dimension."""
+    mesh = SimpleNamespace(ndim=2, mesh_dim_names=("dp", "tp"), size=(data, 2).__getitem__)
+    weight = SimpleNamespace(device_mesh=mesh, placements=(placement, Shard(0)))
+    refused = data > 1 and placement == Shard(0)
+    with pytest.raises(ValueError, match=r"^weight must be split by tensor") if refused else nullcontext():
+        fsdp._check_layout("weight", weight, [0], [1])

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import corruption
 from dllm_kernels._checks import _compiled
-from dllm_kernels._graph import _custom_ops, _plain
+from dllm_kernels._graph import _call_state, _custom_ops, _plain, _private
 from dllm_kernels.corruption import _philox
 from dllm_kernels.losses import sample_anchors, sample_prefix
 from dllm_kernels.ops import LinearLogits, gumbel_topk_mask, weighted_linear_nll
@@ -134,3 +134,17 @@ def test_tensors_without_readable_values():
     assert not _plain.readable_without_sync(ACTIVE.to("meta"))
     with FakeTensorMode() as mode:
         assert not _plain.readable_without_sync(mode.from_tensor(ACTIVE))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32, torch.int64])
+def test_entries_of_every_width_are_read(dtype):
+    assert _call_state._entries(torch.ones(3, dtype=dtype)) == _call_state._entries(torch.ones(3, dtype=dtype))
+    assert _call_state._entries(torch.ones(3, dtype=dtype)) != _call_state._entries(torch.zeros(3, dtype=dtype))
+
+
+def test_a_backward_pass_is_told_from_the_rest_of_a_program():
+    seen, t = [], torch.ones(1, requires_grad=True)
+    t.register_hook(lambda grad: seen.append(_private.in_backward()))
+    t.sum().backward()
+    assert seen == [True]
+    assert not _private.in_backward()

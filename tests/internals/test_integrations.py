@@ -1,13 +1,16 @@
-"""Integrations: labels of a collator that cannot be read, and log-probabilities of TRL with a frozen head."""
+"""Integrations: labels and ranks of a collator, models without hidden states, and TRL with a frozen head."""
 
 import math
+import multiprocessing
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import dllm_kernels
 from dllm_kernels._graph import _plain
-from dllm_kernels.integrations.transformers import mdlm_loss_func, unpack_labels
+from dllm_kernels.integrations import _attention
+from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, mdlm_loss_func, unpack_labels
 from dllm_kernels.integrations.trl import _log_probs
 from dllm_kernels.ops import LinearLogits
 
@@ -22,6 +25,22 @@ def test_labels_that_cannot_be_read_give_a_nan_loss(monkeypatch, loss):
     assert p.tolist() == [[0, 1, 0, 1]]
     assert targets.tolist() == [[-100, 2**31 - 1, -100, 2**31 - 1]]
     assert mdlm_loss_func((torch.zeros(1, 4, 13),), labels, loss=loss).isnan()
+
+
+def test_a_worker_has_the_rank_of_the_process_that_spawned_it(monkeypatch):
+    """A worker forked by a process that received the collator has the rank of its own environment."""
+    collator = MaskedDiffusionCollator(5)
+    collator._parent = 7, 3
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: SimpleNamespace())
+    for parent, rank in ((7, 3), (8, 2)):
+        monkeypatch.setattr(multiprocessing, "parent_process", lambda pid=parent: SimpleNamespace(pid=pid))
+        assert collator._rank() == rank
+
+
+def test_a_model_without_hidden_states_may_depend_on_every_token():
+    ids = {"input_ids": torch.arange(4)[None]}
+    assert _attention.dependence(torch.nn.Linear(1, 1), ids, lambda *_: None) == (True, True)
 
 
 N, D, V = 6, 5, 37

@@ -17,6 +17,7 @@ from dllm_kernels.mtp import (
     calculate_loss,
     calculate_mtp_loss,
 )
+from dllm_kernels.mtp.cross_entropy import position_weights
 from dllm_kernels.mtp.depths import head_weight
 from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
@@ -1028,3 +1029,8 @@ def test_a_seq_idx_of_another_dtype_is_named():
         ValueError, match=r"^output\[4\] must be .* seq_idx, int32 \[B, S\], got int64 of shape \(2, 11\)"
     ):
         PipelineCausalLMLoss(MaskedCrossEntropy(), model)(output, labels_with_padding())
+
+
+def test_the_usual_ignored_label_has_weight_0_beside_another_one():
+    weights = position_weights(torch.ones(1), torch.tensor([3, -100, 5]), 3, None, None)
+    assert weights.tolist() == [0, 0, 1]

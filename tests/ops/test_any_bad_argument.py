@@ -51,7 +51,7 @@ VALID = {
     **dict.fromkeys(("hidden", "teacher_hidden", "logits_or_hidden", "hidden_states"), H),
     **dict.fromkeys(("weight", "lm_head_weight", "head", "embedding", "lm_weight"), W),
     **dict.fromkeys(("targets", "ids", "target_ids", "input_ids", "noisy_input_ids", "labels"), Y),
-    **dict.fromkeys(("weights", "mask", "block_mask"), ON),
+    **dict.fromkeys(("weights", "mask", "block_mask", "token_nll"), ON),
     **dict.fromkeys(("loss_mask", "noise_mask", "valid_mask", "answer_mask", "loss_mask_ar", "output"), BOOL),
     **dict.fromkeys(("p_mask", "confidence", "log_w", "t", "scores"), P),
     **dict.fromkeys(("advantages", "mask_prob", "k"), torch.ones(B)),
@@ -194,6 +194,41 @@ def test_a_bad_argument(name, count):
             except Exception as error:
                 found.append((argument, kind, repr(error)))
     assert not found
+
+
+# Arguments without a gradient, which do not say so: scores, masks that are compared, teachers, and inputs of draws.
+DETACHED = {
+    "teacher_logits", "teacher_hidden", "log_w", "confidence", "lm_weight", "position_mask", "attention_mask",
+    "targets",
+}  # fmt: skip
+DETACHED_IN = {
+    "MaskedCrossEntropy.forward": {"mask"}, "acceptance_length": {"mask"}, "acceptance_stats": {"mask"},
+    "dpace_weights": {"mask"}, "BlockDiffusionCrossEntropyLoss.forward": {"p_mask"},
+    "BlockDiffusionCrossEntropyLoss.forward_fused": {"p_mask"}, "linear_sample": {"hidden", "head"},
+    "soft_embedding": {"hidden", "head", "embedding"}, "pack_labels": {"p_mask"}, "scdd_schedule": {"t"},
+    "diffusion_generate": {"head"}, "diffusion_generate, infill": {"head"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "weighted_mean"])
+def test_an_argument_that_requires_a_gradient_has_one_or_is_refused(name):
+    """Constants are named in the error."""
+    function = FUNCTIONS[name] if name in FUNCTIONS else dk.DFlashDecayLoss().weighted_mean
+    given = required(name, function)
+    for argument in parameters_of(function).keys() - DETACHED - DETACHED_IN.get(name, set()):
+        value = given.get(argument, VALID.get(argument))
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            continue
+        leaf = value.clone().requires_grad_()
+        try:
+            out = function(**given | {argument: leaf})
+        except ValueError as error:
+            assert str(error).startswith(f"{argument} must not require a gradient"), argument  # noqa: PT017
+            continue
+        assert argument != "weights" or name == "PolicyViews"
+        found = [t for t in torch.utils._pytree.tree_leaves(tensors(out)) if t.requires_grad]
+        gradients = torch.autograd.grad([t.sum() for t in found], leaf, allow_unused=True)
+        assert gradients[0] is not None, argument
 
 
 LONG = torch.arange(240).view(2, 120) % 100

@@ -673,6 +673,7 @@ BAD = [
     ({"kind": "nla", "floor": "low"}, TypeError, "floor must be a number, got str$"),
     ({"kind": "lk", "alpha": "max"}, ValueError, "alpha must be one of row, mean, got 'max'$"),
     ({"kind": "lk", "base": "tv"}, ValueError, "base must be one of kl, soft_ce, got 'tv'$"),
+    ({"teacher": "whole"}, ValueError, "teacher must be one of draft, full, got 'whole'$"),
     ({"kind": "ce"}, ValueError, "targets must be given for kind 'ce', got None$"),
     ({"targets": THREE}, ValueError, "targets only apply to kind='ce', "),
     ({"kind": "ce", "targets": THREE[:2]}, ValueError, r"targets must have shape \(3,\)"),

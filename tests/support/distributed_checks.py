@@ -41,6 +41,20 @@ EXHAUSTIVE = {
     *((4, f"{check_of}[token_nll, softcap scale skip_id]")
       for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary", "a_rank_without_columns")),
 }  # fmt: skip
+# Checks of the everyday half: about one per way of communication. The others run with the exhaustive tests.
+EVERY_DAY = {
+    2: {
+        "data_parallel[token_nll]", "backward_of_split_logits_sends_nothing", "fsdp_other_ways[MTP]",
+        "fsdp_mixed_precision[MTP]", "fused_head_with_tied_weights_and_checkpointing[resharded_root]",
+        "the_loss_in_a_head_that_fsdp1_shards[True]", "pipeline_of_a_diffusion_loss[hidden states]",
+        "tp_frozen_head[token_nll]", "split_rows_of_logits[token_nll]", "a_teacher_whose_rows_one_rank_has",
+        "split_rows_of_a_divergence[kl]", "tp_divergence[all others]", "layouts_that_cannot_be_served",
+    },
+    4: {
+        "data_parallel[hybrid]", "fsdp_over_tensor_parallel[MTP]", "tp_soft_embedding[softcap scale skip_id]",
+        "special_row_statistics[targets at the edges]",
+    },
+}  # fmt: skip
 # Of checks with many losses or kinds of rows, the most demanding ones for a parallel layout run every time.
 EVERY_TIME = {
     2: ("token_nll", "hybrid", "MTP", "-inf in one shard", "targets at the edges"),
