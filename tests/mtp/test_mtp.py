@@ -17,7 +17,7 @@ from dllm_kernels.mtp import (
     calculate_loss,
     calculate_mtp_loss,
 )
-from dllm_kernels.mtp.cross_entropy import position_weights
+from dllm_kernels.mtp.cross_entropy import as_targets, position_weights
 from dllm_kernels.mtp.depths import head_weight
 from dllm_kernels.ops import LinearLogits
 from tests.conftest import DEVICE
@@ -1032,5 +1032,6 @@ def test_a_seq_idx_of_another_dtype_is_named():
 
 
 def test_the_usual_ignored_label_has_weight_0_beside_another_one():
-    weights = position_weights(torch.ones(1), torch.tensor([3, -100, 5]), 3, None, None)
+    targets = as_targets(torch.tensor([3, -100, 5]), ignore_index=3)
+    weights = position_weights(torch.ones(1), targets, None, None)
     assert weights.tolist() == [0, 0, 1]
