@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from dllm_kernels._graph._own_graph import ModifiedError, own_graph
-from dllm_kernels._graph._private import plainly, preserve_version, wrapper
+from dllm_kernels._graph._private import PlainFunction, plainly, preserve_version, wrapper
 
 aten = torch.ops.aten
 Parts = Sequence[Tensor | None]
@@ -164,7 +164,7 @@ def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-class _Placeholder(torch.autograd.Function):
+class _Placeholder(PlainFunction):
     """Return a deferred tensor in the graph of its sources or, if it has none, of its parts."""
 
     @staticmethod
@@ -190,7 +190,7 @@ class _Placeholder(torch.autograd.Function):
         return None, None, None, None, None, *grads
 
 
-class _Tap(torch.autograd.Function):
+class _Tap(PlainFunction):
     """Return the parts of a deferred tensor; their gradients pass through the tensor."""
 
     @staticmethod
@@ -209,7 +209,7 @@ class _Tap(torch.autograd.Function):
         return PartsGradient.of(ctx.like, [next(remaining) if present else None for present in ctx.present]), None, None
 
 
-class _Values(torch.autograd.Function):
+class _Values(PlainFunction):
     """Return the values of a deferred tensor; their gradient passes through the tensor."""
 
     @staticmethod
@@ -222,7 +222,7 @@ class _Values(torch.autograd.Function):
         return grad, None
 
 
-class _Become(torch.autograd.Function):
+class _Become(PlainFunction):
     """Send the gradient of a deferred tensor to another tensor, which holds its values after a change in place."""
 
     @staticmethod

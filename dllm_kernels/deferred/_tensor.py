@@ -102,12 +102,12 @@ class DeferredTensor(Tensor, Deferred):
         """Return a tensor like ``meta``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        normal_base = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
-        normal = contextlib.nullcontext() if not normal_base else _normal()  # as a view of a normal tensor
-        with plainly(), normal:
+        inference = torch.is_inference_mode_enabled()
+        normal = inference and any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
+        with plainly(), _normal() if normal else contextlib.nullcontext():  # as a view of a normal tensor
             tensor = _graph.placeholder(cls, meta, device, recipe, sources, parts)
-        with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
-            detached = tuple(None if t is None else t.detach() for t in parts)
+        with _normal() if inference else contextlib.nullcontext():  # for DTensors
+            detached = tuple([None if t is None else t.detach() for t in parts])
         vars(tensor).update(
             attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_requested=False, _copy=False,
@@ -423,6 +423,11 @@ class DeferredTensor(Tensor, Deferred):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def replaced(values: Iterable[Any], function: Callable[[Any], Any]) -> list[Any]:
+    """Return arguments with each object in them, also in containers, replaced by a function of it."""
+    return [_pytree.tree_map(function, x) if isinstance(x, tuple | list | dict) else function(x) for x in values]
 
 
 def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:
