@@ -9,6 +9,7 @@ pass every node and hook between the head and the loss (DDP, FSDP2, copies).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -78,9 +79,9 @@ class Step:
         with torch.inference_mode(False), torch.no_grad(), self.restored():
             return self.function(*(source.dense() for source in self.sources))
 
-    def gradients(self, _: Any, grad: Tensor) -> list[Tensor | None]:
+    def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of the sources."""
-        needs = [source.requires_grad for source in self.sources]
+        needs = ctx.needs_input_grad[5 : 5 + len(self.sources)]  # at the call: a source may have been detached since
         if torch.is_grad_enabled():
             inputs = [(v := source.materialize()).view_as(v) for source in self.sources]  # one may occur twice
         else:
@@ -256,6 +257,27 @@ def become(x: Any, values: Tensor) -> None:
     guard = contextlib.nullcontext() if x.is_inference() else preserve_version(x)
     with torch.enable_grad(), guard:
         _Become.apply(x, values)  # type: ignore[no-untyped-call]
+
+
+def in_function() -> bool:
+    """Return True in the forward of an autograd Function."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def has_hooks(x: Any) -> bool:
+    """Return True if the node of a deferred tensor has hooks."""
+    with plainly():
+        node = x.grad_fn
+    for register in () if node is None else (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 def becomes(x: Any) -> bool:

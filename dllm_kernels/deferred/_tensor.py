@@ -151,6 +151,7 @@ class DeferredTensor(Tensor, Deferred):
         return (
             not known
             and (not self._gradient_requested or self._recomputed)
+            and not (self._node_read and _graph.has_hooks(self))
             and self._own_node
             and all(source.deferred for source in self.sources)
         )
@@ -219,11 +220,19 @@ class DeferredTensor(Tensor, Deferred):
         """Bring values and graphs of the family up to date after changes in place that no rule has seen.
 
         A Function that marked a tensor as dirty changed its graph. An operation on values changed their graph.
+
+        Raises:
+            RuntimeError: another Function takes this tensor, whose graph it has read already.
         """
         family, in_function = [x for x in self.family() if x._value is not None], not torch.is_grad_enabled()
         with plainly(), torch.enable_grad():
             for x in family:
                 if x.requires_grad and x._node is not None and x.grad_fn is not x._node:
+                    if in_function and x is not self and not self._is_view() and _graph.in_function():
+                        raise RuntimeError(
+                            "an autograd Function must not take deferred logits directly after another one that marked "
+                            "a view of them as dirty; call materialize() of the logits first, and use its result"
+                        )
                     x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
             for x in family:
                 x._changed_view = x._changed_view if in_function else None
@@ -336,7 +345,9 @@ class DeferredTensor(Tensor, Deferred):
     def _apart(self) -> bool:
         """True if the graph of the values does not contain this tensor."""
         with plainly():
-            return self._value is not None and getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
+            if self._value is None or self._value.requires_grad != self.requires_grad:  # a Function has returned it
+                return False
+            return getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
 
     @classmethod
     @disable_dynamo
