@@ -18,7 +18,7 @@ from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
-from dllm_kernels.deferred._graph import Recipe, Step, become
+from dllm_kernels.deferred._graph import Recipe, Step, become, in_graph
 from dllm_kernels.deferred._pending import NeededStats, Pending, compute
 from dllm_kernels.deferred._tensor import meta_after, replaced
 from dllm_kernels.rows._dtypes import accum_dtype
@@ -277,6 +277,11 @@ class DeferredSum(Pending):
             inference = torch.is_inference_mode_enabled() and not self.needs_grad
             with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad):
                 self.receive(self.finish(self.weighted(self.graph_parts).loss))
+        else:
+            with plainly(), torch.enable_grad():
+                if self.grad_fn is not self._node:  # a Function marked this sum as dirty
+                    self._value, self._node = in_graph(self, self._value.detach()), self.grad_fn
+                    self._linked = self._value.grad_fn
         return self._value  # type: ignore[return-value]
 
     def receive(self, value: Tensor) -> None:
@@ -284,10 +289,17 @@ class DeferredSum(Pending):
         with plainly():
             self._value = value
             self.detach_()
-            if value.requires_grad:
-                become(self, value)
+        self.link()
         released = ("graph_parts", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
         vars(self).update(dict.fromkeys(released), parts=())
+
+    def link(self) -> None:
+        """Take the graph of the value, which an operation in place changes."""
+        value: Any = self._value
+        if value.requires_grad and value.grad_fn is not self._linked:
+            with plainly():
+                become(self, value)
+                self._node, self._linked = self.grad_fn, value.grad_fn
 
     @classmethod
     @disable_dynamo
@@ -312,6 +324,8 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
     kwargs = kwargs or {}
     result = func(*replaced(args, value), **dict(zip(kwargs, replaced(kwargs.values(), value), strict=True)))
+    for x in sums:
+        x.link()
     return next((x for x in sums if x._value is result), result)  # such as x.to(x.dtype), which is x
 
 

@@ -93,6 +93,19 @@ z = lg(model(x))
 a = torch.Tensor(z)
 a[mask((2, 5, 11))] = 0.5
 checkpoint(lambda q: F.cross_entropy(q.reshape(-1, V), ids((10,))), a, use_reentrant=True).backward()""",
+    "a loss that is changed, then a Function": """
+s = F.cross_entropy(lg(model(x)).reshape(-1, V), ids((10,)))
+s *= 2
+s.mul_(3)
+Alias.apply(s).backward()""",
+    "a dirty Function of a loss": """
+s = F.cross_entropy(lg(model(x)).reshape(-1, V), ids((10,)))
+b = s.exp()
+Dirty.apply(s)
+s.mul_(2)
+with torch.no_grad():
+    see(s)
+(s + b + Alias.apply(s)).backward()""",
     "logits that are detached after a use": """
 z = lg(model(x))
 a = (z * 2).tanh() * 0.5
