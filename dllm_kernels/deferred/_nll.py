@@ -276,7 +276,8 @@ class DeferredSum(Pending):
         elif self._value is None:
             inference = torch.is_inference_mode_enabled() and not self.needs_grad
             with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad):
-                self.receive(self.finish(self.weighted(self.graph_parts).loss))
+                parts = self.graph_parts if self.filled() is self.parts else self.tapped()  # with values freed since
+                self.receive(self.finish(self.weighted(parts).loss))
         else:
             with plainly(), torch.enable_grad():
                 if self.grad_fn is not self._node:  # a Function marked this sum as dirty
