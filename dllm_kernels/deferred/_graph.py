@@ -261,9 +261,12 @@ def become(x: Any, values: Tensor) -> None:
 
 def in_function() -> bool:
     """Return True in the forward of an autograd Function."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
-        frame = frame.f_back
+    classes: list[Any] = [torch.autograd.Function]
+    for c in classes:
+        classes += c.__subclasses__()
+    codes, frame = {getattr(c.forward, "__code__", None) for c in classes}, sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
 
 
