@@ -32,9 +32,13 @@ class CallState(NamedTuple):
         narrow = self.autocast is not None and torch.float64 not in (hidden.dtype, weight.dtype)
         return self.autocast if narrow else hidden.dtype  # type: ignore[return-value]
 
-    @contextlib.contextmanager
-    def restored(self, hidden: Tensor) -> Iterator[None]:
+    def restored(self, hidden: Tensor) -> contextlib.AbstractContextManager[None]:
         """Restore the captured state within the context, outside of inference mode, which records no gradients."""
+        unchanged = not torch.is_inference_mode_enabled() and self == CallState.now(hidden)
+        return contextlib.nullcontext() if unchanged else self._restored(hidden)
+
+    @contextlib.contextmanager
+    def _restored(self, hidden: Tensor) -> Iterator[None]:
         grad, kind = torch.is_grad_enabled(), hidden.device.type  # inference_mode(False) enables gradients
         autocast = torch.autocast(kind, self.autocast, enabled=self.autocast is not None) if kind != "meta" else None
         with torch.inference_mode(False), torch.set_grad_enabled(grad), autocast or contextlib.nullcontext():
@@ -65,6 +69,7 @@ class Versions(NamedTuple):
 
     tensors: tuple[Tensor | None, ...]
     counters: tuple[int, ...]
+    samples: tuple[Tensor | None, ...]
     entries: tuple[list[int] | None, ...]
     time: int
     now: Callable[[], Sequence[Tensor | None]]
@@ -75,13 +80,20 @@ class Versions(NamedTuple):
         _watch_optimizers()
         local = tuple(_local(t) for t in tensors)
         counters = tuple(0 if t is None else t._version for t in local)
-        return cls(local, counters, tuple(_entries(t) for t in local), next(_clock), now)
+        samples = tuple(_sample(t) for t in local)
+        return cls(local, counters, samples, tuple(map(_bits, samples)), next(_clock), now)
 
     def changed(self) -> bool:
         """Return True if one of the tensors was modified since."""
-        for t, counter, entries in zip(self.tensors, self.counters, self.entries, strict=True):
-            if t is not None and (t._version > counter or (entries is not None and _entries(t) not in (None, entries))):
+        for t, counter, sample, entries in zip(*self[:4], strict=True):
+            if t is None:
+                continue
+            if t._version > counter:
                 return True
+            if sample is not None:
+                moved = sample.data_ptr() != t.data_ptr() or not t.untyped_storage().size()
+                if _bits(_sample(t) if moved else sample) not in (None, entries):
+                    return True
         later = [optimizer for optimizer, time in _stepped.items() if time > self.time]
         stepped = {id(p) for optimizer in later for group in optimizer.param_groups for p in group["params"]}
         return bool(stepped) and any(id(t) in stepped for t in (*self.tensors, *self.now()))
@@ -89,7 +101,7 @@ class Versions(NamedTuple):
     def differ(self, tensors: Sequence[Tensor | None]) -> bool:
         """Return True if tensors that were gathered again have other values."""
         pairs = zip(map(_local, tensors), self.entries, strict=True)
-        return any(entries is not None and _entries(t) not in (None, entries) for t, entries in pairs)
+        return any(entries is not None and _bits(_sample(t)) not in (None, entries) for t, entries in pairs)
 
 
 def _local(t: Tensor | None) -> Tensor | None:
@@ -102,8 +114,12 @@ def _local(t: Tensor | None) -> Tensor | None:
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _entries(t: Tensor | None, count: int = 16) -> list[int] | None:
-    """Return the bits of a few entries; None if they cannot be read, or not without a sync."""
+def _sample(t: Tensor | None, count: int = 16) -> Tensor | None:
+    """Return a view of the bits of a few entries; None if they cannot be read, or not without a sync."""
     if t is None or not readable_without_sync(t) or not t.is_contiguous() or not t.untyped_storage().size():
         return None
-    return t.detach().view(-1).view(_BITS[t.element_size()])[:: max(1, t.numel() // count)].tolist()
+    return t.detach().view(-1).view(_BITS[t.element_size()])[:: max(1, t.numel() // count)]
+
+
+def _bits(sample: Tensor | None) -> list[int] | None:
+    return None if sample is None else sample.tolist()

@@ -6,7 +6,7 @@ No other file of the package reads one, except ``_version`` of a tensor, which a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,14 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,  # quantized weights, whose values no kernel can read
 )
 
-__all__ = ["FakeTensor", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "outside_transforms"]
+if TYPE_CHECKING:
+    from torch.autograd import Function as PlainFunction
+else:  # the base of Function, whose ``apply`` does not search its arguments for wrappers of torch.func
+    from torch.autograd.function import _SingleLevelFunction as PlainFunction
+
+__all__ = [
+    "FakeTensor", "PlainFunction", "is_in_torch_dispatch_mode", "is_traceable_wrapper_subclass", "outside_transforms",
+]  # fmt: skip
 Function = TypeVar("Function", bound=Callable[..., Any])
 _C: Any = torch._C
 # Methods of a subclass run on the subclass itself; public is only ``torch.overrides``, which enters a mode per call.

@@ -191,7 +191,7 @@ def _size(rows: Tensor) -> Tensor:
 @rule("broadcast_tensors")
 def _broadcast(_: DeferredLogits, call: Call) -> Any:
     shape = torch.broadcast_shapes(*(t.shape for t in call.args))  # type: ignore[no-untyped-call]
-    return tuple(t.expand(shape) for t in call.args)
+    return tuple(t if t.shape == shape else t.expand(shape) for t in call.args)
 
 
 multiplied = RULES["mul"]

@@ -9,6 +9,7 @@ pass every node and hook between the head and the loss (DDP, FSDP2, copies).
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from dllm_kernels._graph._own_graph import ModifiedError, own_graph
-from dllm_kernels._graph._private import plainly, preserve_version, wrapper
+from dllm_kernels._graph._private import PlainFunction, plainly, preserve_version, wrapper
 
 aten = torch.ops.aten
 Parts = Sequence[Tensor | None]
@@ -78,9 +79,9 @@ class Step:
         with torch.inference_mode(False), torch.no_grad(), self.restored():
             return self.function(*(source.dense() for source in self.sources))
 
-    def gradients(self, _: Any, grad: Tensor) -> list[Tensor | None]:
+    def gradients(self, ctx: Any, grad: Tensor) -> list[Tensor | None]:
         """Return the gradients of the sources."""
-        needs = [source.requires_grad for source in self.sources]
+        needs = ctx.needs_input_grad[5 : 5 + len(self.sources)]  # at the call: a source may have been detached since
         if torch.is_grad_enabled():
             inputs = [(v := source.materialize()).view_as(v) for source in self.sources]  # one may occur twice
         else:
@@ -164,7 +165,7 @@ def total(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-class _Placeholder(torch.autograd.Function):
+class _Placeholder(PlainFunction):
     """Return a deferred tensor in the graph of its sources or, if it has none, of its parts."""
 
     @staticmethod
@@ -190,7 +191,7 @@ class _Placeholder(torch.autograd.Function):
         return None, None, None, None, None, *grads
 
 
-class _Tap(torch.autograd.Function):
+class _Tap(PlainFunction):
     """Return the parts of a deferred tensor; their gradients pass through the tensor."""
 
     @staticmethod
@@ -209,7 +210,7 @@ class _Tap(torch.autograd.Function):
         return PartsGradient.of(ctx.like, [next(remaining) if present else None for present in ctx.present]), None, None
 
 
-class _Values(torch.autograd.Function):
+class _Values(PlainFunction):
     """Return the values of a deferred tensor; their gradient passes through the tensor."""
 
     @staticmethod
@@ -222,7 +223,7 @@ class _Values(torch.autograd.Function):
         return grad, None
 
 
-class _Become(torch.autograd.Function):
+class _Become(PlainFunction):
     """Send the gradient of a deferred tensor to another tensor, which holds its values after a change in place."""
 
     @staticmethod
@@ -256,6 +257,30 @@ def become(x: Any, values: Tensor) -> None:
     guard = contextlib.nullcontext() if x.is_inference() else preserve_version(x)
     with torch.enable_grad(), guard:
         _Become.apply(x, values)  # type: ignore[no-untyped-call]
+
+
+def in_function() -> bool:
+    """Return True in the forward of an autograd Function."""
+    classes: list[Any] = [torch.autograd.Function]
+    for c in classes:
+        classes += c.__subclasses__()
+    codes, frame = {getattr(c.forward, "__code__", None) for c in classes}, sys._getframe(1)
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def has_hooks(x: Any) -> bool:
+    """Return True if the node of a deferred tensor has hooks."""
+    with plainly():
+        node = x.grad_fn
+    for register in () if node is None else (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
 
 
 def becomes(x: Any) -> bool:

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from dllm_kernels import ops
 from dllm_kernels._checks import check_target_range
 from dllm_kernels._graph._plain import readable_without_sync
 from dllm_kernels._graph._private import disable_dynamo, plainly, saved_tensors_hooks
-from dllm_kernels.deferred._graph import Recipe, Step, become
+from dllm_kernels.deferred._graph import Recipe, Step, become, in_graph
 from dllm_kernels.deferred._pending import NeededStats, Pending, compute
-from dllm_kernels.deferred._tensor import meta_after
+from dllm_kernels.deferred._tensor import meta_after, replaced
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -112,7 +111,8 @@ class DeferredNLL(Pending):
     def reduced(self, count: Tensor | int | None = None) -> Tensor:
         """Return the sum over all rows, or the sum divided by a count."""
         divisor = max(count, 1) if isinstance(count, int) else 1 if count is None else count.clamp(min=1)
-        weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype)) / divisor
+        weights = self.coefficients().to(accum_dtype(self.logits.hidden.dtype))
+        weights = weights if count is None else weights / divisor
         weights = weights if self.finite is None else weights * self.finite
         offset = None if self.offset is None else self.offset.sum() / divisor
         dtype = self.dtype
@@ -179,6 +179,8 @@ class DeferredNLL(Pending):
 
     def coefficients(self) -> Tensor:
         """Return factor times weight of each row."""
+        if self.factor == 1 and self.row_weights is not None:
+            return self.row_weights
         weights = self.expand_to_rows(self.constant(self.factor))
         return weights if self.row_weights is None else weights * self.row_weights
 
@@ -274,7 +276,13 @@ class DeferredSum(Pending):
         elif self._value is None:
             inference = torch.is_inference_mode_enabled() and not self.needs_grad
             with torch.inference_mode(inference), torch.set_grad_enabled(self.needs_grad):
-                self.receive(self.finish(self.weighted(self.tapped()).loss))
+                parts = self.graph_parts if self.filled() is self.parts else self.tapped()  # with values freed since
+                self.receive(self.finish(self.weighted(parts).loss))
+        else:
+            with plainly(), torch.enable_grad():
+                if self.grad_fn is not self._node:  # a Function marked this sum as dirty
+                    self._value, self._node = in_graph(self, self._value.detach()), self.grad_fn
+                    self._linked = self._value.grad_fn
         return self._value  # type: ignore[return-value]
 
     def receive(self, value: Tensor) -> None:
@@ -282,10 +290,17 @@ class DeferredSum(Pending):
         with plainly():
             self._value = value
             self.detach_()
-            if value.requires_grad:
-                become(self, value)
+        self.link()
         released = ("graph_parts", "logits", "target", "row_weights", "finish", "weighted", "_recipe", "_tapped")
         vars(self).update(dict.fromkeys(released), parts=())
+
+    def link(self) -> None:
+        """Take the graph of the value, which an operation in place changes."""
+        value: Any = self._value
+        if value.requires_grad and value.grad_fn is not self._linked:
+            with plainly():
+                become(self, value)
+                self._node, self._linked = self.grad_fn, value.grad_fn
 
     @classmethod
     @disable_dynamo
@@ -308,7 +323,10 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
         sums.append(x)
         return x.materialize()
 
-    result = func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
+    kwargs = kwargs or {}
+    result = func(*replaced(args, value), **dict(zip(kwargs, replaced(kwargs.values(), value), strict=True)))
+    for x in sums:
+        x.link()
     return next((x for x in sums if x._value is result), result)  # such as x.to(x.dtype), which is x
 
 

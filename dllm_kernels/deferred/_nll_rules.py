@@ -63,7 +63,7 @@ def _fits(x: DeferredNLL, shape: Sequence[int]) -> bool:
 
 
 def _promoted(x: DeferredNLL, other: Any) -> torch.dtype:
-    return torch.result_type(torch.empty(x.shape, dtype=x.dtype, device="meta"), other)
+    return torch.result_type(x.meta, other)
 
 
 @rule("mul", "div")

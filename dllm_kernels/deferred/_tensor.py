@@ -102,12 +102,12 @@ class DeferredTensor(Tensor, Deferred):
         """Return a tensor like ``meta``, a tensor on the meta device."""
         sources = getattr(recipe, "sources", ())
         device = next(t.device for t in parts if t is not None)
-        normal_base = any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
-        normal = contextlib.nullcontext() if not normal_base else _normal()  # as a view of a normal tensor
-        with plainly(), normal:
+        inference = torch.is_inference_mode_enabled()
+        normal = inference and any(same_storage(meta, source.meta) and not source.is_inference() for source in sources)
+        with plainly(), _normal() if normal else contextlib.nullcontext():  # as a view of a normal tensor
             tensor = _graph.placeholder(cls, meta, device, recipe, sources, parts)
-        with _normal() if torch.is_inference_mode_enabled() else contextlib.nullcontext():  # for DTensors
-            detached = tuple(None if t is None else t.detach() for t in parts)
+        with _normal() if inference else contextlib.nullcontext():  # for DTensors
+            detached = tuple([None if t is None else t.detach() for t in parts])
         vars(tensor).update(
             attributes, meta=meta, _device=device, parts=detached, sources=tuple(sources), _recipe=recipe, _dense=None,
             _value=None, _node=None, _linked=None, _tapped=None, _derived=[], _gradient_requested=False, _copy=False,
@@ -151,6 +151,7 @@ class DeferredTensor(Tensor, Deferred):
         return (
             not known
             and (not self._gradient_requested or self._recomputed)
+            and not (self._node_read and _graph.has_hooks(self))
             and self._own_node
             and all(source.deferred for source in self.sources)
         )
@@ -219,11 +220,19 @@ class DeferredTensor(Tensor, Deferred):
         """Bring values and graphs of the family up to date after changes in place that no rule has seen.
 
         A Function that marked a tensor as dirty changed its graph. An operation on values changed their graph.
+
+        Raises:
+            RuntimeError: another Function takes this tensor, whose graph it has read already.
         """
         family, in_function = [x for x in self.family() if x._value is not None], not torch.is_grad_enabled()
         with plainly(), torch.enable_grad():
             for x in family:
                 if x.requires_grad and x._node is not None and x.grad_fn is not x._node:
+                    if in_function and x is not self and not self._is_view() and _graph.in_function():
+                        raise RuntimeError(
+                            "an autograd Function must not take deferred logits directly after another one that marked "
+                            "a view of them as dirty; call materialize() of the logits first, and use its result"
+                        )
                     x._value.copy_(_graph.in_graph(x, x.dense().clone()))  # type: ignore[union-attr]
             for x in family:
                 x._changed_view = x._changed_view if in_function else None
@@ -336,7 +345,9 @@ class DeferredTensor(Tensor, Deferred):
     def _apart(self) -> bool:
         """True if the graph of the values does not contain this tensor."""
         with plainly():
-            return self._value is not None and getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
+            if self._value is None or self._value.requires_grad != self.requires_grad:  # a Function has returned it
+                return False
+            return getattr(self._value.grad_fn, "deferred_node", None) is not self.grad_fn
 
     @classmethod
     @disable_dynamo
@@ -423,6 +434,11 @@ class DeferredTensor(Tensor, Deferred):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def replaced(values: Iterable[Any], function: Callable[[Any], Any]) -> list[Any]:
+    """Return arguments with each object in them, also in containers, replaced by a function of it."""
+    return [_pytree.tree_map(function, x) if isinstance(x, tuple | list | dict) else function(x) for x in values]
 
 
 def _deferred_in(values: Iterable[Any]) -> list[DeferredTensor]:

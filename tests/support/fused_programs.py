@@ -472,6 +472,7 @@ TOLD = {
     "changed": "must not be modified (in place )?between the head and the use|after rows of it were used",
     "metadata": "must not be called on deferred logits|which returns another tensor",
     "gradient": "which a fused loss never computes",
+    "dirty": "directly after another one that marked a view",
     "second order": "has no second derivative",
     "once": "frees them in the first backward|run only once",
 }
