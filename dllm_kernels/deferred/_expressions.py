@@ -33,20 +33,22 @@ NAMES = _checks.Names()
 # Has a second derivative, and can be differentiated more than once.
 LOGITS = "the loss of logits.materialize()"
 BUFFERS = 4  # of the size of a chunk of logits, for the operations of an expression
+# Size of a chunk on a CPU: malloc reuses the memory of tensors up to 32 MiB, and maps new pages for larger ones.
+CPU_CHUNK_BYTES = 16 << 20
 
 
 class Chunk:
     """Rows for which expressions are evaluated, and the values known so far.
 
     Attributes:
-        key: key of the logits whose values are given.
-        logits: these logits ``[n, V]``.
+        key: key of the product that is given.
+        product: product of hidden states and head ``[n, V]``: logits before their transform.
         rows: int64 ``[n]``, flat index of the rows.
         values: values of the expressions and logits that were evaluated.
     """
 
-    def __init__(self, key: Any, logits: Tensor, rows: Tensor) -> None:
-        self.key, self.logits, self.rows = key, logits, rows
+    def __init__(self, key: Any, product: Tensor, rows: Tensor) -> None:
+        self.key, self.product, self.rows = key, product, rows
         self.values: dict[Any, Tensor] = {}
 
 
@@ -98,7 +100,7 @@ class Leaf:
     Attributes:
         logits: a copy of their attributes, with the classes last.
         dtype: their dtype.
-        key: equal for logits of the same rows with the same transform.
+        key: equal for logits of the same rows, whatever their transform.
         needs_grad: True if gradients pass through them.
         index: see :class:`Constant`.
     """
@@ -111,24 +113,24 @@ class Leaf:
 
     def at(self, chunk: Chunk) -> Tensor:
         """Return the logits of the rows of a chunk."""
-        key = self.key, self.index is None or id(self.index)
+        product = self.key, None if self.index is None else id(self.index)
+        if product not in chunk.values:
+            chunk.values[product] = chunk.product if self.key == chunk.key else self._product(chunk.rows)
+        key = *product, self.logits.scale, self.logits.cap, self.logits.skip
         if key not in chunk.values:
-            if self.key == chunk.key:
-                chunk.values[key] = chunk.logits
-            else:
-                chunk.values[key] = self._computed(chunk.rows)
+            transform = Transform(self.logits.softcap, self.logits.factor, self.logits.skip)
+            chunk.values[key] = transformed(chunk.values[product], transform)
         z = chunk.values[key]
         z = z if self.needs_grad else z.detach()
         return z.log_softmax(-1, dtype=self.dtype) if self.logits.log_probs else z.to(self.dtype)
 
     @torch.no_grad()
-    def _computed(self, rows: Tensor) -> Tensor:
-        """Compute logits of another head call, without a graph."""
+    def _product(self, rows: Tensor) -> Tensor:
+        """Compute logits of another head call before their transform, without a graph."""
         logits = self.logits
         h, u, *parameters = logits.filled_parts(logits.parts)
         h, u = (None if t is None else _rows_at(t, self.index, rows) for t in (h, u))
-        record = logits.rows_of((h, u, *parameters))
-        return transformed(stored(record), record.transform)
+        return stored(logits.rows_of((h, u, *parameters)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,9 +218,9 @@ class RowFunction(NamedTuple):
     expression: Operation
     key: Any
 
-    def __call__(self, logits: Tensor, transform: Transform, rows: Tensor) -> Tensor:
+    def __call__(self, product: Tensor, rows: Tensor) -> Tensor:
         """Return the values of some rows, from their logits before the transform."""
-        return self.expression.at(Chunk(self.key, transformed(logits, transform), rows))
+        return self.expression.at(Chunk(self.key, product, rows))
 
 
 class WeightedRows(NamedTuple):
@@ -244,6 +246,9 @@ def weighted_rows(record: LinearLogits, function: RowFunction, rows: Tensor, wei
 
 
 def _checked(record: LinearLogits, rows: Tensor) -> Call:
+    if record.hidden.is_cpu:
+        fitting = CPU_CHUNK_BYTES // (len(record.weight) * accum_dtype(record.hidden.dtype).itemsize)
+        record = record._replace(chunk_size=min(max(fitting // 64 * 64, 64), 512))
     return checked(NAMES, record, rows, Options(NO_TRANSFORM, IGNORE, False, "auto"))
 
 
@@ -316,7 +321,7 @@ def _evaluated(
             index, needs_grad = chunks.rows.take(rows, chunk), any(needs)
             with torch.inference_mode(False), torch.set_grad_enabled(needs_grad), own_graph():
                 z = z.detach().requires_grad_(needs_grad)
-                value = function(z, setup.transform, index)
+                value = function(z, index)
             if scale is not None:
                 s = chunks.rows.take(scale, chunk)
                 (grad,) = torch.autograd.grad(value, z, s.to(value.dtype), allow_unused=True)

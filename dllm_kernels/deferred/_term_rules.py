@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from dllm_kernels._checks import FLOAT_DTYPES
 from dllm_kernels.deferred._expressions import moved
 from dllm_kernels.deferred._graph import Step
-from dllm_kernels.deferred._logits import RULES, DeferredLogits, class_ids
+from dllm_kernels.deferred._logits import RULES, DeferredLogits, like
 from dllm_kernels.deferred._moves import MOVES, Call
 from dllm_kernels.deferred._nll import dtype_after
-from dllm_kernels.deferred._tensor import WHOLE, UnknownArgumentError, arguments, meta_after
-from dllm_kernels.deferred._terms import Term, recorded
+from dllm_kernels.deferred._tensor import WHOLE, DeferredTensor, UnknownArgumentError, arguments, meta_after
+from dllm_kernels.deferred._terms import Term, logits_of, recorded
 from dllm_kernels.rows._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -69,6 +69,58 @@ def _elementwise(x: Any, call: Call) -> Any:
     return recorded(
         lambda args, kwargs: function(*args, **kwargs), _arguments(x, call), call.kwargs, operation=function.__name__
     )
+
+
+def _in_place_rule(name: str) -> Rule:
+    """Return the rule of an operation in place: the term becomes the result, if no other tensor shares its memory."""
+
+    def change(p: Term, call: Call) -> Any:
+        shared = p.is_view or any(ref() is not None for ref in p._derived)
+        if shared or (p.needs_grad and not torch.is_grad_enabled()):
+            return NotImplemented
+        before = Term.create(p.meta, p.tapped(), p._recipe, **{name: getattr(p, name) for name in FIELDS})
+        if name == "__setitem__":
+            mask, value = call.args
+            is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == p.shape
+            if not is_mask or not isinstance(value, int | float):
+                return NotImplemented
+            result = recorded(lambda z, m, v: z.masked_fill(m, v), before, mask, value, operation="setitem")
+        else:
+            function = getattr(Tensor, name)
+            result = recorded(
+                lambda z, args, kwargs: function(z, *args, **kwargs).to(z.dtype), before, call.args, call.kwargs,
+                operation=name,
+            )  # fmt: skip
+        if result is NotImplemented or result.shape != p.shape:
+            return NotImplemented
+        p.become(result)
+        return None if name == "__setitem__" else p
+
+    return change
+
+
+FIELDS = "needs", "logits", "operation", "expression", "kind", "factor"
+IN_PLACE = "add", "clamp", "clamp_max", "clamp_min", "div", "exp", "log", "masked_fill", "mul", "neg", "sub"
+Term.rules |= {f"{name}_": _in_place_rule(name) for name in IN_PLACE}
+Term.rules["__setitem__"] = _in_place_rule("__setitem__")
+
+
+@_fallback("einsum")
+def _einsum(x: Any, call: Call) -> Any:
+    """Compute a product of all elements, summed over the classes, or over all."""
+    equation, *operands = call.args
+    terms, arrow, out = str(equation).replace(" ", "").partition("->")
+    first, *others = terms.split(",")
+    alike = len(others) == 1 == len(operands) - 1 and others[0] == first and first.isalpha() and arrow
+    if not alike or len(set(first)) < len(first) or out not in ("", first[:-1]) or torch.is_autocast_enabled(x.device.type):
+        return NotImplemented
+    if operands[0].dtype != operands[1].dtype or operands[0].shape != operands[1].shape:
+        return NotImplemented
+    product = recorded(torch.mul, *operands, operation="einsum")
+    return product if product is NotImplemented else product.sum(-1) if out else product.sum()
+
+
+Term.rules |= dict.fromkeys(("expand_as", "view_as", "reshape_as"), like)
 
 
 @_fallback("float", "double", "half", "bfloat16", "to", "type")
@@ -136,6 +188,55 @@ def _gathered(x: Any, call: Call) -> Any:
     if not whole or not _on_classes(x, args.get("dim")) or args.get("sparse_grad"):
         return NotImplemented
     return recorded(lambda z, index: z.gather(-1, index.broadcast_to(*z.shape[:-1], index.shape[-1])), x, ids, operation="gather")
+
+
+class Stack(DeferredTensor):
+    """Terms that ``torch.stack`` joins in a new first dimension, over which a mixture is summed.
+
+    Attributes:
+        items: the terms, logits and constants.
+    """
+
+    items: list[Any]
+
+    def after(self, sources: Sequence[Any], step: Callable[..., Tensor]) -> Any:
+        """Return a copy."""
+        recipe = Step(step, self.sources[0]._recipe.restored, sources)
+        return self.create(step(self.meta), self.tapped(), recipe, needs=self.needs, items=self.items)
+
+
+@_fallback("stack")
+def _stacked(items: Any, call: Call) -> Any:
+    args = arguments(("dim",), call.args, call.kwargs)
+    sources = [v for v in items if isinstance(v, Term | DeferredLogits)]
+    shapes = {tuple(v.shape) for v in items if isinstance(v, Tensor)}
+    first = next((v for v in sources if v.needs_grad), sources[0])
+    if args.get("dim", 0) != 0 or len(shapes) > 1 or recorded(_of_stack, list(items), operation="stack") is NotImplemented:
+        return NotImplemented
+
+    def step(*values: Tensor) -> Tensor:
+        found = iter(values)
+        return torch.stack([next(found) if isinstance(v, DeferredTensor) else v for v in items])
+
+    dtype = functools.reduce(torch.promote_types, (v.dtype for v in items))
+    meta = torch.empty((len(items), *first.shape), dtype=dtype, device="meta")
+    return Stack.create(meta, first.tapped(), Step(step, logits_of(first).restored, sources), needs=first.needs, items=items)
+
+
+def _of_stack(items: list[Tensor]) -> Tensor:
+    return torch.stack(items).sum(0)
+
+
+def _mixed(stack: Stack, call: Call) -> Any:
+    function, args = call.function, arguments(("dim", "keepdim"), call.args, call.kwargs)
+    if args.get("dim") not in (0, (0,), [0]) or args.get("keepdim"):
+        return NotImplemented
+    return recorded(
+        lambda items: function(torch.stack(torch.broadcast_tensors(*items)), 0), stack.items, operation="stack"
+    )
+
+
+Stack.rules = dict.fromkeys(("logsumexp", "sum", "mean", "amax"), _mixed)
 
 
 # Losses ---------------------------------------------------------------------------------------------------------------
@@ -221,7 +322,7 @@ def _move_rule(name: str) -> Rule:
             return p
         if not isinstance(x, DeferredLogits) or x.axis != x.ndim - 1:
             return NotImplemented
-        keys = p.logits.rows_key, x.rows_key
+        keys = p.logits.product_key, x.product_key
         expression = moved(p.expression, row_move.apply, p.shape[:-1], keys, {})
         meta = torch.empty((*x.shape[:-1], p.shape[-1]), dtype=p.dtype, device="meta") if after is None else after[0]
         with torch.set_grad_enabled(p.needs_grad and torch.is_grad_enabled()):
@@ -245,6 +346,5 @@ def _without_classes(p: Term, call: Call) -> Any:
     return rows if rows is NotImplemented or rows.shape == shape else rows.reshape(shape)
 
 
-RESHAPING = "view", "reshape", "flatten", "unflatten", "squeeze", "ravel", "__getitem__", "select"
 for _name in MOVES:
     Term.rules.setdefault(_name, _move_rule(_name))

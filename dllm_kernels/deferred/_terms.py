@@ -82,7 +82,7 @@ def expression_of(x: Any) -> Any:
     plain = x.fusible and x.axis == x.ndim - 1 and x.overwritten is None and not x.skip_finite
     if not plain or any(t is not None and is_dtensor(t) for t in x.parts):
         return None
-    return Leaf(x.copied(), x.dtype, x.rows_key, x.needs_grad and torch.is_grad_enabled())
+    return Leaf(x.copied(), x.dtype, x.product_key, x.needs_grad and torch.is_grad_enabled())
 
 
 def logits_of(x: Any) -> DeferredLogits:
@@ -119,7 +119,7 @@ def recorded(
     rows, device = x.shape[:-1], x.device
     if any(v.shape[:-1] != rows or v.device != device for v in sources) or any(expression_of(v) is None for v in sources):
         return NotImplemented
-    if any(z.rows_key != x.rows_key for z in through) or not all(_is_constant(t, device) for t in tensors):
+    if any(z.product_key != x.product_key for z in through) or not all(_is_constant(t, device) for t in tensors):
         return NotImplemented
     state, hidden = CallState.now(x.hidden), x.hidden
     slots = [_Slot() if isinstance(v, Tensor) else v for v in flat]
@@ -155,7 +155,7 @@ def recorded(
     expression = Operation(step, (*map(expression_of, sources), *constants), needs_grad)
     with torch.set_grad_enabled(needs_grad):
         parts = next((v for v in sources if v.needs_grad), x).tapped()
-    return DeferredNLL.of_function(x, parts, RowFunction(expression, x.rows_key), meta.dtype).result()
+    return DeferredNLL.of_function(x, parts, RowFunction(expression, x.product_key), meta.dtype).result()
 
 
 def _is_constant(t: Tensor, device: torch.device) -> bool:
