@@ -273,7 +273,9 @@ class _RowLoss(Fused):
         scale = weights
         if ctx.computes and not summed:
             scale = torch.ones(rows.shape, dtype=setup.accum_dtype, device=hidden.device)
-        values, *saved = _evaluated(hidden, parts, function, rows, marks, scale if ctx.computes else None, setup, summed)
+        values, *saved = _evaluated(
+            hidden, parts, function, rows, marks, scale if ctx.computes else None, setup, summed
+        )
         if ctx.computes:
             once = ("the sum of a function of deferred logits", LOGITS) if summed else None
             link = keep_gradients(ctx, hidden, parts, saved, setup, once)  # type: ignore[arg-type]
@@ -288,15 +290,15 @@ class _RowLoss(Fused):
     @first_order(LOGITS)
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
         if ctx.computes:
-            grads = scale_gradients(ctx, grad)
+            grad_hidden, *grad_head = scale_gradients(ctx, grad)
         else:
             hidden, *head, rows, marks, _link = ctx.saved_tensors
             scale = grad.to(ctx.setup.accum_dtype).contiguous()
             scale = scale if marks is None else scale.masked_fill(marks == IGNORE, 0)
-            _, grads, *_ = _evaluated(
+            _, (grad_hidden, *grad_head), *_ = _evaluated(
                 hidden, Head(*head), ctx.function, rows, row_marks(scale), scale, ctx.setup, True, gradients_only=True
             )
-        return grads.x, None, None, None, None, None, *grads[1:]
+        return grad_hidden, None, None, None, None, None, *grad_head
 
 
 def _evaluated(

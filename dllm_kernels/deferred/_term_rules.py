@@ -112,12 +112,17 @@ def _einsum(x: Any, call: Call) -> Any:
     terms, arrow, out = str(equation).replace(" ", "").partition("->")
     first, *others = terms.split(",")
     alike = len(others) == 1 == len(operands) - 1 and others[0] == first and first.isalpha() and arrow
-    if not alike or len(set(first)) < len(first) or out not in ("", first[:-1]) or torch.is_autocast_enabled(x.device.type):
+    if (
+        not alike
+        or len(set(first)) < len(first)
+        or out not in ("", first[:-1])
+        or operands[0].shape != operands[1].shape
+    ):
         return NotImplemented
-    if operands[0].dtype != operands[1].dtype or operands[0].shape != operands[1].shape:
-        return NotImplemented
-    product = recorded(torch.mul, *operands, operation="einsum")
-    return product if product is NotImplemented else product.sum(-1) if out else product.sum()
+    rows = recorded(
+        lambda a, b: torch.einsum("...v,...v->...", a, b), *operands, operation="einsum", reduces=True
+    )  # fmt: skip
+    return rows if out or rows is NotImplemented else rows.sum()
 
 
 Term.rules |= dict.fromkeys(("expand_as", "view_as", "reshape_as"), like)
@@ -173,7 +178,7 @@ def _summed(x: Any, call: Call) -> Any:
     wide = accum_dtype(dtype)
 
     def over_classes(z: Tensor) -> Tensor:
-        return function(z, -1, keep, dtype=dtype if keep else wide)
+        return function(z, -1, keep, dtype=dtype if keep else wide)  # type: ignore[no-any-return]
 
     total = recorded(over_classes, x, operation=function.__name__, reduces=not keep, dtype=dtype)
     return getattr(total, function.__name__)(others) if others and total is not NotImplemented else total
@@ -187,7 +192,9 @@ def _gathered(x: Any, call: Call) -> Any:
     whole = isinstance(ids, Tensor) and ids.shape[:-1] == x.shape[:-1] and ids.dtype == torch.int64
     if not whole or not _on_classes(x, args.get("dim")) or args.get("sparse_grad"):
         return NotImplemented
-    return recorded(lambda z, index: z.gather(-1, index.broadcast_to(*z.shape[:-1], index.shape[-1])), x, ids, operation="gather")
+    return recorded(
+        lambda z, index: z.gather(-1, index.broadcast_to(*z.shape[:-1], index.shape[-1])), x, ids, operation="gather"
+    )
 
 
 class Stack(DeferredTensor):
@@ -211,7 +218,11 @@ def _stacked(items: Any, call: Call) -> Any:
     sources = [v for v in items if isinstance(v, Term | DeferredLogits)]
     shapes = {tuple(v.shape) for v in items if isinstance(v, Tensor)}
     first = next((v for v in sources if v.needs_grad), sources[0])
-    if args.get("dim", 0) != 0 or len(shapes) > 1 or recorded(_of_stack, list(items), operation="stack") is NotImplemented:
+    if (
+        args.get("dim", 0) != 0
+        or len(shapes) > 1
+        or recorded(_of_stack, list(items), operation="stack") is NotImplemented
+    ):
         return NotImplemented
 
     def step(*values: Tensor) -> Tensor:
@@ -220,7 +231,9 @@ def _stacked(items: Any, call: Call) -> Any:
 
     dtype = functools.reduce(torch.promote_types, (v.dtype for v in items))
     meta = torch.empty((len(items), *first.shape), dtype=dtype, device="meta")
-    return Stack.create(meta, first.tapped(), Step(step, logits_of(first).restored, sources), needs=first.needs, items=items)
+    return Stack.create(
+        meta, first.tapped(), Step(step, logits_of(first).restored, sources), needs=first.needs, items=items
+    )
 
 
 def _of_stack(items: list[Tensor]) -> Tensor:
@@ -231,9 +244,7 @@ def _mixed(stack: Stack, call: Call) -> Any:
     function, args = call.function, arguments(("dim", "keepdim"), call.args, call.kwargs)
     if args.get("dim") not in (0, (0,), [0]) or args.get("keepdim"):
         return NotImplemented
-    return recorded(
-        lambda items: function(torch.stack(torch.broadcast_tensors(*items)), 0), stack.items, operation="stack"
-    )
+    return recorded(lambda items: function(torch.stack(items), 0), stack.items, operation="stack")
 
 
 Stack.rules = dict.fromkeys(("logsumexp", "sum", "mean", "amax"), _mixed)
@@ -276,7 +287,11 @@ def _soft_cross_entropy(x: Any, call: Call) -> Any:
     names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     args = {k: v for k, v in arguments(names, call.args, call.kwargs).items() if v is not None}
     target, weight, reduction = args.get("target"), args.get("weight"), args.get("reduction", "mean")
-    if not isinstance(target, Tensor) or reduction not in ("none", "sum", "mean") or {"size_average", "reduce"} & set(args):
+    if (
+        not isinstance(target, Tensor)
+        or reduction not in ("none", "sum", "mean")
+        or {"size_average", "reduce"} & set(args)
+    ):
         return NotImplemented
     smoothing, ignored = args.get("label_smoothing", 0.0), args.get("ignore_index", -100)
     if x.ndim > 2:

@@ -87,7 +87,7 @@ def expression_of(x: Any) -> Any:
 
 def logits_of(x: Any) -> DeferredLogits:
     """Return the logits whose gradient passes through deferred logits or a term."""
-    return x.logits if isinstance(x, Term) else x  # type: ignore[no-any-return]
+    return x.logits if isinstance(x, Term) else x
 
 
 class _Slot:
@@ -117,7 +117,7 @@ def recorded(
     through = [logits_of(v) for v in sources if v.needs_grad and torch.is_grad_enabled()]
     x = (through or [logits_of(sources[0])])[0]
     rows, device = x.shape[:-1], x.device
-    if any(v.shape[:-1] != rows or v.device != device for v in sources) or any(expression_of(v) is None for v in sources):
+    if any(v.shape[:-1] != rows or v.device != device or expression_of(v) is None for v in sources):
         return NotImplemented
     if any(z.product_key != x.product_key for z in through) or not all(_is_constant(t, device) for t in tensors):
         return NotImplemented
@@ -129,7 +129,8 @@ def recorded(
         found, constants = iter(operands[:count]), iter(operands[count:])
         ordered = iter([next(found) if is_source else next(constants) for is_source in are_sources])
         with state.restored(hidden):
-            return function(*_pytree.tree_unflatten([next(ordered) if isinstance(v, _Slot) else v for v in slots], spec))
+            arguments = [next(ordered) if isinstance(v, _Slot) else v for v in slots]
+            return function(*_pytree.tree_unflatten(arguments, spec))
 
     def imitated(make: Callable[[Tensor], Tensor]) -> Any:
         operands = [make(getattr(v, "meta", v)) for v in (*sources, *tensors)]
