@@ -295,9 +295,10 @@ class _RowLoss(Fused):
             hidden, *head, rows, marks, _link = ctx.saved_tensors
             scale = grad.to(ctx.setup.accum_dtype).contiguous()
             scale = scale if marks is None else scale.masked_fill(marks == IGNORE, 0)
-            _, (grad_hidden, *grad_head), *_ = _evaluated(
+            results = _evaluated(
                 hidden, Head(*head), ctx.function, rows, row_marks(scale), scale, ctx.setup, True, gradients_only=True
             )
+            grad_hidden, *grad_head = results[1]
         return grad_hidden, None, None, None, None, None, *grad_head
 
 
